@@ -1,0 +1,48 @@
+"""Every exception memopt raises on purpose."""
+
+from __future__ import annotations
+
+
+class MemoptError(Exception):
+    """Base class of memopt's own errors."""
+
+
+class InfeasibleBudgetError(MemoptError):
+    """No plan of the strategy fits the budget.
+
+    Attributes:
+        budget_bytes: the budget asked for, total bytes.
+        smallest_budget_bytes: the smallest budget known to be feasible for the same
+            strategy, total bytes; None if none is known.
+    """
+
+    def __init__(
+        self, message: str, budget_bytes: int, smallest_budget_bytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.smallest_budget_bytes = smallest_budget_bytes
+
+
+class CaptureError(MemoptError):
+    """The model cannot be captured as one graph; the message names the place and the remedy."""
+
+
+class ProfileError(MemoptError):
+    """An operator could not be measured."""
+
+
+class GuardError(MemoptError):
+    """A planned module was called in a way its plan was not made for."""
+
+
+class ExecutionError(MemoptError):
+    """A planned step cannot go on (saved state gone, parameter changed, double backward...)."""
+
+
+class PlanFileError(MemoptError):
+    """A plan file is unreadable, of another version, or belongs to another model."""
+
+
+class InvalidProgramError(MemoptError):
+    """A strategy produced a program that the validator rejects (a bug in the strategy)."""

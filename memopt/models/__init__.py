@@ -1,0 +1,1 @@
+"""The cost model: everything that is true without torch."""

@@ -1,0 +1,133 @@
+"""The chain cost model of Rotor §3: stages in a line, forward then backward.
+
+Stage ℓ = 1..n turns a^{ℓ-1} into a^ℓ; the last stage is the loss. Symbols of the paper beside
+the fields: u_f, u_b, ω_a, ω_ā (contains the output), ω_δ, o_f when saving (F_all) and when not
+(F_∅, F_ck), o_b. Parameter gradients, which the paper leaves out, appear in their stage's
+backward and stay to the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Integral
+
+from memopt.models.checks import check_bytes, check_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a chain.
+
+    Attributes:
+        forward_time_s: u_f, seconds.
+        backward_time_s: u_b, seconds.
+        output_bytes: ω_a, the stage's output a^ℓ.
+        saved_bytes: ω_ā, what F_all keeps for the backward, the output included. It may be a
+            little less than output_bytes (the paper's own Table 2, stage 4, is).
+        gradient_bytes: ω_δ, the gradient of the output.
+        forward_overhead_bytes: o_f of F_all, on top of its inputs and ω_ā.
+        forward_no_save_overhead_bytes: o_f of F_∅ and F_ck, on top of their inputs and ω_a;
+            None: the same as forward_overhead_bytes.
+        backward_overhead_bytes: o_b, on top of the backward's inputs and outputs. It may be
+            negative (CORRECTIONS, Rotor 4, and inputs freed before the backward's peak).
+        parameter_gradient_bytes: g, held from this stage's backward to the end of the step.
+        name: for people.
+    """
+
+    forward_time_s: float
+    backward_time_s: float
+    output_bytes: int
+    saved_bytes: int
+    gradient_bytes: int
+    forward_overhead_bytes: int = 0
+    forward_no_save_overhead_bytes: int | None = None
+    backward_overhead_bytes: int = 0
+    parameter_gradient_bytes: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        owner = f"Stage {self.name!r}" if self.name else "Stage"
+        check_seconds(
+            owner, forward_time_s=self.forward_time_s, backward_time_s=self.backward_time_s
+        )
+        check_bytes(
+            owner,
+            output_bytes=self.output_bytes,
+            saved_bytes=self.saved_bytes,
+            gradient_bytes=self.gradient_bytes,
+            parameter_gradient_bytes=self.parameter_gradient_bytes,
+        )
+        for name in (
+            "forward_overhead_bytes",
+            "forward_no_save_overhead_bytes",
+            "backward_overhead_bytes",
+        ):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+                raise ValueError(f"{owner}: {name} must be a whole number of bytes, got {value!r}")
+
+    @property
+    def no_save_overhead_bytes(self) -> int:
+        """o_f of F_∅ and F_ck, with the default resolved."""
+        if self.forward_no_save_overhead_bytes is None:
+            return self.forward_overhead_bytes
+        return self.forward_no_save_overhead_bytes
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A heterogeneous chain. Stages are numbered from 1; the last one is the loss.
+
+    Attributes:
+        input_bytes: ω_a^0. It is part of the step's memory: a^0 is never freed.
+        stages: the stages 1..n, the loss last (it may cost nothing).
+        resident_bytes: parameters, buffers, constants..., always live.
+        input_gradient_bytes: ω_δ^0, the gradient of the input, 0 if it is not wanted.
+    """
+
+    input_bytes: int
+    stages: tuple[Stage, ...]
+    resident_bytes: int = 0
+    input_gradient_bytes: int = 0
+
+    def __init__(
+        self,
+        input_bytes: int,
+        stages: Iterable[Stage],
+        resident_bytes: int = 0,
+        input_gradient_bytes: int = 0,
+    ) -> None:
+        object.__setattr__(self, "input_bytes", input_bytes)
+        object.__setattr__(self, "stages", tuple(stages))
+        object.__setattr__(self, "resident_bytes", resident_bytes)
+        object.__setattr__(self, "input_gradient_bytes", input_gradient_bytes)
+        check_bytes(
+            "Chain",
+            input_bytes=input_bytes,
+            resident_bytes=resident_bytes,
+            input_gradient_bytes=input_gradient_bytes,
+        )
+        if not self.stages:
+            raise ValueError("Chain: at least one stage is needed (the last one is the loss)")
+        for stage in self.stages:
+            if not isinstance(stage, Stage):
+                raise ValueError(f"Chain: stages must be memopt.Stage values, got {stage!r}")
+
+    def __len__(self) -> int:
+        """Number of stages, the loss included (the paper's L+1)."""
+        return len(self.stages)
+
+    def activation_bytes(self, index: int) -> int:
+        """ω_a of a^index, index 0 (the chain's input) to n."""
+        return self.input_bytes if index == 0 else self.stages[index - 1].output_bytes
+
+    def gradient_bytes(self, index: int) -> int:
+        """ω_δ of δ^index, index 0 (the gradient of the input) to n."""
+        return self.input_gradient_bytes if index == 0 else self.stages[index - 1].gradient_bytes
+
+    @cached_property
+    def compute_time_s(self) -> float:
+        """One forward and one backward of every stage, seconds: a lower bound for every plan."""
+        return sum(stage.forward_time_s + stage.backward_time_s for stage in self.stages)

@@ -1,0 +1,81 @@
+"""The device a step runs on: capacity, link, and roofline rates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A compute device and its link to host memory.
+
+    Attributes:
+        name: "cpu", "A100-80GB"...
+        capacity_bytes: device memory; None: unknown.
+        to_host_bytes_per_s: bandwidth device → host (swap-out).
+        from_host_bytes_per_s: bandwidth host → device (swap-in); None: the same.
+        transfer_latency_s: per transfer, seconds.
+        duplex: whether both directions overlap; False: one transfer at a time in all.
+        flops_per_s: peak flops by dtype name ("float32", "bfloat16"...).
+        memory_bytes_per_s: device memory bandwidth.
+        launch_latency_s: per kernel, seconds.
+        flops_fraction: achievable share of peak flops.
+        memory_fraction: achievable share of the memory bandwidth.
+        block_bytes: the allocator's granularity: 512 on CUDA, 1 on CPU.
+        source: where the figures come from.
+    """
+
+    name: str = "device"
+    capacity_bytes: int | None = None
+    to_host_bytes_per_s: float = math.inf
+    from_host_bytes_per_s: float | None = None
+    transfer_latency_s: float = 0.0
+    duplex: bool = True
+    flops_per_s: dict[str, float] = field(default_factory=dict)
+    memory_bytes_per_s: float = math.inf
+    launch_latency_s: float = 0.0
+    flops_fraction: float = 1.0
+    memory_fraction: float = 1.0
+    block_bytes: int = 1
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        rates = {
+            "to_host_bytes_per_s": self.to_host_bytes_per_s,
+            "from_host_bytes_per_s": self.swap_in_bytes_per_s,
+            "memory_bytes_per_s": self.memory_bytes_per_s,
+            **{f"flops_per_s[{k!r}]": v for k, v in self.flops_per_s.items()},
+        }
+        for name, value in rates.items():
+            if math.isnan(value) or value <= 0:
+                raise ValueError(f"Device {self.name!r}: {name} must be positive, got {value!r}")
+        for name in ("transfer_latency_s", "launch_latency_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"Device {self.name!r}: {name} must be at least 0, got {value!r}")
+        for name in ("flops_fraction", "memory_fraction"):
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise ValueError(f"Device {self.name!r}: {name} must be in (0, 1], got {value!r}")
+        if self.block_bytes < 1:
+            raise ValueError(f"Device {self.name!r}: block_bytes must be at least 1")
+
+    @property
+    def swap_in_bytes_per_s(self) -> float:
+        """Host → device bandwidth with the default resolved."""
+        if self.from_host_bytes_per_s is None:
+            return self.to_host_bytes_per_s
+        return self.from_host_bytes_per_s
+
+    def swap_out_time_s(self, size_bytes: int) -> float:
+        """Seconds to copy `size_bytes` to the host."""
+        return self.transfer_latency_s + size_bytes / self.to_host_bytes_per_s
+
+    def swap_in_time_s(self, size_bytes: int) -> float:
+        """Seconds to copy `size_bytes` from the host."""
+        return self.transfer_latency_s + size_bytes / self.swap_in_bytes_per_s
+
+    def allocated_bytes(self, size_bytes: int) -> int:
+        """What the allocator counts for a request of `size_bytes`."""
+        return -(-size_bytes // self.block_bytes) * self.block_bytes

@@ -1,0 +1,265 @@
+"""The DAG cost model: tensors (storages), operators, and the graph of one training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from memopt.models.checks import check_bytes, check_seconds
+
+
+class TensorKind(StrEnum):
+    """What a storage holds."""
+
+    INPUT = "input"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    OPTIMIZER_STATE = "optimizer state"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    OUTPUT = "output"
+
+
+RESIDENT_KINDS = frozenset(
+    {
+        TensorKind.INPUT,
+        TensorKind.PARAMETER,
+        TensorKind.BUFFER,
+        TensorKind.CONSTANT,
+        TensorKind.OPTIMIZER_STATE,
+    }
+)
+
+
+class Phase(StrEnum):
+    """The part of a training step an operator belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One device storage; views share it.
+
+    Attributes:
+        name: for people; leads back to the user's modules.
+        size_bytes: as the device's allocator counts it.
+        kind: what it holds; INPUT, PARAMETER, BUFFER, CONSTANT and OPTIMIZER_STATE are
+            resident: live during the whole step, never computed, freed or counted twice.
+    """
+
+    name: str
+    size_bytes: int
+    kind: TensorKind = TensorKind.ACTIVATION
+
+    def __post_init__(self) -> None:
+        check_bytes(f"Tensor {self.name!r}", size_bytes=self.size_bytes)
+
+    @property
+    def resident(self) -> bool:
+        """Whether the tensor is live during the whole step."""
+        return self.kind in RESIDENT_KINDS
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One of several ways to run an operator (MONeT §3).
+
+    Attributes:
+        name: unique within the operator.
+        time_s: seconds.
+        workspace_bytes: peak during the call, minus its outputs.
+        reads: tensor indices it needs; None: the operator's own.
+        writes: tensor indices it produces; None: the operator's own.
+        exact: whether it gives the operator's results bit for bit.
+    """
+
+    name: str
+    time_s: float
+    workspace_bytes: int = 0
+    reads: tuple[int, ...] | None = None
+    writes: tuple[int, ...] | None = None
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        check_seconds(f"Implementation {self.name!r}", time_s=self.time_s)
+        check_bytes(f"Implementation {self.name!r}", workspace_bytes=self.workspace_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One real kernel call, together with the view operators that hang on it.
+
+    Attributes:
+        name: canonical and unique in its graph.
+        reads: indices of the tensors it reads (resident ones included).
+        writes: indices of the tensors it writes, none of them resident.
+        time_s: seconds.
+        workspace_bytes: peak memory during the call minus its outputs, bytes.
+        phase: forward, backward or update.
+        recomputable: whether it may run more than once.
+        random: whether it draws random numbers (a re-run restores the generator's state).
+        module: the user's module it comes from, "layers.3.attn"; "" if unknown.
+        target: the kernel, "aten.convolution.default"; "" if unknown.
+        implementations: other ways to run it; () means only the default one.
+    """
+
+    name: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    time_s: float
+    workspace_bytes: int = 0
+    phase: Phase = Phase.FORWARD
+    recomputable: bool = True
+    random: bool = False
+    module: str = ""
+    target: str = ""
+    implementations: tuple[Implementation, ...] = ()
+
+    def __post_init__(self) -> None:
+        owner = f"Operator {self.name!r}"
+        check_seconds(owner, time_s=self.time_s)
+        check_bytes(owner, workspace_bytes=self.workspace_bytes)
+        if len(set(self.writes)) != len(self.writes):
+            raise ValueError(f"{owner}: writes lists a tensor twice")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One training step: operators in the framework's own order, forward first.
+
+    Attributes:
+        tensors: every storage; operators refer to them by index.
+        operators: a topological order; all forward operators before all others.
+        outputs: forward tensors the user receives; live from their computation to the end.
+        gradients: tensors the step must end with (parameter and input gradients).
+        tangents: gradients of the outputs; they appear at the loss boundary.
+        tangents_held: whether tangents stay live to the end of the step (see
+            `Capabilities` in the executor); else they may be freed after their last reader.
+        boundary_bytes: memory of the user's loss at the boundary, on top of everything live.
+        extra_resident_bytes: resident bytes that belong to no tensor of the graph.
+    """
+
+    tensors: tuple[Tensor, ...]
+    operators: tuple[Operator, ...]
+    outputs: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    tangents: tuple[int, ...] = ()
+    tangents_held: bool = True
+    boundary_bytes: int = 0
+    extra_resident_bytes: int = 0
+
+    def __init__(
+        self,
+        tensors: Iterable[Tensor],
+        operators: Iterable[Operator],
+        outputs: Iterable[int] = (),
+        gradients: Iterable[int] = (),
+        tangents: Iterable[int] = (),
+        tangents_held: bool = True,
+        boundary_bytes: int = 0,
+        extra_resident_bytes: int = 0,
+    ) -> None:
+        for name, value in (
+            ("tensors", tuple(tensors)),
+            ("operators", tuple(operators)),
+            ("outputs", tuple(outputs)),
+            ("gradients", tuple(gradients)),
+            ("tangents", tuple(tangents)),
+            ("tangents_held", bool(tangents_held)),
+            ("boundary_bytes", boundary_bytes),
+            ("extra_resident_bytes", extra_resident_bytes),
+        ):
+            object.__setattr__(self, name, value)
+        check_bytes(
+            "Graph", boundary_bytes=boundary_bytes, extra_resident_bytes=extra_resident_bytes
+        )
+        self._check()
+
+    def _check(self) -> None:
+        available = {i for i, tensor in enumerate(self.tensors) if tensor.resident}
+        available |= set(self.tangents)
+        written: set[int] = set()
+        names: set[str] = set()
+        forward_over = False
+        for operator in self.operators:
+            owner = f"Graph: operator {operator.name!r}"
+            if operator.name in names:
+                raise ValueError(f"{owner}: the name is used twice")
+            names.add(operator.name)
+            if forward_over and operator.phase is Phase.FORWARD:
+                raise ValueError(f"{owner}: a forward operator after the first backward one")
+            forward_over = operator.phase is not Phase.FORWARD
+            for index in (*operator.reads, *operator.writes):
+                if not 0 <= index < len(self.tensors):
+                    raise ValueError(f"{owner}: there is no tensor {index}")
+            for index in operator.reads:
+                if index not in available:
+                    name = self.tensors[index].name
+                    raise ValueError(f"{owner}: reads {name!r} before anything writes it")
+                if operator.phase is Phase.FORWARD and index in self.tangents:
+                    raise ValueError(f"{owner}: a forward operator reads a tangent")
+            for index in operator.writes:
+                if index in written or self.tensors[index].resident or index in self.tangents:
+                    name = self.tensors[index].name
+                    raise ValueError(f"{owner}: {name!r} cannot be written here")
+            written.update(operator.writes)
+            available.update(operator.writes)
+        for index in (*self.outputs, *self.gradients):
+            if index not in available:
+                raise ValueError(f"Graph: result tensor {index} is never computed")
+
+    @cached_property
+    def resident(self) -> frozenset[int]:
+        """Indices of the resident tensors."""
+        return frozenset(i for i, tensor in enumerate(self.tensors) if tensor.resident)
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        """Bytes that are live during the whole step, whatever the plan."""
+        return self.extra_resident_bytes + sum(self.tensors[i].size_bytes for i in self.resident)
+
+    @cached_property
+    def producer(self) -> dict[int, int]:
+        """Tensor index → index of the operator that writes it."""
+        return {t: i for i, operator in enumerate(self.operators) for t in operator.writes}
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each tensor, the indices of the operators that read it, ascending."""
+        readers: list[list[int]] = [[] for _ in self.tensors]
+        for i, operator in enumerate(self.operators):
+            for tensor in dict.fromkeys(operator.reads):
+                readers[tensor].append(i)
+        return tuple(map(tuple, readers))
+
+    @cached_property
+    def first_backward(self) -> int:
+        """Index of the first operator that is not forward; len(operators) if there is none."""
+        for i, operator in enumerate(self.operators):
+            if operator.phase is not Phase.FORWARD:
+                return i
+        return len(self.operators)
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """Computed tensors that must be live at the end: outputs and gradients, and tangents
+        where the framework holds them."""
+        held = self.tangents if self.tangents_held else ()
+        return frozenset((*self.outputs, *self.gradients, *held)) - self.resident
+
+    @cached_property
+    def compute_time_s(self) -> float:
+        """Every operator once, in seconds: a lower bound for every plan with one stream."""
+        return sum(operator.time_s for operator in self.operators)
+
+    def to_chain(self):  # type: ignore[no-untyped-def]
+        """The chain of this graph's articulation points; see `memopt.models.linearize`."""
+        from memopt.models.linearize import linearize
+
+        return linearize(self).chain

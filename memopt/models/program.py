@@ -1,0 +1,85 @@
+"""The instruction set of a plan: one for every strategy (DESIGN §3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run operator `op`; of its written tensors keep `outputs`, the others are transient.
+
+    A second Compute of the same operator recomputes it.
+    """
+
+    op: int
+    outputs: tuple[int, ...]
+    implementation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Drop the device copy of a tensor. Waits for its swap-out, if one is under way."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOut:
+    """Start copying a tensor to the host. The device copy stays until its Free."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """Start copying a tensor back; it occupies device memory from here on. The first reader
+    waits for the copy. The host copy stays until its DropHost."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropHost:
+    """Drop the host copy of a tensor."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class LossBoundary:
+    """The forward ends, the user's loss runs, the tangents arrive. Exactly one in a program
+    with backward operators."""
+
+
+Instruction: TypeAlias = Compute | Free | SwapOut | SwapIn | DropHost | LossBoundary
+
+
+@dataclass(frozen=True)
+class Program:
+    """A planned training step.
+
+    Attributes:
+        instructions: in the order of the compute stream.
+        offsets: a placement, or None: for each Compute/SwapIn instruction index and tensor,
+            the byte offset of that lifetime in the arena: ((instruction, tensor, offset), ...).
+    """
+
+    instructions: tuple[Instruction, ...]
+    offsets: tuple[tuple[int, int, int], ...] | None = None
+
+    def __init__(
+        self,
+        instructions: Iterable[Instruction],
+        offsets: Iterable[tuple[int, int, int]] | None = None,
+    ) -> None:
+        object.__setattr__(self, "instructions", tuple(instructions))
+        object.__setattr__(self, "offsets", None if offsets is None else tuple(offsets))
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.instructions)

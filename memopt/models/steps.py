@@ -1,0 +1,38 @@
+"""Chain steps: what chain strategies produce (Rotor Table 1, and the moves of Offloading §3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Move(StrEnum):
+    """What a chain step does at its stage ℓ."""
+
+    FORWARD_NO_SAVE = "F∅"
+    """Compute a^ℓ and drop a^{ℓ-1}."""
+    FORWARD_CHECKPOINT = "Fck"
+    """Compute a^ℓ and keep a^{ℓ-1}."""
+    FORWARD_ALL = "Fall"
+    """Compute ā^ℓ (contains a^ℓ) and keep a^{ℓ-1}."""
+    BACKWARD = "B"
+    """Compute δ^{ℓ-1} from δ^ℓ, ā^ℓ and a^{ℓ-1}; frees δ^ℓ, ā^ℓ, and a^{ℓ-1} if held on its own."""
+    DROP_ACTIVATION = "drop a"
+    """Free a^ℓ (ℓ from 1; a^0 is never freed)."""
+    DROP_SAVED = "drop ā"
+    """Free ā^ℓ."""
+    OFFLOAD = "offload"
+    """Start copying ā^ℓ (a^0 for ℓ = 0) to the host; the device copy goes when the copy is done."""
+    PREFETCH = "prefetch"
+    """Start bringing ā^ℓ (a^0 for ℓ = 0) back from the host."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ChainStep:
+    """One step of a chain schedule: `move` at stage `stage` (1-based, the loss is the last)."""
+
+    move: Move
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.move}^{self.stage}"

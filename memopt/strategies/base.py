@@ -1,0 +1,109 @@
+"""What every strategy is: one frozen value whose fields are its parameters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar, TypeAlias
+
+from memopt.models.chain import Chain
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.program import Program
+from memopt.models.steps import ChainStep
+
+CostModel: TypeAlias = Chain | Graph
+
+Progress: TypeAlias = Callable[[float, str], None]
+"""progress(fraction in [0, 1], what is being done). It may raise KeyboardInterrupt to stop a
+solver, which then returns its best plan with its bound."""
+
+
+class Status(StrEnum):
+    """How a solve ended."""
+
+    OPTIMAL = "optimal"
+    """Best in the strategy's own class of schedules."""
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    UNKNOWN = "unknown"
+    """Stopped before a plan or a proof was found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What a strategy returns. Byte figures are totals, resident included.
+
+    Attributes:
+        status: see Status.
+        steps: a chain strategy's schedule; None otherwise or when there is no plan.
+        program: a graph strategy's program; None otherwise or when there is no plan.
+        peak_bytes: the strategy's own figure of the peak (planning replays it again).
+        time_s: the strategy's own figure of the step's time.
+        lower_bound_s: no schedule of the strategy's class within the budget is faster.
+        gap: (time_s - lower_bound_s) / lower_bound_s; None if unknown.
+        smallest_budget_bytes: when infeasible, the smallest budget known to be feasible.
+        stats: counts and timings worth showing ("slots", "solve_s", ...).
+    """
+
+    status: Status
+    steps: tuple[ChainStep, ...] | None = None
+    program: Program | None = None
+    peak_bytes: int | None = None
+    time_s: float | None = None
+    lower_bound_s: float | None = None
+    gap: float | None = None
+    smallest_budget_bytes: int | None = None
+    stats: Mapping[str, object] = field(default_factory=dict)
+
+
+class Strategy(ABC):
+    """A way to plan a step. Subclasses are frozen dataclasses; their fields are parameters.
+
+    Class attributes:
+        name: the name `memopt.plan(strategy=...)` resolves.
+        needs: "chain" or "graph": the cost model `solve` takes.
+        features: what its plans use, from "recompute", "offload", "order", "place",
+            "implementations".
+        references: the papers it implements.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[str]
+    features: ClassVar[frozenset[str]] = frozenset()
+    references: ClassVar[tuple[str, ...]] = ()
+
+    def why_not(self, cost_model: CostModel) -> str | None:
+        """Why this strategy cannot plan this cost model; None if it can."""
+        wanted = Chain if self.needs == "chain" else Graph
+        if isinstance(cost_model, wanted):
+            return None
+        return f"{self.name} plans a {self.needs}, not a {type(cost_model).__name__}"
+
+    @abstractmethod
+    def solve(
+        self,
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
+        """Plan the step within a budget.
+
+        Laws, for every strategy: the same cost model, budget and seed give the same plan, byte
+        for byte. A plan that is returned passes the validator and its replayed peak is at most
+        the budget. `lower_bound_s` ≤ `time_s`. INFEASIBLE carries the smallest budget known to
+        be feasible. A solve stopped by its time limit or by KeyboardInterrupt returns its best
+        plan so far with its bound.
+
+        Args:
+            cost_model: the Chain or Graph, as `needs` says.
+            budget_bytes: total device memory for the step, resident included; None: no limit.
+            device: link rates and capacity, for strategies that move data.
+            time_limit_s: seconds to spend at most, where the strategy can stop early.
+            progress: called now and then.
+        """
