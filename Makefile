@@ -1,0 +1,68 @@
+# make demo | test | test-all | test-gpu | bench | bench-gpu | lint | docs
+# Each target first makes .venv and installs what constraints.txt pins (only Python 3.11 and pip are
+# needed). On Linux, plain pip installs torch's CUDA build; for the smaller CPU build say
+#     make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3.11
+VENV ?= .venv
+TORCH_INDEX ?=
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# -qq: only errors; pip warns about every package index that lacks a package.
+PIP := $(BIN)/python -m pip install -qq -c constraints.txt
+# Each of the test workers is one thread of torch.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+.PHONY: demo test test-all test-gpu bench bench-gpu lint format docs install constraints clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing torch$(if $(TORCH_INDEX), from $(TORCH_INDEX))"
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@echo "installing memopt with its development tools"
+	@$(PIP) -e '.[dev]'
+	@echo "installing torchvision and timm without what they depend on"
+	@$(PIP) --no-deps torchvision timm
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m memopt.demo
+
+test: $(STAMP)
+	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-all: $(STAMP)
+	$(PYTEST) --timeout 3600 $(PYTEST_ARGS)
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+bench-gpu: $(STAMP)
+	$(BIN)/python -m benchmarks --gpu
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict memopt
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
+
+# Pin what is installed in $(VENV) now.
+constraints: $(STAMP)
+	$(BIN)/python -m pip freeze --exclude memopt | sed 's/+cpu$$//' > constraints.txt
+
+clean:
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache

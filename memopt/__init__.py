@@ -1,0 +1,21 @@
+"""Train a PyTorch model within a memory budget: capture, plan, check and run one training step.
+
+Importing memopt imports neither torch nor a solver: cost models can be built and planned without.
+"""
+
+from memopt.errors import CaptureError as CaptureError
+from memopt.errors import ExecutionError as ExecutionError
+from memopt.errors import GuardError as GuardError
+from memopt.errors import InfeasibleBudgetError as InfeasibleBudgetError
+from memopt.errors import InvalidProgramError as InvalidProgramError
+from memopt.errors import MemoptError as MemoptError
+from memopt.errors import PlanFileError as PlanFileError
+from memopt.errors import ProfileError as ProfileError
+from memopt.models.chain import Chain as Chain
+from memopt.models.chain import Stage as Stage
+from memopt.models.device import Device as Device
+from memopt.models.graph import Graph as Graph
+from memopt.models.graph import Operator as Operator
+from memopt.models.graph import Tensor as Tensor
+
+__version__ = "0.1.0"

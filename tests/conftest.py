@@ -1,0 +1,62 @@
+"""Settings of the whole test run."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch, matplotlib and transformers are imported: one thread per worker, no window, no hub.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import functools
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# No wall-clock limits per example (machines differ), and the same examples in every run. To look
+# for new ones: HYPOTHESIS_PROFILE=explore.
+settings.register_profile(
+    "memopt", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "explore", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "memopt"))
+
+
+@functools.cache
+def has_cuda() -> bool:
+    """Whether torch sees a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_report_header() -> str:
+    """One line that says what becomes of the tests that need a GPU."""
+    if has_cuda():
+        return "gpu tests: on the CUDA device of this machine"
+    return "gpu tests: deselected, no CUDA device here"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect gpu tests where there is no GPU; keep one model family on one worker."""
+    if not has_cuda():
+        gpu = [item for item in items if item.get_closest_marker("gpu")]
+        if gpu:
+            config.hook.pytest_deselected(items=gpu)
+            items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    # Captures are cached per process, so a family's tests share theirs on one worker.
+    for item in items:
+        family = _family_name(item)
+        if family is not None:
+            item.add_marker(pytest.mark.xdist_group(family))
+
+
+def _family_name(item: pytest.Item) -> str | None:
+    parameters = getattr(item, "callspec", None)
+    if parameters is None or "family" not in parameters.params:
+        return None
+    family = parameters.params["family"]
+    return str(getattr(family, "name", family))
