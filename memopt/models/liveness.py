@@ -1,0 +1,154 @@
+"""Lifetimes: which written tensors a program keeps, and where it frees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+
+from memopt.errors import InvalidProgramError
+from memopt.models.graph import Graph, Phase
+from memopt.models.program import (
+    Compute,
+    Free,
+    Instruction,
+    LossBoundary,
+    Program,
+    SwapIn,
+    SwapOut,
+)
+from memopt.models.variants import variant
+
+
+class _Future(Enum):
+    """What the rest of the program does with a tensor's present device copy."""
+
+    DEAD = auto()
+    READ = auto()
+    """Read later; with_frees frees it after its last reader, or it is kept to the end."""
+    FREED = auto()
+    """The caller's own Free comes later."""
+
+
+def computes(graph: Graph, operators: Iterable[int | None]) -> tuple[Instruction, ...]:
+    """Compute instructions for operator indices, in order, for `with_frees` to complete.
+
+    Args:
+        graph: the graph the indices refer to.
+        operators: operator indices, an operator as often as it is to run; None marks the loss
+            boundary. Without a None the boundary comes before the first operator that is not
+            forward, or at the end if there is none but the graph has tangents.
+
+    Returns:
+        One Compute per operator, its `outputs` left empty, and the LossBoundary.
+    """
+    indices = list(operators)
+    if None not in indices:
+        for position, index in enumerate(indices):
+            if index is not None and graph.operators[index].phase is not Phase.FORWARD:
+                indices.insert(position, None)
+                break
+        else:
+            if graph.tangents:
+                indices.append(None)
+    return tuple(LossBoundary() if i is None else Compute(i, ()) for i in indices)
+
+
+def with_frees(graph: Graph, instructions: Iterable[Instruction]) -> tuple[Instruction, ...]:
+    """Complete instructions with the shortest lifetimes: outputs and frees.
+
+    Every Compute's `outputs` is replaced by the tensors it writes that are needed afterwards:
+    read (by a Compute or SwapOut) or freed by the caller's own Free before they are computed or
+    swapped in again, or kept to the end (`graph.kept`, at their first computation only). So a
+    tensor that is re-computed is not held until then: its earlier instance ends at its last
+    reader, which never costs more memory, since the re-run is charged for it anyway. A Free
+    follows the last reader of each instance, and the boundary for a tangent that nothing reads
+    and the framework does not hold. Kept tensors are never freed.
+
+    A Free in the input stands, and ends the instance it is in: after a SwapOut give one where
+    the copy should be over (a Free waits for it), else it comes right after the SwapOut.
+    DropHost is left to the caller.
+
+    Raises:
+        InvalidProgramError: a tensor is read and nothing before it puts it on the device.
+    """
+    program = tuple(instructions)
+    first = _first_computations(graph, program)
+    future = [_Future.READ if i in graph.kept else _Future.DEAD for i in range(len(graph.tensors))]
+    backwards: list[Instruction] = []
+    for position in range(len(program) - 1, -1, -1):
+        instruction = program[position]
+        if isinstance(instruction, Compute):
+            chosen = variant(graph.operators[instruction.op], instruction.implementation)
+            kept = []
+            for tensor in chosen.writes:
+                if tensor in graph.kept:
+                    if first[tensor] == position:
+                        kept.append(tensor)
+                        future[tensor] = _Future.DEAD
+                elif future[tensor] is not _Future.DEAD:
+                    kept.append(tensor)
+                    future[tensor] = _Future.DEAD
+            _read(graph, chosen.reads, future, backwards)
+            instruction = Compute(instruction.op, tuple(kept), instruction.implementation)
+        elif isinstance(instruction, SwapOut):
+            _read(graph, (instruction.tensor,), future, backwards)
+        elif isinstance(instruction, SwapIn):
+            _appear(graph, (instruction.tensor,), future, backwards)
+        elif isinstance(instruction, LossBoundary):
+            _appear(graph, graph.tangents, future, backwards)
+        elif isinstance(instruction, Free):
+            if future[instruction.tensor] is _Future.READ:
+                name = graph.tensors[instruction.tensor].name
+                raise InvalidProgramError(f"instruction {position} frees {name!r}, read later")
+            future[instruction.tensor] = _Future.FREED
+        backwards.append(instruction)
+    for tensor, after in enumerate(future):
+        if after is not _Future.DEAD:
+            name = graph.tensors[tensor].name
+            raise InvalidProgramError(f"{name!r} is needed before anything computes it")
+    backwards.reverse()
+    return tuple(backwards)
+
+
+def store_all(graph: Graph) -> Program:
+    """Every operator once, in the graph's own order, each tensor freed after its last reader."""
+    return Program(with_frees(graph, computes(graph, range(len(graph.operators)))))
+
+
+def _first_computations(graph: Graph, program: tuple[Instruction, ...]) -> dict[int, int]:
+    """Tensor → position of the first Compute that writes it."""
+    first: dict[int, int] = {}
+    for position, instruction in enumerate(program):
+        if isinstance(instruction, Compute):
+            chosen = variant(graph.operators[instruction.op], instruction.implementation)
+            for tensor in chosen.writes:
+                first.setdefault(tensor, position)
+    return first
+
+
+def _read(
+    graph: Graph,
+    tensors: Iterable[int],
+    future: list[_Future],
+    backwards: list[Instruction],
+) -> None:
+    """Note a reader, met backwards: the first one met is the last, and a Free follows it."""
+    for tensor in tensors:
+        if tensor in graph.resident:
+            continue
+        if future[tensor] is _Future.DEAD:
+            backwards.append(Free(tensor))
+            future[tensor] = _Future.READ
+
+
+def _appear(
+    graph: Graph,
+    tensors: Iterable[int],
+    future: list[_Future],
+    backwards: list[Instruction],
+) -> None:
+    """Note the arrival of tensors by other means than a Compute; unread ones go at once."""
+    for tensor in tensors:
+        if future[tensor] is _Future.DEAD:
+            backwards.append(Free(tensor))
+        future[tensor] = _Future.DEAD

@@ -1,0 +1,274 @@
+"""THE cost semantics: what a program needs in memory and time (DESIGN §3).
+
+Memory is taken at every instruction. At a Compute it is resident + live tensors + every tensor
+the operator writes (kept or transient, and once more if it is already live) + workspace; at the
+LossBoundary live + tangents + the loss's own; a SwapIn occupies memory from that instruction
+on, and a SwapOut's device copy until its Free. Time: the compute stream runs instructions in
+order; a transfer starts when its instruction is reached, its data exist and its link is free.
+Where memory is given back (Free, DropHost) the compute stream waits for the tensor's transfer,
+and a Compute waits for the swap-ins it reads: a slow link costs time, never memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from memopt.errors import InvalidProgramError
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.program import (
+    Compute,
+    DropHost,
+    Free,
+    LossBoundary,
+    Program,
+    SwapIn,
+    SwapOut,
+)
+from memopt.models.variants import variant
+
+
+class Direction(StrEnum):
+    """Which way a transfer goes."""
+
+    TO_HOST = "to host"
+    FROM_HOST = "from host"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One copy between device and host: on its link from start_s to end_s (half-open)."""
+
+    instruction: int
+    tensor: int
+    direction: Direction
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What replaying a program gives. Tuples have one entry per instruction.
+
+    Attributes:
+        peak_bytes: the largest device memory, resident included.
+        peak_instruction: the first instruction at which it is reached; None: no instruction.
+        host_peak_bytes: the largest sum of host copies.
+        time_s: end of the step: the compute stream and all transfers are done.
+        step_bytes: device memory while the instruction runs (before a Free gives back).
+        live_bytes: device memory after it: resident + live tensors.
+        host_bytes: host memory after it.
+        start_s: when the compute stream starts it, waits over.
+        end_s: when the compute stream is done with it.
+        stall_s: how long the compute stream waited for transfers before it.
+        transfers: every copy, in the order of the program.
+    """
+
+    peak_bytes: int
+    peak_instruction: int | None
+    host_peak_bytes: int
+    time_s: float
+    step_bytes: tuple[int, ...]
+    live_bytes: tuple[int, ...]
+    host_bytes: tuple[int, ...]
+    start_s: tuple[float, ...]
+    end_s: tuple[float, ...]
+    stall_s: tuple[float, ...]
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def total_stall_s(self) -> float:
+        """Time the compute stream spent waiting for transfers, seconds."""
+        return sum(self.stall_s)
+
+
+def replay(graph: Graph, program: Program, device: Device | None = None) -> Timeline:
+    """Replay a program and return its memory and time.
+
+    Args:
+        graph: the cost model the program refers to.
+        program: instructions; a valid program is expected (see `memopt.models.validate`).
+        device: link rates; None: transfers take no time.
+
+    Raises:
+        InvalidProgramError: an instruction that cannot be processed, such as a read of an
+            absent tensor. Whole-program laws are the validator's.
+    """
+    state = _State(graph, device)
+    for position, instruction in enumerate(program.instructions):
+        try:
+            state.run(position, instruction)
+        except _Invalid as error:
+            raise InvalidProgramError(f"instruction {position}, {instruction}: {error}") from None
+    return state.timeline()
+
+
+class _Invalid(Exception):
+    """Why an instruction cannot be processed."""
+
+
+class _State:
+    """Device, host and streams while a program is replayed."""
+
+    def __init__(self, graph: Graph, device: Device | None) -> None:
+        self.graph = graph
+        self.device = device or Device()
+        self.sizes = [tensor.size_bytes for tensor in graph.tensors]
+        self.resident = graph.resident
+        self.live: set[int] = set()
+        self.host: set[int] = set()
+        self.device_bytes = graph.resident_bytes
+        self.during_bytes = self.device_bytes
+        self.copied_bytes = 0
+        self.now_s = 0.0
+        self.arrival_s: dict[int, float] = {}
+        """Tensor → end of its latest transfer, until the compute stream has passed it."""
+        self.stored_s: dict[int, float] = {}
+        """Tensor → when its host copy is complete."""
+        self.to_host_free_s = 0.0
+        self.from_host_free_s = 0.0
+        self.wait_s = 0.0
+        self.transfers: list[Transfer] = []
+        self.rows: list[tuple[int, int, int, float, float, float]] = []
+
+    def run(self, position: int, instruction: object) -> None:
+        """Advance by one instruction and record its row."""
+        self.wait_s = 0.0
+        start_s: float | None = None
+        if type(instruction) is Compute:
+            start_s = self._compute(instruction)
+        elif type(instruction) is Free:
+            self._free(instruction.tensor)
+        elif type(instruction) is SwapOut:
+            self._swap_out(position, instruction.tensor)
+        elif type(instruction) is SwapIn:
+            self._swap_in(position, instruction.tensor)
+        elif type(instruction) is DropHost:
+            self._drop_host(instruction.tensor)
+        elif type(instruction) is LossBoundary:
+            self._boundary()
+        else:
+            raise _Invalid("not an instruction")
+        self.rows.append(
+            (
+                self.during_bytes,
+                self.device_bytes,
+                self.copied_bytes,
+                self.now_s if start_s is None else start_s,
+                self.now_s,
+                self.wait_s,
+            )
+        )
+
+    def timeline(self) -> Timeline:
+        """The rows recorded so far, as columns."""
+        columns = tuple(zip(*self.rows, strict=True)) or ((),) * 6
+        step_bytes, live_bytes, host_bytes, start_s, end_s, stall_s = columns
+        peak = max(step_bytes, default=self.device_bytes)
+        return Timeline(
+            peak_bytes=peak,
+            peak_instruction=step_bytes.index(peak) if step_bytes else None,
+            host_peak_bytes=max(host_bytes, default=0),
+            time_s=max([self.now_s, *(transfer.end_s for transfer in self.transfers)]),
+            step_bytes=step_bytes,
+            live_bytes=live_bytes,
+            host_bytes=host_bytes,
+            start_s=start_s,
+            end_s=end_s,
+            stall_s=stall_s,
+            transfers=tuple(self.transfers),
+        )
+
+    def _compute(self, instruction: Compute) -> float:
+        if not 0 <= instruction.op < len(self.graph.operators):
+            raise _Invalid("there is no such operator")
+        chosen = variant(self.graph.operators[instruction.op], instruction.implementation)
+        for tensor in chosen.reads:
+            if tensor not in self.live and tensor not in self.resident:
+                raise _Invalid(f"{self._name(tensor)} is not on the device")
+            if self.arrival_s:
+                self._wait_for_arrival(tensor)
+        sizes = self.sizes
+        self.during_bytes = (
+            self.device_bytes + sum([sizes[t] for t in chosen.writes]) + chosen.workspace_bytes
+        )
+        for tensor in instruction.outputs:
+            if tensor not in chosen.writes:
+                raise _Invalid(f"the operator does not write {self._name(tensor)}")
+            self._appear(tensor)
+        start_s = self.now_s
+        self.now_s += chosen.time_s
+        return start_s
+
+    def _boundary(self) -> None:
+        for tensor in self.graph.tangents:
+            self._appear(tensor)
+        self.during_bytes = self.device_bytes + self.graph.boundary_bytes
+
+    def _free(self, tensor: int) -> None:
+        if tensor not in self.live:
+            raise _Invalid(f"{self._name(tensor)} is not on the device")
+        self._wait(self.arrival_s.pop(tensor, 0.0), self.stored_s.get(tensor, 0.0))
+        self.live.remove(tensor)
+        self.during_bytes = self.device_bytes
+        self.device_bytes -= self.sizes[tensor]
+
+    def _swap_out(self, position: int, tensor: int) -> None:
+        if tensor not in self.live:
+            raise _Invalid(f"{self._name(tensor)} is not on the device")
+        if tensor in self.host:
+            raise _Invalid(f"{self._name(tensor)} is on the host already")
+        data_s = self.arrival_s.get(tensor, 0.0)
+        start_s = max(self.now_s, data_s, self.to_host_free_s)
+        end_s = start_s + self.device.swap_out_time_s(self.sizes[tensor])
+        self.to_host_free_s = end_s
+        if not self.device.duplex:
+            self.from_host_free_s = end_s
+        self.stored_s[tensor] = end_s
+        self.host.add(tensor)
+        self.copied_bytes += self.sizes[tensor]
+        self.during_bytes = self.device_bytes
+        self.transfers.append(Transfer(position, tensor, Direction.TO_HOST, start_s, end_s))
+
+    def _swap_in(self, position: int, tensor: int) -> None:
+        if tensor not in self.host:
+            raise _Invalid(f"{self._name(tensor)} is not on the host")
+        self._appear(tensor)
+        start_s = max(self.now_s, self.stored_s[tensor], self.from_host_free_s)
+        end_s = start_s + self.device.swap_in_time_s(self.sizes[tensor])
+        self.from_host_free_s = end_s
+        if not self.device.duplex:
+            self.to_host_free_s = end_s
+        self.arrival_s[tensor] = end_s
+        self.during_bytes = self.device_bytes
+        self.transfers.append(Transfer(position, tensor, Direction.FROM_HOST, start_s, end_s))
+
+    def _drop_host(self, tensor: int) -> None:
+        if tensor not in self.host:
+            raise _Invalid(f"{self._name(tensor)} is not on the host")
+        self._wait(self.arrival_s.pop(tensor, 0.0), self.stored_s.pop(tensor))
+        self.host.remove(tensor)
+        self.copied_bytes -= self.sizes[tensor]
+        self.during_bytes = self.device_bytes
+
+    def _appear(self, tensor: int) -> None:
+        if tensor in self.live:
+            raise _Invalid(f"{self._name(tensor)} is on the device already")
+        self.live.add(tensor)
+        self.device_bytes += self.sizes[tensor]
+
+    def _wait_for_arrival(self, tensor: int) -> None:
+        if tensor in self.arrival_s:
+            self._wait(self.arrival_s.pop(tensor))
+
+    def _wait(self, *until_s: float) -> None:
+        wait_s = max(until_s) - self.now_s
+        if wait_s > 0:
+            self.wait_s += wait_s
+            self.now_s = max(until_s)
+
+    def _name(self, tensor: int) -> str:
+        if 0 <= tensor < len(self.graph.tensors):
+            return repr(self.graph.tensors[tensor].name)
+        return f"tensor {tensor}"
