@@ -1,0 +1,124 @@
+"""The layers of memopt and how its imports are read, for test_layering."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "memopt"
+
+EVERYTHING = ("memopt",)
+
+# Layer → what its modules may import of memopt, besides their own layer. A new module or folder of
+# memopt must be entered here.
+LAYERS: dict[str, tuple[str, ...]] = {
+    "memopt.errors": (),
+    "memopt.models": ("memopt.errors",),
+    "memopt.profiler": ("memopt.errors", "memopt.models"),
+    "memopt.executor": ("memopt.errors", "memopt.models", "memopt.profiler"),
+    "memopt.strategies": ("memopt.errors", "memopt.models"),
+    "memopt.report": ("memopt.errors", "memopt.models", "memopt.plan"),
+    "memopt.plan": EVERYTHING,
+    "memopt.planning": EVERYTHING,
+    "memopt.cli": EVERYTHING,
+    "memopt.demo": EVERYTHING,
+    "memopt": EVERYTHING,
+}
+
+# Inside memopt.strategies: what every strategy shares, and the composite strategies, which may
+# import the public classes of other folders.
+SHARED_BY_STRATEGIES = ("memopt.strategies.base",)
+COMPOSITES = ("memopt.strategies", "memopt.strategies.auto", "memopt.strategies.monet")
+
+NO_TORCH = ("memopt.errors", "memopt.models", "memopt.strategies")
+TORCH = ("torch", "torchvision", "transformers", "timm")
+SOLVERS = ("numba", "ortools", "scipy", "networkx")
+"""May be imported inside functions only, or at the top of a kernel module."""
+
+KERNELS_SUFFIX = "_kernels"
+"""Kernel modules are compiled code; they are themselves imported inside functions only."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, or one name of a module.
+
+    Attributes:
+        target: dotted name of the module, or of the name within it.
+        line: where.
+        at_top: executed when the importing module is imported.
+    """
+
+    target: str
+    line: int
+    at_top: bool
+
+    @property
+    def module(self) -> str:
+        """The longest prefix of `target` that is a module of memopt; else `target` itself."""
+        parts = self.target.split(".")
+        for length in range(len(parts), 0, -1):
+            path = ROOT.joinpath(*parts[:length])
+            if path.with_suffix(".py").exists() or path.is_dir():
+                return ".".join(parts[:length])
+        return self.target
+
+
+def is_in(name: str, layer: str) -> bool:
+    """Whether a dotted name is that module or inside that package."""
+    return name == layer or name.startswith(layer + ".")
+
+
+def modules() -> dict[str, Path]:
+    """Every module of memopt: dotted name → file."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = path
+    return found
+
+
+def layer_of(module: str) -> str | None:
+    """The layer a module belongs to; None if it is in no layer of LAYERS."""
+    if module == "memopt":
+        return module
+    layers = [layer for layer in LAYERS if layer != "memopt" and is_in(module, layer)]
+    return max(layers, key=len, default=None)
+
+
+def imports_of(module: str, source: str, is_package: bool) -> list[Import]:
+    """All imports of a module's source; `from x import y` counts as x.y."""
+    found: list[Import] = []
+    _collect(ast.parse(source), module if is_package else module.rpartition(".")[0], True, found)
+    return found
+
+
+def _collect(node: ast.AST, package: str, at_top: bool, found: list[Import]) -> None:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            found.extend(Import(alias.name, child.lineno, at_top) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            base = _absolute(child, package)
+            found.extend(
+                Import(f"{base}.{alias.name}", child.lineno, at_top) for alias in child.names
+            )
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            _collect(child, package, False, found)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for part in child.body:
+                _collect(ast.Module([part], []), package, False, found)
+            for part in child.orelse:
+                _collect(ast.Module([part], []), package, at_top, found)
+        else:
+            _collect(child, package, at_top, found)
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    if node.level == 0:
+        return node.module or ""
+    parts = package.split(".")
+    base = ".".join(parts[: len(parts) - (node.level - 1)])
+    return f"{base}.{node.module}" if node.module else base

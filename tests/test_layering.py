@@ -1,0 +1,158 @@
+"""The layers of memopt hold: models ← strategies ← planning; models ← profiler, executor."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.layers import (
+    COMPOSITES,
+    KERNELS_SUFFIX,
+    LAYERS,
+    NO_TORCH,
+    PACKAGE,
+    SHARED_BY_STRATEGIES,
+    SOLVERS,
+    TORCH,
+    Import,
+    imports_of,
+    is_in,
+    layer_of,
+    modules,
+)
+
+MODULES = modules()
+Rule = Callable[[str, Import], bool]
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+def imports(module: str) -> list[Import]:
+    path = MODULES[module]
+    return imports_of(module, path.read_text(encoding="utf-8"), path.name == "__init__.py")
+
+
+def wrong_layer(module: str, imported: Import) -> bool:
+    layer = layer_of(module)
+    assert layer is not None
+    if not is_in(imported.module, "memopt"):
+        return False
+    return not any(
+        allowed == "memopt" or is_in(imported.module, allowed)
+        for allowed in (layer, *LAYERS[layer])
+    )
+
+
+def wrong_neighbour(module: str, imported: Import) -> bool:
+    """Whether a strategy reaches into another strategy's folder."""
+    if not is_in(imported.module, "memopt.strategies") or not is_in(module, "memopt.strategies"):
+        return False
+    own = ".".join(module.split(".")[:3])
+    if own == "memopt.strategies":
+        return False
+    if any(is_in(imported.module, allowed) for allowed in (own, *SHARED_BY_STRATEGIES)):
+        return False
+    name = imported.target.rpartition(".")[2]
+    public_class = name[:1].isupper() and imported.target != imported.module
+    the_tuple = imported.module == "memopt.strategies"
+    return not (own in COMPOSITES and (public_class or the_tuple))
+
+
+def wrong_package(module: str, imported: Import) -> bool:
+    """Whether a torch-free layer imports torch, or a solver or kernels when it is imported."""
+    if not any(is_in(module, layer) for layer in NO_TORCH):
+        return False
+    if imported.target.split(".")[0] in TORCH:
+        return True
+    if not imported.at_top or module.endswith(KERNELS_SUFFIX):
+        return False
+    parts = imported.target.split(".")
+    return parts[0] in SOLVERS or any(part.endswith(KERNELS_SUFFIX) for part in parts)
+
+
+RULES = (wrong_layer, wrong_neighbour, wrong_package)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports(module: str) -> None:
+    assert layer_of(module) is not None, f"enter {module} in LAYERS of tests/layers.py"
+    found = [
+        f"line {imported.line}: {imported.target}: {broken.__name__}"
+        for imported in imports(module)
+        for broken in RULES
+        if broken(module, imported)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "broken"),
+    [
+        ("memopt.models.x", "from memopt.strategies.base import Strategy", wrong_layer),
+        ("memopt.models.x", "from memopt import plan", wrong_layer),
+        ("memopt.models.x", "def f():\n    import memopt.executor", wrong_layer),
+        ("memopt.strategies.rotor.x", "from memopt.executor import run", wrong_layer),
+        ("memopt.strategies.rotor.x", "from memopt import planning", wrong_layer),
+        ("memopt.profiler.x", "from memopt import strategies", wrong_layer),
+        ("memopt.strategies.rotor.x", "from ..olla import Olla", wrong_neighbour),
+        ("memopt.strategies.auto.x", "from memopt.strategies.olla import search", wrong_neighbour),
+        ("memopt.models.x", "def f():\n    import torch", wrong_package),
+        ("memopt.strategies.olla.x", "from ortools.sat.python import cp_model", wrong_package),
+        (
+            "memopt.strategies.rotor.x",
+            "from .y_kernels import f",
+            wrong_package,
+        ),
+        ("memopt.models.x", "class A:\n    import numba", wrong_package),
+    ],
+)
+def test_a_wrong_import_is_found(module: str, source: str, broken: Rule) -> None:
+    assert any(broken(module, found) for found in imports_of(module, source, False))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("memopt.models.x", "from memopt.models.graph import Graph\nimport numpy"),
+        ("memopt.strategies.olla.x", "def f():\n    from ortools.sat.python import cp_model"),
+        ("memopt.strategies.olla.x_kernels", "import numba"),
+        (
+            "memopt.strategies.rotor.x",
+            "from .y import z\nfrom ..base import Status",
+        ),
+        ("memopt.strategies.auto.x", "from memopt.strategies.olla import Olla"),
+        ("memopt.strategies.rotor.x", "if TYPE_CHECKING:\n    import networkx"),
+        ("memopt.executor.x", "import torch\nfrom memopt.profiler import capture"),
+    ],
+)
+def test_a_right_import_is_not(module: str, source: str) -> None:
+    for found in imports_of(module, source, False):
+        for broken in RULES:
+            assert not broken(module, found), broken.__name__
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function, its docstring apart."""
+    assert function.end_lineno is not None
+    lines = function.end_lineno - function.lineno + 1
+    first = function.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        assert first.end_lineno is not None
+        lines -= first.end_lineno - first.lineno + 1
+    return lines
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.name)
+def test_files_and_functions_stay_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES
+    long = {f.name: code_lines(f) for f in functions(path) if code_lines(f) > MAX_FUNCTION_LINES}
+    assert not long
