@@ -11,6 +11,7 @@ and a Compute waits for the swap-ins it reads: a slow link costs time, never mem
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -63,6 +64,10 @@ class Timeline:
         end_s: when the compute stream is done with it.
         stall_s: how long the compute stream waited for transfers before it.
         transfers: every copy, in the order of the program.
+        arena_bytes: extent of the program's placement; None: it has none.
+        placed_peak_bytes: the arena and the largest memory outside it (resident, workspace,
+            tangents, lifetimes without an offset), which an executor that allocates the arena
+            once will show; None without a placement.
     """
 
     peak_bytes: int
@@ -76,6 +81,8 @@ class Timeline:
     end_s: tuple[float, ...]
     stall_s: tuple[float, ...]
     transfers: tuple[Transfer, ...]
+    arena_bytes: int | None = None
+    placed_peak_bytes: int | None = None
 
     @property
     def total_stall_s(self) -> float:
@@ -101,7 +108,43 @@ def replay(graph: Graph, program: Program, device: Device | None = None) -> Time
             state.run(position, instruction)
         except _Invalid as error:
             raise InvalidProgramError(f"instruction {position}, {instruction}: {error}") from None
-    return state.timeline()
+    timeline = state.timeline()
+    if program.offsets is None:
+        return timeline
+    arena_bytes = max(
+        (offset + graph.tensors[tensor].size_bytes for _, tensor, offset in program.offsets),
+        default=0,
+    )
+    outside_bytes = _outside_bytes(graph, program, timeline.step_bytes)
+    return dataclasses.replace(
+        timeline, arena_bytes=arena_bytes, placed_peak_bytes=arena_bytes + outside_bytes
+    )
+
+
+def _outside_bytes(graph: Graph, program: Program, step_bytes: tuple[int, ...]) -> int:
+    """The largest memory outside the arena: all of it, less the lifetimes with an offset."""
+    placed = {(position, tensor) for position, tensor, _ in program.offsets or ()}
+    live: set[int] = set()
+    inside_bytes = 0
+    peak = 0 if step_bytes else graph.resident_bytes
+    for position, instruction in enumerate(program.instructions):
+        during = inside_bytes
+        if isinstance(instruction, Compute):
+            chosen = variant(graph.operators[instruction.op], instruction.implementation)
+            new = [tensor for tensor in chosen.writes if (position, tensor) in placed]
+            during += sum(graph.tensors[tensor].size_bytes for tensor in new)
+            new = [tensor for tensor in new if tensor in instruction.outputs]
+            live.update(new)
+            inside_bytes += sum(graph.tensors[tensor].size_bytes for tensor in new)
+        elif isinstance(instruction, SwapIn) and (position, instruction.tensor) in placed:
+            live.add(instruction.tensor)
+            inside_bytes += graph.tensors[instruction.tensor].size_bytes
+            during = inside_bytes
+        elif isinstance(instruction, Free) and instruction.tensor in live:
+            live.remove(instruction.tensor)
+            inside_bytes -= graph.tensors[instruction.tensor].size_bytes
+        peak = max(peak, step_bytes[position] - during)
+    return peak
 
 
 class _Invalid(Exception):

@@ -1,0 +1,318 @@
+"""The independent checker of programs: it accepts one or names what is wrong with it.
+
+It shares no code with replay, liveness or any strategy, and is organised the other way round,
+as a reader would check a plan by hand: every tensor's own history is checked alone and gives
+its lifetimes; memory at an instruction is then the sum over all lifetimes that cover it, and
+addresses are compared pair by pair. That is O(n²) on purpose.
+
+A lifetime (begin, end, ...) begins at the Compute, SwapIn or LossBoundary `begin` and ends with
+the Free at `end`, or with the program. Violations are looked for in four groups, each only if
+the one before is clean, and the earliest of its group is returned: form, order and lifetimes,
+memory, addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from memopt.models.graph import Graph, Operator, Phase
+from memopt.models.program import (
+    Compute,
+    DropHost,
+    Free,
+    Instruction,
+    LossBoundary,
+    Program,
+    SwapIn,
+    SwapOut,
+)
+from memopt.models.validate_placement import Lifetime, misplaced
+from memopt.models.violations import Violation as Violation
+from memopt.models.violations import ViolationCode as ViolationCode
+from memopt.models.violations import first
+
+Code = ViolationCode
+
+
+class Use(NamedTuple):
+    """The device memory of a program: `during[i]` bytes while instruction i runs, `peak` the
+    largest; `host[i]` and `host_peak` the same for host copies; `outside[i]` the part of
+    `during[i]` that the program's placement does not cover."""
+
+    peak: int
+    host_peak: int
+    during: list[int]
+    host: list[int]
+    outside: list[int]
+
+
+def validate(
+    graph: Graph,
+    program: Program,
+    budget_bytes: int | None = None,
+    host_budget_bytes: int | None = None,
+) -> Violation | None:
+    """Check a program; None means that it is valid.
+
+    Args:
+        graph: the cost model the program refers to.
+        program: what to check, with its placement if it has one.
+        budget_bytes: device memory, resident included; None: no limit. With a placement, the
+            arena and everything outside it must fit, too.
+        host_budget_bytes: memory for host copies; None: no limit.
+
+    Returns:
+        The first violation, or None.
+    """
+    malformed = first(list(_malformed(graph, program.instructions)))
+    if malformed:
+        return malformed
+    device, _, found = _lifetimes(graph, program.instructions)
+    found = [
+        *_order(graph, program.instructions),
+        *_late_outputs(graph, program, device),
+        *found,
+    ]
+    if found:
+        return first(found)
+    use = memory_use(graph, program)
+    for limit, values, code in (
+        (budget_bytes, use.during, Code.OVER_BUDGET),
+        (host_budget_bytes, use.host, Code.OVER_HOST_BUDGET),
+    ):
+        for position, value in enumerate(values):
+            if limit is not None and value > limit:
+                return Violation(code, position, f"{value} bytes, {value - limit} too many")
+    if program.offsets is None:
+        return None
+    return misplaced(graph, program, device, max(use.outside, default=0), budget_bytes)
+
+
+def memory_use(graph: Graph, program: Program) -> Use:
+    """The device and host memory of a valid program, by summing over lifetimes.
+
+    Independent of `replay`, with which it must agree.
+    """
+    device, host, _ = _lifetimes(graph, program.instructions)
+    sizes = [tensor.size_bytes for tensor in graph.tensors]
+    placed = {(position, tensor) for position, tensor, _ in program.offsets or ()}
+    whole = _Covering(device, sizes)
+    unplaced = _Covering([x for x in device if (x.begin, x.tensor) not in placed], sizes)
+    copies = _Covering(host, sizes)
+    during, outside, copied = [], [], []
+    for i, instruction in enumerate(program.instructions):
+        produced, scratch = _produced(graph, instruction)
+        inside = sum(sizes[t] for t in produced if (i, t) in placed)
+        new = scratch + sum(sizes[t] for t in produced)
+        during.append(graph.resident_bytes + whole(i, i) + new)
+        outside.append(graph.resident_bytes + unplaced(i, i) + new - inside)
+        copied.append(copies(i + 1, i + 1))
+    return Use(
+        max(during, default=graph.resident_bytes), max(copied, default=0), during, copied, outside
+    )
+
+
+class _Covering:
+    """Sums the sizes of the lifetimes that began before one position and end at or after
+    another."""
+
+    def __init__(self, lifetimes: Sequence[Lifetime], sizes: Sequence[int]) -> None:
+        self.begin = np.array([x.begin for x in lifetimes], dtype=np.int64)
+        self.end = np.array([x.end for x in lifetimes], dtype=np.int64)
+        self.size = np.array([sizes[x.tensor] for x in lifetimes], dtype=np.int64)
+
+    def __call__(self, before: int, until: int) -> int:
+        return int(self.size[(self.begin < before) & (self.end >= until)].sum())
+
+
+def _variant(operator: Operator, name: str | None) -> tuple[Sequence[int], Sequence[int], int]:
+    """(reads, writes, workspace) of the chosen implementation."""
+    for choice in operator.implementations:
+        if name is not None and choice.name == name:
+            reads = operator.reads if choice.reads is None else choice.reads
+            writes = operator.writes if choice.writes is None else choice.writes
+            return reads, writes, choice.workspace_bytes
+    return operator.reads, operator.writes, operator.workspace_bytes
+
+
+def _produced(graph: Graph, instruction: Instruction) -> tuple[Sequence[int], int]:
+    """Tensors an instruction allocates, and the scratch memory on top while it runs."""
+    if isinstance(instruction, Compute):
+        _, writes, workspace = _variant(graph.operators[instruction.op], instruction.implementation)
+        return writes, workspace
+    if isinstance(instruction, SwapIn):
+        return (instruction.tensor,), 0
+    if isinstance(instruction, LossBoundary):
+        return graph.tangents, graph.boundary_bytes
+    return (), 0
+
+
+def _malformed(graph: Graph, instructions: Sequence[object]) -> Iterator[Violation]:
+    """Instructions that name things the graph does not have."""
+    for i, instruction in enumerate(instructions):
+        if isinstance(instruction, Compute):
+            yield from _malformed_compute(graph, i, instruction)
+        elif isinstance(instruction, Free | SwapOut | SwapIn | DropHost):
+            if not 0 <= instruction.tensor < len(graph.tensors):
+                yield Violation(Code.UNKNOWN_TENSOR, i, f"{instruction}")
+            elif graph.tensors[instruction.tensor].resident:
+                name = graph.tensors[instruction.tensor].name
+                yield Violation(Code.RESIDENT_MOVED, i, f"{instruction}: {name!r} is resident")
+        elif not isinstance(instruction, LossBoundary):
+            yield Violation(Code.UNKNOWN_INSTRUCTION, i, f"{instruction!r}")
+
+
+def _malformed_compute(graph: Graph, i: int, instruction: Compute) -> Iterator[Violation]:
+    if not 0 <= instruction.op < len(graph.operators):
+        yield Violation(Code.UNKNOWN_OPERATOR, i, f"operator {instruction.op}")
+        return
+    operator = graph.operators[instruction.op]
+    names = [choice.name for choice in operator.implementations]
+    if instruction.implementation is not None and instruction.implementation not in names:
+        message = f"{operator.name!r} has no {instruction.implementation!r}"
+        yield Violation(Code.UNKNOWN_IMPLEMENTATION, i, message)
+        return
+    _, writes, _ = _variant(operator, instruction.implementation)
+    for position, tensor in enumerate(instruction.outputs):
+        if tensor not in writes:
+            message = f"{operator.name!r} does not write tensor {tensor}"
+            yield Violation(Code.OUTPUT_NOT_WRITTEN, i, message)
+        elif tensor in instruction.outputs[:position]:
+            yield Violation(Code.OUTPUT_REPEATED, i, f"{operator.name!r}, tensor {tensor}")
+
+
+def _order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violation]:
+    """Laws on the order of operators: the loss boundary, and what may run twice."""
+    boundaries = [i for i, x in enumerate(instructions) if isinstance(x, LossBoundary)]
+    for i in boundaries[1:]:
+        yield Violation(Code.SECOND_LOSS_BOUNDARY, i, f"the first is {boundaries[0]}")
+    if not boundaries and graph.tangents:
+        yield Violation(Code.NO_LOSS_BOUNDARY, len(instructions), "the tangents never arrive")
+    ran: set[int] = set()
+    for i, instruction in enumerate(instructions):
+        if not isinstance(instruction, Compute):
+            continue
+        operator = graph.operators[instruction.op]
+        if operator.phase is not Phase.FORWARD:
+            if not boundaries:
+                yield Violation(Code.NO_LOSS_BOUNDARY, i, f"{operator.name!r} needs one")
+            elif i < boundaries[0]:
+                yield Violation(Code.BACKWARD_BEFORE_BOUNDARY, i, f"{operator.name!r}")
+        if not operator.recomputable and instruction.op in ran:
+            yield Violation(Code.NOT_RECOMPUTABLE, i, f"{operator.name!r}")
+        ran.add(instruction.op)
+
+
+def _late_outputs(
+    graph: Graph, program: Program, lifetimes: Sequence[Lifetime]
+) -> Iterator[Violation]:
+    """The user's loss reads the outputs: those of the forward are there at the boundary."""
+    for i, instruction in enumerate(program.instructions):
+        if not isinstance(instruction, LossBoundary):
+            continue
+        for tensor in graph.outputs:
+            writers = [x for x in graph.operators if tensor in x.writes]
+            if not any(writer.phase is Phase.FORWARD for writer in writers):
+                continue
+            if not any(x.tensor == tensor and x.begin < i < x.end for x in lifetimes):
+                name = graph.tensors[tensor].name
+                yield Violation(Code.RESULT_MISSING, i, f"{name!r} at the loss boundary")
+
+
+def _lifetimes(
+    graph: Graph, instructions: Sequence[Instruction]
+) -> tuple[list[Lifetime], list[Lifetime], list[Violation]]:
+    """Every tensor's lifetimes on the device and on the host, and what is wrong with them."""
+    histories: list[list[tuple[int, str]]] = [[] for _ in graph.tensors]
+    for i, instruction in enumerate(instructions):
+        if isinstance(instruction, Compute):
+            reads, _, _ = _variant(graph.operators[instruction.op], instruction.implementation)
+            for tensor in reads:
+                histories[tensor].append((i, "read"))
+            for tensor in instruction.outputs:
+                histories[tensor].append((i, "produce"))
+        elif isinstance(instruction, LossBoundary):
+            for tensor in graph.tangents:
+                histories[tensor].append((i, "produce"))
+        else:
+            histories[instruction.tensor].append((i, type(instruction).__name__))
+    device: list[Lifetime] = []
+    host: list[Lifetime] = []
+    found: list[Violation] = []
+    for tensor, history in enumerate(histories):
+        if not graph.tensors[tensor].resident:
+            life = _History(graph, tensor, len(instructions))
+            for i, event in history:
+                life.step(i, event)
+            life.finish()
+            device += life.device
+            host += life.host
+            found += life.found
+    return device, host, found
+
+
+class _History:
+    """One tensor, from the program's first instruction to its last."""
+
+    def __init__(self, graph: Graph, tensor: int, length: int) -> None:
+        self.name = graph.tensors[tensor].name
+        self.tensor = tensor
+        self.length = length
+        held = graph.tangents if graph.tangents_held else ()
+        self.result = tensor in (*graph.outputs, *graph.gradients, *held)
+        self.device: list[Lifetime] = []
+        self.host: list[Lifetime] = []
+        self.found: list[Violation] = []
+        self.live_since: int | None = None
+        self.copied_since: int | None = None
+
+    def step(self, i: int, event: str) -> None:
+        """Check one event and follow it as far as it makes sense."""
+        live, copied = self.live_since is not None, self.copied_since is not None
+        if event == "read":
+            self._need(live, Code.READ_ON_HOST if copied else Code.READ_ABSENT, i)
+        elif event == "produce":
+            self._need(not live, Code.COMPUTED_WHILE_LIVE, i)
+            self.live_since = i
+        elif event == "Free":
+            self._need(live, Code.FREED_ABSENT, i)
+            self._need(not self.result, Code.RESULT_FREED, i)
+            self._end_device(i)
+        elif event == "SwapOut":
+            self._need(live, Code.SWAP_OUT_ABSENT, i)
+            self._need(not copied, Code.SWAP_OUT_TWICE, i)
+            self.copied_since = i
+        elif event == "SwapIn":
+            self._need(copied, Code.SWAP_IN_ABSENT, i)
+            self._need(not live, Code.SWAP_IN_WHILE_LIVE, i)
+            self.live_since = i
+        elif event == "DropHost":
+            self._need(copied, Code.DROP_HOST_ABSENT, i)
+            self._end_host(i)
+
+    def finish(self) -> None:
+        """Check what is left at the end of the program."""
+        if self.result:
+            self._need(self.live_since is not None, Code.RESULT_MISSING, self.length)
+        else:
+            self._need(self.live_since is None, Code.LEFT_ON_DEVICE, self.length)
+        self._need(self.copied_since is None, Code.LEFT_ON_HOST, self.length)
+        self._end_device(self.length)
+        self._end_host(self.length)
+
+    def _need(self, condition: bool, code: ViolationCode, i: int) -> None:
+        if not condition:
+            self.found.append(Violation(code, i, f"{self.name!r}"))
+
+    def _end_device(self, i: int) -> None:
+        if self.live_since is not None:
+            self.device.append(Lifetime(self.tensor, self.live_since, i))
+        self.live_since = None
+
+    def _end_host(self, i: int) -> None:
+        if self.copied_since is not None:
+            self.host.append(Lifetime(self.tensor, self.copied_since, i))
+        self.copied_since = None

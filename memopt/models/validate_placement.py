@@ -1,0 +1,110 @@
+"""The independent check of a placement: every pair of lifetimes, O(n²) on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from memopt.models.graph import Graph
+from memopt.models.program import Compute, Program
+from memopt.models.violations import Violation, ViolationCode, first
+
+Code = ViolationCode
+
+
+class Lifetime(NamedTuple):
+    """One stay of a tensor in memory: instructions [begin, end)."""
+
+    tensor: int
+    begin: int
+    end: int
+
+
+def misplaced(
+    graph: Graph,
+    program: Program,
+    lifetimes: Sequence[Lifetime],
+    outside_bytes: int,
+    budget_bytes: int | None,
+) -> Violation | None:
+    """What is wrong with `program.offsets`, or None.
+
+    Every lifetime that begins at a Compute or SwapIn has an offset; those of results
+    (`graph.kept`), which the user may hold beyond the step, and transient outputs may have one.
+    Tangents come from outside and have none. Workspace is not placed.
+
+    Args:
+        graph: the cost model.
+        program: a program that is valid but for its placement.
+        lifetimes: all device lifetimes.
+        outside_bytes: largest memory outside the arena at any instruction, resident included.
+        budget_bytes: for the arena and what is outside it; None: no limit.
+    """
+    stays = {(x.begin, x.tensor): x for x in lifetimes}
+    placed: dict[tuple[int, int], tuple[Lifetime, int]] = {}
+    found: list[Violation] = []
+    for position, tensor, offset in program.offsets or ():
+        stay = stays.get((position, tensor)) or _transient(graph, program, position, tensor)
+        if stay is None or tensor in graph.tangents:
+            message = f"tensor {tensor} does not appear here"
+            found.append(Violation(Code.OFFSET_STRAY, position, message))
+        elif (position, tensor) in placed:
+            found.append(Violation(Code.OFFSET_REPEATED, position, f"tensor {tensor}"))
+        elif offset < 0:
+            found.append(Violation(Code.OFFSET_NEGATIVE, position, f"tensor {tensor}"))
+        else:
+            placed[position, tensor] = stay, offset
+    results = {*graph.outputs, *graph.gradients, *graph.tangents}
+    for stay in lifetimes:
+        if stay.tensor not in results and (stay.begin, stay.tensor) not in placed:
+            name = graph.tensors[stay.tensor].name
+            found.append(Violation(Code.OFFSET_MISSING, stay.begin, f"{name!r}"))
+    if found:
+        return first(found)
+    overlap = _overlap(graph, list(placed.values()))
+    if overlap is not None:
+        return overlap
+    ends = [offset + graph.tensors[x.tensor].size_bytes for x, offset in placed.values()]
+    total = outside_bytes + max(ends, default=0)
+    if budget_bytes is not None and total > budget_bytes:
+        message = f"arena {max(ends, default=0)} + outside {outside_bytes} bytes"
+        return Violation(Code.ARENA_OVER_BUDGET, len(program), message)
+    return None
+
+
+def _transient(graph: Graph, program: Program, position: int, tensor: int) -> Lifetime | None:
+    """The stay of a written tensor that is not kept: its Compute alone."""
+    if not 0 <= position < len(program):
+        return None
+    instruction = program.instructions[position]
+    if not isinstance(instruction, Compute) or tensor in instruction.outputs:
+        return None
+    operator = graph.operators[instruction.op]
+    writes: Sequence[int] = operator.writes
+    for choice in operator.implementations:
+        if choice.name == instruction.implementation and choice.writes is not None:
+            writes = choice.writes
+    return Lifetime(tensor, position, position + 1) if tensor in writes else None
+
+
+def _overlap(graph: Graph, placed: Sequence[tuple[Lifetime, int]]) -> Violation | None:
+    """The first lifetime that shares addresses with one that is live at its begin."""
+    stays = sorted(placed, key=lambda pair: pair[0].begin)
+    begin = np.array([x.begin for x, _ in stays], dtype=np.int64)
+    end = np.array([x.end for x, _ in stays], dtype=np.int64)
+    low = np.array([offset for _, offset in stays], dtype=np.int64)
+    high = low + np.array([graph.tensors[x.tensor].size_bytes for x, _ in stays], dtype=np.int64)
+    for i, (stay, offset) in enumerate(stays):
+        clash = (
+            (begin[:i] < end[i])
+            & (begin[i] < end[:i])
+            & (np.maximum(low[:i], low[i]) < np.minimum(high[:i], high[i]))
+        )
+        if clash.any():
+            other = stays[int(np.argmax(clash))][0]
+            names = (graph.tensors[stay.tensor].name, graph.tensors[other.tensor].name)
+            message = f"{names[0]!r} at {offset} and {names[1]!r}, live since {other.begin}"
+            return Violation(Code.ADDRESSES_OVERLAP, stay.begin, message)
+    return None
