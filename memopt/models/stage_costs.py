@@ -1,0 +1,131 @@
+"""What a stage costs: replaying its own operators from what the chain holds around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from memopt.models.chain import Stage
+from memopt.models.graph import Graph
+from memopt.models.stage_map import StageMap
+
+
+def stage_costs(graph: Graph, stage_map: StageMap) -> tuple[Stage, ...]:
+    """Stages 1..n of the chain, the loss boundary last.
+
+    Peaks are measured from what the stage finds in memory, tensors freed after their last
+    reader except what the step leaves; overheads are what is above the chain's own count.
+    Operators that only run once (`StageOperators.once`) take their time in the loss stage's
+    backward, which a schedule runs exactly once, so that a schedule's time is the program's.
+    """
+    costs = _Costs(graph, stage_map)
+    stages = [costs.stage(k) for k in range(len(stage_map.stages))]
+    return (*stages, costs.loss())
+
+
+class _Costs:
+    def __init__(self, graph: Graph, stage_map: StageMap) -> None:
+        self.graph = graph
+        self.stages = stage_map.stages
+        self.held = stage_map.held
+
+    def bytes(self, tensors: Iterable[int]) -> int:
+        return sum(self.graph.tensors[t].size_bytes for t in tensors)
+
+    def time_s(self, operators: Iterable[int]) -> float:
+        return sum(self.graph.operators[i].time_s for i in operators)
+
+    def stage(self, k: int) -> Stage:
+        stage = self.stages[k]
+        output = _set(stage.output)
+        return Stage(
+            forward_time_s=self.time_s(stage.rerun),
+            backward_time_s=self.time_s(stage.backward),
+            output_bytes=self.bytes(output),
+            saved_bytes=self.bytes(stage.saved),
+            gradient_bytes=self.bytes(stage.gradients),
+            forward_overhead_bytes=self._forward_overhead(k, stage.saved),
+            forward_no_save_overhead_bytes=self._forward_overhead(k, output),
+            backward_overhead_bytes=self._backward_overhead(k),
+            parameter_gradient_bytes=self.bytes(stage.results),
+            name=stage_name(self.graph, stage.forward or stage.backward),
+        )
+
+    def _input(self, k: int) -> frozenset[int]:
+        """a^{ℓ-1} of the stage at position k."""
+        return _set(self.stages[k - 1].output) if k else frozenset()
+
+    def _forward_overhead(self, k: int, targets: frozenset[int]) -> int:
+        """o_f: the worse of the first run and a later one, which writes held tensors again."""
+        stage, source = self.stages[k], self._input(k)
+        first = self._peak(stage.forward, source, source | targets, self.held)
+        again = self._peak(stage.rerun, source, source | targets, frozenset())
+        return max(first, again) - self.bytes(source) - self.bytes(targets)
+
+    def _backward_overhead(self, k: int) -> int:
+        """o_b; negative where inputs are freed before the peak, or gradients pass through."""
+        stage, source = self.stages[k], self._input(k)
+        later = self.stages[k - 1].gradients if k else frozenset()
+        before = source | stage.saved | stage.gradients
+        peak = self._peak(stage.backward, before, source | later | stage.results, frozenset())
+        counted = (source, stage.saved, stage.gradients, later, stage.results)
+        return peak - sum(map(self.bytes, counted))
+
+    def _peak(
+        self,
+        operators: Sequence[int],
+        before: frozenset[int],
+        after: frozenset[int],
+        uncounted: frozenset[int],
+    ) -> int:
+        """Peak bytes of running operators, starting with `before` and leaving `after`.
+
+        Only tensors of `before` and written ones count, `uncounted` ones not at all.
+        """
+        last = {t: i for i in operators for t in self.graph.operators[i].reads}
+        sizes = {t: self.graph.tensors[t].size_bytes for t in before if t in last or t in after}
+        live = peak = sum(sizes.values())
+        for i in operators:
+            operator = self.graph.operators[i]
+            written = [t for t in operator.writes if t not in uncounted]
+            peak = max(peak, live + self.bytes(written) + operator.workspace_bytes)
+            for t in written:
+                if t in last or t in after:
+                    sizes[t] = self.graph.tensors[t].size_bytes
+                    live += sizes[t]
+            for t in dict.fromkeys(operator.reads):
+                if last[t] == i and t not in after:
+                    live -= sizes.pop(t, 0)
+        return max(peak, live)
+
+    def loss(self) -> Stage:
+        """The loss boundary: the user's loss runs, the tangents arrive."""
+        held = self.graph.kept.intersection(self.graph.tangents)
+        unread = set(self.graph.tangents) - held - self.stages[-1].gradients
+        return Stage(
+            forward_time_s=0.0,
+            backward_time_s=sum(self.time_s(stage.once) for stage in self.stages),
+            output_bytes=0,
+            saved_bytes=0,
+            gradient_bytes=0,
+            backward_overhead_bytes=self.graph.boundary_bytes + self.bytes(unread),
+            parameter_gradient_bytes=self.bytes(held),
+            name="loss",
+        )
+
+
+def _set(tensor: int | None) -> frozenset[int]:
+    return frozenset() if tensor is None else frozenset({tensor})
+
+
+def stage_name(graph: Graph, operators: Sequence[int]) -> str:
+    """A name for people: the module its operators share, or the first and the last one."""
+    modules = list(dict.fromkeys(graph.operators[i].module for i in operators))
+    modules = [module for module in modules if module]
+    if not modules:
+        return graph.operators[operators[-1]].name if operators else ""
+    shared: list[str] = []
+    for parts in zip(*(module.split(".") for module in modules), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared) or f"{modules[0]}..{modules[-1]}"

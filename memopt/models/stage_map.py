@@ -1,0 +1,221 @@
+"""Which operators belong to which stage of a chain, and what crosses between stages."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memopt.models.cuts import Cut, always_held, crossing, parameter_free
+from memopt.models.graph import Graph, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class StageOperators:
+    """One stage of a chain, as operator and tensor indices of its graph.
+
+    Attributes:
+        forward: its forward operators, in order; the first run executes them all.
+        rerun: those of them that produce `output` or `saved`; a later run executes these.
+        backward: its backward operators, in order.
+        output: a^ℓ, or None where nothing crosses to the next stage but held tensors.
+        saved: ā^ℓ, what its backward operators read of what its forward ones write, and
+            a^ℓ; held tensors are left out.
+        gradients: δ^ℓ, what the backward of later stages leaves for this and earlier ones.
+        results: gradients of parameters and inputs that its backward operators complete.
+    """
+
+    forward: tuple[int, ...]
+    rerun: tuple[int, ...]
+    backward: tuple[int, ...]
+    output: int | None
+    saved: frozenset[int]
+    gradients: frozenset[int]
+    results: frozenset[int]
+
+    @property
+    def once(self) -> tuple[int, ...]:
+        """Forward operators that only the first run executes."""
+        again = set(self.rerun)
+        return tuple(i for i in self.forward if i not in again)
+
+
+@dataclass(frozen=True, slots=True)
+class StageMap:
+    """All stages but the loss, and the storages held for the whole step.
+
+    Attributes:
+        stages: stages 1..n-1.
+        held: forward storages that a chain holds and charges from start to end.
+    """
+
+    stages: tuple[StageOperators, ...]
+    held: frozenset[int]
+
+
+def build_stage_map(graph: Graph, cuts: Sequence[Cut]) -> StageMap:
+    """Give every operator its stage; cuts that no consistent assignment allows are dropped.
+
+    A backward operator needs its forward operands from its own stage ℓ (ā^ℓ), from a^{ℓ-1} or
+    from the held storages, and runs no earlier than its operands. Where that is impossible, a
+    parameter-free operand becomes a held one; for others the stages in between are merged.
+    """
+    free = parameter_free(graph)
+    fixed = always_held(graph)
+    while True:
+        held = fixed | crossing(graph, cuts, free)
+        assignment = _Assignment(graph, cuts, held)
+        if not assignment.conflicts:
+            return assignment.stage_map()
+        blockers = {t for _, _, tensors in assignment.conflicts for t in tensors} & free
+        if blockers:
+            fixed |= blockers
+            continue
+        dropped = {k for low, high, _ in assignment.conflicts for k in range(low, high)}
+        cuts = [cut for k, cut in enumerate(cuts, start=1) if k not in dropped]
+
+
+class _Assignment:
+    """Stages of the operators for given cuts and held storages, or why there are none."""
+
+    def __init__(self, graph: Graph, cuts: Sequence[Cut], held: frozenset[int]) -> None:
+        self.graph = graph
+        self.held = held
+        self.count = len(cuts) + 1
+        self.first_backward = graph.first_backward
+        self.outputs: list[int | None] = [
+            None if cut.tensor in held else cut.tensor for cut in cuts
+        ] + [None]
+        positions = [cut.position for cut in cuts]
+        self.stage = [bisect_right(positions, i) + 1 for i in range(self.first_backward)]
+        """Operator → its stage; backward operators follow."""
+        self.conflicts: list[tuple[int, int, list[int]]] = []
+        """(low, high, tensors): an operator of stage `low` at most needs some of stage `high`."""
+        self._assign_backward()
+
+    def _assign_backward(self) -> None:
+        operators = self.graph.operators
+        backward = range(self.first_backward, len(operators))
+        bounds = dict.fromkeys(backward, (1, self.count))
+        for i in backward:
+            bounds[i] = self._bounds(i, bounds)
+        if self.conflicts:
+            return
+        self.stage.extend(bounds[i][1] for i in backward)
+        early = self._driven(backward)
+        for i in reversed(backward):
+            low = bounds[i][0]
+            for tensor in operators[i].writes:
+                for reader in self.graph.readers[tensor]:
+                    low = max(low, self.stage[reader])
+            # As early as possible, as the framework does, unless waiting saves memory.
+            if i not in early or self._grows(i):
+                self.stage[i] = low
+
+    def _bounds(self, index: int, bounds: dict[int, tuple[int, int]]) -> tuple[int, int]:
+        """The lowest and highest stage an operator's operands allow."""
+        low, high = 1, self.count
+        needs: list[int] = []
+        for tensor in self.graph.operators[index].reads:
+            producer = self.graph.producer.get(tensor)
+            if producer is None or tensor in self.held:
+                continue
+            if producer >= self.first_backward:
+                high = min(high, bounds[producer][1])
+                continue
+            stage = self.stage[producer]
+            needs.append(tensor)
+            low = max(low, stage)
+            # a^k is there in B^k and in B^{k+1}.
+            high = min(high, stage + (tensor == self.outputs[stage - 1]))
+        if high < low:
+            self.conflicts.append((high, low, needs))
+        return low, high
+
+    def _driven(self, backward: range) -> set[int]:
+        """Backward operators that depend on a tangent or on a forward result."""
+        sources = set(self.graph.tangents)
+        for operator in self.graph.operators[: self.first_backward]:
+            sources.update(operator.writes)
+        driven = set()
+        for i in backward:
+            if not sources.isdisjoint(self.graph.operators[i].reads):
+                driven.add(i)
+                sources.update(self.graph.operators[i].writes)
+        return driven
+
+    def _grows(self, index: int) -> bool:
+        """Whether a backward operator writes more bytes than it is the last to read."""
+        graph = self.graph
+        ends = sum(
+            graph.tensors[t].size_bytes
+            for t in set(graph.operators[index].reads)
+            if t not in graph.kept
+            and graph.producer.get(t, len(self.stage)) >= self.first_backward
+            and t not in graph.resident
+            and graph.readers[t][-1] == index
+        )
+        return sum(graph.tensors[t].size_bytes for t in graph.operators[index].writes) > ends
+
+    def stage_map(self) -> StageMap:
+        """The finished map; only without conflicts."""
+        forward: list[list[int]] = [[] for _ in range(self.count)]
+        backward: list[list[int]] = [[] for _ in range(self.count)]
+        for i, stage in enumerate(self.stage):
+            (forward if i < self.first_backward else backward)[stage - 1].append(i)
+        gradients = self._gradients()
+        stages = []
+        for k in range(self.count):
+            saved = self._saved(forward[k], backward[k], self.outputs[k])
+            stages.append(
+                StageOperators(
+                    forward=tuple(forward[k]),
+                    rerun=self._rerun(forward[k], saved),
+                    backward=tuple(backward[k]),
+                    output=self.outputs[k],
+                    saved=saved,
+                    gradients=gradients[k],
+                    results=self.graph.kept.intersection(self._written(backward[k])),
+                )
+            )
+        return StageMap(tuple(stages), self.held)
+
+    def _written(self, operators: Sequence[int]) -> set[int]:
+        return {t for i in operators for t in self.graph.operators[i].writes}
+
+    def _saved(
+        self, forward: Sequence[int], backward: Sequence[int], output: int | None
+    ) -> frozenset[int]:
+        read = {t for i in backward for t in self.graph.operators[i].reads}
+        saved = (read & self._written(forward)) - self.held
+        return frozenset(saved if output is None else saved | {output})
+
+    def _rerun(self, forward: Sequence[int], targets: frozenset[int]) -> tuple[int, ...]:
+        needed = set(targets)
+        rerun = []
+        for i in reversed(forward):
+            operator = self.graph.operators[i]
+            if not needed.isdisjoint(operator.writes):
+                rerun.append(i)
+                needed.update(t for t in operator.reads if t not in self.held)
+        return tuple(reversed(rerun))
+
+    def _gradients(self) -> list[frozenset[int]]:
+        """δ^1..δ^{n-1}: what is alive between B^{ℓ+1} and B^ℓ, results apart."""
+        crossing: list[set[int]] = [set() for _ in range(self.count + 1)]
+        graph = self.graph
+        born = dict.fromkeys(graph.tangents, self.count + 1)
+        for i in range(self.first_backward, len(graph.operators)):
+            born.update(dict.fromkeys(graph.operators[i].writes, self.stage[i]))
+        for tensor, first in born.items():
+            if tensor in graph.kept or not graph.readers[tensor]:
+                continue
+            last = min(self.stage[i] for i in graph.readers[tensor])
+            for k in range(last, first):
+                crossing[k - 1].add(tensor)
+        return [frozenset(tensors) for tensors in crossing[: self.count]]
+
+
+def has_updates(graph: Graph) -> bool:
+    """Whether the step contains parameter updates."""
+    return any(operator.phase is Phase.UPDATE for operator in graph.operators)
