@@ -1,0 +1,112 @@
+"""A plain interpreter of programs: the oracle the generated code is tested against."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from memopt.errors import InvalidProgramError
+from memopt.executor.values import Halves, kernel_of, unpacked
+from memopt.models.program import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
+
+
+class _Machine:
+    """Device values by node, host copies by tensor, generator states by operator."""
+
+    def __init__(self, halves: Halves, swap: Any, random: Any) -> None:
+        self.halves = halves
+        self.lowering = halves.lowering
+        self.swap = swap
+        self.random = random
+        self.values: dict[Node, Any] = {}
+        self.host: dict[int, Any] = {}
+        self.states: dict[int, bytearray] = {}
+
+    def read(self, node: Node) -> Any:
+        if node in self.values:
+            return self.values[node]
+        if node.op == "get_attr":
+            value: Any = self.halves.captured.module
+            for part in str(node.target).split("."):
+                value = getattr(value, part)
+            return value
+        if kernel_of(self.lowering, node) is not None:
+            base = self.lowering.bases[self.lowering.storages[node][0]]  # type: ignore[index]
+            if base is not node:
+                return self.read(base)
+        if node not in self.lowering.views or kernel_of(self.lowering, node) is not None:
+            raise InvalidProgramError(f"{node.name} is read while it is not on the device")
+        return self.call(node)
+
+    def call(self, node: Node) -> Any:
+        if node.target is operator.getitem:
+            return self.read(node.args[0])[node.args[1]]  # type: ignore[arg-type,index]
+        args = map_arg(node.args, self.read)
+        kwargs = map_arg(node.kwargs, self.read)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def step(self, instruction: Instruction) -> None:
+        bases = self.lowering.bases
+        match instruction:
+            case Compute(op, outputs, _):
+                self.compute(op, outputs)
+            case Free(tensor):
+                if tensor in self.host:
+                    self.swap.wait(self.host[tensor])
+                self.values.pop(bases.get(tensor), None)  # type: ignore[arg-type]
+            case SwapOut(tensor):
+                self.host[tensor] = self.swap.out(self.values[bases[tensor]])
+            case SwapIn(tensor):
+                self.values[bases[tensor]] = self.swap.bring(self.host[tensor])
+                self.swap.wait(self.host[tensor])
+            case DropHost(tensor):
+                self.swap.wait(self.host[tensor])
+                del self.host[tensor]
+            case _:
+                raise InvalidProgramError("a second loss boundary")
+
+    def compute(self, op: int, outputs: tuple[int, ...]) -> None:
+        repeated = op in self.halves.repeated_random
+        now = None
+        if repeated and op in self.states:
+            now = self.random.enter(self.states[op])
+        elif repeated:
+            self.states[op] = self.random.save()
+        result = self.call(self.lowering.nodes[op])
+        if now is not None:
+            self.random.leave(now)
+        for position, base, _ in unpacked(self.lowering, op, outputs):
+            self.values[base] = result if position is None else result[position]
+
+
+def interpret(halves: Halves, swap: Any, random: Any) -> tuple[Any, Any]:
+    """(forward, backward) callables with the signatures of `codegen.generate`'s."""
+    captured = halves.captured
+
+    def forward(primals: list[Any]) -> tuple[list[Any], list[Any]]:
+        machine = _Machine(halves, swap, random)
+        machine.values.update(zip((p.node for p in captured.primals), primals, strict=True))
+        for instruction in halves.forward:
+            machine.step(instruction)
+        outputs = [map_arg(o, machine.read) for o in captured.forward_outputs]
+        for primal in captured.primals:
+            del machine.values[primal.node]
+        return outputs, [machine]
+
+    def backward(primals: list[Any], arguments: list[Any], saved: list[Any]) -> tuple[Any, ...]:
+        machine = _Machine(halves, swap, random)
+        before = saved.pop()
+        machine.values = dict(before.values)
+        machine.host, machine.states = dict(before.host), dict(before.states)
+        del before
+        machine.values.update(zip((p.node for p in captured.primals), primals, strict=True))
+        machine.values.update(zip(captured.tangents, arguments[1:], strict=True))
+        arguments.clear()
+        for instruction in halves.backward:
+            machine.step(instruction)
+        return tuple(map_arg(g, machine.read) for g in captured.gradients)
+
+    return forward, backward

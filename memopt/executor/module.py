@@ -1,0 +1,132 @@
+"""The drop-in module: same parameters, same outputs, same state_dict keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.executor.codegen import generate
+from memopt.executor.guard import Guard
+from memopt.executor.interpret import interpret
+from memopt.executor.random_state import RandomStates
+from memopt.executor.runtime import Installed, Runtime
+from memopt.executor.swap import ThreadSwap
+from memopt.executor.values import Halves
+from memopt.models.program import Program
+from memopt.profiler.build import Lowering
+from memopt.profiler.capture import Captured, Primal
+from memopt.profiler.inputs import align
+
+
+def install(
+    captured: Captured,
+    lowering: Lowering,
+    program: Program,
+    *,
+    interpreted: bool = False,
+    swap: ThreadSwap | None = None,
+) -> Installed:
+    """Make a program runnable in its captured model.
+
+    Args:
+        captured: the model's joint graph.
+        lowering: its Graph and node map; the program's indices refer to it.
+        program: a valid program.
+        interpreted: run instruction by instruction instead of by generated code.
+        swap: how host copies are made; None: worker threads.
+    """
+    halves = Halves(captured, lowering, program)
+    mover = ThreadSwap() if swap is None else swap
+    random = RandomStates(_device(captured))
+    if interpreted:
+        forward, backward = interpret(halves, mover, random)
+        source = ""
+    else:
+        forward, backward, source = generate(halves, mover, random)
+    mutated = set(captured.mutated)
+    return Installed(
+        forward=forward,
+        backward=backward,
+        watched=tuple(
+            i
+            for i in sorted(halves.backward_primals)
+            if i not in mutated
+            and isinstance(captured.primals[i].node.meta.get("val"), torch.Tensor)
+        ),
+        names=tuple(p.name or p.node.name for p in captured.primals),
+        source=source,
+    )
+
+
+def _device(captured: Captured) -> torch.device:
+    for primal in captured.primals:
+        value = primal.node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return value.device
+    return torch.device("cpu")
+
+
+class PlannedModule(nn.Module):
+    """A model whose training step runs under a plan.
+
+    It shares the model's parameters, buffers and sub-modules (not copies), so optimizers,
+    `state_dict` and `to()` work as on the model itself. Under `torch.no_grad()` or in eval mode
+    the original forward runs. Forward hooks of inner modules do not fire in planned steps.
+    """
+
+    def __init__(
+        self, model: nn.Module, captured: Captured, runtime: Runtime, program: Installed
+    ) -> None:
+        super().__init__()
+        shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+        hooks = [name for name in model.__dict__ if "state_dict" in name and "hooks" in name]
+        for name in (*shared, *hooks):
+            self.__dict__[name] = model.__dict__[name]
+        self.__dict__["_memopt"] = (model, captured, runtime, program)
+        self.__dict__["_memopt_guard"] = Guard.of(model, captured.call)
+        self.training = model.training
+
+    @property
+    def original(self) -> nn.Module:
+        """The unplanned model."""
+        model: nn.Module = self.__dict__["_memopt"][0]
+        return model
+
+    @property
+    def code(self) -> str:
+        """The generated source that runs; "" when interpreted."""
+        return str(self.__dict__["_memopt"][3].source)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_memopt" not in self.__dict__:
+                raise
+            return getattr(self.original, name)
+
+    def train(self, mode: bool = True) -> PlannedModule:
+        """Set the mode of the planned module and of the original one."""
+        self.original.train(mode)
+        self.training = mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step's forward under the plan; the backward follows by autograd."""
+        model, captured, runtime, program = self.__dict__["_memopt"]
+        guard: Guard = self.__dict__["_memopt_guard"]
+        if guard.evaluating(model):
+            return model(*args, **kwargs)
+        call = align(model, captured.call, args, kwargs)
+        guard.check(model, call)
+        held = [_value(model, p) for p in captured.primals if p.kind != "input"]
+        return runtime.run(program, held, call)
+
+
+def _value(model: nn.Module, primal: Primal) -> Any:
+    if primal.constant is not None:
+        return primal.constant
+    path, _, name = primal.name.rpartition(".")
+    return getattr(model.get_submodule(path), name)

@@ -1,0 +1,102 @@
+"""Swapping on CPU: host copies made by a worker thread, accounted apart from the device.
+
+The "device" memory of a CPU run is torch's allocator; host copies live in numpy buffers, so
+that a planned step's device peak and host peak can both be measured without a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+
+@dataclass
+class HostCopy:
+    """A tensor's storage on the host, with the shape to give it when it comes back."""
+
+    buffer: np.ndarray
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    pending: Future[None] | None = None
+    account: HostAccount | None = None
+
+    def __del__(self) -> None:
+        if self.account is not None:
+            self.account.add(-self.buffer.nbytes)
+
+
+@dataclass
+class HostAccount:
+    """Bytes of host copies now and at the peak."""
+
+    now_bytes: int = 0
+    peak_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, size_bytes: int) -> None:
+        """Count a copy (or, negative, its end)."""
+        with self._lock:
+            self.now_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
+    return flat.numpy()
+
+
+def _fill(target: np.ndarray, cell: list[np.ndarray]) -> None:
+    # The cell is emptied before the future is done, so that the device tensor dies at its Free.
+    np.copyto(target, cell.pop())
+
+
+def _empty_into(cell: list[np.ndarray], source: np.ndarray) -> None:
+    np.copyto(cell.pop(), source)
+
+
+class ThreadSwap:
+    """Transfers by one worker thread, in order, as on a link."""
+
+    def __init__(self) -> None:
+        self.account = HostAccount()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memopt-swap")
+
+    def out(self, tensor: torch.Tensor) -> HostCopy:
+        """Start copying `tensor`'s storage to the host."""
+        source = _bytes_of(tensor)
+        copy = HostCopy(
+            buffer=np.empty(source.nbytes, dtype=np.uint8),
+            dtype=tensor.dtype,
+            size=tensor.size(),
+            stride=tensor.stride(),
+            offset=tensor.storage_offset(),
+            account=self.account,
+        )
+        self.account.add(copy.buffer.nbytes)
+        cell = [source]
+        del source
+        copy.pending = self._worker.submit(_fill, copy.buffer, cell)
+        return copy
+
+    def bring(self, copy: HostCopy) -> torch.Tensor:
+        """Allocate the device copy and start filling it; `wait` before the first read. The
+        worker runs in order, so a copy still on its way out arrives first."""
+        storage = torch.empty(copy.buffer.nbytes, dtype=torch.uint8).untyped_storage()
+        tensor = torch.empty(0, dtype=copy.dtype).set_(
+            storage, copy.offset, copy.size, copy.stride
+        )
+        copy.pending = self._worker.submit(_empty_into, [_bytes_of(tensor)], copy.buffer)
+        return tensor
+
+    def wait(self, copy: HostCopy) -> None:
+        """Wait until the last transfer of `copy` has ended; raises what it raised."""
+        if copy.pending is not None:
+            copy.pending.result()
+            copy.pending = None

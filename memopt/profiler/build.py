@@ -1,0 +1,325 @@
+"""From the captured joint FX graph to the cost model's Graph, and back for the executor.
+
+A Tensor of the Graph is one storage of the joint graph (traced fake tensors share storages as
+the real ones will); an Operator is one kernel call. View operators belong to the storage they
+look into: they cost nothing and are re-made where they are read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from memopt.errors import CaptureError
+from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
+from memopt.profiler.capture import Captured
+from memopt.profiler.names import module_paths
+from memopt.profiler.torch_private import backward_owns_tangents
+
+_BATCH_NORM_TRAINING_ARGUMENT = {
+    "aten._native_batch_norm_legit_functional.default": 5,
+    "aten._batch_norm_with_update_functional.default": None,
+}
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How a Graph maps to FX nodes.
+
+    Attributes:
+        graph: the cost model; times and workspaces are 0 until profiled.
+        nodes: operator index → FX node (the kernel call).
+        storages: tensor-valued node → indices of the tensors it holds (one for a tensor, one
+            per element for a list or tuple; None where an element is no tensor).
+        views: nodes that only look into existing storages, or unpack results.
+        bases: tensor index → the node whose value is the storage's first tensor; None if the
+            graph never names it (an unused output).
+    """
+
+    graph: Graph
+    nodes: tuple[Node, ...]
+    storages: dict[Node, tuple[int | None, ...]]
+    views: frozenset[Node]
+    bases: dict[int, Node]
+
+
+@dataclass
+class _Builder:
+    block_bytes: int
+    tensors: list[Tensor] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    storages: dict[Node, tuple[int | None, ...]] = field(default_factory=dict)
+    views: set[Node] = field(default_factory=set)
+    bases: dict[int, Node] = field(default_factory=dict)
+    by_storage: dict[int, int] = field(default_factory=dict)
+    keep_alive: list[Any] = field(default_factory=list)
+    backward: set[Node] = field(default_factory=set)
+
+    def size_of(self, value: torch.Tensor) -> int:
+        size = value.untyped_storage().nbytes()
+        return -(-size // self.block_bytes) * self.block_bytes
+
+    def storage_key(self, value: torch.Tensor) -> int:
+        storage = value.untyped_storage()
+        self.keep_alive.append(storage)
+        return int(storage._cdata)
+
+    def new_tensor(self, name: str, value: torch.Tensor, kind: TensorKind) -> int:
+        index = len(self.tensors)
+        self.tensors.append(Tensor(name, self.size_of(value), kind))
+        self.by_storage[self.storage_key(value)] = index
+        return index
+
+    def find(self, value: torch.Tensor) -> int | None:
+        return self.by_storage.get(self.storage_key(value))
+
+
+def values_of(node: Node) -> tuple[Any, ...]:
+    """The (fake) values of a node: one for a tensor, one per element for a list or tuple."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return tuple(value)
+    return (value,)
+
+
+def build(model: nn.Module, captured: Captured, block_bytes: int = 1) -> Lowering:
+    """The Graph of a captured model, without costs.
+
+    Args:
+        model: the user's model (for parameters that the step never touches).
+        captured: what `capture` returned.
+        block_bytes: the allocator's granularity, 512 on CUDA and 1 on CPU.
+
+    Raises:
+        CaptureError: the joint graph holds an operator that memopt cannot plan.
+    """
+    builder = _Builder(block_bytes)
+    _add_inputs(builder, captured)
+    paths = module_paths(captured.module)
+    needed = _needed(captured)
+    mutated = {captured.primals[i].node for i in captured.mutated}
+    for node in captured.module.graph.nodes:
+        if node.op in ("placeholder", "output") or node not in needed:
+            continue
+        if node.op == "get_attr":
+            _add_constant(builder, captured, node)
+        elif node.op == "call_function":
+            _add_call(builder, node, paths.get(node, ""), mutated)
+        else:
+            raise CaptureError(f"memopt cannot plan the node {node.format_node()}")
+    return _finish(builder, model, captured)
+
+
+def _needed(captured: Captured) -> set[Node]:
+    """Nodes that a result depends on, and every operator that draws random numbers (so that
+    the generator ends where the unplanned model leaves it)."""
+    stack = [n for n in (*captured.forward_outputs, *captured.gradients) if isinstance(n, Node)]
+    stack += [n for n in captured.module.graph.nodes if is_random(n)]
+    needed: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    return needed
+
+
+def is_random(node: Node) -> bool:
+    """Whether the node draws random numbers."""
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in node.target.tags
+    )
+
+
+def _add_inputs(builder: _Builder, captured: Captured) -> None:
+    kinds = {
+        "parameter": TensorKind.PARAMETER,
+        "buffer": TensorKind.BUFFER,
+        "input": TensorKind.INPUT,
+    }
+    for primal in captured.primals:
+        value = primal.node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            builder.storages[primal.node] = (None,)
+            continue
+        index = builder.find(value)
+        if index is None:
+            index = builder.new_tensor(primal.name or primal.node.name, value, kinds[primal.kind])
+            builder.bases[index] = primal.node
+        builder.storages[primal.node] = (index,)
+    for tangent in captured.tangents:
+        value = tangent.meta["val"]
+        index = builder.new_tensor(tangent.name, value, TensorKind.GRADIENT)
+        builder.bases[index] = tangent
+        builder.storages[tangent] = (index,)
+        builder.backward.add(tangent)
+
+
+def _add_constant(builder: _Builder, captured: Captured, node: Node) -> None:
+    value = captured.module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    if not isinstance(value, torch.Tensor):
+        raise CaptureError(
+            f"the model uses a higher-order operator ({node.target}) that memopt cannot plan; "
+            "replace torch.cond/while_loop/flex_attention there by plain tensor operators"
+        )
+    index = builder.find(value)
+    if index is None:
+        index = builder.new_tensor(node.name, value, TensorKind.CONSTANT)
+        builder.bases[index] = node
+    builder.storages[node] = (index,)
+
+
+def _add_call(builder: _Builder, node: Node, path: str, mutated: set[Node]) -> None:
+    if node.target is operator.getitem:
+        parent, position = node.args
+        held = builder.storages[parent][position]  # type: ignore[index]
+        builder.storages[node] = (held,)
+        builder.views.add(node)
+        if held is not None:
+            builder.bases.setdefault(held, node)
+        if parent in builder.backward:
+            builder.backward.add(node)
+        return
+    _check_target(node)
+    reads = tuple(dict.fromkeys(_reads(builder, node.all_input_nodes)))
+    backward = node.meta.get("partitioner_tag") == "is_backward" or any(
+        n in builder.backward for n in node.all_input_nodes
+    )
+    if backward:
+        builder.backward.add(node)
+    held_list: list[int | None] = []
+    writes: list[int] = []
+    multiple = isinstance(node.meta.get("val"), (tuple, list))
+    for position, value in enumerate(values_of(node)):
+        if not isinstance(value, torch.Tensor):
+            held_list.append(None)
+            continue
+        index = builder.find(value)
+        if index is None:
+            name = f"{node.name}.{position}" if multiple else node.name
+            kind = TensorKind.GRADIENT if backward else TensorKind.ACTIVATION
+            index = builder.new_tensor(name, value, kind)
+            writes.append(index)
+            if not multiple:
+                builder.bases[index] = node
+        held_list.append(index)
+    builder.storages[node] = tuple(held_list)
+    if not writes and not is_random(node):
+        builder.views.add(node)
+        return
+    builder.nodes.append(node)
+    builder.operators.append(
+        Operator(
+            name=node.name,
+            reads=reads,
+            writes=tuple(writes),
+            time_s=0.0,
+            phase=Phase.BACKWARD if backward else Phase.FORWARD,
+            recomputable=_recomputable(node, mutated),
+            random=is_random(node),
+            module=path,
+            target=str(node.target),
+        )
+    )
+
+
+def _check_target(node: Node) -> None:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        raise CaptureError(
+            f"the model uses {target!s} (in {node.format_node()}), a higher-order or Python "
+            "operator that memopt cannot plan; replace it by plain tensor operators"
+        )
+    if target._schema.is_mutable:
+        raise CaptureError(
+            f"the model updates a tensor in place by {target!s} in a way that cannot be made "
+            "functional; use the out-of-place form there"
+        )
+    if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise CaptureError(
+            f"{target!s} gives a number that depends on data ({node.format_node()}); memopt "
+            "needs shapes and control flow that do not depend on values (.item(), .nonzero())"
+        )
+
+
+def _reads(builder: _Builder, nodes: Iterable[Node]) -> Iterable[int]:
+    for node in nodes:
+        for index in builder.storages[node]:
+            if index is not None:
+                yield index
+
+
+def _recomputable(node: Node, mutated: set[Node]) -> bool:
+    """An operator that reads a value which the step overwrites may run once only; batch norm
+    in training mode uses its running statistics for nothing but their own new values."""
+    if not any(n in mutated for n in node.all_input_nodes):
+        return True
+    name = str(node.target)
+    if name not in _BATCH_NORM_TRAINING_ARGUMENT:
+        return False
+    position = _BATCH_NORM_TRAINING_ARGUMENT[name]
+    return position is None or bool(node.args[position])
+
+
+def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering:
+    outputs = _results(builder, captured.forward_outputs)
+    gradients = _results(builder, captured.gradients)
+    operators = builder.operators
+    for index in outputs:
+        if not builder.tensors[index].resident:
+            old = builder.tensors[index]
+            builder.tensors[index] = Tensor(old.name, old.size_bytes, TensorKind.OUTPUT)
+    order = sorted(range(len(operators)), key=lambda i: operators[i].phase is not Phase.FORWARD)
+    graph = Graph(
+        tensors=builder.tensors,
+        operators=[operators[i] for i in order],
+        outputs=outputs,
+        gradients=gradients,
+        tangents=[builder.storages[n][0] for n in captured.tangents],  # type: ignore[misc]
+        tangents_held=not backward_owns_tangents(),
+        extra_resident_bytes=_untouched_bytes(builder, model, captured),
+    )
+    return Lowering(
+        graph=graph,
+        nodes=tuple(builder.nodes[i] for i in order),
+        storages=builder.storages,
+        views=frozenset(builder.views),
+        bases=builder.bases,
+    )
+
+
+def _results(builder: _Builder, values: Iterable[Any]) -> tuple[int, ...]:
+    nodes = [v for v in values if isinstance(v, Node)]
+    indices = (index for node in nodes for index in builder.storages[node])
+    return tuple(dict.fromkeys(index for index in indices if index is not None))
+
+
+def _untouched_bytes(builder: _Builder, model: nn.Module, captured: Captured) -> int:
+    """Parameters, buffers and inputs that the step never reads still take memory."""
+    seen = {p.name for p in captured.primals if p.kind != "input"}
+    touched = {id(p) for n, p in _named_tensors(model) if n in seen}
+    untouched: dict[int, torch.Tensor] = {}
+    for _, tensor in _named_tensors(model):
+        if id(tensor) not in touched:
+            untouched[int(tensor.untyped_storage()._cdata)] = tensor
+    read = {p.index for p in captured.primals if p.kind == "input"}
+    for position, leaf in enumerate(captured.call.leaves):
+        if isinstance(leaf, torch.Tensor) and position not in read:
+            untouched[int(leaf.untyped_storage()._cdata)] = leaf
+    return sum(builder.size_of(tensor) for tensor in untouched.values())
+
+
+def _named_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)

@@ -1,0 +1,40 @@
+"""Names of the user's modules for the nodes of a joint graph."""
+
+from __future__ import annotations
+
+import re
+
+from torch.fx import GraphModule, Node
+
+_ROOT = re.compile(r"^L\['self'\]\.?|^L__self___?|_export_root\.?")
+_ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
+
+
+def _clean(path: str) -> str:
+    """`L['self']._modules['layers'][3]` and its like → `layers.3`."""
+    path = path.replace("_modules", "")
+    path = _ROOT.sub("", path)
+    path = _ITEM.sub(r".\1", path)
+    return re.sub(r"\.{2,}", ".", path).strip(".")
+
+
+def module_paths(module: GraphModule) -> dict[Node, str]:
+    """Node → dotted path of the module it comes from; a backward node takes the path of the
+    forward node with its sequence number."""
+    paths: dict[Node, str] = {}
+    by_sequence: dict[int, str] = {}
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        stack = node.meta.get("nn_module_stack")
+        sequence = node.meta.get("seq_nr")
+        if stack:
+            path = _clean(next(reversed(stack.values()))[0])
+            if sequence is not None:
+                by_sequence.setdefault(sequence, path)
+        elif node.meta.get("partitioner_tag") == "is_backward":
+            path = by_sequence.get(sequence, "") if sequence is not None else ""
+        else:
+            path = ""
+        paths[node] = path
+    return paths

@@ -1,0 +1,85 @@
+"""The private torch names memopt relies on, in one place, for torch 2.11 to 2.13.
+
+Each function says what is missing when a torch version has moved its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from memopt.errors import CaptureError
+
+_MOVED = (
+    "this torch ({version}) has no {name}, which memopt needs; memopt supports torch 2.11 to 2.13"
+)
+
+
+def _import(module: str, name: str) -> Any:
+    import importlib
+
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        message = _MOVED.format(version=torch.__version__, name=f"{module}.{name}")
+        raise CaptureError(message) from error
+
+
+def dynamo_capture(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One FX graph of the whole model by dynamo, sharing the model's parameters."""
+    capture = _import("torch._dynamo.functional_export", "_dynamo_graph_capture_for_export")
+    return capture(model)(*args, **kwargs)
+
+
+def export_joint(
+    stack: contextlib.ExitStack, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The joint forward+backward ATen graph with descriptors, without decompositions."""
+    export = _import("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
+    return export(stack, module, args, kwargs)
+
+
+def compile_joint(
+    joint: Any,
+    partition: Callable[..., Any],
+    forward_compiler: Callable[..., Any],
+    backward_compiler: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Wrap our own forward and backward callables in AOTAutograd's runtime."""
+    compile_ = _import("torch._functorch.aot_autograd", "aot_compile_joint_with_descriptors")
+    compiled: Callable[..., Any] = compile_(
+        joint,
+        partition_fn=partition,
+        fw_compiler=forward_compiler,
+        bw_compiler=backward_compiler,
+    )
+    return compiled
+
+
+def descriptor_types() -> Any:
+    """The module of AOTAutograd's input and output descriptors."""
+    import importlib
+
+    return importlib.import_module("torch._functorch._aot_autograd.descriptors")
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward was called with retain_graph=True."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def backward_owns_tangents() -> bool:
+    """Whether a compiled backward can drop output gradients early (boxed gradient calls)."""
+    return hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
+@contextlib.contextmanager
+def no_donated_buffers() -> Iterator[None]:
+    """Compile so that retain_graph=True keeps working."""
+    import torch._functorch.config as config
+
+    with config.patch(donated_buffer=False):  # type: ignore[attr-defined]
+        yield
