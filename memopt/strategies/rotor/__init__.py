@@ -1,0 +1,1 @@
+"""Rotor: rematerialisation of chains (Beaumont et al.), exact programs and yardsticks."""

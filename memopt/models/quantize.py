@@ -1,0 +1,70 @@
+"""Rounding of bytes to slots, the only place where the cost model rounds: sizes up, budgets down.
+
+Rotor §5.2 says that sizes are rounded down; a plan made that way may exceed its budget, so
+sizes go up here. The size of a slot comes from the memory that the chain needs without any
+recomputation, never from the budget: one table then answers every budget, and a larger budget
+never gets a slower plan because its slots happen to be larger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memopt.models.chain import Chain
+
+
+@dataclass(frozen=True, slots=True)
+class SlotScale:
+    """A slot of memory; every multiple of it is a whole number of slots.
+
+    Attributes:
+        slot_bytes: size of one slot, at least 1. With 1, nothing is rounded.
+    """
+
+    slot_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.slot_bytes < 1:
+            raise ValueError(f"SlotScale: slot_bytes must be at least 1, got {self.slot_bytes}")
+
+    def size_slots(self, size_bytes: int) -> int:
+        """Slots that hold `size_bytes`, rounded up."""
+        return -(-size_bytes // self.slot_bytes)
+
+    def budget_slots(self, budget_bytes: int) -> int:
+        """Whole slots within `budget_bytes`, rounded down."""
+        return budget_bytes // self.slot_bytes
+
+
+def store_all_bytes(chain: Chain) -> int:
+    """Memory of the chain without recomputation, bytes, beyond the resident bytes and a^0.
+
+    It is Rotor's F_all^1 ... F_all^n B^n ... B^1, parameter gradients included.
+    """
+    forward = 0
+    held = 0
+    peak = 0
+    last_gradient = chain.gradient_bytes(len(chain))
+    for stage in chain.stages:
+        held += stage.saved_bytes
+        forward = max(forward, last_gradient + held + stage.forward_overhead_bytes)
+    peak = forward
+    parameter_gradients = 0
+    for index in range(len(chain), 0, -1):
+        stage = chain.stages[index - 1]
+        parameter_gradients += stage.parameter_gradient_bytes
+        during = held + chain.gradient_bytes(index) + chain.gradient_bytes(index - 1)
+        peak = max(peak, during + parameter_gradients + stage.backward_overhead_bytes)
+        held -= stage.saved_bytes
+    return peak
+
+
+def slot_scale(chain: Chain, slots: int) -> SlotScale:
+    """The scale that gives the chain's store-all memory `slots` slots.
+
+    Raises:
+        ValueError: slots is below 1.
+    """
+    if slots < 1:
+        raise ValueError(f"slots must be at least 1, got {slots}; use None for exact memory")
+    return SlotScale(max(1, -(-store_all_bytes(chain) // slots)))

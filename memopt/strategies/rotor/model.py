@@ -1,0 +1,92 @@
+"""A chain as the arrays of Rotor's dynamic programs, every threshold in exact bytes.
+
+Index 0..n throughout; parameter gradients are folded into the gradients: while δ^ℓ is live,
+those of the stages above ℓ are live too, so ω̃_δ^ℓ = ω_δ^ℓ + Σ_{k>ℓ} g_k.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from memopt.models.chain import Chain
+from memopt.models.quantize import SlotScale
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+
+
+class ChainArrays(NamedTuple):
+    """Sizes and thresholds of a chain; a named tuple, because compiled loops accept those.
+
+    Memory `m` of a subchain never counts its input a^{s-1}.
+
+    Attributes:
+        length: n, the number of stages.
+        slot: bytes of the slot of memory that `output` and `saved` count.
+        output, saved: ω_a and ω_ā in slots, rounded up.
+        output_bytes, saved_bytes: the same in bytes.
+        gradient: ω̃_δ in bytes, the parameter gradients of later stages included.
+        first: ω_a^s + o_f^s in bytes, the need of F_ck^s or F_∅^s from a^{s-1}, without ω̃_δ.
+        running: ω_a^{j-1} + ω_a^j + o_f^j in bytes, the need of F_∅^j on the way, without ω̃_δ.
+        saving: ω_ā^s + o_f^s in bytes, the need of F_all^s, without ω̃_δ.
+        reverse: the need of B^s in bytes, gradients included.
+        forward_s, backward_s: u_f and u_b in seconds.
+        forward_sum_s: prefix sums of u_f.
+    """
+
+    length: int
+    slot: int
+    output: Int64Array
+    saved: Int64Array
+    output_bytes: Int64Array
+    saved_bytes: Int64Array
+    gradient: Int64Array
+    first: Int64Array
+    running: Int64Array
+    saving: Int64Array
+    reverse: Int64Array
+    forward_s: Float64Array
+    backward_s: Float64Array
+    forward_sum_s: Float64Array
+
+
+def chain_arrays(chain: Chain, scale: SlotScale) -> ChainArrays:
+    """The arrays of `chain`, with sizes counted in slots of `scale`."""
+    n = len(chain)
+    stages = chain.stages
+    output = np.array([chain.activation_bytes(i) for i in range(n + 1)], np.int64)
+    gradient = np.array([chain.gradient_bytes(i) for i in range(n + 1)], np.int64)
+    saved = _padded([stage.saved_bytes for stage in stages])
+    overhead = _padded([stage.forward_overhead_bytes for stage in stages])
+    no_save = _padded([stage.no_save_overhead_bytes for stage in stages])
+    backward = _padded([stage.backward_overhead_bytes for stage in stages])
+    parameter = _padded([stage.parameter_gradient_bytes for stage in stages])
+    later = parameter.sum() - np.cumsum(parameter)
+    forward_s = np.array([0.0, *(stage.forward_time_s for stage in stages)])
+    backward_s = np.array([0.0, *(stage.backward_time_s for stage in stages)])
+    before = np.concatenate((np.zeros(1, np.int64), output[:-1]))
+    gradient_before = np.concatenate((np.zeros(1, np.int64), gradient[:-1]))
+    slot = scale.slot_bytes
+    return ChainArrays(
+        length=n,
+        slot=slot,
+        output=-(-output // slot),
+        saved=-(-saved // slot),
+        output_bytes=output,
+        saved_bytes=saved,
+        gradient=gradient + later,
+        first=output + no_save,
+        running=before + output + no_save,
+        saving=saved + overhead,
+        reverse=gradient + later + gradient_before + parameter + saved + backward,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        forward_sum_s=np.cumsum(forward_s),
+    )
+
+
+def _padded(values: list[int]) -> Int64Array:
+    return np.array([0, *values], np.int64)

@@ -1,0 +1,108 @@
+"""Yardsticks without a dynamic program: store-all, and segments of equal length (Rotor §5.4)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from memopt.models.chain import Chain
+from memopt.models.chain_replay import replay_chain
+from memopt.strategies.base import Progress
+from memopt.strategies.rotor.chain_strategy import ChainStrategy
+from memopt.strategies.rotor.codes import (
+    BACKWARD,
+    CODE_BASE,
+    FORWARD_ALL,
+    FORWARD_CHECKPOINT,
+    FORWARD_NO_SAVE,
+    steps_of,
+)
+from memopt.strategies.rotor.curve import PlanSet, plan_set
+
+BEST = "best"
+
+
+@dataclass(frozen=True)
+class Sequential(ChainStrategy):
+    """Cuts the chain into segments and keeps only their inputs; the last segment stores all.
+
+    The layers (all stages but the loss) are cut as PyTorch's checkpoint_sequential cuts them:
+    every segment but the last has ⌊layers / segments⌋ of them.
+
+    Attributes:
+        segments: how many; None: √layers, rounded; "best": the fastest that fits the budget
+            of 10 counts from 2 to 2√layers, as in Rotor §5.4.
+    """
+
+    name: ClassVar[str] = "sequential"
+
+    segments: int | Literal["best"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.segments is None or self.segments == BEST:
+            return
+        if not isinstance(self.segments, int) or self.segments < 1:
+            raise ValueError(
+                'Sequential: segments must be None, "best" or a count from 1, '
+                f"got {self.segments!r}"
+            )
+
+    def plan_set(
+        self, chain: Chain, deadline_s: float | None = None, progress: Progress | None = None
+    ) -> PlanSet:
+        return _schedules(chain, self.counts(len(chain) - 1))
+
+    def counts(self, layers: int) -> tuple[int, ...]:
+        """The numbers of segments tried on a chain of so many layers (the loss apart)."""
+        most = max(1, layers)
+        root = math.sqrt(most)
+        if self.segments is None:
+            wanted = [round(root)]
+        elif self.segments == BEST:
+            wanted = [round(2 + i * (2 * root - 2) / 9) for i in range(10)]
+        else:
+            wanted = [int(self.segments)]
+        return tuple(sorted({min(max(1, count), most) for count in wanted}))
+
+
+@dataclass(frozen=True)
+class StoreAll(ChainStrategy):
+    """No recomputation: F_all of every stage, then every backward, as the framework itself does."""
+
+    name: ClassVar[str] = "store-all"
+    features: ClassVar[frozenset[str]] = frozenset()
+    references: ClassVar[tuple[str, ...]] = ()
+
+    def plan_set(
+        self, chain: Chain, deadline_s: float | None = None, progress: Progress | None = None
+    ) -> PlanSet:
+        return _schedules(chain, (1,))
+
+
+def _schedules(chain: Chain, counts: Iterable[int]) -> PlanSet:
+    candidates = []
+    for count in counts:
+        codes = np.array(segment_codes(len(chain), count), np.int32)
+        timeline = replay_chain(chain, steps_of(codes))
+        candidates.append((timeline.peak_bytes, timeline.time_s, codes))
+    return plan_set(candidates, optimal=True)
+
+
+def segment_codes(stages: int, segments: int) -> list[int]:
+    """The coded schedule of a chain of `stages` stages, the loss included, in `segments`."""
+    length = (stages - 1) // segments
+    starts = [1 + i * length for i in range(segments)] if length else [1]
+    codes = []
+    for start, following in itertools.pairwise(starts):
+        codes.append(CODE_BASE * start + FORWARD_CHECKPOINT)
+        codes += [CODE_BASE * k + FORWARD_NO_SAVE for k in range(start + 1, following)]
+    ends = [*(start - 1 for start in starts[1:]), stages]
+    for start, end in reversed(list(zip(starts, ends, strict=True))):
+        codes += [CODE_BASE * k + FORWARD_ALL for k in range(start, end + 1)]
+        codes += [CODE_BASE * k + BACKWARD for k in range(end, start - 1, -1)]
+    return codes
