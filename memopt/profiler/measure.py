@@ -1,0 +1,211 @@
+"""Measured costs: time and workspace of every distinct kernel call of a Graph."""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from memopt.errors import ProfileError
+from memopt.models.graph import Graph, Tensor
+from memopt.profiler.build import Lowering
+from memopt.profiler.cache import Cost, ProfileCache
+from memopt.profiler.memory import metered_sections
+from memopt.profiler.signature import Arena, Signature, signature
+
+Progress = Callable[[float, str], None]
+
+_MINIMUM_SAMPLE_S = 100e-6
+_PRECISION = 0.05
+_MINIMUM_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """How hard to measure.
+
+    Attributes:
+        cap_s: stop repeating after this many seconds in all.
+        max_rounds: samples per kernel call at most.
+        cache: where costs are kept; None: nowhere.
+    """
+
+    cap_s: float = 15.0
+    max_rounds: int = 25
+    cache: ProfileCache | None = None
+
+
+def environment(device: torch.device) -> str:
+    """What a cost depends on besides the call: device, threads, torch version."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}|torch {torch.__version__}"
+    threads = torch.get_num_threads()
+    return f"cpu {platform.machine()} {_processor()}|{threads} threads|torch {torch.__version__}"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def measure(
+    lowering: Lowering,
+    device: torch.device,
+    options: MeasureOptions,
+    progress: Progress | None = None,
+) -> Graph:
+    """The lowering's Graph with measured times, workspaces and real output sizes.
+
+    Each distinct call (operator, shapes, strides, other arguments) is measured once, alone, on
+    stand-in data: one warm-up, then interleaved rounds until the median's standard error is
+    within 5% or the cap is reached. Random state is left as it was.
+    """
+    signatures = [signature(node) for node in lowering.nodes]
+    distinct = {s.text: s for s in signatures}
+    place = environment(device)
+    keys = {text: f"{place}|{text}" for text in distinct}
+    known = options.cache.load(list(keys.values())) if options.cache else {}
+    missing = [s for text, s in distinct.items() if keys[text] not in known]
+    if missing:
+        with torch.random.fork_rng(), torch.no_grad():
+            fresh = _measure(missing, device, options, progress)
+        fresh_by_key = {keys[s.text]: cost for s, cost in zip(missing, fresh, strict=True)}
+        if options.cache:
+            options.cache.store(fresh_by_key)
+        known = {**known, **fresh_by_key}
+    costs = [known[keys[s.text]] for s in signatures]
+    return with_costs(lowering, costs)
+
+
+def with_costs(lowering: Lowering, costs: list[Cost]) -> Graph:
+    """The lowering's Graph with one Cost per operator."""
+    graph = lowering.graph
+    tensors = list(graph.tensors)
+    operators = []
+    for operator, node, cost in zip(graph.operators, lowering.nodes, costs, strict=True):
+        held = [t for t in lowering.storages[node] if t is not None]
+        if len(held) == len(cost.output_bytes):
+            for tensor, size in zip(held, cost.output_bytes, strict=True):
+                if tensor in operator.writes:
+                    old = tensors[tensor]
+                    tensors[tensor] = Tensor(old.name, size, old.kind)
+        operators.append(replace(operator, time_s=cost.time_s, workspace_bytes=cost.workspace_bytes))
+    return replace_graph(graph, tensors=tensors, operators=operators)
+
+
+def replace_graph(graph: Graph, **changes: object) -> Graph:
+    """`dataclasses.replace` for Graph."""
+    fields = {
+        "tensors": graph.tensors,
+        "operators": graph.operators,
+        "outputs": graph.outputs,
+        "gradients": graph.gradients,
+        "tangents": graph.tangents,
+        "tangents_held": graph.tangents_held,
+        "boundary_bytes": graph.boundary_bytes,
+        "extra_resident_bytes": graph.extra_resident_bytes,
+    }
+    return Graph(**{**fields, **changes})  # type: ignore[arg-type]  # names checked by Graph
+
+
+def _measure(
+    missing: list[Signature],
+    device: torch.device,
+    options: MeasureOptions,
+    progress: Progress | None,
+) -> list[Cost]:
+    arena = Arena(device)
+    arena.reserve(missing)
+    outputs: list[tuple[int, ...]] = []
+    for position, one in enumerate(missing):
+        if progress is not None:
+            progress(0.3 * position / len(missing), f"warming up {one.target}")
+        outputs.append(_output_bytes(_call(one, arena), device))
+    uses = metered_sections(device, [lambda one=one: _call(one, arena) for one in missing])
+    times = _times(missing, arena, device, options, progress)
+    return [
+        Cost(seconds, max(0, use.peak_bytes - use.end_bytes), sizes)
+        for seconds, use, sizes in zip(times, uses, outputs, strict=True)
+    ]
+
+
+def _call(one: Signature, arena: Arena) -> object:
+    args, kwargs = arena.arguments(one)
+    try:
+        return one.target(*args, **kwargs)
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        raise ProfileError(f"{one.text} cannot be measured on stand-in data: {error}") from error
+
+
+def _output_bytes(result: object, device: torch.device) -> tuple[int, ...]:
+    values = result if isinstance(result, (tuple, list)) else (result,)
+    block = 512 if device.type == "cuda" else 1
+    return tuple(
+        -(-v.untyped_storage().nbytes() // block) * block
+        for v in values
+        if isinstance(v, torch.Tensor)
+    )
+
+
+def _sample(one: Signature, arena: Arena, device: torch.device, repeats: int) -> float:
+    """Mean seconds of one call over `repeats` calls in a row."""
+    args, kwargs = arena.arguments(one)
+    target = one.target
+    if device.type == "cuda":
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            target(*args, **kwargs)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3 / repeats
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        target(*args, **kwargs)
+    return (time.perf_counter() - begin) / repeats
+
+
+def _precise(samples: list[float]) -> bool:
+    if len(samples) < _MINIMUM_ROUNDS:
+        return False
+    middle = statistics.median(samples)
+    spread = statistics.median(abs(s - middle) for s in samples)
+    # 1.4826 MAD estimates σ; the standard error of a median is 1.2533 σ/√n.
+    return 1.2533 * 1.4826 * spread / math.sqrt(len(samples)) <= _PRECISION * middle
+
+
+def _times(
+    missing: list[Signature],
+    arena: Arena,
+    device: torch.device,
+    options: MeasureOptions,
+    progress: Progress | None,
+) -> list[float]:
+    samples: list[list[float]] = [[] for _ in missing]
+    first = [_sample(one, arena, device, 1) for one in missing]
+    repeats = [max(1, math.ceil(_MINIMUM_SAMPLE_S / max(s, 1e-9))) for s in first]
+    repeats = [min(r, 100) for r in repeats]
+    begin = time.perf_counter()
+    for round_number in range(options.max_rounds):
+        spent = time.perf_counter() - begin
+        open_ = [i for i, s in enumerate(samples) if not _precise(s)]
+        if not open_ or (spent > options.cap_s and round_number > 0):
+            break
+        if progress is not None:
+            share = max(round_number / options.max_rounds, spent / options.cap_s)
+            progress(min(1.0, 0.3 + 0.7 * share), f"timing {len(open_)} kernels")
+        for i in open_:
+            samples[i].append(_sample(missing[i], arena, device, repeats[i]))
+    return [statistics.median(s) for s in samples]
