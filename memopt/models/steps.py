@@ -22,9 +22,12 @@ class Move(StrEnum):
     DROP_SAVED = "drop ā"
     """Free ā^ℓ."""
     OFFLOAD = "offload"
-    """Start copying ā^ℓ (a^0 for ℓ = 0) to the host; the device copy goes when the copy is done."""
+    """Start copying ā^ℓ (a^0 for ℓ = 0) to the host; the device copy stays until its RELEASE."""
+    RELEASE = "release"
+    """Wait for the copy of ā^ℓ (a^0 for ℓ = 0) to the host, then free the device copy."""
     PREFETCH = "prefetch"
-    """Start bringing ā^ℓ (a^0 for ℓ = 0) back from the host."""
+    """Start bringing ā^ℓ (a^0 for ℓ = 0) back: it occupies memory from here on, its first reader
+    waits for it, and the host copy is dropped right after that reader."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

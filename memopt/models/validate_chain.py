@@ -58,7 +58,7 @@ def validate_chain(
     """
     schedule = tuple(steps)
     for i, step in enumerate(schedule):
-        if step.move in (Move.OFFLOAD, Move.PREFETCH):
+        if step.move in (Move.OFFLOAD, Move.RELEASE, Move.PREFETCH):
             return Violation(Code.UNKNOWN_INSTRUCTION, i, f"{step}: a transfer")
         if not 1 <= step.stage <= len(chain):
             return Violation(Code.UNKNOWN_STAGE, i, f"{step}: stages are 1 to {len(chain)}")

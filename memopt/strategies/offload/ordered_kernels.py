@@ -1,0 +1,137 @@
+"""Compiled replay of no-wait ordered schedules (Offloading Proposition 1).
+
+Ordered: data leave by increasing index and return by decreasing index, so that all offloads
+precede all prefetches, and every constraint says that one event waits for another: an operation
+for the offloads that make its room and the prefetches that it reads, a prefetch for the last
+operation that leaves no room for it. No-wait is then the longest path, in one pass.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True)
+def fits(need, amounts):
+    """Whether the amounts an operation does not touch make room for it, for every operation."""
+    n = len(amounts) - 1
+    before = 0
+    for i in range(n):
+        if need[i] > before or need[2 * n - 1 - i] > before:
+            return False
+        before += amounts[i]
+    return True
+
+
+@njit(cache=True)
+def allowances(need, amounts, last, total):
+    """Bytes that may be back while each operation runs and from its predecessor's end on.
+
+    0 until F_last starts: only then may x_last, the first to return, have left. While F_last
+    runs it still needs x_last (correction of eq. 10).
+    """
+    n = len(amounts) - 1
+    allowed = np.empty(2 * n, np.int64)
+    bound = total
+    for k in range(2 * n - 1, -1, -1):
+        away = total - amounts[last] if k == last else total
+        bound = min(bound, away - need[k])
+        allowed[k] = bound if k >= last else 0
+    return allowed
+
+
+@njit(cache=True)
+def offload(j, start_s, amounts, offloads, to_host, latency):
+    """Record the copy of x_j to the host; return when it ends."""
+    offloads[j, 0] = start_s
+    offloads[j, 1] = start_s + latency + amounts[j] / to_host
+    return offloads[j, 1]
+
+
+@njit(cache=True)
+def prefetch_until(state, clock, allowed, whole, amounts, prefetches, from_host, latency):
+    """Prefetch as far as `allowed` lets, no earlier than clock[0]; state = (bytes back, next x,
+    bytes of it back), clock = (earliest start, link free)."""
+    while state[1] >= 0:
+        j = state[1]
+        size = amounts[j]
+        if size == 0:
+            state[1] -= 1
+            continue
+        left = size - state[2]
+        step = min(left, allowed - state[0])
+        if step <= 0 or (whole and step < left):
+            return
+        start = max(clock[0], clock[1])
+        if state[2] == 0:
+            prefetches[j, 0] = start
+            start += latency
+        clock[1] = start + step / from_host
+        prefetches[j, 1] = clock[1]
+        state[0] += step
+        state[2] += step
+        if state[2] == size:
+            state[1] -= 1
+            state[2] = 0
+
+
+@njit(cache=True)
+def room_time(need, whole, amounts, offloads, to_host, latency):
+    """When `need` bytes have left the device, whole activations or any part of them."""
+    if need <= 0:
+        return 0.0
+    left = need
+    for j in range(len(amounts)):
+        if amounts[j] >= left:
+            if whole:
+                return offloads[j, 1]
+            return offloads[j, 0] + latency + left / to_host
+        left -= amounts[j]
+    return np.inf
+
+
+@njit(cache=True)
+def replay(durations, need, amounts, whole, to_host, from_host, latency):
+    """Start of each operation, (start, end) of each offload and prefetch, and the makespan.
+
+    Infinite if it does not fit. `whole`: memory moves at the ends of whole transfers (§3.1 E);
+    otherwise continuously, and prefetches may be interrupted (§5).
+    """
+    n = len(amounts) - 1
+    starts = np.zeros(2 * n)
+    offloads = np.zeros((n + 1, 2))
+    prefetches = np.zeros((n + 1, 2))
+    if not fits(need, amounts):
+        return starts, offloads, prefetches, np.inf
+    last, total = -1, 0
+    for j in range(n + 1):
+        if amounts[j] > 0:
+            last, total = j, total + amounts[j]
+    allowed = allowances(need, amounts, max(last, 0), total)
+    state = np.array([0, last, 0])
+    clock = np.zeros(2)
+    now = 0.0
+    for k in range(2 * n):
+        if k <= last and amounts[k] > 0:
+            clock[1] = offload(k, max(now, clock[1]), amounts, offloads, to_host, latency)
+        clock[0] = now
+        if k >= last >= 0:
+            prefetch_until(
+                state, clock, allowed[k], whole, amounts, prefetches, from_host, latency
+            )
+        now = max(now, room_time(need[k], whole, amounts, offloads, to_host, latency))
+        # B_i reads x_i and x_{i+1}; the latter is back since B_{i+1}.
+        if k >= n:
+            now = max(now, prefetches[2 * n - 1 - k, 1])
+            if k == n:
+                now = max(now, prefetches[n, 1])
+        starts[k] = now
+        now += durations[k]
+    return starts, offloads, prefetches, now
+
+
+@njit(cache=True)
+def makespan(durations, need, amounts, whole, to_host, from_host, latency):
+    """The makespan alone; infinite if the schedule does not fit."""
+    return replay(durations, need, amounts, whole, to_host, from_host, latency)[3]

@@ -1,0 +1,166 @@
+"""The offloading problem of a chain: Offloading §3 under our index map.
+
+x_0 = a^0, x_ℓ = ā^ℓ, y_ℓ = δ^ℓ, F_i = F^{i+1}, B_i = B^{i+1}, ex_i = o^{i+1}, for n = L+1 stages.
+Operations are numbered in the order of the step: 0..n-1 are F_0..F_{n-1}, n..2n-1 are
+B_{n-1}..B_0. x_i is free after B_{i-1}, the last that reads it; x_0 stays. Parameter gradients
+are added to the demand of the backward operations from their stage's on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from memopt.models.chain import Chain
+from memopt.models.device import Device
+
+Bytes = npt.NDArray[np.int64]
+Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class OffloadProblem:
+    """One chain, one budget, one link. `need` > 0 is what makes an activation move.
+
+    Attributes:
+        sizes: |x_0|..|x_n|, bytes.
+        durations_s: of the 2n operations, seconds.
+        held_bytes: Σ|x_j| that the operation finds or makes, all on the device.
+        demand_bytes: what the operation needs beyond them: ex, gradients, parameter gradients.
+        capacity_bytes: M_GPU: the budget without the resident bytes.
+        movable: whether x_j may leave the device.
+        to_host_bytes_per_s: β, device → host.
+        from_host_bytes_per_s: β, host → device.
+        latency_s: added to every transfer; 0 in the paper.
+    """
+
+    sizes: Bytes
+    durations_s: Seconds
+    held_bytes: Bytes
+    demand_bytes: Bytes
+    capacity_bytes: int
+    movable: npt.NDArray[np.bool_]
+    to_host_bytes_per_s: float
+    from_host_bytes_per_s: float
+    latency_s: float = 0.0
+
+    @property
+    def stages(self) -> int:
+        """n, the loss included."""
+        return len(self.sizes) - 1
+
+    @cached_property
+    def need_bytes(self) -> Bytes:
+        """What must be off the device during each operation; below 0 there is room left."""
+        return self.held_bytes + self.demand_bytes - self.capacity_bytes
+
+    @cached_property
+    def offloadable_bytes(self) -> Bytes:
+        """What can be off the device during each operation: the movable x_j it does not touch."""
+        before = np.concatenate(([0], np.cumsum(np.where(self.movable, self.sizes, 0))))
+        index = np.arange(self.stages)
+        return before[np.concatenate((index, index[::-1]))]
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """M_peak (§3.2): memory without any offloading, resident excluded."""
+        return int((self.held_bytes + self.demand_bytes).max())
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """The smallest capacity any schedule can meet: everything movable is offloaded."""
+        return int((self.held_bytes + self.demand_bytes - self.offloadable_bytes).max())
+
+    @property
+    def excess_bytes(self) -> int:
+        """max(0, M_peak - M), which every schedule offloads (Proposition 2)."""
+        return max(0, self.peak_bytes - self.capacity_bytes)
+
+    @property
+    def compute_time_s(self) -> float:
+        """Σ (u_F + u_B), seconds."""
+        return float(self.durations_s.sum())
+
+    def amounts(self, offloaded: npt.ArrayLike) -> Bytes:
+        """Bytes of each x_j that leave the device when the listed activations do, entirely."""
+        amounts = np.zeros_like(self.sizes)
+        chosen = np.asarray(offloaded, dtype=np.int64)
+        amounts[chosen] = self.sizes[chosen]
+        return amounts
+
+    def fits(self, amounts: Bytes) -> bool:
+        """Whether every operation fits once the amounts it does not touch are off the device."""
+        before = np.concatenate(([0], np.cumsum(amounts)))
+        index = np.arange(self.stages)
+        return bool((self.need_bytes <= before[np.concatenate((index, index[::-1]))]).all())
+
+
+def offload_problem(
+    chain: Chain, budget_bytes: int | None, device: Device, *, offload_input: bool = True
+) -> OffloadProblem:
+    """The offloading problem of a chain under a budget.
+
+    An overhead below zero never takes an operation's demand below what it starts with, so that
+    memory between operations, where a prefetch may begin, needs no constraint of its own. The
+    last two activations, which F_{n-1} and B_{n-1} both touch, never move: nothing runs between.
+
+    Args:
+        chain: n stages, the loss last.
+        budget_bytes: total bytes, resident included; None: no limit.
+        device: link rates and latency. Whether both directions overlap makes no difference to
+            ordered schedules: what is fetched first is what was offloaded last.
+        offload_input: whether a^0 may move; False where the caller keeps it on the device.
+    """
+    stages = chain.stages
+    n = len(stages)
+    sizes = np.array([chain.input_bytes, *(s.saved_bytes for s in stages)], dtype=np.int64)
+    movable = sizes > 0
+    movable[n - 1 :] = False
+    movable[0] &= offload_input
+    made = np.cumsum(sizes)[1:]
+    forward = [max(s.forward_overhead_bytes, -s.saved_bytes) for s in stages]
+    backward = np.zeros(n, dtype=np.int64)
+    parameter_gradients = 0
+    for i in reversed(range(n)):
+        stage = stages[i]
+        output = chain.gradient_bytes(i) + stage.parameter_gradient_bytes
+        backward[i] = (
+            chain.gradient_bytes(i + 1)
+            + parameter_gradients
+            + max(0, output + stage.backward_overhead_bytes)
+        )
+        parameter_gradients += stage.parameter_gradient_bytes
+    problem = OffloadProblem(
+        sizes=sizes,
+        durations_s=np.array(
+            [s.forward_time_s for s in stages] + [s.backward_time_s for s in reversed(stages)],
+            dtype=np.float64,
+        ),
+        held_bytes=np.concatenate((made, made[::-1])),
+        demand_bytes=np.concatenate((np.array(forward, dtype=np.int64), backward[::-1])),
+        capacity_bytes=0,
+        movable=movable,
+        to_host_bytes_per_s=device.to_host_bytes_per_s,
+        from_host_bytes_per_s=device.swap_in_bytes_per_s,
+        latency_s=device.transfer_latency_s,
+    )
+    capacity = problem.peak_bytes if budget_bytes is None else budget_bytes - chain.resident_bytes
+    return with_capacity(problem, capacity)
+
+
+def with_capacity(problem: OffloadProblem, capacity_bytes: int) -> OffloadProblem:
+    """The same problem under another capacity (resident excluded)."""
+    return OffloadProblem(
+        problem.sizes,
+        problem.durations_s,
+        problem.held_bytes,
+        problem.demand_bytes,
+        capacity_bytes,
+        problem.movable,
+        problem.to_host_bytes_per_s,
+        problem.from_host_bytes_per_s,
+        problem.latency_s,
+    )
