@@ -204,6 +204,9 @@ def _order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violat
         if not operator.recomputable and instruction.op in ran:
             yield Violation(Code.NOT_RECOMPUTABLE, i, f"{operator.name!r}")
         ran.add(instruction.op)
+    for index, operator in enumerate(graph.operators):
+        if index not in ran and (operator.phase is Phase.UPDATE or not operator.writes):
+            yield Violation(Code.OPERATOR_MISSING, len(instructions), f"{operator.name!r}")
 
 
 def _late_outputs(

@@ -17,6 +17,7 @@ class ViolationCode(StrEnum):
     OUTPUT_NOT_WRITTEN = "keeps a tensor that the operator does not write"
     OUTPUT_REPEATED = "keeps a tensor twice"
     RESIDENT_MOVED = "frees or moves a resident tensor"
+    OPERATOR_MISSING = "an operator with effects never runs"
     NOT_RECOMPUTABLE = "runs an operator again that must run once"
     NO_LOSS_BOUNDARY = "no loss boundary"
     SECOND_LOSS_BOUNDARY = "a second loss boundary"

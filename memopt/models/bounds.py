@@ -1,0 +1,178 @@
+"""Lower bounds on memory and time that hold for every valid program or schedule.
+
+They are cheap (one pass) and safe: whatever is reordered, recomputed, moved to the host or run
+by another implementation, no valid program of the graph needs less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+
+from memopt.models.chain import Chain
+from memopt.models.graph import Graph, Operator, Phase
+from memopt.models.variants import Variant, variant
+
+
+def memory_lower_bound(cost_model: Graph | Chain, *, transfers: bool = True) -> int:
+    """Bytes, resident included, that every plan of the cost model needs.
+
+    Of a Graph: the largest working set of an operator that every program must run, with the
+    results that are then held already; the loss boundary; or the end of the step. Of a Chain:
+    the largest working set of a step.
+
+    Args:
+        cost_model: the graph or chain.
+        transfers: for a chain, whether schedules may move a^0 to the host and hold no gradient
+            during the forward (the offloading model); False gives the tighter bound of
+            schedules that only recompute. A graph's bound holds with transfers in any case.
+    """
+    if isinstance(cost_model, Chain):
+        working_sets = _chain_working_sets(cost_model, transfers)
+        return cost_model.resident_bytes + max(working_sets)
+    return cost_model.resident_bytes + max(_graph_working_sets(cost_model))
+
+
+def time_lower_bound(cost_model: Graph | Chain) -> float:
+    """Seconds that every plan of the cost model needs: all that must run, once, the fastest way.
+
+    Operators that no result depends on and that have no effects need not run.
+    """
+    if isinstance(cost_model, Chain):
+        return cost_model.compute_time_s
+    return sum(
+        min(choice.time_s for choice in _choices(cost_model.operators[index]))
+        for index in sorted(needed_operators(cost_model))
+    )
+
+
+def needed_operators(graph: Graph) -> frozenset[int]:
+    """Operators that every valid program runs: results and effects depend on them."""
+    writers = _writers(graph)
+    needed: set[int] = set()
+    pending = [
+        index
+        for index, operator in enumerate(graph.operators)
+        if operator.phase is Phase.UPDATE or not operator.writes
+    ]
+    pending += _only_writers(graph, writers, graph.kept)
+    while pending:
+        index = pending.pop()
+        if index not in needed:
+            needed.add(index)
+            pending += _only_writers(graph, writers, _sure_reads(graph.operators[index]))
+    return frozenset(needed)
+
+
+def _writers(graph: Graph) -> dict[int, set[int]]:
+    """Tensor → operators that can write it, by whatever implementation."""
+    writers: dict[int, set[int]] = {}
+    for index, operator in enumerate(graph.operators):
+        for choice in _choices(operator):
+            for tensor in choice.writes:
+                writers.setdefault(tensor, set()).add(index)
+    return writers
+
+
+def _only_writers(graph: Graph, writers: dict[int, set[int]], tensors: Iterable[int]) -> list[int]:
+    """The operators without which one of the tensors cannot be there."""
+    there = graph.resident | set(graph.tangents)
+    found = [writers.get(tensor, set()) for tensor in tensors if tensor not in there]
+    return [index for indices in found if len(indices) == 1 for index in indices]
+
+
+def _choices(operator: Operator) -> list[Operator | Variant]:
+    names = [None, *(choice.name for choice in operator.implementations)]
+    return [variant(operator, name) for name in names]
+
+
+def _sure_reads(operator: Operator) -> frozenset[int]:
+    """Tensors that every implementation reads."""
+    return frozenset.intersection(*(frozenset(choice.reads) for choice in _choices(operator)))
+
+
+def _graph_working_sets(graph: Graph) -> Iterator[int]:
+    """Non-resident bytes at moments that no valid program avoids."""
+    sizes = [0 if tensor.resident else tensor.size_bytes for tensor in graph.tensors]
+
+    def total(tensors: Iterable[int]) -> int:
+        return sum(sizes[tensor] for tensor in set(tensors))
+
+    early = {
+        tensor
+        for index in range(graph.first_backward)
+        for tensor in graph.operators[index].writes
+        if tensor in graph.outputs
+    }
+    yield total(graph.kept)
+    boundary = graph.first_backward < len(graph.operators) or bool(graph.tangents)
+    if boundary:
+        yield total((*early, *graph.tangents)) + graph.boundary_bytes
+    after_boundary = early | (set(graph.tangents) & graph.kept)
+    results = _results_before(graph)
+    for index in needed_operators(graph):
+        operator = graph.operators[index]
+        held = results[index]
+        if operator.phase is not Phase.FORWARD:
+            held = held | after_boundary
+        # An operator's first run: none of what it writes is live, so writes come on top.
+        yield min(
+            total({*held, *choice.reads} - {*choice.writes})
+            + total(choice.writes)
+            + choice.workspace_bytes
+            for choice in _choices(operator)
+        )
+
+
+def _results_before(graph: Graph) -> list[frozenset[int]]:
+    """For each operator, the kept tensors that it or an ancestor reads: they are live when it
+    runs, since a result that was live once is never freed. (A result that nothing reads may
+    have been transient in an early run of its operator.)"""
+    before: list[frozenset[int]] = []
+    through: dict[int, frozenset[int]] = {}
+    writers = _writers(graph)
+    for operator in graph.operators:
+        reads = _sure_reads(operator)
+        sets = [through.get(tensor, frozenset()) for tensor in reads]
+        before.append(frozenset().union(*sets) | (reads & graph.kept))
+        for tensor in operator.writes:
+            if len(writers[tensor]) == 1:
+                through[tensor] = before[-1]
+    return before
+
+
+def _chain_working_sets(chain: Chain, transfers: bool) -> Iterator[int]:
+    """Bytes, without the resident ones, at moments that no valid schedule avoids."""
+    stages = chain.stages
+    count = len(chain)
+    parameter_bytes = [stage.parameter_gradient_bytes for stage in stages]
+    # later[k]: parameter gradients of the stages after k, there once B^{k+1} has run.
+    later = [*accumulate(reversed(parameter_bytes), initial=0)][::-1]
+    last_gradient = 0 if transfers else chain.gradient_bytes(count)
+    held_gradient = last_gradient
+    for index in range(count, 0, -1):
+        stage = stages[index - 1]
+        held_input = 0 if transfers or index == 1 else chain.input_bytes
+        before = _activation_or_saved(chain, index - 1) + held_input
+        saving = stage.saved_bytes + stage.forward_overhead_bytes
+        passing = stage.output_bytes + stage.no_save_overhead_bytes
+        if not transfers:
+            # F_all^ℓ runs while some δ^j, j ≥ ℓ, is held.
+            held_gradient = min(held_gradient, chain.gradient_bytes(index) + later[index])
+        yield before + min(saving, passing) + last_gradient
+        yield before + saving + held_gradient
+        yield (
+            before
+            + stage.saved_bytes
+            + chain.gradient_bytes(index)
+            + chain.gradient_bytes(index - 1)
+            + stage.backward_overhead_bytes
+            + later[index - 1]
+        )
+
+
+def _activation_or_saved(chain: Chain, index: int) -> int:
+    """The smaller of a^index and ā^index, either of which can be read."""
+    if index == 0:
+        return chain.input_bytes
+    return min(chain.activation_bytes(index), chain.stages[index - 1].saved_bytes)

@@ -1,0 +1,273 @@
+"""Seeded random chains, training graphs, programs and placements, for tests and benchmarks.
+
+Everything is drawn from the `random.Random` given, so the same seed gives the same instance.
+Times are small whole numbers of seconds, so that sums of them are exact.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from random import Random
+
+from memopt.models.chain import Chain, Stage
+from memopt.models.graph import (
+    Graph,
+    Implementation,
+    Operator,
+    Phase,
+    Tensor,
+    TensorKind,
+)
+
+
+class Shape(StrEnum):
+    """How the sizes of a random chain run along it."""
+
+    HETEROGENEOUS = "heterogeneous"
+    EQUAL = "equal"
+    GROWING = "growing"
+    SHRINKING = "shrinking"
+    SPARSE = "sparse"
+    """Heterogeneous with many zeros, in sizes and in times."""
+
+
+def random_chain(
+    rng: Random,
+    length: int,
+    *,
+    shape: Shape | None = None,
+    max_bytes: int = 12,
+    max_time_s: int = 9,
+    parameter_gradients: bool = False,
+    negative_overheads: bool = False,
+    resident_bytes: int = 0,
+) -> Chain:
+    """A chain of `length` stages, the last of which is the loss.
+
+    Args:
+        rng: source of randomness.
+        length: number of stages, the loss included, at least 1.
+        shape: how sizes run along it; None: any of them.
+        max_bytes: the largest activation.
+        max_time_s: the longest operation.
+        parameter_gradients: whether stages hold gradients of their own.
+        negative_overheads: whether backward overheads may be below 0.
+        resident_bytes: as in Chain.
+    """
+    shape = rng.choice(list(Shape)) if shape is None else shape
+    sizes = _sizes(rng, length + 1, shape, max_bytes)
+    zeros = 0.4 if shape is Shape.SPARSE else 0.0
+    stages = []
+    for index in range(1, length + 1):
+        output = sizes[index]
+        saved = output + (0 if shape is Shape.EQUAL else _draw(rng, max_bytes, zeros))
+        gradient = output if rng.random() < 0.8 else _draw(rng, max_bytes, zeros)
+        low = -(gradient + saved) if negative_overheads else 0
+        longest = 0 if index == length and rng.random() < 0.7 else max_time_s
+        stages.append(
+            Stage(
+                forward_time_s=_draw(rng, longest, zeros),
+                backward_time_s=_draw(rng, longest, zeros),
+                output_bytes=output,
+                saved_bytes=saved,
+                gradient_bytes=gradient,
+                forward_overhead_bytes=_draw(rng, max_bytes // 3, zeros),
+                forward_no_save_overhead_bytes=rng.choice(
+                    [None, _draw(rng, max_bytes // 2, zeros)]
+                ),
+                backward_overhead_bytes=rng.randint(low, max_bytes),
+                parameter_gradient_bytes=(
+                    _draw(rng, max_bytes, zeros) if parameter_gradients else 0
+                ),
+                name=f"stage{index}",
+            )
+        )
+    wanted = rng.random() < 0.5
+    return Chain(sizes[0], stages, resident_bytes, sizes[0] if wanted else 0)
+
+
+def _draw(rng: Random, high: int, zeros: float) -> int:
+    """A whole number from 0 to `high`, made 0 with probability `zeros`."""
+    return 0 if rng.random() < zeros else rng.randint(0, high)
+
+
+def _sizes(rng: Random, count: int, shape: Shape, max_bytes: int) -> list[int]:
+    if shape is Shape.EQUAL:
+        return [rng.randint(1, max_bytes)] * count
+    sizes = [rng.randint(0, max_bytes) for _ in range(count)]
+    if shape is Shape.SPARSE:
+        return [0 if rng.random() < 0.4 else size for size in sizes]
+    if shape is Shape.GROWING:
+        return sorted(sizes)
+    if shape is Shape.SHRINKING:
+        return sorted(sizes, reverse=True)
+    return sizes
+
+
+def random_graph(
+    rng: Random,
+    forward_operators: int,
+    *,
+    max_bytes: int = 12,
+    max_time_s: int = 9,
+    implementations: bool = False,
+    updates: bool = False,
+    inference: bool = False,
+) -> Graph:
+    """A training step: a random forward DAG and the backward that autograd would derive.
+
+    Forward operators read up to three earlier tensors and sometimes a parameter, and write one
+    or two (the second often saved for the backward only, or never read). Each backward operator
+    reads the gradients of its forward operator's outputs and some of what that one read or
+    wrote; several gradients of one tensor are added up. Parameter gradients, and sometimes the
+    input's, are the results.
+
+    Args:
+        rng: source of randomness.
+        forward_operators: how many, at least 1.
+        max_bytes: the largest tensor.
+        max_time_s: the longest operator.
+        implementations: whether some operators have alternatives.
+        updates: whether parameters are updated in the step: update operators read their
+            gradient, which is no result then.
+        inference: leave out the backward.
+    """
+    return _Builder(rng, max_bytes, max_time_s, implementations).step(
+        forward_operators, updates, inference
+    )
+
+
+class _Builder:
+    """Tensors and operators of a random training step under construction."""
+
+    def __init__(self, rng: Random, max_bytes: int, max_time_s: int, implementations: bool):
+        self.rng = rng
+        self.max_bytes = max_bytes
+        self.max_time_s = max_time_s
+        self.implementations = implementations
+        self.tensors: list[Tensor] = []
+        self.operators: list[Operator] = []
+        self.gradients: dict[int, list[int]] = {}
+
+    def step(self, count: int, updates: bool, inference: bool) -> Graph:
+        rng = self.rng
+        inputs = [self._tensor("input", TensorKind.INPUT) for _ in range(rng.randint(1, 2))]
+        parameters = [
+            self._tensor("weight", TensorKind.PARAMETER) for _ in range(rng.randint(1, 4))
+        ]
+        for _ in range(count):
+            self._forward(inputs, parameters)
+        outputs = self._outputs()
+        tangents = () if inference else tuple(self._tangent(tensor) for tensor in outputs)
+        if not inference:
+            for operator in reversed(self.operators[:]):
+                self._backward(operator)
+        results = [] if inference else self._results(inputs, parameters, updates)
+        return Graph(
+            self.tensors,
+            self.operators,
+            outputs=outputs,
+            gradients=results,
+            tangents=tangents,
+            tangents_held=rng.random() < 0.5,
+            boundary_bytes=rng.choice([0, rng.randint(0, self.max_bytes)]),
+            extra_resident_bytes=rng.choice([0, rng.randint(0, self.max_bytes)]),
+        )
+
+    def _tensor(self, name: str, kind: TensorKind, size_bytes: int | None = None) -> int:
+        if size_bytes is None:
+            size_bytes = 0 if self.rng.random() < 0.1 else self.rng.randint(1, self.max_bytes)
+        self.tensors.append(Tensor(f"{name}.{len(self.tensors)}", size_bytes, kind))
+        return len(self.tensors) - 1
+
+    def _operator(
+        self, name: str, reads: tuple[int, ...], writes: tuple[int, ...], phase: Phase
+    ) -> None:
+        rng = self.rng
+        workspace = rng.choice([0, rng.randint(0, self.max_bytes)])
+        time_s = rng.randint(0, self.max_time_s)
+        others: tuple[Implementation, ...] = ()
+        if self.implementations and rng.random() < 0.4:
+            others = (
+                Implementation("fast", max(0, time_s - 1), workspace + rng.randint(0, 5)),
+                Implementation("small", time_s + rng.randint(0, 3), workspace // 2),
+            )
+        self.operators.append(
+            Operator(
+                f"{name}.{len(self.operators)}",
+                reads,
+                writes,
+                time_s,
+                workspace,
+                phase,
+                recomputable=phase is not Phase.UPDATE and rng.random() < 0.9,
+                random=rng.random() < 0.1,
+                implementations=others,
+            )
+        )
+
+    def _forward(self, inputs: list[int], parameters: list[int]) -> None:
+        rng = self.rng
+        computed = [tensor for operator in self.operators for tensor in operator.writes]
+        recent = (inputs + computed)[-4:]
+        reads = rng.sample(recent, min(len(recent), rng.randint(1, 2)))
+        if rng.random() < 0.25:
+            reads.append(rng.choice(inputs + computed))
+        if rng.random() < 0.6:
+            reads.append(rng.choice(parameters))
+        writes = [self._tensor("value", TensorKind.ACTIVATION)]
+        if rng.random() < 0.25:
+            writes.append(self._tensor("aside", TensorKind.ACTIVATION))
+        self._operator("forward", tuple(dict.fromkeys(reads)), tuple(writes), Phase.FORWARD)
+
+    def _outputs(self) -> tuple[int, ...]:
+        computed = [tensor for operator in self.operators for tensor in operator.writes]
+        last = self.operators[-1].writes[0]
+        others = [tensor for tensor in computed if tensor != last]
+        extra = [self.rng.choice(others)] if others and self.rng.random() < 0.3 else []
+        return tuple(dict.fromkeys([last, *extra]))
+
+    def _tangent(self, tensor: int) -> int:
+        size_bytes = self.tensors[tensor].size_bytes
+        tangent = self._tensor("tangent", TensorKind.GRADIENT, size_bytes)
+        self.gradients.setdefault(tensor, []).append(tangent)
+        return tangent
+
+    def _gradient_of(self, tensor: int) -> int | None:
+        """The one gradient of a tensor, adding up the contributions if there are several."""
+        parts = self.gradients.get(tensor, [])
+        while len(parts) > 1:
+            size_bytes = self.tensors[tensor].size_bytes
+            total = self._tensor("sum", TensorKind.GRADIENT, size_bytes)
+            self._operator("add", (parts[0], parts[1]), (total,), Phase.BACKWARD)
+            parts = self.gradients[tensor] = [total, *parts[2:]]
+        return parts[0] if parts else None
+
+    def _backward(self, forward: Operator) -> None:
+        rng = self.rng
+        incoming = [self._gradient_of(tensor) for tensor in forward.writes]
+        reads = [tensor for tensor in incoming if tensor is not None]
+        if not reads:
+            return
+        reads += [t for t in (*forward.reads, *forward.writes) if rng.random() < 0.6]
+        writes = []
+        for tensor in forward.reads:
+            if self.tensors[tensor].kind is TensorKind.INPUT and rng.random() < 0.5:
+                continue
+            part = self._tensor("gradient", TensorKind.GRADIENT, self.tensors[tensor].size_bytes)
+            self.gradients.setdefault(tensor, []).append(part)
+            writes.append(part)
+        if writes:
+            self._operator("backward", tuple(dict.fromkeys(reads)), tuple(writes), Phase.BACKWARD)
+
+    def _results(self, inputs: list[int], parameters: list[int], updates: bool) -> list[int]:
+        found = [(tensor, self._gradient_of(tensor)) for tensor in (*parameters, *inputs)]
+        results = []
+        for tensor, gradient in found:
+            if gradient is None:
+                continue
+            if updates and self.tensors[tensor].kind is TensorKind.PARAMETER:
+                self._operator("update", (tensor, gradient), (), Phase.UPDATE)
+            else:
+                results.append(gradient)
+        return results

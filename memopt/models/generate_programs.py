@@ -1,0 +1,162 @@
+"""Seeded random valid programs and placements: orders, recomputations, swaps, offsets."""
+
+from __future__ import annotations
+
+from random import Random
+
+from memopt.models.graph import Graph, Phase
+from memopt.models.liveness import computes, with_frees
+from memopt.models.program import (
+    Compute,
+    DropHost,
+    Free,
+    Instruction,
+    LossBoundary,
+    Program,
+    SwapIn,
+    SwapOut,
+)
+from memopt.models.variants import variant
+
+
+def random_program(
+    rng: Random,
+    graph: Graph,
+    *,
+    recomputations: int = 0,
+    swaps: int = 0,
+    reorder: bool = False,
+) -> Program:
+    """A valid program: store-all with recomputations and swaps at random places.
+
+    Args:
+        rng: source of randomness.
+        graph: the training step.
+        recomputations: how many re-runs of recomputable operators to insert.
+        swaps: how many tensors to swap out and in again, at most (a tensor needs two uses).
+        reorder: draw a random topological order instead of the graph's own.
+    """
+    order = _random_order(rng, graph) if reorder else _own_order(graph)
+    _recompute(rng, graph, order, recomputations)
+    instructions = [
+        x if isinstance(x, LossBoundary) else _any_implementation(rng, graph, x)
+        for x in computes(graph, order)
+        if isinstance(x, Compute | LossBoundary)
+    ]
+    moved: list[Instruction] = list(instructions)
+    for _ in range(swaps):
+        _swap(rng, graph, moved)
+    return Program(with_frees(graph, moved))
+
+
+def random_placement(rng: Random, graph: Graph, program: Program) -> Program:
+    """The program with offsets: first fit, in a random order of its lifetimes."""
+    stays = _stays(graph, program)
+    rng.shuffle(stays)
+    placed: list[tuple[int, int, int, int, int]] = []
+    for begin, end, tensor in stays:
+        size = graph.tensors[tensor].size_bytes
+        offset = 0
+        for other_begin, other_end, _, low, high in sorted(placed, key=lambda x: x[3]):
+            together = begin < other_end and other_begin < end
+            if together and offset < high and low < offset + size:
+                offset = high
+        placed.append((begin, end, tensor, offset, offset + size))
+    offsets = sorted((begin, tensor, low) for begin, _, tensor, low, _ in placed)
+    return Program(program.instructions, offsets)
+
+
+def _own_order(graph: Graph) -> list[int | None]:
+    order: list[int | None] = list(range(len(graph.operators)))
+    if graph.first_backward < len(graph.operators) or graph.tangents:
+        order.insert(graph.first_backward, None)
+    return order
+
+
+def _random_order(rng: Random, graph: Graph) -> list[int | None]:
+    """A random topological order of operators and boundary. Forward operators that no output
+    depends on may come after it."""
+    boundary = _own_order(graph).count(None) > 0
+    needs: dict[int | None, set[int | None]] = {
+        index: {graph.producer[tensor] for tensor in operator.reads if tensor in graph.producer}
+        for index, operator in enumerate(graph.operators)
+    }
+    if boundary:
+        needs[None] = {
+            graph.producer[tensor]
+            for tensor in graph.outputs
+            if tensor in graph.producer and graph.producer[tensor] < graph.first_backward
+        }
+        for index, operator in enumerate(graph.operators):
+            if operator.phase is not Phase.FORWARD:
+                needs[index].add(None)
+    order: list[int | None] = []
+    while needs:
+        ready = [index for index, before in needs.items() if not before]
+        chosen = rng.choice(ready)
+        order.append(chosen)
+        del needs[chosen]
+        for before in needs.values():
+            before.discard(chosen)
+    return order
+
+
+def _recompute(rng: Random, graph: Graph, order: list[int | None], count: int) -> None:
+    candidates = [i for i, operator in enumerate(graph.operators) if operator.recomputable]
+    for _ in range(count if candidates else 0):
+        operator = rng.choice(candidates)
+        lowest = order.index(operator) + 1
+        order.insert(rng.randint(lowest, len(order)), operator)
+
+
+def _any_implementation(rng: Random, graph: Graph, instruction: Compute) -> Compute:
+    names = [choice.name for choice in graph.operators[instruction.op].implementations]
+    return Compute(instruction.op, (), rng.choice([None, *names]))
+
+
+def _swap(rng: Random, graph: Graph, instructions: list[Instruction]) -> None:
+    """Swap a random tensor out and in again between two of its uses, if it has two."""
+    swapped = {x.tensor for x in instructions if isinstance(x, SwapOut)}
+    gaps: list[tuple[int, int, int]] = []
+    latest: dict[int, int] = {}
+    for position, instruction in enumerate(instructions):
+        reads, writes = _uses(graph, instruction)
+        for tensor in reads:
+            if tensor not in swapped | graph.kept | graph.resident:
+                gaps.append((tensor, latest[tensor], position))
+                latest[tensor] = position
+        for tensor in writes:
+            latest[tensor] = position
+    if not gaps:
+        return
+    tensor, after, before = rng.choice(gaps)
+    # Four cuts between the uses: out, free, in; and the host copy is dropped anywhere later.
+    out, free, back = sorted(rng.randint(after + 1, before) for _ in range(3))
+    drop = rng.randint(back, len(instructions))
+    instructions.insert(drop, DropHost(tensor))
+    instructions.insert(back, SwapIn(tensor))
+    if rng.random() < 0.5:
+        instructions.insert(free, Free(tensor))
+    instructions.insert(out, SwapOut(tensor))
+
+
+def _uses(graph: Graph, instruction: Instruction) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if isinstance(instruction, Compute):
+        chosen = variant(graph.operators[instruction.op], instruction.implementation)
+        return chosen.reads, chosen.writes
+    return (), graph.tangents if isinstance(instruction, LossBoundary) else ()
+
+
+def _stays(graph: Graph, program: Program) -> list[tuple[int, int, int]]:
+    """(begin, end, tensor) of every lifetime that begins at a Compute or SwapIn."""
+    stays: list[tuple[int, int, int]] = []
+    since: dict[int, int] = {}
+    for position, instruction in enumerate(program):
+        if isinstance(instruction, Compute):
+            since.update(dict.fromkeys(instruction.outputs, position))
+        elif isinstance(instruction, SwapIn):
+            since[instruction.tensor] = position
+        elif isinstance(instruction, Free) and instruction.tensor in since:
+            stays.append((since.pop(instruction.tensor), position, instruction.tensor))
+    stays += [(begin, len(program), tensor) for tensor, begin in since.items()]
+    return [x for x in stays if x[2] not in graph.tangents]
