@@ -1,0 +1,255 @@
+"""Compiled dynamic program of Offloading §5 (Algorithm 1), with corrected recurrences.
+
+A label is a state of the paper's hash table IDLE_i: (kept, Δ_F, Δ_B) and its idle time, where
+kept = Σ|x_j| over j < i not offloaded, so that M_F = kept + |x_i| + Δ_F⁺ and
+M_B = M_F - Δ_F⁺ + |y_i| + Δ_B⁺. Room is what an operation leaves for kept data. Sizes and times
+are in slots, or in bytes when nothing is rounded; a time is the slots that the link moves to the
+host in it. Two things keep the tables small:
+
+Dominance: of two labels with the same kept data, one is dropped if idling until its Δ are those
+of the other costs it no more than its lead (waiting is allowed, so it can follow the other).
+
+Bounds: a label is dropped if its idle time, and what the link has still to move beyond the
+computations left, exceed the idle time of a schedule that is known.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+KEPT, OUT, BACK, IDLE = 0, 1, 2, 3
+NO_LAST = -1
+
+
+@njit(cache=True)
+def waits(state, i, room_f, room_b):
+    """ε^F_i (1) and ε^B_i (6, with ex^B_i), in data of their own direction."""
+    wait_f = max(0.0, state[KEPT] + max(0.0, state[OUT]) - room_f[i])
+    wait_b = max(0.0, state[KEPT] + max(0.0, state[BACK]) - room_b[i])
+    return wait_f, wait_b
+
+
+@njit(cache=True)
+def advance(state, i, offloaded, sizes, moved_f, moved_b, room_f, room_b, ratio, new):
+    """From label `state` of i to label `new` of i+1: (2)-(5), (7), (8)."""
+    wait_f, wait_b = waits(state, i, room_f, room_b)
+    new[IDLE] = state[IDLE] + wait_f + wait_b * ratio
+    if offloaded:
+        new[KEPT] = state[KEPT]
+        new[OUT] = max(0.0, state[OUT]) + sizes[i] - (wait_f + moved_f[i])
+        new[BACK] = sizes[i] + max(0.0, state[BACK] - (wait_b + moved_b[i]))
+    else:
+        new[KEPT] = state[KEPT] + sizes[i]
+        new[OUT] = state[OUT] - (wait_f + moved_f[i])
+        new[BACK] = state[BACK] - (wait_b + moved_b[i])
+
+
+@njit(cache=True)
+def gap(state, last, sizes, moved_f, moved_b, peak_f, peak_b, ratio):
+    """ε_G between F_L and B_L (9, 10), as a time.
+
+    peak_f, peak_b: what the operation needs beyond the kept data and the room, all of kept
+    counted: it turns (9) and (10) into kept + Δ + peak ≤ what has moved by then.
+    """
+    out, back = state[OUT], state[BACK]
+    if out <= 0 and back <= 0:
+        return 0.0
+    if out > 0 and back > 0:
+        return out + back * ratio
+    n = len(moved_f)
+    passed = 0.0
+    if out > 0:
+        spare = -back * ratio
+        idle = max(0.0, out - spare)
+        for j in range(n - 1, -1, -1):
+            if passed >= spare:
+                break
+            idle = max(idle, state[KEPT] + out + peak_b[j] - passed)
+            passed += moved_b[j] * ratio
+        return idle
+    spare = -out / ratio
+    idle = max(0.0, back - spare)
+    for j in range(n - 1, -1, -1):
+        if passed >= spare:
+            break
+        # F_j still needs x_j when its copy has ended.
+        own = sizes[j] if j == last else 0.0
+        idle = max(idle, state[KEPT] + back + peak_f[j] + own - passed)
+        passed += moved_f[j] / ratio
+    return idle * ratio
+
+
+@njit(cache=True)
+def remaining(state, i, excess, left, ratio):
+    """A lower bound on the idle time still to come.
+
+    excess[i]: what the later operations lack, all of x_i.. counted as kept; left[i]: time of
+    the operations from F_i to B_i.
+    """
+    more = state[KEPT] + excess[i]
+    if more > 0:
+        out, back = max(0.0, state[OUT]) + more, max(0.0, state[BACK]) + more
+    else:
+        # Without further offloads, those under way may use the link's spare time outside.
+        out, back = state[OUT], state[BACK]
+    return max(0.0, out + back * ratio - left[i])
+
+
+@njit(cache=True)
+def evaluate(offloaded, sizes, moved_f, moved_b, room_f, room_b, peak_f, peak_b, ratio):
+    """Total idle time of one set of offloads; infinite if it does not fit."""
+    n = len(moved_f)
+    state, new = np.zeros(4), np.zeros(4)
+    last = NO_LAST
+    for i in range(n):
+        if state[KEPT] > min(room_f[i], room_b[i]):
+            return np.inf
+        advance(state, i, offloaded[i], sizes, moved_f, moved_b, room_f, room_b, ratio, new)
+        if offloaded[i]:
+            last = i if new[OUT] < 0 else NO_LAST
+        state, new = new, state
+    return state[IDLE] + gap(state, last, sizes, moved_f, moved_b, peak_f, peak_b, ratio)
+
+
+@njit(cache=True)
+def dominates(a, last_a, b, last_b, ratio, exact):
+    """Whether label a makes label b superfluous; kept(a) ≤ kept(b) is known."""
+    lead = b[IDLE] - a[IDLE]
+    if lead < 0:
+        return False
+    if exact and last_a != NO_LAST and last_a != last_b:
+        return False
+    return max(0.0, a[OUT] - b[OUT]) + max(0.0, a[BACK] - b[BACK]) * ratio <= lead
+
+
+@njit(cache=True)
+def select(states, lasts, links, count, width, exact, ratio):
+    """Drop dominated labels in place; return how many are left and how many `width` cut off.
+
+    The labels are sorted by kept data. When not exact, only labels of equal kept data are
+    compared (and the last offloaded index is ignored), and at most `width` of each are left.
+    """
+    left, cut, begin = 0, 0, 0
+    position = 0
+    while position < count:
+        end = position
+        while end < count and states[end, KEPT] == states[position, KEPT]:
+            end += 1
+        order = position + np.argsort(states[position:end, IDLE], kind="mergesort")
+        group = states[position:end].copy()
+        group_lasts, group_links = lasts[position:end].copy(), links[position:end].copy()
+        begin = 0 if exact else left
+        for index in order:
+            k = index - position
+            beaten = False
+            for other in range(begin, left):
+                if dominates(states[other], lasts[other], group[k], group_lasts[k], ratio, exact):
+                    beaten = True
+                    break
+            if beaten:
+                continue
+            if not exact and left - begin >= width:
+                cut += 1
+                continue
+            states[left] = group[k]
+            lasts[left], links[left] = group_lasts[k], group_links[k]
+            left += 1
+        position = end
+    return left, cut
+
+
+@njit(cache=True)
+def expand(
+    i, states, lasts, count, movable, sizes, moved_f, moved_b, room_f, room_b, ratio, excess, left,
+    limit, host_left, new_states, new_lasts, links,
+):  # fmt: skip
+    """Labels of i+1, sorted by kept data; return how many.
+
+    Those that keep x_i and those that offload it are two sorted lists, merged.
+    """
+    room = min(room_f[i], room_b[i])
+    new = np.zeros(4)
+    size = 0
+    keeping, leaving = 0, 0 if movable[i] else count
+    while keeping < count or leaving < count:
+        offloaded = leaving < count and (
+            keeping >= count or states[leaving, KEPT] <= states[keeping, KEPT] + sizes[i]
+        )
+        k = leaving if offloaded else keeping
+        leaving += offloaded
+        keeping += not offloaded
+        if states[k, KEPT] > room:
+            continue
+        advance(states[k], i, offloaded, sizes, moved_f, moved_b, room_f, room_b, ratio, new)
+        if new[KEPT] < host_left or new[IDLE] + remaining(new, i + 1, excess, left, ratio) > limit:
+            continue
+        new_states[size] = new
+        new_lasts[size] = (i if new[OUT] < 0 else NO_LAST) if offloaded else lasts[k]
+        links[size] = 2 * k + offloaded
+        size += 1
+    return size
+
+
+@njit(cache=True)
+def future(sizes, movable, moved_f, moved_b, room_f, room_b, ratio):
+    """`excess` and `left` of `remaining`, for every i."""
+    n = len(moved_f)
+    excess = np.full(n + 1, -np.inf)
+    left = np.zeros(n + 1)
+    for i in range(n - 1, -1, -1):
+        excess[i] = max(excess[i + 1] + sizes[i], -min(room_f[i], room_b[i]))
+        left[i] = left[i + 1] + moved_f[i] + moved_b[i] * ratio
+    return excess, left
+
+
+@njit(cache=True)
+def solve(
+    sizes, movable, moved_f, moved_b, room_f, room_b, peak_f, peak_b, ratio, limit, host, width,
+    exact,
+):  # fmt: skip
+    """The set of offloads with the least idle time.
+
+    Returns (offloaded, idle time, labels made, labels cut off by `width`); the idle time is
+    infinite if there is no schedule within `limit` and `host`.
+    """
+    n = len(moved_f)
+    excess, left = future(sizes, movable, moved_f, moved_b, room_f, room_b, ratio)
+    states, lasts, count = np.zeros((1, 4)), np.full(1, NO_LAST), 1
+    links = np.empty(1024, np.int32)
+    offsets = np.zeros(n + 1, np.int64)
+    seen, total_cut = 0.0, 0
+    for i in range(n):
+        new_states = np.empty((2 * count, 4))
+        new_lasts = np.empty(2 * count, np.int64)
+        new_links = np.empty(2 * count, np.int32)
+        seen += sizes[i]
+        size = expand(
+            i, states, lasts, count, movable, sizes, moved_f, moved_b, room_f, room_b, ratio,
+            excess, left, limit, seen - host, new_states, new_lasts, new_links,
+        )  # fmt: skip
+        count, cut = select(new_states, new_lasts, new_links, size, width, exact, ratio)
+        total_cut += cut
+        if count == 0:
+            return np.zeros(n, np.bool_), np.inf, offsets[i], total_cut
+        states, lasts = new_states, new_lasts
+        offsets[i + 1] = offsets[i] + count
+        if offsets[i + 1] > len(links):
+            longer = np.empty(2 * offsets[i + 1], np.int32)
+            longer[: offsets[i]] = links[: offsets[i]]
+            links = longer
+        links[offsets[i] : offsets[i + 1]] = new_links[:count]
+    best, best_idle = 0, np.inf
+    for k in range(count):
+        idle = states[k, IDLE] + gap(
+            states[k], lasts[k], sizes, moved_f, moved_b, peak_f, peak_b, ratio
+        )
+        # At equal times, the one that moves less.
+        if idle <= best_idle:
+            best, best_idle = k, idle
+    offloaded = np.zeros(n, np.bool_)
+    for i in range(n - 1, -1, -1):
+        link = links[offsets[i] + best]
+        offloaded[i] = link % 2 == 1
+        best = link // 2
+    return offloaded, best_idle, offsets[n], total_cut
