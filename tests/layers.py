@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +36,11 @@ COMPOSITES = ("memopt.strategies", "memopt.strategies.auto", "memopt.strategies.
 NO_TORCH = ("memopt.errors", "memopt.models", "memopt.strategies")
 TORCH = ("torch", "torchvision", "transformers", "timm")
 SOLVERS = ("numba", "ortools", "scipy", "networkx")
-"""May be imported inside functions only, or at the top of a kernel module."""
+"""Not imported by what `import memopt` and building cost models import: a strategy imports its
+compiled code and its solver inside the function that solves."""
 
-KERNELS_SUFFIX = "_kernels"
-"""Kernel modules are compiled code; they are themselves imported inside functions only."""
+EAGER_ROOTS = ("memopt", "memopt.errors", "memopt.strategies", "memopt.strategies.base")
+"""Imported before anything is solved: these modules, all of memopt.models, and what they import."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,23 @@ def imports_of(module: str, source: str, is_package: bool) -> list[Import]:
     """All imports of a module's source; `from x import y` counts as x.y."""
     found: list[Import] = []
     _collect(ast.parse(source), module if is_package else module.rpartition(".")[0], True, found)
+    return found
+
+
+def eager_modules(imports: Mapping[str, Iterable[Import]]) -> set[str]:
+    """The modules that are loaded before anything is solved."""
+    todo = [name for name in imports if name in EAGER_ROOTS or is_in(name, "memopt.models")]
+    found: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name in found or name not in imports:
+            continue
+        found.add(name)
+        for imported in imports[name]:
+            if imported.at_top:
+                # A module, or the module a name is taken from; and the packages they are in.
+                parts = imported.target.split(".")
+                todo.extend(".".join(parts[:length]) for length in range(1, len(parts) + 1))
     return found
 
 
