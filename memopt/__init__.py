@@ -17,5 +17,9 @@ from memopt.models.device import Device as Device
 from memopt.models.graph import Graph as Graph
 from memopt.models.graph import Operator as Operator
 from memopt.models.graph import Tensor as Tensor
+from memopt.plan import Plan as Plan
+from memopt.planning import plan as plan
+from memopt.planning import profile as profile
+from memopt.planning import strategies as strategies
 
 __version__ = "0.1.0"

@@ -134,20 +134,23 @@ def worthwhile(graph: Graph, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
     (before an upsampling), or an eighth of what each of its two sides saves.
     """
     saved = _saved_bytes_before(graph)
-    end = graph.first_backward
     kept: list[Cut] = []
     run: list[Cut] = []
-    for cut in (*cuts, Cut(end, None)):
+    for cut in cuts:
         if cut.tensor is not None and not _saved(graph, cut.tensor):
             run.append(cut)
             continue
-        left = kept[-1] if kept else Cut(0, None)
-        kept.extend(_cheap(graph, saved, run, left, cut))
+        kept.extend(_cheap(graph, saved, run, _last(kept), cut))
         run = []
-        left = kept[-1] if kept else Cut(0, None)
-        if cut.tensor is not None or saved[cut.position] > saved[left.position]:
+        # Nothing crosses and nothing was saved before it: a stage of its own would be idle.
+        if cut.tensor is not None or saved[cut.position] > saved[_last(kept).position]:
             kept.append(cut)
-    return tuple(kept[:-1])
+    kept.extend(_cheap(graph, saved, run, _last(kept), Cut(graph.first_backward, None)))
+    return tuple(kept)
+
+
+def _last(cuts: Sequence[Cut]) -> Cut:
+    return cuts[-1] if cuts else Cut(0, None)
 
 
 def _saved(graph: Graph, tensor: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,7 @@ class Primal:
     constant: torch.Tensor | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Hooks:
     """What the compiled callable runs; set by the executor's runtime."""
 
@@ -71,6 +72,7 @@ class Captured:
         call: the example call that was captured.
         compiled: `compiled(*parameters, *buffers, *args, **kwargs) -> output`; runs `hooks`.
         hooks: the forward and backward callables behind `compiled`.
+        model: weak reference to the user's model.
     """
 
     module: GraphModule
@@ -82,6 +84,7 @@ class Captured:
     call: Call
     compiled: Callable[..., Any]
     hooks: Hooks
+    model: weakref.ReferenceType[nn.Module]
 
 
 def capture(model: nn.Module, call: Call) -> Captured:
@@ -158,6 +161,7 @@ def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
         call=call,
         compiled=compiled,
         hooks=hooks,
+        model=weakref.ref(model),
     )
 
 

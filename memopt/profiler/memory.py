@@ -6,6 +6,7 @@ allocator (oneDNN's own) is invisible. On CUDA the caching allocator's statistic
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ def metered(device: torch.device) -> Iterator[MemoryUse]:
 
 @contextmanager
 def _cpu_profile() -> Iterator[Any]:
+    # Kineto prints two lines per session on stderr unless told otherwise.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:

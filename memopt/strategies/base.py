@@ -64,7 +64,7 @@ class Strategy(ABC):
 
     Class attributes:
         name: the name `memopt.plan(strategy=...)` resolves.
-        needs: "chain" or "graph": the cost model `solve` takes.
+        needs: "chain", "graph" or "any": the cost model `solve` takes.
         features: what its plans use, from "recompute", "offload", "order", "place",
             "implementations".
         references: the papers it implements.
@@ -77,6 +77,8 @@ class Strategy(ABC):
 
     def why_not(self, cost_model: CostModel) -> str | None:
         """Why this strategy cannot plan this cost model; None if it can."""
+        if self.needs == "any":
+            return None
         wanted = Chain if self.needs == "chain" else Graph
         if isinstance(cost_model, wanted):
             return None

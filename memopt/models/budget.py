@@ -1,0 +1,63 @@
+"""Budgets as people write them: bytes, shares of the baseline's peak, "6GiB", "min"."""
+
+from __future__ import annotations
+
+import math
+import re
+from numbers import Integral, Real
+
+_UNITS = {
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*")
+_HINT = (
+    'a budget is a whole number of bytes, a share of the baseline peak in (0, 1] such as 0.5, '
+    'a string with a unit such as "6GiB" (2^30) or "6GB" (10^9), "min", or None for no limit'
+)
+
+MINIMUM = "min"
+
+
+def parse_budget(budget: object, baseline_peak_bytes: int) -> int | None:
+    """A budget in bytes; None: no limit. `"min"` is not handled here (it needs a strategy).
+
+    Args:
+        budget: what the user passed.
+        baseline_peak_bytes: peak of the unplanned step, for shares.
+
+    Raises:
+        ValueError: it cannot be read; the message says what can.
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, str):
+        match = _SIZE.fullmatch(budget)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError(f"cannot read the budget {budget!r}: {_HINT}")
+        return math.floor(float(match[1]) * _UNITS[match[2].lower()])
+    if isinstance(budget, bool) or not isinstance(budget, Real):
+        raise ValueError(f"cannot read the budget {budget!r}: {_HINT}")
+    if isinstance(budget, Integral):
+        if budget <= 0:
+            raise ValueError(f"the budget must be positive, got {budget} bytes: {_HINT}")
+        return int(budget)
+    if not 0 < budget <= 1:
+        raise ValueError(f"the budget {budget!r} is neither bytes nor a share in (0, 1]: {_HINT}")
+    return math.floor(float(budget) * baseline_peak_bytes)
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Bytes for people, in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.2f} TiB"

@@ -1,0 +1,265 @@
+"""plan() and its steps: check, solve, validate, replay, wrap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from memopt.errors import InfeasibleBudgetError, InvalidProgramError, MemoptError
+from memopt.models.budget import MINIMUM, format_bytes, parse_budget
+from memopt.models.chain import Chain
+from memopt.models.chain_replay import replay_chain
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.liveness import store_all
+from memopt.models.replay import replay
+from memopt.models.validate import validate
+from memopt.models.validate_chain import validate_chain
+from memopt.plan import BaselineFigures, Plan
+from memopt.strategies import Progress, Solution, Status, Strategy, resolve
+from memopt.strategies.store_all import chain_steps
+
+if TYPE_CHECKING:
+    from memopt.profiler.session import Profiled
+
+
+def plan(
+    model: Any,
+    inputs: Any = None,
+    *,
+    budget: int | float | str | None = None,
+    strategy: str | Strategy = "rotor",
+    loss_fn: Callable[..., Any] | None = None,
+    targets: tuple[Any, ...] = (),
+    device: Device | None = None,
+    time_limit_s: float | None = None,
+    cache: bool = True,
+    progress: bool | Progress = True,
+) -> Plan:
+    """Plan a training step within a budget.
+
+    Args:
+        model: an nn.Module (with `inputs`): capture, profile, solve. Or a Chain, a Graph or a
+            profiled model (`memopt.profiler.profile_model`): solve only.
+        inputs: example inputs: a tensor, a tuple of positional or a dict of keyword arguments.
+        budget: total device memory of a step: bytes, a share of the baseline peak in (0, 1],
+            "6GiB" (2^30) or "6GB" (10^9), "min" (the smallest the strategy can meet), or None.
+        strategy: a name of `memopt.strategies()`, or an instance with your parameters.
+        loss_fn: your loss, `loss_fn(output, *targets)`: its own memory is measured and charged.
+        targets: what your loss takes beside the output.
+        device: link rates and capacity; None: the present machine's.
+        time_limit_s: stop the solver after so many seconds with its best plan and bound.
+        cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
+        progress: True shows a bar on a terminal; or your own callback.
+
+    Raises:
+        InfeasibleBudgetError: no plan fits; names the smallest feasible budget.
+        CaptureError: the model cannot be captured.
+        ValueError: unreadable budget, unknown strategy, misuse; the message has the remedy.
+    """
+    chosen = resolve(strategy)
+    parse_budget(None if budget == MINIMUM else budget, 1)
+    with _reporting(progress) as report:
+        profiled = _profiled(model, inputs, loss_fn, targets, cache, report)
+        cost_model = profiled.graph if profiled is not None else model
+        made = solve(
+            cost_model,
+            budget,
+            chosen,
+            device=device or Device(),
+            profiled=profiled,
+            time_limit_s=time_limit_s,
+            progress=report,
+        )
+    return made
+
+
+def _profiled(
+    model: Any,
+    inputs: Any,
+    loss_fn: Callable[..., Any] | None,
+    targets: tuple[Any, ...],
+    cache: bool,
+    report: Progress,
+) -> Profiled | None:
+    if isinstance(model, (Chain, Graph)):
+        if inputs is not None or loss_fn is not None:
+            raise ValueError("inputs and loss_fn go with a module, not with a cost model")
+        return None
+    from memopt.profiler import profiled_of
+
+    return profiled_of(model, inputs, loss_fn, targets, cache, report)
+
+
+def solve(
+    cost_model: Chain | Graph,
+    budget: int | float | str | None,
+    strategy: Strategy,
+    *,
+    device: Device,
+    profiled: Profiled | None = None,
+    time_limit_s: float | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Solve, validate, replay and wrap; see `plan`."""
+    baseline = _baseline(cost_model, profiled)
+    target, view = _target(cost_model, strategy)
+    reason = strategy.why_not(target)
+    if reason is not None:
+        raise ValueError(f"strategy {strategy.name!r} cannot plan this model: {reason}")
+
+    def attempt(budget_bytes: int | None) -> Solution:
+        return strategy.solve(
+            target,
+            budget_bytes,
+            device=device,
+            time_limit_s=time_limit_s,
+            progress=progress,
+        )
+
+    if budget == MINIMUM:
+        # One byte can never do: the answer names the smallest budget that does.
+        budget_bytes = attempt(1).smallest_budget_bytes
+        if budget_bytes is None:
+            raise MemoptError(f"{strategy.name} does not know its smallest budget; name one")
+    else:
+        budget_bytes = parse_budget(budget, baseline.peak_bytes)
+    solution = attempt(budget_bytes)
+    if solution.status is Status.INFEASIBLE or (solution.steps is None and solution.program is None):
+        raise _infeasible(solution, budget_bytes, strategy, cost_model)
+    return _wrap(cost_model, view, solution, strategy, budget_bytes, baseline, device, profiled)
+
+
+def _target(cost_model: Chain | Graph, strategy: Strategy) -> tuple[Chain | Graph, Any]:
+    """What the strategy solves, and the linearization to lower its schedule with."""
+    if strategy.needs == "chain" and isinstance(cost_model, Graph):
+        from memopt.models.linearize import linearize
+
+        view = linearize(cost_model)
+        return view.chain, view
+    return cost_model, None
+
+
+def _baseline(cost_model: Chain | Graph, profiled: Profiled | None) -> BaselineFigures:
+    if profiled is not None:
+        base = profiled.baseline
+        return BaselineFigures(base.peak_bytes, base.step_time_s, base.measured)
+    if isinstance(cost_model, Chain):
+        chain_timeline = replay_chain(cost_model, chain_steps(cost_model))
+        return BaselineFigures(chain_timeline.peak_bytes, chain_timeline.time_s, False)
+    timeline = replay(cost_model, store_all(cost_model))
+    return BaselineFigures(timeline.peak_bytes, timeline.time_s, False)
+
+
+def _infeasible(
+    solution: Solution, budget_bytes: int | None, strategy: Strategy, cost_model: Chain | Graph
+) -> MemoptError:
+    if solution.status is Status.UNKNOWN or budget_bytes is None:
+        return MemoptError(
+            f"{strategy.name} found no plan before it was stopped; give it a larger time_limit_s"
+        )
+    smallest = solution.smallest_budget_bytes
+    known = (
+        "no feasible budget is known"
+        if smallest is None
+        else f"the smallest feasible budget is {smallest} bytes ({format_bytes(smallest)})"
+    )
+    return InfeasibleBudgetError(
+        f"{strategy.name} cannot train within {budget_bytes} bytes ({format_bytes(budget_bytes)}): "
+        f"{known}, of which {format_bytes(cost_model.resident_bytes)} are resident. Raise the "
+        'budget, pass budget="min", or try another strategy',
+        budget_bytes,
+        smallest,
+    )
+
+
+def _wrap(
+    cost_model: Chain | Graph,
+    view: Any,
+    solution: Solution,
+    strategy: Strategy,
+    budget_bytes: int | None,
+    baseline: BaselineFigures,
+    device: Device,
+    profiled: Profiled | None,
+) -> Plan:
+    program = solution.program
+    if view is not None and solution.steps is not None:
+        program = view.lower(solution.steps)
+    chain = view.chain if view is not None else None
+    host_peak_bytes = 0
+    if isinstance(cost_model, Graph):
+        assert program is not None
+        violation = validate(cost_model, program, budget_bytes)
+        timeline = replay(cost_model, program, device)
+        peak_bytes, time_s = timeline.peak_bytes, timeline.time_s
+        host_peak_bytes = timeline.host_peak_bytes
+    else:
+        assert solution.steps is not None
+        chain = cost_model
+        violation = validate_chain(cost_model, solution.steps, budget_bytes)
+        chain_timeline = replay_chain(cost_model, solution.steps)
+        peak_bytes, time_s = chain_timeline.peak_bytes, chain_timeline.time_s
+    if violation is not None:
+        raise InvalidProgramError(f"{strategy.name} made an invalid plan: {violation}")
+    bound_s = solution.lower_bound_s
+    return Plan(
+        status=solution.status,
+        strategy=strategy,
+        budget=budget_bytes,
+        peak_bytes=peak_bytes,
+        resident_bytes=cost_model.resident_bytes,
+        step_time_s=time_s,
+        lower_bound_s=min(time_s, bound_s if bound_s is not None else cost_model.compute_time_s),
+        baseline=baseline,
+        device=device,
+        program=program,
+        chain_steps=solution.steps,
+        graph=cost_model if isinstance(cost_model, Graph) else None,
+        chain=chain,
+        host_peak_bytes=host_peak_bytes,
+        compute_time_s=cost_model.compute_time_s,
+        stats=solution.stats,
+        notes=_notes(cost_model, profiled),
+        profiled=profiled,
+    )
+
+
+def _notes(cost_model: Chain | Graph, profiled: Profiled | None) -> tuple[str, ...]:
+    if profiled is None or (isinstance(cost_model, Graph) and cost_model.boundary_bytes):
+        return ()
+    return (
+        "The budget covers the module; pass loss_fn= to have the memory of your loss charged too.",
+    )
+
+
+def _reporting(progress: bool | Progress) -> AbstractContextManager[Progress]:
+    from memopt.report.progress import reporting
+
+    return reporting(progress)
+
+
+def strategies() -> dict[str, str]:
+    """Names of all strategies, each with one line about it."""
+    from memopt.strategies import STRATEGIES
+
+    return {s.name: (type(s).__doc__ or "").strip().splitlines()[0] for s in STRATEGIES}
+
+
+def profile(
+    model: Any,
+    inputs: Any,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    targets: tuple[Any, ...] = (),
+    cache: bool = True,
+    progress: bool | Progress = True,
+) -> Graph:
+    """Capture and measure a model's training step; the priced graph can be planned, linearized
+    (`graph.to_chain()`) and saved without torch. Arguments as in `plan`."""
+    with _reporting(progress) as report:
+        profiled = _profiled(model, inputs, loss_fn, targets, cache, report)
+    if profiled is None:
+        raise ValueError("profile takes an nn.Module and its example inputs")
+    return profiled.graph

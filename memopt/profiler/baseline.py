@@ -1,0 +1,148 @@
+"""The baseline: the unplanned step, measured. And the memory of the user's own loss.
+
+Measuring leaves the model as it was: buffers, gradients and random state are put back.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memopt.profiler.inputs import Call
+from memopt.profiler.memory import metered
+
+_MINIMUM_STEPS = 3
+_ENOUGH_S = 2.0
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The user's loss: `function(output, *targets)`."""
+
+    function: Callable[..., torch.Tensor]
+    targets: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The step without memopt.
+
+    Attributes:
+        peak_bytes: total device memory, resident included.
+        step_time_s: seconds, median.
+        measured: whether it was measured (else replayed from the graph).
+    """
+
+    peak_bytes: int
+    step_time_s: float
+    measured: bool
+
+
+@contextmanager
+def untouched(model: nn.Module, call: Call) -> Iterator[None]:
+    """Put buffers, gradients and random state back afterwards."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    tensors = [*model.parameters(), *call.tensors()]
+    gradients = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
+
+
+def differentiable(output: Any) -> list[torch.Tensor]:
+    """The tensors of an output pytree that have a backward."""
+    leaves = pytree.tree_leaves(output)
+    return [v for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad]
+
+
+def backward(output: Any, loss: Loss | None) -> None:
+    """The step after the forward: the user's loss, or unit tangents for every output."""
+    if loss is not None:
+        loss.function(output, *loss.targets).backward()  # type: ignore[no-untyped-call]
+        return
+    tensors = differentiable(output)
+    torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_baseline(
+    model: nn.Module, call: Call, loss: Loss | None, device: torch.device, resident_bytes: int
+) -> Baseline:
+    """Run a few unplanned steps: the first warms up, the second is metered, the rest timed.
+
+    Args:
+        model: the user's model, in its mode.
+        call: the example call.
+        loss: the user's loss, if known.
+        device: where the model is.
+        resident_bytes: added to the measured activations' peak.
+    """
+
+    def step() -> Any:
+        output = model(*call.args, **call.kwargs)
+        backward(output, loss)
+        return output
+
+    def clear() -> None:
+        for tensor in (*model.parameters(), *call.tensors()):
+            if tensor.is_leaf:
+                tensor.grad = None
+
+    times: list[float] = []
+    with untouched(model, call):
+        clear()
+        step()
+        clear()
+        with metered(device) as use:
+            output = step()
+        del output
+        while len(times) < _MINIMUM_STEPS or (sum(times) < _ENOUGH_S and len(times) < 10):
+            clear()
+            _synchronize(device)
+            begin = time.perf_counter()
+            step()
+            _synchronize(device)
+            times.append(time.perf_counter() - begin)
+    return Baseline(resident_bytes + use.peak_bytes, statistics.median(times), measured=True)
+
+
+def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> int:
+    """Bytes that the user's loss needs at the boundary, beside outputs and tangents.
+
+    Runs the loss forward and backward on detached outputs.
+    """
+    with untouched(model, call):
+        output = model(*call.args, **call.kwargs)
+        leaves, spec = pytree.tree_flatten(output)
+        cut: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf = leaf.detach().requires_grad_()
+            cut.append(leaf)
+        del output, leaves
+        again = pytree.tree_unflatten(cut, spec)
+        with metered(device) as use:
+            value = loss.function(again, *loss.targets)
+            value.backward()  # type: ignore[no-untyped-call]
+        tangents = [t.grad for t in cut if isinstance(t, torch.Tensor) and t.grad is not None]
+        held = sum(t.untyped_storage().nbytes() for t in tangents)
+    return max(0, use.peak_bytes - held)

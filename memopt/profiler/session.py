@@ -1,0 +1,143 @@
+"""Profiling a model: capture, costs and baseline, kept together for planning and running."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.models.graph import Graph
+from memopt.models.liveness import store_all
+from memopt.models.replay import replay
+from memopt.profiler.baseline import Baseline, Loss, measure_baseline, measure_loss
+from memopt.profiler.build import Lowering, build
+from memopt.profiler.cache import Cost, ProfileCache
+from memopt.profiler.capture import Captured, capture
+from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.measure import MeasureOptions, environment, measure, replace_graph
+from memopt.profiler.signature import signature
+
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """A model ready to be planned.
+
+    Attributes:
+        graph: the priced graph of its training step.
+        lowering: the graph's map to FX nodes (unpriced).
+        captured: the joint graph and its compiled wrapper.
+        baseline: the unplanned step.
+        torch_device: where it runs.
+    """
+
+    graph: Graph
+    lowering: Lowering
+    captured: Captured
+    baseline: Baseline
+    torch_device: torch.device
+
+
+def device_of(model: nn.Module, call: Call) -> torch.device:
+    """The one device of the model's parameters, buffers and inputs.
+
+    Raises:
+        ValueError: they are on several devices.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *call.tensors()]
+    devices = {t.device for t in tensors}
+    accelerators = {d for d in devices if d.type != "cpu"}
+    if len(accelerators) > 1 or (accelerators and any(p.device.type == "cpu" for p in tensors)):
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"model and inputs must be on one device, found {names}; move them first")
+    return next(iter(accelerators or devices), torch.device("cpu"))
+
+
+def profile_model(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    loss: Loss | None = None,
+    extra_resident_bytes: int = 0,
+    options: MeasureOptions | None = None,
+    progress: Progress | None = None,
+) -> Profiled:
+    """Capture a model and measure what its step costs on its own device.
+
+    Args:
+        model: the module, in the mode to train it in.
+        inputs: a tensor, a tuple of positional or a dict of keyword arguments.
+        loss: the user's loss; its memory is charged at the loss boundary.
+        extra_resident_bytes: optimizer state and the like.
+        options: how hard to measure, and the cache.
+        progress: called with (fraction, what).
+
+    Raises:
+        CaptureError, ProfileError, ValueError: see `capture`, `measure`, `to_call`.
+    """
+    call = to_call(inputs)
+    device = device_of(model, call)
+    chosen = options or MeasureOptions(cache=ProfileCache())
+    report = progress or (lambda _fraction, _what: None)
+    report(0.0, "capturing the model")
+    captured = capture(model, call)
+    lowering = build(model, captured, block_bytes=512 if device.type == "cuda" else 1)
+    report(0.2, "measuring kernels")
+    graph = measure(lowering, device, chosen, lambda f, what: report(0.2 + 0.6 * f, what))
+    boundary = measure_loss(model, call, loss, device) if loss is not None else 0
+    graph = replace_graph(
+        graph,
+        boundary_bytes=boundary,
+        extra_resident_bytes=graph.extra_resident_bytes + extra_resident_bytes,
+    )
+    report(0.8, "measuring the unplanned step")
+    baseline = _baseline(model, call, loss, device, graph, lowering, chosen.cache)
+    report(1.0, "profiled")
+    return Profiled(graph, lowering, captured, baseline, device)
+
+
+def _baseline(
+    model: nn.Module,
+    call: Call,
+    loss: Loss | None,
+    device: torch.device,
+    graph: Graph,
+    lowering: Lowering,
+    cache: ProfileCache | None,
+) -> Baseline:
+    key = _baseline_key(lowering, device, loss)
+    known = cache.load([key]) if cache is not None and key is not None else {}
+    if key in known:
+        cost = known[key]
+        return Baseline(graph.resident_bytes + cost.workspace_bytes, cost.time_s, measured=True)
+    baseline = measure_baseline(model, call, loss, device, graph.resident_bytes)
+    if cache is not None and key is not None:
+        dynamic = baseline.peak_bytes - graph.resident_bytes
+        cache.store({key: Cost(baseline.step_time_s, dynamic, ())})
+    return baseline
+
+
+def _baseline_key(lowering: Lowering, device: torch.device, loss: Loss | None) -> str | None:
+    """None when two losses could not be told apart (closures, partials...)."""
+    function = ""
+    if isinstance(loss.function if loss else None, nn.Module):
+        function = repr(loss)
+    elif loss is not None:
+        code = getattr(loss.function, "__code__", None)
+        if code is None or getattr(loss.function, "__closure__", None):
+            return None
+        function = f"{code.co_code.hex()} {code.co_consts!r} {code.co_names!r}"
+    text = "\n".join([function, *(signature(node).text for node in lowering.nodes)])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{environment(device)}|baseline {digest}"
+
+
+def replayed_baseline(graph: Graph) -> Baseline:
+    """The baseline of a graph that is not measured: its own order, nothing recomputed."""
+    timeline = replay(graph, store_all(graph))
+    return Baseline(timeline.peak_bytes, timeline.time_s, measured=False)

@@ -1,0 +1,231 @@
+"""From a set of offloads to chain steps that keep the budget at instruction boundaries.
+
+An OFFLOAD follows the step that makes its data; the copies queue on the link. Where a step needs
+room, the oldest copies are RELEASEd just before it: no later point keeps the budget, and a later
+point never waits longer. A PREFETCH takes its memory from its boundary on, so it may come only
+where every later step up to its reader still fits. Coming early keeps the link busy; but the room
+it takes may make the next step wait for copies to the host that are still under way. How much
+waiting is taken for how much idle link is `patience`; a few values are tried, and the replay
+chooses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from memopt.models.chain import Chain
+from memopt.models.device import Device
+from memopt.models.offload_replay import replay_offload
+from memopt.models.replay import Timeline
+from memopt.models.steps import ChainStep, Move
+from memopt.strategies.offload.problem import OffloadProblem
+
+PATIENCE = (0.0, 0.5, 1.0, math.inf)
+"""Waiting accepted for an earlier prefetch, as a share of the link's idle time that it saves."""
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """What moves, in which order.
+
+    Attributes:
+        out: indices of x_j in the order of their copies to the host.
+        back: the same indices in the order of their return.
+        not_before: x_j → operation before which its prefetch may come at the earliest.
+    """
+
+    out: tuple[int, ...]
+    back: tuple[int, ...]
+    not_before: Mapping[int, int] = field(default_factory=dict)
+
+    def without(self, dropped: set[int]) -> Transfers:
+        """The same, but these stay on the device."""
+        return Transfers(
+            tuple(j for j in self.out if j not in dropped),
+            tuple(j for j in self.back if j not in dropped),
+            self.not_before,
+        )
+
+
+def ordered_transfers(
+    offloaded: Sequence[int], not_before: Mapping[int, int] | None = None
+) -> Transfers:
+    """Out by increasing index, back by decreasing index."""
+    indices = sorted(int(j) for j in offloaded)
+    return Transfers(tuple(indices), tuple(reversed(indices)), not_before or {})
+
+
+def best_program(
+    chain: Chain, problem: OffloadProblem, device: Device, transfers: Transfers
+) -> tuple[tuple[ChainStep, ...], Timeline] | None:
+    """The fastest of the programs built with each `PATIENCE`; None if none keeps the budget."""
+    best: tuple[tuple[ChainStep, ...], Timeline] | None = None
+    for patience in PATIENCE:
+        steps = build_program(problem, device, transfers, patience)
+        if steps is None:
+            continue
+        timeline = replay_offload(chain, steps, device)
+        if best is None or timeline.time_s < best[1].time_s:
+            best = steps, timeline
+    return best
+
+
+def build_program(
+    problem: OffloadProblem, device: Device, transfers: Transfers, patience: float
+) -> tuple[ChainStep, ...] | None:
+    """The chain steps for some transfers; None if they do not keep the budget.
+
+    What need not be released at any step is not offloaded at all.
+    """
+    while True:
+        builder = _Builder(problem, device, transfers, patience)
+        if not builder.run():
+            return None
+        idle = set(transfers.out) - builder.released
+        if not idle:
+            return tuple(builder.steps)
+        transfers = transfers.without(idle)
+
+
+class _Builder:
+    """One pass over the operations, keeping memory and the streams' times."""
+
+    def __init__(
+        self, problem: OffloadProblem, device: Device, transfers: Transfers, patience: float
+    ) -> None:
+        self.problem = problem
+        self.device = device
+        self.transfers = transfers
+        self.patience = patience
+        self.stages = problem.stages
+        self.sizes = problem.sizes.tolist()
+        self.need = problem.need_bytes.tolist()
+        self.durations_s = problem.durations_s.tolist()
+        self.steps: list[ChainStep] = []
+        self.released: set[int] = set()
+        self.to_offload = list(transfers.out)
+        self.to_release = list(transfers.out)
+        self.to_prefetch = list(transfers.back)
+        self.stored_s: dict[int, float] = {}
+        self.arrival_s: dict[int, float] = {}
+        self.away_bytes = self.back_bytes = 0
+        self.now_s = self.out_free_s = self.in_free_s = 0.0
+        self.total_bytes = sum(self.sizes[j] for j in transfers.out)
+        self.allowed = self._allowances()
+
+    def run(self) -> bool:
+        """Write all steps; False if an operation cannot be given its room."""
+        for k in range(2 * self.stages):
+            self._offload(k)
+            if not self._prefetch(k) or not self._make_room(k, 0):
+                return False
+            forward = k < self.stages
+            stage = k + 1 if forward else 2 * self.stages - k
+            self.steps.append(
+                ChainStep(Move.FORWARD_ALL if forward else Move.BACKWARD, stage)
+            )
+            for j in (stage - 1, stage):
+                self.now_s = max(self.now_s, self.arrival_s.get(j, 0.0))
+            self.now_s += self.durations_s[k]
+        return True
+
+    def _allowances(self) -> list[int]:
+        """Bytes that may be back from the boundary before each operation on, all others away."""
+        allowed = [0] * (2 * self.stages)
+        bound = self.total_bytes
+        for k in reversed(range(2 * self.stages)):
+            # F_k needs x_k and x_{k+1}: they are not away, whatever has been copied.
+            kept = sum(self.sizes[j] for j in self.transfers.out if j >= k)
+            bound = min(bound, self.total_bytes - kept - self.need[k])
+            allowed[k] = bound
+        return allowed
+
+    def _touched_from(self, k: int) -> int:
+        """Index from which activations are touched by operation k, or not made yet."""
+        return k if k < self.stages else self.stages
+
+    def _offload(self, k: int) -> None:
+        """OFFLOAD what is next in the order and exists before operation k."""
+        while self.to_offload and self.to_offload[0] <= k:
+            j = self.to_offload.pop(0)
+            start_s = max(self.now_s, self.out_free_s)
+            self.stored_s[j] = start_s + self.device.swap_out_time_s(self.sizes[j])
+            self.out_free_s = self.stored_s[j]
+            if not self.device.duplex:
+                self.in_free_s = self.stored_s[j]
+            self.steps.append(ChainStep(Move.OFFLOAD, j))
+
+    def _releases(self, k: int, more_bytes: int) -> list[int] | None:
+        """The oldest copies whose release leaves room for operation k and `more_bytes`."""
+        lacking = self.need[k] + more_bytes - (self.away_bytes - self.back_bytes)
+        chosen = []
+        for j in self.to_release:
+            if lacking <= 0:
+                break
+            if j < self._touched_from(k) and j in self.stored_s:
+                chosen.append(j)
+                lacking -= self.sizes[j]
+        return chosen if lacking <= 0 else None
+
+    def _make_room(self, k: int, more_bytes: int) -> bool:
+        chosen = self._releases(k, more_bytes)
+        if chosen is None:
+            return False
+        for j in chosen:
+            self._release(j)
+        return True
+
+    def _release(self, j: int) -> None:
+        self.now_s = max(self.now_s, self.stored_s[j])
+        self.to_release.remove(j)
+        self.released.add(j)
+        self.away_bytes += self.sizes[j]
+        self.steps.append(ChainStep(Move.RELEASE, j))
+
+    def _prefetch(self, k: int) -> bool:
+        """PREFETCH before operation k what it reads, and what else is worth it."""
+        reader = 2 * self.stages - 1 - k
+        while self.to_prefetch:
+            j = self.to_prefetch[0]
+            # What B_k reads, or stands before that in the order of return, cannot wait.
+            urgent = k >= self.stages and any(
+                i in (reader, reader + 1) for i in self.to_prefetch
+            )
+            if not urgent and not self._worthwhile(k, j):
+                return True
+            if j in self.to_release:
+                # It never had to leave: dropped from the transfers when the pass is over.
+                if not urgent:
+                    return True
+                self.to_prefetch.pop(0)
+                self.to_release.remove(j)
+                continue
+            if not self._make_room(k, self.sizes[j]):
+                return False
+            self.to_prefetch.pop(0)
+            self.back_bytes += self.sizes[j]
+            start_s = max(self.now_s, self.in_free_s, self.stored_s[j])
+            self.arrival_s[j] = start_s + self.device.swap_in_time_s(self.sizes[j])
+            self.in_free_s = self.arrival_s[j]
+            if not self.device.duplex:
+                self.out_free_s = self.arrival_s[j]
+            self.steps.append(ChainStep(Move.PREFETCH, j))
+        return True
+
+    def _worthwhile(self, k: int, j: int) -> bool:
+        """Whether x_j may come back before operation k, and rather now than after it."""
+        if j >= k or self.to_offload or k < self.transfers.not_before.get(j, 0):
+            return False
+        if self.back_bytes + self.sizes[j] > self.allowed[k]:
+            return False
+        before, after = self._releases(k, 0), self._releases(k, self.sizes[j])
+        if before is None or after is None:
+            return False
+        without_s = max([self.now_s, *(self.stored_s[i] for i in before)])
+        with_s = max([self.now_s, *(self.stored_s[i] for i in after)])
+        wait_s = with_s - without_s
+        # The link would be idle until the operation ends, were the prefetch to come after it.
+        idle_s = without_s + self.durations_s[k] - max(with_s, self.in_free_s)
+        return wait_s <= 0 or wait_s <= self.patience * max(0.0, idle_s)

@@ -1,0 +1,166 @@
+"""Buffers and their placement: the data of the placement problem (OLLA eq. 15), without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from memopt.strategies.base import Status
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One lifetime of one tensor: `size` bytes, live in the half-open interval [lower, upper).
+
+    A tensor with several lifetimes (recomputed, swapped) is several buffers, each placed on its
+    own. Times are arbitrary integers; only their order matters.
+
+    Attributes:
+        id: unique among the buffers placed together.
+        lower: first instant the buffer is live.
+        upper: first instant it is not live any more.
+        size: bytes.
+        alignment: its offset must be a multiple of this.
+    """
+
+    id: str
+    lower: int
+    upper: int
+    size: int
+    alignment: int = 1
+
+    def __post_init__(self) -> None:
+        if self.upper <= self.lower:
+            raise ValueError(
+                f"Buffer {self.id!r}: upper must be greater than lower, got "
+                f"[{self.lower}, {self.upper})"
+            )
+        if self.size < 0:
+            raise ValueError(f"Buffer {self.id!r}: size must be at least 0, got {self.size}")
+        if self.alignment < 1:
+            raise ValueError(f"Buffer {self.id!r}: alignment must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """An offset for every buffer, with the proof of how good it is.
+
+    Attributes:
+        offsets: buffer id → byte offset; empty when there is none within the capacity asked for.
+        peak: the largest offset + size, bytes.
+        bound: no placement has a smaller peak, bytes.
+        gap: (peak - bound) / bound; 0.0 when both are zero.
+        status: OPTIMAL when peak = bound; INFEASIBLE when a capacity was given that provably
+            cannot be met; UNKNOWN when the limits ended before one was found; else FEASIBLE.
+        stats: which method found it ("method"), "nodes", "time_s".
+    """
+
+    offsets: Mapping[str, int]
+    peak: int
+    bound: int
+    gap: float
+    status: Status
+    stats: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def fragmentation(self) -> float:
+        """(peak - bound) / peak, as OLLA §5.4 measures it; 0.0 for an empty placement."""
+        return (self.peak - self.bound) / self.peak if self.peak else 0.0
+
+
+class Layout:
+    """The buffers as arrays over *sections*: the maximal sets of buffers live together.
+
+    Two buffers overlap in time if and only if they share a section (the live sets of intervals
+    have the Helly property), and any set that is not maximal constrains nothing on its own.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        ids = {buffer.id for buffer in buffers}
+        if len(ids) != len(buffers):
+            raise ValueError("place: two buffers have the same id")
+        self.buffers = tuple(buffers)
+        self.size: Ints = np.array([b.size for b in buffers], dtype=np.int64)
+        self.alignment: Ints = np.array([b.alignment for b in buffers], dtype=np.int64)
+        self.lower: Ints = np.array([b.lower for b in buffers], dtype=np.int64)
+        self.upper: Ints = np.array([b.upper for b in buffers], dtype=np.int64)
+        self.first, self.last, self.times = self._sections()
+
+    def _sections(self) -> tuple[Ints, Ints, Ints]:
+        """Sections are counted at starts directly followed by an end."""
+        lowers, uppers = np.unique(self.lower), np.unique(self.upper)
+        # The last start before each end is where the live set is maximal.
+        position = np.searchsorted(lowers, uppers, side="left") - 1
+        times = np.unique(lowers[position]) if len(uppers) else lowers
+        first = np.searchsorted(times, self.lower, side="left")
+        last = np.searchsorted(times, self.upper, side="left")
+        return first.astype(np.int64), last.astype(np.int64), times
+
+    def __len__(self) -> int:
+        return len(self.buffers)
+
+    def reordered(self, order: Ints) -> Layout:
+        """The same buffers, buffer order[i] at position i."""
+        return Layout([self.buffers[index] for index in order])
+
+    @property
+    def sections(self) -> int:
+        """Number of maximal live sets."""
+        return len(self.times)
+
+    @cached_property
+    def section_bytes(self) -> Ints:
+        """Bytes live in each section."""
+        change = np.zeros(self.sections + 1, dtype=np.int64)
+        np.add.at(change, self.first, self.size)
+        np.subtract.at(change, self.last, self.size)
+        return np.cumsum(change[:-1])
+
+    @cached_property
+    def bound(self) -> int:
+        """The most bytes live at once: no placement has a smaller peak."""
+        return int(self.section_bytes.max(initial=0))
+
+    @cached_property
+    def members(self) -> tuple[Ints, Ints]:
+        """(start, buffer): section s holds buffer[start[s]:start[s+1]]."""
+        counts = np.zeros(self.sections + 1, dtype=np.int64)
+        np.add.at(counts, self.first, 1)
+        np.subtract.at(counts, self.last, 1)
+        start = np.concatenate(([0], np.cumsum(np.cumsum(counts[:-1])))).astype(np.int64)
+        lists: list[list[int]] = [[] for _ in range(self.sections)]
+        for index, (low, high) in enumerate(zip(self.first, self.last, strict=True)):
+            for section in range(low, high):
+                lists[section].append(index)
+        flat = [index for one in lists for index in one]
+        return start, np.array(flat, dtype=np.int64)
+
+    @cached_property
+    def overlaps(self) -> tuple[Ints, Ints]:
+        """(start, other): buffers that share a section with buffer i, i itself left out."""
+        start = [0]
+        parts: list[Ints] = []
+        everyone = np.arange(len(self))
+        for index in range(len(self)):
+            shared = (self.first < self.last[index]) & (self.last > self.first[index])
+            shared[index] = False
+            parts.append(everyone[shared])
+            start.append(start[-1] + len(parts[-1]))
+        flat = np.concatenate(parts) if parts else np.zeros(0)
+        return np.array(start, dtype=np.int64), flat.astype(np.int64)
+
+
+def lower_bound(buffers: Iterable[Buffer]) -> int:
+    """The most bytes live at once, a lower bound on the peak of every placement."""
+    return Layout(tuple(buffers)).bound
+
+
+def peak_of(buffers: Iterable[Buffer], offsets: Mapping[str, int]) -> int:
+    """Largest offset + size of a placement, bytes."""
+    return max((offsets[b.id] + b.size for b in buffers), default=0)

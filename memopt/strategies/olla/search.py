@@ -1,0 +1,175 @@
+"""Depth-first search for a placement within a capacity: preferences, restarts, limits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from memopt.strategies.olla.buffers import Ints, Layout
+
+if TYPE_CHECKING:
+    from memopt.strategies.olla.search_kernels import Instance, State
+
+# Which buffers are preferred, by decreasing lifetime W, area A, bytes of the fullest section T...
+# (the letters are the minimalloc paper's; B is the area counted in sections) ...
+PREFERENCES = ("WAT", "TWA", "A", "BT", "TAW")
+# ... and what the tightness of memory counts against a low offset, in quarters; -1: nothing.
+SLACK_WEIGHTS = (0, 4, -1)
+
+FIRST_WORK_PER_BUFFER = 20_000
+"""Work of each first attempt; it doubles when all preferences have had their turn."""
+CHUNK_WORK = 100_000_000
+"""Work between two looks at the clock, some tenths of a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a search at a capacity found.
+
+    Attributes:
+        offsets: one per buffer of the layout, or None.
+        infeasible: proved that no placement fits.
+        nodes: decisions tried.
+        work: units of work spent.
+    """
+
+    offsets: Ints | None
+    infeasible: bool
+    nodes: int
+    work: int
+
+
+def find_placement(
+    layout: Layout,
+    capacity: int,
+    *,
+    seed: int = 0,
+    work_limit: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Search for a placement of peak ≤ `capacity` bytes.
+
+    Restarts with growing limits alternate between fixed and random preferences, so a bad start
+    costs little; a proof that there is none comes from any of them.
+
+    Args:
+        layout: buffers of positive size.
+        capacity: bytes.
+        seed: of the random preferences.
+        work_limit: units of work in all (about 10⁹ per second or two); None: no limit.
+        stop: looked at every few tenths of a second.
+    """
+    if layout.bound > capacity:
+        return Outcome(None, True, 0, 0)
+    attempts = _attempts(layout, np.random.default_rng(seed))
+    nodes = work = 0
+    limit = FIRST_WORK_PER_BUFFER * len(layout)
+    while True:
+        for order, weight in itertools.islice(attempts, 2 * len(PREFERENCES) * len(SLACK_WEIGHTS)):
+            left = limit if work_limit is None else min(limit, work_limit - work)
+            if left <= 0 or stop():
+                return Outcome(None, False, nodes, work)
+            outcome = _attempt(layout, order, weight, capacity, left, stop)
+            nodes += outcome.nodes
+            work += outcome.work
+            if outcome.offsets is not None or outcome.infeasible:
+                return Outcome(outcome.offsets, outcome.infeasible, nodes, work)
+        limit *= 2
+
+
+def _attempts(layout: Layout, rng: np.random.Generator) -> Iterator[tuple[Ints, int]]:
+    """Endless (order of preference, slack weight): fixed and random ones in turn."""
+    keys = _keys(layout)
+    fixed = list(itertools.product(PREFERENCES, SLACK_WEIGHTS))
+    for turn in itertools.count():
+        letters, weight = fixed[turn % len(fixed)]
+        yield np.lexsort([-keys[letter] for letter in reversed(letters)]), weight
+        exponents = rng.random(3) * (1.0, 1.0, 4.0)
+        score = sum(
+            exponent * np.log(keys[letter])
+            for exponent, letter in zip(exponents, "ZNT", strict=True)
+        )
+        weight = int(rng.choice((-1, 0, 1, 2, 4, 8)))
+        yield np.argsort(-np.asarray(score), kind="stable"), weight
+
+
+def _keys(layout: Layout) -> dict[str, Ints]:
+    duration = layout.upper - layout.lower
+    sections = layout.last - layout.first
+    fullest = np.array(
+        [layout.section_bytes[a:b].max() for a, b in zip(layout.first, layout.last, strict=True)]
+    )
+    return {
+        "W": duration,
+        "A": duration * layout.size,
+        "B": sections * layout.size,
+        "T": fullest,
+        "Z": layout.size,
+        "N": sections,
+    }
+
+
+def _attempt(
+    layout: Layout,
+    order: Ints,
+    weight: int,
+    capacity: int,
+    work_limit: int,
+    stop: Callable[[], bool],
+) -> Outcome:
+    """One search with one order of preference, in chunks."""
+    from memopt.strategies.olla import search_kernels as kernels
+
+    instance, state = _fresh(layout, order)
+    trail = np.zeros((16 * len(layout) + 1024, 3), dtype=np.int64)
+    counters = state.counters
+    while True:
+        work = min(CHUNK_WORK, work_limit - int(counters[kernels.WORK]))
+        code = kernels.search(instance, state, trail, capacity, weight, work)
+        if code == kernels.FULL:
+            trail = np.concatenate((trail, np.zeros_like(trail)))
+            continue
+        nodes, done = int(counters[kernels.NODES]), int(counters[kernels.WORK])
+        if code == kernels.FOUND:
+            offsets = np.empty_like(state.offset)
+            offsets[order] = state.offset
+            return Outcome(offsets, False, nodes, done)
+        if code == kernels.EXHAUSTED:
+            return Outcome(None, True, nodes, done)
+        if done >= work_limit or stop():
+            return Outcome(None, False, nodes, done)
+
+
+def _fresh(layout: Layout, order: Ints) -> tuple[Instance, State]:
+    """The kernel's arrays, buffers renumbered in order of preference."""
+    from memopt.strategies.olla import search_kernels as kernels
+
+    count, sections = len(layout), layout.sections
+    ordered = layout.reordered(order)
+    crossing = np.zeros(sections + 1, dtype=np.int64)
+    np.add.at(crossing, ordered.first, 1)
+    np.subtract.at(crossing, ordered.last - 1, 1)
+    twin = np.full(count, -1, dtype=np.int64)
+    seen: dict[tuple[int, int, int, int], int] = {}
+    columns = (ordered.size, ordered.alignment, ordered.first, ordered.last)
+    for index, key in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        twin[index] = seen.get(key, -1)
+        seen[key] = index
+    instance = kernels.Instance(*columns, twin, *ordered.overlaps, *ordered.members)
+    state = kernels.State(
+        counters=np.zeros(kernels.COUNTERS, dtype=np.int64),
+        frames=np.zeros((count + 2, kernels.FRAME_FIELDS), dtype=np.int64),
+        pending=np.zeros((count + sections + 2, 3), dtype=np.int64),
+        touched=np.zeros(sections, dtype=np.int64),
+        offset=np.full(count, -1, dtype=np.int64),
+        least=np.zeros(count, dtype=np.int64),
+        reach=np.zeros(count, dtype=np.int64),
+        floor=np.zeros(sections, dtype=np.int64),
+        remaining=ordered.section_bytes.copy(),
+        crossing=np.cumsum(crossing[:-1]),
+    )
+    return instance, state

@@ -1,0 +1,214 @@
+"""Compiled tables of the floating programs: rotor-optimal and rotor-free.
+
+W_PQ(s, t, ℓ, m) is the least time to run B^ℓ ... B^t from a^{s-1} (not counted in m), where
+P = 1 says that ā^ℓ is in memory already, without its input, and Q = 1 that B^t is not run and ā^t
+is left in memory. Both are counted in m. a^{s-1} is gone at the end. rotor-optimal knows only
+P = Q = 0 (Rotor Theorem 4.7, corrected); rotor-free all four. The recurrences are in the
+documentation page of Rotor; `Need` holds their memory conditions.
+
+H_PR(s, u, ℓ, m) = min over s < r ≤ u of (time of F^1..F^{r-1}) + W_PR(r, u, ℓ, m - ω_a^{r-1}):
+a^s has just been computed; it is kept (r = s + 1), or F_∅ goes on. A table is a list of step
+functions, one after the other; kind = 2P + Q.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from memopt.strategies.rotor.compiled import compiled, compiled_unlocked
+from memopt.strategies.rotor.model import ChainArrays, Float64Array, Int64Array
+from memopt.strategies.rotor.persistent_kernels import ceil_div
+from memopt.strategies.rotor.steps_kernels import FAR, Steps, improve
+
+
+class Part(NamedTuple):
+    """The functions of one (s, t) or (s, u), by kind and last stage, and how long each is."""
+
+    steps: Steps
+    count: Int64Array
+
+
+class Tables(NamedTuple):
+    """W of every stage above s, one pool of steps a stage, and H of the current stage."""
+
+    w: Steps
+    w_start: Int64Array
+    w_count: Int64Array
+    h: Steps
+    h_start: Int64Array
+    h_count: Int64Array
+
+
+@compiled
+def gradient_need(c: ChainArrays, last: int, kind: int) -> int:
+    """Bytes held beside the values of the subchain: ω̃_δ^ℓ, and ā^ℓ if it is in memory."""
+    held = c.saved_bytes[last] if kind >= 2 else 0
+    return c.gradient[last] + held
+
+
+@compiled
+def w_function(tables: Tables, kind: int, s: int, t: int, last: int) -> Steps:
+    """W_kind(s, t, last), a view."""
+    start = tables.w_start[kind, s, t, last]
+    stop = start + tables.w_count[kind, s, t, last]
+    return Steps(tables.w.at[start:stop], tables.w.value[start:stop])
+
+
+@compiled
+def h_function(tables: Tables, kind: int, u: int, last: int) -> Steps:
+    """H_kind(s, u, last) of the current s, a view."""
+    start = tables.h_start[kind, u, last]
+    stop = start + tables.h_count[kind, u, last]
+    return Steps(tables.h.at[start:stop], tables.h.value[start:stop])
+
+
+@compiled
+def with_room(pool: Steps, used: int, more: int) -> Steps:
+    """`pool`, or a copy twice as large or larger, with room for `more` after the `used` ones."""
+    if used + more <= pool.at.size:
+        return pool
+    size = max(2 * pool.at.size, used + more)
+    larger = Steps(np.empty(size, np.int64), np.empty(size, np.float64))
+    larger.at[:used] = pool.at[:used]
+    larger.value[:used] = pool.value[:used]
+    return larger
+
+
+@compiled
+def cut(f: Steps, count: int) -> Steps:
+    """The first `count` steps, a view."""
+    return Steps(f.at[:count], f.value[:count])
+
+
+@compiled
+def constant(value: float) -> Steps:
+    """The function that is `value` whatever the memory (far below zero on)."""
+    return Steps(np.full(1, -FAR // 4, np.int64), np.full(1, value))
+
+
+@compiled_unlocked
+def fill_h(c: ChainArrays, tables: Tables, s: int, u: int, tolerance: float) -> Part:
+    """H(s, u, ·) of every kind and last stage, from H and W of stage s + 1."""
+    n = c.length
+    kinds = tables.w_count.shape[0]
+    pool = Steps(np.empty(256, np.int64), np.empty(256))
+    other = Steps(np.empty(256, np.int64), np.empty(256))
+    count = np.zeros((kinds, n + 2), np.int64)
+    used = 0
+    zero = constant(0.0)
+    none = cut(zero, 0)
+    total = c.forward_sum_s[s]
+    for kind in range(kinds):
+        for last in range(u, n + 1):
+            keep = w_function(tables, kind, s + 1, u, last)
+            on = h_function(tables, kind, u, last)
+            room = keep.at.size + on.at.size + 2
+            pool = with_room(pool, used, room)
+            first = Steps(pool.at[used:], pool.value[used:])
+            k = improve(first, none, keep, c.output[s], zero, -FAR, -FAR // 2, total, tolerance)
+            if s + 1 < u and on.at.size > 0:
+                need = ceil_div(gradient_need(c, last, kind) + c.running[s + 1], c.slot)
+                other = with_room(other, 0, room)
+                m = improve(other, cut(first, k), on, 0, zero, -FAR, need, 0.0, tolerance)
+                if m > 0:
+                    k = m
+                    first.at[:k] = other.at[:k]
+                    first.value[:k] = other.value[:k]
+            count[kind, last] = k
+            used += k
+    return Part(cut(pool, used), count)
+
+
+@compiled
+def own_stage(
+    c: ChainArrays, tables: Tables, kind: int, s: int, last: int, out: Steps, tolerance: float
+) -> int:
+    """The part of W_kind(s, s, last) that starts with F_all^s, or is B^s alone."""
+    leaves = kind % 2 == 1
+    arrived = kind >= 2
+    none = Steps(out.at[:0], out.value[:0])
+    reverse = ceil_div(c.reverse[s], c.slot)
+    saving = ceil_div(gradient_need(c, last, kind) + c.saving[s], c.slot)
+    if s == last:
+        if arrived and leaves:
+            return 0
+        out.at[0] = reverse if arrived else saving if leaves else max(saving, reverse)
+        out.value[0] = (0.0 if arrived else c.forward_s[s]) + (0.0 if leaves else c.backward_s[s])
+        return 1
+    rest = w_function(tables, kind - kind % 2, s + 1, s + 1, last)
+    zero = constant(0.0)
+    if leaves:
+        shift = c.saved[s] - c.output[s - 1]
+        extra = c.forward_s[s]
+        return improve(out, none, rest, shift, zero, -FAR, saving, extra, tolerance)
+    extra = c.forward_s[s] + c.backward_s[s]
+    need = max(saving, reverse)
+    return improve(out, none, rest, c.saved[s], zero, -FAR, need, extra, tolerance)
+
+
+@compiled_unlocked
+def fill_w(c: ChainArrays, tables: Tables, s: int, t: int, tolerance: float) -> Part:
+    """W(s, t, ·) of every kind and last stage, from H of stage s and W of stage s + 1."""
+    n = c.length
+    kinds = tables.w_count.shape[0]
+    pool = Steps(np.empty(256, np.int64), np.empty(256))
+    buffer = Steps(np.empty(256, np.int64), np.empty(256))
+    other = Steps(np.empty(256, np.int64), np.empty(256))
+    count = np.zeros((kinds, n + 2), np.int64)
+    start = np.zeros((kinds, n + 2), np.int64)
+    used = 0
+    zero = constant(0.0)
+    back = -c.forward_sum_s[s - 1]
+    for last in range(t, n + 1):
+        for kind in range(kinds - 1, -1, -1):
+            arrived, leaves = kind - kind % 2, kind % 2
+            if (kind == 3 and t == last) or (s == 1 and leaves):
+                continue
+            k = 0
+            if s == t:
+                if s < last:
+                    buffer = with_room(buffer, 0, tables.w_count[arrived, s + 1, t + 1, last] + 2)
+                k = own_stage(c, tables, kind, s, last, buffer, tolerance)
+            need = ceil_div(gradient_need(c, last, kind) + c.first[s], c.slot)
+            for route in range(1 + (kinds > 1)):
+                # route: R, whether the right part leaves ā^u for W_1Q(s, t, u) to use.
+                for u in range(max(t + 1 - route * (1 - leaves), s + 1), last + 1):
+                    if route == 1 and arrived and u == last:
+                        continue
+                    right = h_function(tables, arrived + route, u, last)
+                    left_kind, left_last = (2 + leaves, u) if route else (leaves, u - 1)
+                    begin = start[left_kind, left_last]
+                    end = begin + count[left_kind, left_last]
+                    left = Steps(pool.at[begin:end], pool.value[begin:end])
+                    other = with_room(other, 0, k + left.at.size + right.at.size + 2)
+                    now = cut(buffer, k)
+                    m = improve(other, now, right, 0, left, 0, need, back, tolerance)
+                    if m > 0:
+                        buffer, other, k = other, buffer, m
+            if s < t:
+                moved = h_function(tables, kind, t, last)
+                shift = -c.output[s - 1]
+                other = with_room(other, 0, k + moved.at.size + 2)
+                now = cut(buffer, k)
+                m = improve(other, now, moved, shift, zero, -FAR, need, back, tolerance)
+                if m > 0:
+                    buffer, other, k = other, buffer, m
+            pool = with_room(pool, used, k)
+            pool.at[used : used + k] = buffer.at[:k]
+            pool.value[used : used + k] = buffer.value[:k]
+            start[kind, last] = used
+            count[kind, last] = k
+            used += k
+    # The order of the table: by kind, then last stage.
+    ordered = Steps(np.empty(used, np.int64), np.empty(used))
+    at = 0
+    for kind in range(kinds):
+        for last in range(t, n + 1):
+            k = count[kind, last]
+            begin = start[kind, last]
+            ordered.at[at : at + k] = pool.at[begin : begin + k]
+            ordered.value[at : at + k] = pool.value[begin : begin + k]
+            at += k
+    return Part(ordered, count)

@@ -1,0 +1,92 @@
+"""Non-increasing step functions of memory, the tables of the exact mode.
+
+A function is two arrays: `at`, increasing memory, and `value`, strictly decreasing time; below
+at[0] it is infinite. Values that differ by less than `tolerance` are sums of the same times in
+another order and make no step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from memopt.strategies.rotor.compiled import compiled
+from memopt.strategies.rotor.model import Float64Array, Int64Array
+
+FAR = np.int64(1) << np.int64(61)
+
+
+class Steps(NamedTuple):
+    """A step function, or a buffer for one."""
+
+    at: Int64Array
+    value: Float64Array
+
+
+@compiled
+def index_at(at: Int64Array, memory: int) -> int:
+    """Index of the last step at or below `memory`; -1 below the first."""
+    return int(np.searchsorted(at, memory, side="right")) - 1
+
+
+@compiled
+def evaluate(f: Steps, memory: int) -> float:
+    """f(memory)."""
+    index = index_at(f.at, memory)
+    return f.value[index] if index >= 0 else np.inf
+
+
+@compiled
+def improve(
+    out: Steps,
+    current: Steps,
+    a: Steps,
+    a_shift: int,
+    b: Steps,
+    b_shift: int,
+    start: int,
+    extra: float,
+    tolerance: float,
+) -> int:
+    """out(m) = min(current(m), a(m - a_shift) + b(m - b_shift) + extra for m ≥ start).
+
+    Returns the number of steps written, 0 if `current` is already as good everywhere; `out` must
+    hold the steps of all three functions.
+    """
+    if a.at.size == 0 or b.at.size == 0:
+        return 0
+    start = max(start, a.at[0] + a_shift, b.at[0] + b_shift)
+    least = a.value[-1] + b.value[-1] + extra
+    if evaluate(current, start) <= least + tolerance:
+        return 0
+    i = index_at(a.at, start - a_shift)
+    j = index_at(b.at, start - b_shift)
+    at = start
+    value = a.value[i] + b.value[j] + extra
+    best = np.inf
+    k = 0
+    count = 0
+    changed = False
+    while at < FAR or k < current.at.size:
+        ahead = current.at[k] if k < current.at.size else FAR
+        if at < ahead or (at == ahead and value < current.value[k]):
+            if value < best - tolerance:
+                changed = True
+                best = value
+                out.at[count], out.value[count] = at, value
+                count += 1
+            next_a = a.at[i + 1] + a_shift if i + 1 < a.at.size else FAR
+            next_b = b.at[j + 1] + b_shift if j + 1 < b.at.size else FAR
+            at = min(next_a, next_b)
+            if at < FAR:
+                i += next_a == at
+                j += next_b == at
+                value = a.value[i] + b.value[j] + extra
+        else:
+            if current.value[k] < best - tolerance:
+                best = current.value[k]
+                out.at[count], out.value[count] = current.at[k], best
+                count += 1
+            k += 1
+    return count if changed else 0

@@ -1,0 +1,62 @@
+"""Store-all: the framework's own order, nothing recomputed. The yardstick of everything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from memopt.models.chain import Chain
+from memopt.models.chain_replay import replay_chain
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.liveness import store_all
+from memopt.models.replay import replay
+from memopt.models.steps import ChainStep, Move
+from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+
+
+@dataclass(frozen=True)
+class StoreAll(Strategy):
+    """Every operator once, in the framework's order; tensors die after their last reader."""
+
+    name: ClassVar[str] = "store-all"
+    needs: ClassVar[str] = "any"
+
+    def solve(
+        self,
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
+        if isinstance(cost_model, Graph):
+            program = store_all(cost_model)
+            timeline = replay(cost_model, program, device)
+            solution = _solution(timeline.peak_bytes, timeline.time_s, program=program)
+        else:
+            steps = chain_steps(cost_model)
+            chain_timeline = replay_chain(cost_model, steps)
+            solution = _solution(chain_timeline.peak_bytes, chain_timeline.time_s, steps=steps)
+        peak_bytes = solution.peak_bytes
+        if budget_bytes is not None and peak_bytes is not None and peak_bytes > budget_bytes:
+            return Solution(Status.INFEASIBLE, smallest_budget_bytes=peak_bytes)
+        return solution
+
+
+def chain_steps(chain: Chain) -> tuple[ChainStep, ...]:
+    """F_all of every stage, then every backward."""
+    forward = [ChainStep(Move.FORWARD_ALL, k) for k in range(1, len(chain) + 1)]
+    return (*forward, *(ChainStep(Move.BACKWARD, k) for k in range(len(chain), 0, -1)))
+
+
+def _solution(peak_bytes: int, time_s: float, **plan: object) -> Solution:
+    return Solution(
+        Status.OPTIMAL,
+        peak_bytes=peak_bytes,
+        time_s=time_s,
+        lower_bound_s=time_s,
+        gap=0.0,
+        **plan,  # type: ignore[arg-type]  # steps= or program=
+    )
