@@ -134,5 +134,3 @@ class Plan:
             f"<memopt.Plan {self.strategy.name} {self.status.value}: "
             f"peak {format_bytes(self.peak_bytes)} of {budget}>"
         )
-
-

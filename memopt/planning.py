@@ -126,7 +126,7 @@ def solve(
     else:
         budget_bytes = parse_budget(budget, baseline.peak_bytes)
     solution = attempt(budget_bytes)
-    if solution.status is Status.INFEASIBLE or (solution.steps is None and solution.program is None):
+    if solution.steps is None and solution.program is None:
         raise _infeasible(solution, budget_bytes, strategy, cost_model)
     return _wrap(cost_model, view, solution, strategy, budget_bytes, baseline, device, profiled)
 

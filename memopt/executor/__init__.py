@@ -1,0 +1,1 @@
+"""Runs a plan: generated code inside AOTAutograd's runtime, swapping, guards."""

@@ -29,7 +29,8 @@ def _text(description: tuple[Any, ...]) -> str:
     if description[0] == "tensor":
         _, shape, stride, dtype, device, grad = description
         suffix = ", requires_grad" if grad else ""
-        return f"{str(dtype).removeprefix('torch.')}{list(shape)} stride {stride} on {device}{suffix}"
+        name = str(dtype).removeprefix("torch.")
+    return f"{name}{list(shape)} stride {stride} on {device}{suffix}"
     return repr(description[2])
 
 

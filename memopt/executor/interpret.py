@@ -43,7 +43,7 @@ class _Machine:
 
     def call(self, node: Node) -> Any:
         if node.target is operator.getitem:
-            return self.read(node.args[0])[node.args[1]]  # type: ignore[arg-type,index]
+            return self.read(node.args[0])[node.args[1]]  # type: ignore[arg-type]
         args = map_arg(node.args, self.read)
         kwargs = map_arg(node.kwargs, self.read)
         return node.target(*args, **kwargs)  # type: ignore[operator]

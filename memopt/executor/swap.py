@@ -48,8 +48,9 @@ class HostAccount:
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
-    return flat.numpy()
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, torch.Size((storage.nbytes(),)))  # type: ignore[call-overload]  # torch accepts an UntypedStorage here
+    array: np.ndarray = flat.numpy()
+    return array
 
 
 def _fill(target: np.ndarray, cell: list[np.ndarray]) -> None:
@@ -76,7 +77,7 @@ class ThreadSwap:
             dtype=tensor.dtype,
             size=tensor.size(),
             stride=tensor.stride(),
-            offset=tensor.storage_offset(),
+            offset=int(tensor.storage_offset()),
             account=self.account,
         )
         self.account.add(copy.buffer.nbytes)
@@ -89,9 +90,7 @@ class ThreadSwap:
         """Allocate the device copy and start filling it; `wait` before the first read. The
         worker runs in order, so a copy still on its way out arrives first."""
         storage = torch.empty(copy.buffer.nbytes, dtype=torch.uint8).untyped_storage()
-        tensor = torch.empty(0, dtype=copy.dtype).set_(
-            storage, copy.offset, copy.size, copy.stride
-        )
+        tensor = torch.empty(0, dtype=copy.dtype).set_(storage, copy.offset, copy.size, copy.stride)
         copy.pending = self._worker.submit(_empty_into, [_bytes_of(tensor)], copy.buffer)
         return tensor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from numbers import Integral, Real
+from numbers import Integral
 
 _UNITS = {
     "b": 1,
@@ -19,7 +19,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*")
 _HINT = (
-    'a budget is a whole number of bytes, a share of the baseline peak in (0, 1] such as 0.5, '
+    "a budget is a whole number of bytes, a share of the baseline peak in (0, 1] such as 0.5, "
     'a string with a unit such as "6GiB" (2^30) or "6GB" (10^9), "min", or None for no limit'
 )
 
@@ -43,10 +43,10 @@ def parse_budget(budget: object, baseline_peak_bytes: int) -> int | None:
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"cannot read the budget {budget!r}: {_HINT}")
         return math.floor(float(match[1]) * _UNITS[match[2].lower()])
-    if isinstance(budget, bool) or not isinstance(budget, Real):
+    if isinstance(budget, bool) or not isinstance(budget, (Integral, float)):
         raise ValueError(f"cannot read the budget {budget!r}: {_HINT}")
     if isinstance(budget, Integral):
-        if budget <= 0:
+        if int(budget) <= 0:
             raise ValueError(f"the budget must be positive, got {budget} bytes: {_HINT}")
         return int(budget)
     if not 0 < budget <= 1:

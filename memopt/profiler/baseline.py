@@ -52,7 +52,7 @@ def untouched(model: nn.Module, call: Call) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     tensors = [*model.parameters(), *call.tensors()]
     gradients = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             yield

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
@@ -117,7 +118,7 @@ def _trace(model: nn.Module, call: Call) -> Any:
 
 def _explain(error: Exception) -> str:
     stack = getattr(error, "real_stack", None)
-    frames = [] if stack is None else [f for f in stack if f.filename and "torch/" not in f.filename]
+    frames = [f for f in stack or () if f.filename and "torch/" not in f.filename]
     where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return (
@@ -271,9 +272,8 @@ def _partitioner(split: _Split) -> Callable[..., tuple[GraphModule, GraphModule]
                 f"AOTAutograd counts {num_fwd_outputs} forward outputs, memopt "
                 f"{len(split.forward_outputs)}; please report this model"
             )
-        fake_mode = next(
-            n.meta["val"].fake_mode for n in split.primals if isinstance(n.meta["val"], torch.Tensor)
-        )
+        values: list[Any] = [n.meta["val"] for n in split.primals]
+        fake_mode = next(v.fake_mode for v in values if isinstance(v, FakeTensor))
         forward = FxGraph()
         copies = {n: forward.node_copy(n) for n in split.primals}
         outputs = [
@@ -283,7 +283,7 @@ def _partitioner(split: _Split) -> Callable[..., tuple[GraphModule, GraphModule]
         token = forward.call_function(torch.ops.aten.empty.memory_format, ([],))
         with fake_mode:
             token.meta["val"] = torch.empty((), dtype=torch.int64, device="cpu")
-        result = forward.output(tuple([*outputs, token]))
+        result = forward.output((*outputs, token))
         result.meta = dict(split.output.meta)
         result.meta["desc"] = [*split.descriptors, None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import platform
 import statistics
@@ -100,7 +101,8 @@ def with_costs(lowering: Lowering, costs: list[Cost]) -> Graph:
                 if tensor in operator.writes:
                     old = tensors[tensor]
                     tensors[tensor] = Tensor(old.name, size, old.kind)
-        operators.append(replace(operator, time_s=cost.time_s, workspace_bytes=cost.workspace_bytes))
+        priced = replace(operator, time_s=cost.time_s, workspace_bytes=cost.workspace_bytes)
+        operators.append(priced)
     return replace_graph(graph, tensors=tensors, operators=operators)
 
 
@@ -132,7 +134,7 @@ def _measure(
         if progress is not None:
             progress(0.3 * position / len(missing), f"warming up {one.target}")
         outputs.append(_output_bytes(_call(one, arena), device))
-    uses = metered_sections(device, [lambda one=one: _call(one, arena) for one in missing])
+    uses = metered_sections(device, [functools.partial(_call, one, arena) for one in missing])
     times = _times(missing, arena, device, options, progress)
     return [
         Cost(seconds, max(0, use.peak_bytes - use.end_bytes), sizes)
@@ -163,8 +165,8 @@ def _sample(one: Signature, arena: Arena, device: torch.device, repeats: int) ->
     args, kwargs = arena.arguments(one)
     target = one.target
     if device.type == "cuda":
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()
         for _ in range(repeats):
             target(*args, **kwargs)

@@ -76,9 +76,7 @@ def memory_events(profiler: Any) -> list[tuple[int, int]]:
     return events
 
 
-def metered_sections(
-    device: torch.device, sections: list[Callable[[], object]]
-) -> list[MemoryUse]:
+def metered_sections(device: torch.device, sections: list[Callable[[], object]]) -> list[MemoryUse]:
     """Meter several blocks in one profiling session; each block's results are kept alive until
     its end is read, then dropped. Bytes are relative to each block's own start."""
     if device.type == "cuda":

@@ -81,5 +81,5 @@ def no_donated_buffers() -> Iterator[None]:
     """Compile so that retain_graph=True keeps working."""
     import torch._functorch.config as config
 
-    with config.patch(donated_buffer=False):  # type: ignore[attr-defined]
+    with config.patch(donated_buffer=False):
         yield

@@ -31,7 +31,7 @@ def plan_summary(plan: Plan) -> str:
             f"{format_bytes(plan.resident_bytes)} resident",
         ),
         ("baseline peak", f"{format_bytes(plan.baseline.peak_bytes)} ({kind})"),
-        ("step time", f"{_seconds(plan.step_time_s)} predicted, {plan.overhead:+.1%} recomputation"),
+        ("step time", f"{_seconds(plan.step_time_s)} predicted, {plan.overhead:+.1%} overhead"),
         ("baseline time", f"{_seconds(plan.baseline.step_time_s)} ({kind})"),
         ("bound", f"{_seconds(plan.lower_bound_s)}, gap {plan.gap:.2%}"),
     ]
