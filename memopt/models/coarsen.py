@@ -8,11 +8,11 @@ Operators that may not run twice, and those with a choice of implementations, st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
-from memopt.models.graph import Graph, Operator, Tensor
+from memopt.models.graph import Graph, Operator, Phase
 from memopt.models.program import Compute, DropHost, Free, Instruction, Program, SwapIn, SwapOut
 from memopt.models.stage_costs import stage_name
 
@@ -90,7 +90,7 @@ def coarsen(graph: Graph, max_operators: int) -> Coarsening:
     if max_operators < 1:
         raise ValueError(f"coarsen: max_operators must be at least 1, got {max_operators}")
     groups = _Merger(graph).merge(max_operators)
-    used = {t for group in groups for t in (*group.reads, *group.writes)}
+    used = {t for group in groups for t in (*group.reads, *group.writes)} | _chosen(graph)
     kept = [
         t
         for t, tensor in enumerate(graph.tensors)
@@ -116,6 +116,8 @@ class _Group:
 
     graph: Graph
     members: tuple[int, ...]
+    pinned: frozenset[int]
+    """Tensors that no group may hide."""
 
     @cached_property
     def writes(self) -> tuple[int, ...]:
@@ -127,7 +129,7 @@ class _Group:
             t
             for i in self.members
             for t in self.graph.operators[i].writes
-            if t in self.graph.kept or (self.graph.readers[t] and self.graph.readers[t][-1] > last)
+            if t in self.pinned or (self.graph.readers[t] and self.graph.readers[t][-1] > last)
         )
 
     @cached_property
@@ -200,32 +202,68 @@ def _renumbered(operator: Operator, index: dict[int, int]) -> Operator:
     )
 
 
+def _chosen(graph: Graph) -> frozenset[int]:
+    """Tensors that some implementation reads or writes."""
+    choices = [choice for operator in graph.operators for choice in operator.implementations]
+    return frozenset(t for c in choices for t in (*(c.reads or ()), *(c.writes or ())))
+
+
 class _Merger:
     """Merges neighbours, cheapest pair first, in a doubly linked list of groups."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.groups: list[_Group | None] = [
-            _Group(graph, (i,)) for i in range(len(graph.operators))
-        ]
+        pinned = graph.kept | _chosen(graph)
+        self.groups = [_Group(graph, (i,), pinned) for i in range(len(graph.operators))]
         count = len(self.groups)
+        self.present = [True] * count
         self.after = list(range(1, count + 1))
         self.before = list(range(-1, count - 1))
         self.time_s = graph.compute_time_s or 1.0
-        self.bytes = max((g.working_bytes for g in self.groups if g), default=0) or 1
+        self.bytes = max((group.working_bytes for group in self.groups), default=0) or 1
+        self.heap: list[tuple[float, int, int, int, _Group, _Group, _Group]] = []
+        self.pushed = 0
 
     def merge(self, max_operators: int) -> list[_Group]:
         """The groups left, in order."""
-        heap = [pair for i in range(len(self.groups) - 1) if (pair := self._pair(i, i + 1))]
-        heapify(heap)
         count = len(self.groups)
-        while count > max_operators and heap:
-            _, left, right, merged, parts = heappop(heap)
-            if (self.groups[left], self.groups[right]) != parts:
+        for i in range(count - 1):
+            self._push(i, i + 1)
+        while count > max_operators and self.heap:
+            _, _, i, j, first, second, merged = heappop(self.heap)
+            if not (self.present[i] and self.present[j]):
                 continue
-            self._replace(left, right, merged)
+            if self.groups[i] is not first or self.groups[j] is not second:
+                continue
+            self.groups[i] = merged
+            self.present[j] = False
+            self.after[i] = self.after[j]
+            if self.after[j] < len(self.groups):
+                self.before[self.after[j]] = i
+                self._push(i, self.after[i])
+            if self.before[i] >= 0:
+                self._push(self.before[i], i)
             count -= 1
-            for a, b in ((self.before[left], left), (left, self.after[left])):
-                if a >= 0 and b < len(self.groups) and (pair := self._pair(a, b)):
-                    heappush(heap, pair)
-        return [group for group in self.groups if group is not None]
+        return [group for i, group in enumerate(self.groups) if self.present[i]]
+
+    def _push(self, i: int, j: int) -> None:
+        first, second = self.groups[i], self.groups[j]
+        if not (self._mergeable(first) and self._mergeable(second)):
+            return
+        if self._phase(first) is not self._phase(second):
+            return
+        merged = _Group(self.graph, first.members + second.members, first.pinned)
+        # The shorter part loses its freedom; a larger working set raises the smallest budget.
+        grown = merged.working_bytes - max(first.working_bytes, second.working_bytes)
+        price = min(first.time_s, second.time_s) / self.time_s + max(0, grown) / self.bytes
+        self.pushed += 1
+        heappush(self.heap, (price, self.pushed, i, j, first, second, merged))
+
+    def _phase(self, group: _Group) -> Phase:
+        return self.graph.operators[group.members[0]].phase
+
+    def _mergeable(self, group: _Group) -> bool:
+        if len(group.members) > 1:
+            return True
+        operator = self.graph.operators[group.members[0]]
+        return operator.recomputable and not operator.implementations

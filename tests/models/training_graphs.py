@@ -167,7 +167,7 @@ def _random_block(
         extra |= {"random": True, "recomputable": rng.random() < 0.8}
         return build.layer(name, (x,), (size, rng.randint(1, 9)), (), (1,), **extra)[0]
     if kind == "norm":
-        y, mean, running = build.layer(
+        y, _mean, running = build.layer(
             name, (x, weight), (size, 2, rng.randint(1, 5)), (0,), (1,), **extra
         )
         build.outputs.append(running)
