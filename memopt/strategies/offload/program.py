@@ -81,12 +81,12 @@ def build_program(
     """
     while True:
         builder = _Builder(problem, device, transfers, patience)
-        if not builder.run():
-            return None
-        idle = set(transfers.out) - builder.released
-        if not idle:
+        done = builder.run()
+        if done and not builder.unreleased:
             return tuple(builder.steps)
-        transfers = transfers.without(idle)
+        if not builder.unreleased:
+            return None
+        transfers = transfers.without(builder.unreleased)
 
 
 class _Builder:
@@ -104,7 +104,8 @@ class _Builder:
         self.need = problem.need_bytes.tolist()
         self.durations_s = problem.durations_s.tolist()
         self.steps: list[ChainStep] = []
-        self.released: set[int] = set()
+        self.unreleased: set[int] = set()
+        """Copied to the host, but the device copy was still there when it was read again."""
         self.to_offload = list(transfers.out)
         self.to_release = list(transfers.out)
         self.to_prefetch = list(transfers.back)
@@ -180,7 +181,6 @@ class _Builder:
     def _release(self, j: int) -> None:
         self.now_s = max(self.now_s, self.stored_s[j])
         self.to_release.remove(j)
-        self.released.add(j)
         self.away_bytes += self.sizes[j]
         self.steps.append(ChainStep(Move.RELEASE, j))
 
@@ -196,10 +196,9 @@ class _Builder:
             if not urgent and not self._worthwhile(k, j):
                 return True
             if j in self.to_release:
-                # It never had to leave: dropped from the transfers when the pass is over.
                 if not urgent:
                     return True
-                self.to_prefetch.pop(0)
+                self.unreleased.add(self.to_prefetch.pop(0))
                 self.to_release.remove(j)
                 continue
             if not self._make_room(k, self.sizes[j]):
