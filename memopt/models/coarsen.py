@@ -2,7 +2,8 @@
 
 Groups are runs of consecutive operators of one phase, so the coarse order is topological by
 construction. Tensors that only a group's own operators read become part of its workspace.
-Operators that may not run twice, and those with a choice of implementations, stay alone.
+Operators that may not run twice, and those with a choice of implementations, stay alone; only
+the counters of batch norm, which nothing reads, share one group, which leaves its place.
 """
 
 from __future__ import annotations
@@ -180,6 +181,7 @@ class _Group:
             time_s=self.time_s,
             workspace_bytes=max(0, self.peak_bytes - written),
             phase=first.phase,
+            recomputable=all(operator.recomputable for operator in operators),
             random=any(operator.random for operator in operators),
             module=stage_name(self.graph, self.members),
         )
@@ -208,13 +210,31 @@ def _chosen(graph: Graph) -> frozenset[int]:
     return frozenset(t for c in choices for t in (*(c.reads or ()), *(c.writes or ())))
 
 
+def _aside(graph: Graph) -> frozenset[int]:
+    """Forward operators outside the flow of data, which may run once only: batch norm's counters.
+
+    They read resident tensors and write results that nothing reads, so one group can run them.
+    """
+    return frozenset(
+        i
+        for i, operator in enumerate(graph.operators[: graph.first_backward])
+        if not (operator.recomputable or operator.random or operator.implementations)
+        and graph.resident.issuperset(operator.reads)
+        and not any(graph.readers[t] for t in operator.writes)
+    )
+
+
 class _Merger:
     """Merges neighbours, cheapest pair first, in a doubly linked list of groups."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         pinned = graph.kept | _chosen(graph)
-        self.groups = [_Group(graph, (i,), pinned) for i in range(len(graph.operators))]
+        aside = _aside(graph)
+        members = [(i,) for i in range(len(graph.operators)) if i not in aside]
+        if aside:
+            members = sorted([*members, tuple(sorted(aside))], key=lambda group: group[-1])
+        self.groups = [_Group(graph, group, pinned) for group in members]
         count = len(self.groups)
         self.present = [True] * count
         self.after = list(range(1, count + 1))
@@ -253,9 +273,11 @@ class _Merger:
         if self._phase(first) is not self._phase(second):
             return
         merged = _Group(self.graph, first.members + second.members, first.pinned)
-        # The shorter part loses its freedom; a larger working set raises the smallest budget.
-        grown = merged.working_bytes - max(first.working_bytes, second.working_bytes)
-        price = min(first.time_s, second.time_s) / self.time_s + max(0, grown) / self.bytes
+        # The shorter part loses its freedom; a larger working set raises the smallest budget, the
+        # more so the nearer it is to the graph's own largest one.
+        larger = max(first.working_bytes, second.working_bytes) / self.bytes
+        grown = max(0.0, (merged.working_bytes / self.bytes) ** 2 - larger**2)
+        price = min(first.time_s, second.time_s) / self.time_s + grown
         self.pushed += 1
         heappush(self.heap, (price, self.pushed, i, j, first, second, merged))
 
@@ -263,7 +285,5 @@ class _Merger:
         return self.graph.operators[group.members[0]].phase
 
     def _mergeable(self, group: _Group) -> bool:
-        if len(group.members) > 1:
-            return True
-        operator = self.graph.operators[group.members[0]]
-        return operator.recomputable and not operator.implementations
+        operators = (self.graph.operators[i] for i in group.members)
+        return all(operator.recomputable and not operator.implementations for operator in operators)

@@ -31,7 +31,7 @@ def small() -> Graph:
     ]
     operators = [
         Operator("norm", (0,), (2,), 1.0, workspace_bytes=3),
-        Operator("relu", (2,), (3,), 1.0),
+        Operator("relu", (2,), (3,), 4.0),
         Operator("matmul", (3, 1), (4,), 8.0),
         Operator("matmul_backward", (5, 3), (6,), 8.0, phase=Phase.BACKWARD),
         Operator("weight_backward", (6,), (7,), 0.1, phase=Phase.BACKWARD),
@@ -54,7 +54,7 @@ def test_a_tensor_inside_a_group_becomes_workspace() -> None:
     coarsening = coarsen(small(), 3)
     assert coarsening.groups == ((0, 1), (2,), (3, 4))
     forward, _, backward = coarsening.graph.operators
-    assert (forward.name, forward.time_s) == ("norm+1", 2.0)
+    assert (forward.name, forward.time_s) == ("norm+1", 5.0)
     # While relu runs, 10 bytes of norm are there beside relu's 20.
     assert forward.workspace_bytes == 10
     assert [coarsening.graph.tensors[t].name for t in forward.writes] == ["relu"]
@@ -75,6 +75,23 @@ def test_an_operator_that_runs_once_stays_alone() -> None:
     operators[1] = Operator("relu", (2,), (3,), 1.0, recomputable=False)
     graph = Graph(graph.tensors, operators, graph.outputs, graph.gradients, graph.tangents)
     assert coarsen(graph, 1).groups == ((0,), (1,), (2,), (3, 4))
+
+
+def test_counters_share_a_group_out_of_the_way() -> None:
+    """Batch norm's num_batches_tracked + 1 lies between the layers and may run once only."""
+    tensors = [Tensor("x", 8, TensorKind.INPUT), Tensor("count", 1, TensorKind.BUFFER)]
+    operators = []
+    for i in range(4):
+        tensors += [Tensor(f"y{i}", 8), Tensor(f"count{i}", 1, TensorKind.OUTPUT)]
+        operators += [
+            Operator(f"layer{i}", (2 * i,) if i else (0,), (2 + 2 * i,), 1.0),
+            Operator(f"counter{i}", (1,), (3 + 2 * i,), 0.0, recomputable=False),
+        ]
+    graph = Graph(tensors, operators, outputs=(8, 3, 5, 7, 9))
+    coarsening = coarsen(graph, 2)
+    assert coarsening.groups == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert not coarsening.graph.operators[1].recomputable
+    check_expansion(coarsening, store_all(coarsening.graph))
 
 
 def test_enough_operators_already() -> None:
