@@ -38,7 +38,8 @@ def eager_amounts(problem: OffloadProblem, size_bytes: int) -> Bytes:
     """
     sizes = np.where(problem.movable, problem.sizes, 0)
     before = np.cumsum(sizes) - sizes
-    return np.clip(size_bytes - before, 0, sizes)
+    amounts: Bytes = np.clip(size_bytes - before, 0, sizes)
+    return amounts
 
 
 def fractional_optimum_s(problem: OffloadProblem) -> float:

@@ -6,12 +6,18 @@ Optimal for ordered schedules whose transfers may be interrupted, when nothing i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
+from memopt.models.chain import Chain
+from memopt.models.device import Device
 from memopt.strategies.offload.bounds import eager_amounts
+from memopt.strategies.offload.chain_offload import ChainOffload, Choice, Limits
 from memopt.strategies.offload.problem import Bytes, OffloadProblem
+from memopt.strategies.offload.program import ordered_transfers
 from memopt.strategies.offload.rounding import RecurrenceData, bump, recurrence_data
 
 LABELS_PER_STATE = 48
@@ -48,6 +54,7 @@ def solve_dynprog(
         host_budget_bytes: the most that may be offloaded.
     """
     n = problem.stages
+    problem = _finite(problem)
     data = recurrence_data(problem, slots)
     exact = problem.sizes[:n] / data.unit_bytes
     host = np.inf if host_budget_bytes is None else host_budget_bytes / data.unit_bytes
@@ -71,9 +78,19 @@ def solve_dynprog(
         data = data.with_sizes(sizes)
 
 
+def _finite(problem: OffloadProblem) -> OffloadProblem:
+    """The problem with rates that the recurrences can multiply: infinite becomes very fast."""
+    fast = 1e9 * (1.0 + float(problem.sizes.sum()))
+    return replace(
+        problem,
+        to_host_bytes_per_s=min(problem.to_host_bytes_per_s, fast),
+        from_host_bytes_per_s=min(problem.from_host_bytes_per_s, fast),
+    )
+
+
 def _run(
     problem: OffloadProblem, data: RecurrenceData, exact: bool, host: float
-) -> tuple[Bytes, float, int, int]:
+) -> tuple[npt.NDArray[np.bool_], float, int, int]:
     """One run of the dynamic program, bounded by the first eager set that fits the units."""
     from memopt.strategies.offload import dynprog_kernels as kernels
 
@@ -87,7 +104,51 @@ def _run(
             break
     # A relative allowance for the order in which times are added up.
     limit += 1e-9 * (1.0 + abs(limit)) if np.isfinite(limit) else 0.0
-    result: tuple[Bytes, float, int, int] = kernels.solve(
+    return kernels.solve(
         data.sizes, data.movable, *common, data.ratio, limit, host, LABELS_PER_STATE, exact
     )
-    return result
+
+
+@dataclass(frozen=True)
+class DynProg(ChainOffload):
+    """Algorithm 1 in slots of memory, then the no-wait ordered schedule of its set.
+
+    Attributes:
+        slots: slots of the capacity (§5.3.2); None: nothing is rounded, for short chains.
+    """
+
+    slots: int | None = 500
+
+    name: ClassVar[str] = "dynprog"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(f"DynProg: slots must be at least 1 or None, got {self.slots}")
+
+    def choose(
+        self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
+    ) -> Choice | int:
+        result = solve_dynprog(problem, self.slots, self.host_budget_bytes)
+        amounts, eager = result.amounts, _eager(problem)
+        # The rounded problem may have no schedule where the real one has.
+        fallback = amounts is None
+        if amounts is None:
+            amounts = eager if self.within_host(int(eager.sum())) else None
+        if amounts is None:
+            self.refuse_host(problem, chain.resident_bytes, problem.excess_bytes + 1)
+        assert amounts is not None
+        return Choice(
+            ordered_transfers(np.flatnonzero(amounts).tolist()),
+            stats={
+                "rounds": result.rounds,
+                "labels": result.labels,
+                "labels_cut": result.cut,
+                "greedy_fallback": fallback,
+            },
+        )
+
+
+def _eager(problem: OffloadProblem) -> Bytes:
+    """Greedy's set: the first activations whose sizes reach the excess."""
+    return problem.amounts(np.flatnonzero(eager_amounts(problem, problem.excess_bytes)))

@@ -16,14 +16,20 @@ computations left, exceed the idle time of a schedule that is known.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 from numba import njit
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+Links = npt.NDArray[np.int32]
 
 KEPT, OUT, BACK, IDLE = 0, 1, 2, 3
 NO_LAST = -1
 
 
 @njit(cache=True)
-def waits(state, i, room_f, room_b):
+def waits(state: Floats, i: int, room_f: Floats, room_b: Floats) -> tuple[float, float]:
     """ε^F_i (1) and ε^B_i (6, with ex^B_i), in data of their own direction."""
     wait_f = max(0.0, state[KEPT] + max(0.0, state[OUT]) - room_f[i])
     wait_b = max(0.0, state[KEPT] + max(0.0, state[BACK]) - room_b[i])
@@ -31,7 +37,18 @@ def waits(state, i, room_f, room_b):
 
 
 @njit(cache=True)
-def advance(state, i, offloaded, sizes, moved_f, moved_b, room_f, room_b, ratio, new):
+def advance(
+    state: Floats,
+    i: int,
+    offloaded: bool,
+    sizes: Floats,
+    moved_f: Floats,
+    moved_b: Floats,
+    room_f: Floats,
+    room_b: Floats,
+    ratio: float,
+    new: Floats,
+) -> None:
     """From label `state` of i to label `new` of i+1: (2)-(5), (7), (8)."""
     wait_f, wait_b = waits(state, i, room_f, room_b)
     new[IDLE] = state[IDLE] + wait_f + wait_b * ratio
@@ -46,7 +63,16 @@ def advance(state, i, offloaded, sizes, moved_f, moved_b, room_f, room_b, ratio,
 
 
 @njit(cache=True)
-def gap(state, last, sizes, moved_f, moved_b, peak_f, peak_b, ratio):
+def gap(
+    state: Floats,
+    last: int,
+    sizes: Floats,
+    moved_f: Floats,
+    moved_b: Floats,
+    peak_f: Floats,
+    peak_b: Floats,
+    ratio: float,
+) -> float:
     """ε_G between F_L and B_L (9, 10), as a time.
 
     peak_f, peak_b: what the operation needs beyond the kept data and the room, all of kept
@@ -56,7 +82,7 @@ def gap(state, last, sizes, moved_f, moved_b, peak_f, peak_b, ratio):
     if out <= 0 and back <= 0:
         return 0.0
     if out > 0 and back > 0:
-        return out + back * ratio
+        return float(out + back * ratio)
     n = len(moved_f)
     passed = 0.0
     if out > 0:
@@ -67,7 +93,7 @@ def gap(state, last, sizes, moved_f, moved_b, peak_f, peak_b, ratio):
                 break
             idle = max(idle, state[KEPT] + out + peak_b[j] - passed)
             passed += moved_b[j] * ratio
-        return idle
+        return float(idle)
     spare = -out / ratio
     idle = max(0.0, back - spare)
     for j in range(n - 1, -1, -1):
@@ -77,11 +103,11 @@ def gap(state, last, sizes, moved_f, moved_b, peak_f, peak_b, ratio):
         own = sizes[j] if j == last else 0.0
         idle = max(idle, state[KEPT] + back + peak_f[j] + own - passed)
         passed += moved_f[j] / ratio
-    return idle * ratio
+    return float(idle * ratio)
 
 
 @njit(cache=True)
-def remaining(state, i, excess, left, ratio):
+def remaining(state: Floats, i: int, excess: Floats, left: Floats, ratio: float) -> float:
     """A lower bound on the idle time still to come.
 
     excess[i]: what the later operations lack, all of x_i.. counted as kept; left[i]: time of
@@ -93,11 +119,21 @@ def remaining(state, i, excess, left, ratio):
     else:
         # Without further offloads, those under way may use the link's spare time outside.
         out, back = state[OUT], state[BACK]
-    return max(0.0, out + back * ratio - left[i])
+    return float(max(0.0, out + back * ratio - left[i]))
 
 
 @njit(cache=True)
-def evaluate(offloaded, sizes, moved_f, moved_b, room_f, room_b, peak_f, peak_b, ratio):
+def evaluate(
+    offloaded: Bools,
+    sizes: Floats,
+    moved_f: Floats,
+    moved_b: Floats,
+    room_f: Floats,
+    room_b: Floats,
+    peak_f: Floats,
+    peak_b: Floats,
+    ratio: float,
+) -> float:
     """Total idle time of one set of offloads; infinite if it does not fit."""
     n = len(moved_f)
     state, new = np.zeros(4), np.zeros(4)
@@ -109,22 +145,25 @@ def evaluate(offloaded, sizes, moved_f, moved_b, room_f, room_b, peak_f, peak_b,
         if offloaded[i]:
             last = i if new[OUT] < 0 else NO_LAST
         state, new = new, state
-    return state[IDLE] + gap(state, last, sizes, moved_f, moved_b, peak_f, peak_b, ratio)
+    return float(state[IDLE] + gap(state, last, sizes, moved_f, moved_b, peak_f, peak_b, ratio))
 
 
 @njit(cache=True)
-def dominates(a, last_a, b, last_b, ratio, exact):
+def dominates(a: Floats, last_a: int, b: Floats, last_b: int, ratio: float, exact: bool) -> bool:
     """Whether label a makes label b superfluous; kept(a) ≤ kept(b) is known."""
     lead = b[IDLE] - a[IDLE]
     if lead < 0:
         return False
     if exact and last_a != NO_LAST and last_a != last_b:
         return False
-    return max(0.0, a[OUT] - b[OUT]) + max(0.0, a[BACK] - b[BACK]) * ratio <= lead
+    gap_time = max(0.0, a[OUT] - b[OUT]) + max(0.0, a[BACK] - b[BACK]) * ratio
+    return bool(gap_time <= lead)
 
 
 @njit(cache=True)
-def select(states, lasts, links, count, width, exact, ratio):
+def select(
+    states: Floats, lasts: Ints, links: Links, count: int, width: int, exact: bool, ratio: float
+) -> tuple[int, int]:
     """Drop dominated labels in place; return how many are left and how many `width` cut off.
 
     The labels are sorted by kept data. When not exact, only labels of equal kept data are
@@ -161,9 +200,25 @@ def select(states, lasts, links, count, width, exact, ratio):
 
 @njit(cache=True)
 def expand(
-    i, states, lasts, count, movable, sizes, moved_f, moved_b, room_f, room_b, ratio, excess, left,
-    limit, host_left, new_states, new_lasts, links,
-):  # fmt: skip
+    i: int,
+    states: Floats,
+    lasts: Ints,
+    count: int,
+    movable: Bools,
+    sizes: Floats,
+    moved_f: Floats,
+    moved_b: Floats,
+    room_f: Floats,
+    room_b: Floats,
+    ratio: float,
+    excess: Floats,
+    left: Floats,
+    limit: float,
+    host_left: float,
+    new_states: Floats,
+    new_lasts: Ints,
+    links: Links,
+) -> int:
     """Labels of i+1, sorted by kept data; return how many.
 
     Those that keep x_i and those that offload it are two sorted lists, merged.
@@ -192,7 +247,15 @@ def expand(
 
 
 @njit(cache=True)
-def future(sizes, movable, moved_f, moved_b, room_f, room_b, ratio):
+def future(
+    sizes: Floats,
+    movable: Bools,
+    moved_f: Floats,
+    moved_b: Floats,
+    room_f: Floats,
+    room_b: Floats,
+    ratio: float,
+) -> tuple[Floats, Floats]:
     """`excess` and `left` of `remaining`, for every i."""
     n = len(moved_f)
     excess = np.full(n + 1, -np.inf)
@@ -205,9 +268,20 @@ def future(sizes, movable, moved_f, moved_b, room_f, room_b, ratio):
 
 @njit(cache=True)
 def solve(
-    sizes, movable, moved_f, moved_b, room_f, room_b, peak_f, peak_b, ratio, limit, host, width,
-    exact,
-):  # fmt: skip
+    sizes: Floats,
+    movable: Bools,
+    moved_f: Floats,
+    moved_b: Floats,
+    room_f: Floats,
+    room_b: Floats,
+    peak_f: Floats,
+    peak_b: Floats,
+    ratio: float,
+    limit: float,
+    host: float,
+    width: int,
+    exact: bool,
+) -> tuple[Bools, float, int, int]:
     """The set of offloads with the least idle time.
 
     Returns (offloaded, idle time, labels made, labels cut off by `width`); the idle time is

@@ -9,11 +9,15 @@ operation that leaves no room for it. No-wait is then the longest path, in one p
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 from numba import njit
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 @njit(cache=True)
-def fits(need, amounts):
+def fits(need: Ints, amounts: Ints) -> bool:
     """Whether the amounts an operation does not touch make room for it, for every operation."""
     n = len(amounts) - 1
     before = 0
@@ -25,7 +29,7 @@ def fits(need, amounts):
 
 
 @njit(cache=True)
-def allowances(need, amounts, last, total):
+def allowances(need: Ints, amounts: Ints, last: int, total: int) -> Ints:
     """Bytes that may be back while each operation runs and from its predecessor's end on.
 
     0 until F_last starts: only then may x_last, the first to return, have left. While F_last
@@ -42,15 +46,26 @@ def allowances(need, amounts, last, total):
 
 
 @njit(cache=True)
-def offload(j, start_s, amounts, offloads, to_host, latency):
+def offload(
+    j: int, start_s: float, amounts: Ints, offloads: Floats, to_host: float, latency: float
+) -> float:
     """Record the copy of x_j to the host; return when it ends."""
     offloads[j, 0] = start_s
     offloads[j, 1] = start_s + latency + amounts[j] / to_host
-    return offloads[j, 1]
+    return float(offloads[j, 1])
 
 
 @njit(cache=True)
-def prefetch_until(state, clock, allowed, whole, amounts, prefetches, from_host, latency):
+def prefetch_until(
+    state: Ints,
+    clock: Floats,
+    allowed: int,
+    whole: bool,
+    amounts: Ints,
+    prefetches: Floats,
+    from_host: float,
+    latency: float,
+) -> None:
     """Prefetch as far as `allowed` lets, no earlier than clock[0]; state = (bytes back, next x,
     bytes of it back), clock = (earliest start, link free)."""
     while state[1] >= 0:
@@ -77,7 +92,9 @@ def prefetch_until(state, clock, allowed, whole, amounts, prefetches, from_host,
 
 
 @njit(cache=True)
-def room_time(need, whole, amounts, offloads, to_host, latency):
+def room_time(
+    need: int, whole: bool, amounts: Ints, offloads: Floats, to_host: float, latency: float
+) -> float:
     """When `need` bytes have left the device, whole activations or any part of them."""
     if need <= 0:
         return 0.0
@@ -85,14 +102,22 @@ def room_time(need, whole, amounts, offloads, to_host, latency):
     for j in range(len(amounts)):
         if amounts[j] >= left:
             if whole:
-                return offloads[j, 1]
-            return offloads[j, 0] + latency + left / to_host
+                return float(offloads[j, 1])
+            return float(offloads[j, 0] + latency + left / to_host)
         left -= amounts[j]
     return np.inf
 
 
 @njit(cache=True)
-def replay(durations, need, amounts, whole, to_host, from_host, latency):
+def replay(
+    durations: Floats,
+    need: Ints,
+    amounts: Ints,
+    whole: bool,
+    to_host: float,
+    from_host: float,
+    latency: float,
+) -> tuple[Floats, Floats, Floats, float]:
     """Start of each operation, (start, end) of each offload and prefetch, and the makespan.
 
     Infinite if it does not fit. `whole`: memory moves at the ends of whole transfers (§3.1 E);
@@ -117,9 +142,7 @@ def replay(durations, need, amounts, whole, to_host, from_host, latency):
             clock[1] = offload(k, max(now, clock[1]), amounts, offloads, to_host, latency)
         clock[0] = now
         if k >= last >= 0:
-            prefetch_until(
-                state, clock, allowed[k], whole, amounts, prefetches, from_host, latency
-            )
+            prefetch_until(state, clock, allowed[k], whole, amounts, prefetches, from_host, latency)
         now = max(now, room_time(need[k], whole, amounts, offloads, to_host, latency))
         # B_i reads x_i and x_{i+1}; the latter is back since B_{i+1}.
         if k >= n:
@@ -132,6 +155,14 @@ def replay(durations, need, amounts, whole, to_host, from_host, latency):
 
 
 @njit(cache=True)
-def makespan(durations, need, amounts, whole, to_host, from_host, latency):
+def makespan(
+    durations: Floats,
+    need: Ints,
+    amounts: Ints,
+    whole: bool,
+    to_host: float,
+    from_host: float,
+    latency: float,
+) -> float:
     """The makespan alone; infinite if the schedule does not fit."""
     return replay(durations, need, amounts, whole, to_host, from_host, latency)[3]

@@ -8,7 +8,7 @@ are added to the demand of the backward operations from their stage's on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -153,14 +153,4 @@ def offload_problem(
 
 def with_capacity(problem: OffloadProblem, capacity_bytes: int) -> OffloadProblem:
     """The same problem under another capacity (resident excluded)."""
-    return OffloadProblem(
-        problem.sizes,
-        problem.durations_s,
-        problem.held_bytes,
-        problem.demand_bytes,
-        capacity_bytes,
-        problem.movable,
-        problem.to_host_bytes_per_s,
-        problem.from_host_bytes_per_s,
-        problem.latency_s,
-    )
+    return replace(problem, capacity_bytes=capacity_bytes)

@@ -124,9 +124,7 @@ class _Builder:
                 return False
             forward = k < self.stages
             stage = k + 1 if forward else 2 * self.stages - k
-            self.steps.append(
-                ChainStep(Move.FORWARD_ALL if forward else Move.BACKWARD, stage)
-            )
+            self.steps.append(ChainStep(Move.FORWARD_ALL if forward else Move.BACKWARD, stage))
             for j in (stage - 1, stage):
                 self.now_s = max(self.now_s, self.arrival_s.get(j, 0.0))
             self.now_s += self.durations_s[k]
@@ -190,9 +188,7 @@ class _Builder:
         while self.to_prefetch:
             j = self.to_prefetch[0]
             # What B_k reads, or stands before that in the order of return, cannot wait.
-            urgent = k >= self.stages and any(
-                i in (reader, reader + 1) for i in self.to_prefetch
-            )
+            urgent = k >= self.stages and any(i in (reader, reader + 1) for i in self.to_prefetch)
             if not urgent and not self._worthwhile(k, j):
                 return True
             if j in self.to_release:

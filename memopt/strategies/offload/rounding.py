@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from memopt.strategies.offload.problem import Bytes, OffloadProblem, Seconds
 
@@ -33,7 +34,7 @@ class RecurrenceData:
 
     unit_bytes: float
     sizes: Seconds
-    movable: Bytes
+    movable: npt.NDArray[np.bool_]
     moved_f: Seconds
     moved_b: Seconds
     room_f: Seconds
@@ -92,7 +93,7 @@ def recurrence_data(problem: OffloadProblem, slots: int | None) -> RecurrenceDat
     ).with_sizes(_partial_sums(sizes, unit, np.ceil))
 
 
-def bump(sizes: Seconds, exact: Seconds, candidates: Bytes) -> bool:
+def bump(sizes: Seconds, exact: Seconds, candidates: npt.NDArray[np.bool_]) -> bool:
     """One more slot for the candidate whose rounded size is below its size, but closest to it.
 
     Returns False if every candidate is rounded up already.

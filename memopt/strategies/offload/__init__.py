@@ -1,0 +1,7 @@
+"""Offloading strategies (Offloading §4–6), and what the paper does not have: an exact solver."""
+
+from memopt.strategies.offload.autoswap import AutoSwap as AutoSwap
+from memopt.strategies.offload.dynprog import DynProg as DynProg
+from memopt.strategies.offload.greedy import Greedy as Greedy
+from memopt.strategies.offload.tflms import Tflms as Tflms
+from memopt.strategies.offload.vdnn import Vdnn as Vdnn

@@ -1,0 +1,194 @@
+"""What the chain offloading strategies share: checks, program, replays, the Solution."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from memopt.errors import InfeasibleBudgetError
+from memopt.models.chain import Chain
+from memopt.models.checks import check_bytes
+from memopt.models.device import Device
+from memopt.models.replay import Timeline
+from memopt.models.steps import ChainStep, Move
+from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+from memopt.strategies.offload.bounds import (
+    fractional_optimum_s,
+    lower_bound_s,
+    proposition_3_s,
+)
+from memopt.strategies.offload.ordered import makespan_s
+from memopt.strategies.offload.problem import OffloadProblem, offload_problem
+from memopt.strategies.offload.program import Transfers, best_program
+
+PAPER = "Optimal GPU-CPU Offloading Strategies (Beaumont, Eyraud-Dubois, Shilova, 2020)"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a strategy decides to move.
+
+    Attributes:
+        transfers: what moves, in which order.
+        lower_bound_s: a bound on the time of every whole-transfer schedule, if one was proved.
+        stats: counts worth showing.
+    """
+
+    transfers: Transfers
+    lower_bound_s: float = 0.0
+    stats: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a choice may take, and who is told.
+
+    Attributes:
+        time_limit_s: seconds; None: no limit.
+        progress: see `memopt.strategies.base.Progress`.
+    """
+
+    time_limit_s: float | None = None
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True)
+class ChainOffload(Strategy):
+    """A strategy that moves saved activations ā^ℓ (and a^0) to the host and back.
+
+    Attributes:
+        host_budget_bytes: the most that may be on the host at once; None: no limit.
+        offload_input: whether a^0 may move, as in the paper; False where the caller keeps the
+            input on the device anyway.
+    """
+
+    host_budget_bytes: int | None = None
+    offload_input: bool = True
+
+    needs: ClassVar[str] = "chain"
+    features: ClassVar[frozenset[str]] = frozenset({"offload"})
+    references: ClassVar[tuple[str, ...]] = (PAPER,)
+
+    def __post_init__(self) -> None:
+        if self.host_budget_bytes is not None:
+            check_bytes(type(self).__name__, host_budget_bytes=self.host_budget_bytes)
+
+    @abstractmethod
+    def choose(
+        self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
+    ) -> Choice | int:
+        """What to move, for a problem with an excess, feasible by its floor.
+
+        Returns:
+            A choice that makes room for every operation, or the smallest capacity in bytes,
+            resident excluded, for which the strategy knows one.
+        """
+
+    def solve(
+        self,
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
+        started = time.perf_counter()
+        reason = self.why_not(cost_model)
+        if reason is not None or not isinstance(cost_model, Chain):
+            raise ValueError(reason or f"{self.name} plans a chain")
+        if device is None:
+            raise ValueError(
+                f"{self.name} moves data: pass device=memopt.Device(to_host_bytes_per_s=...)"
+            )
+        problem = offload_problem(
+            cost_model, budget_bytes, device, offload_input=self.offload_input
+        )
+        resident = cost_model.resident_bytes
+        if problem.capacity_bytes < problem.floor_bytes:
+            return Solution(Status.INFEASIBLE, smallest_budget_bytes=resident + problem.floor_bytes)
+        self._check_host(problem, resident)
+        if problem.excess_bytes == 0:
+            choice: Choice | int = Choice(Transfers((), ()))
+        else:
+            choice = self.choose(cost_model, problem, device, Limits(time_limit_s, progress))
+        if isinstance(choice, int):
+            return Solution(Status.INFEASIBLE, smallest_budget_bytes=resident + choice)
+        return _solution(cost_model, problem, device, choice, started)
+
+    def _check_host(self, problem: OffloadProblem, resident_bytes: int) -> None:
+        host = self.host_budget_bytes
+        if host is None or host >= problem.excess_bytes:
+            return
+        self.refuse_host(problem, resident_bytes, problem.excess_bytes)
+
+    def refuse_host(self, problem: OffloadProblem, resident_bytes: int, wanted_bytes: int) -> None:
+        """Raise the error that says that the host budget is too small.
+
+        Raises:
+            InfeasibleBudgetError: always; it names the host bytes this budget asks for.
+        """
+        host = self.host_budget_bytes or 0
+        budget = resident_bytes + problem.capacity_bytes
+        raise InfeasibleBudgetError(
+            f"{self.name}: host_budget_bytes={host} is too small: a device budget of {budget} "
+            f"bytes puts at least {wanted_bytes} bytes on the host; raise either",
+            budget_bytes=budget,
+            smallest_budget_bytes=resident_bytes
+            + max(problem.floor_bytes, problem.peak_bytes - host),
+        )
+
+    def within_host(self, amounts_bytes: int) -> bool:
+        """Whether so many bytes fit the host budget."""
+        return self.host_budget_bytes is None or amounts_bytes <= self.host_budget_bytes
+
+
+def _solution(
+    chain: Chain, problem: OffloadProblem, device: Device, choice: Choice, started: float
+) -> Solution:
+    built = best_program(chain, problem, device, choice.transfers)
+    if built is None:
+        raise AssertionError("a set of offloads that fits has a program")
+    steps, timeline = built
+    bound = max(lower_bound_s(problem, duplex=device.duplex), choice.lower_bound_s)
+    bound = min(bound, timeline.time_s)
+    optimal = timeline.time_s <= bound * (1 + 1e-9)
+    return Solution(
+        status=Status.OPTIMAL if optimal else Status.FEASIBLE,
+        steps=steps,
+        peak_bytes=timeline.peak_bytes,
+        time_s=timeline.time_s,
+        lower_bound_s=bound,
+        gap=(timeline.time_s - bound) / bound if bound > 0 else 0.0,
+        stats={
+            **_replays(problem, choice.transfers, steps, timeline),
+            **choice.stats,
+            "solve_s": time.perf_counter() - started,
+        },
+    )
+
+
+def _replays(
+    problem: OffloadProblem,
+    transfers: Transfers,
+    steps: tuple[ChainStep, ...],
+    timeline: Timeline,
+) -> dict[str, object]:
+    """The same decisions in the paper's model, beside the program's own figures."""
+    amounts = problem.amounts(np.array(transfers.out, dtype=np.int64))
+    return {
+        "offloaded": tuple(step.stage for step in steps if step.move is Move.OFFLOAD),
+        "chosen": tuple(sorted(transfers.out)),
+        "chosen_bytes": int(amounts.sum()),
+        "paper_time_s": makespan_s(problem, amounts),
+        "paper_whole_time_s": makespan_s(problem, amounts, whole=True),
+        "proposition_3_s": proposition_3_s(problem),
+        "fractional_optimum_s": fractional_optimum_s(problem),
+        "stall_s": timeline.total_stall_s,
+        "host_peak_bytes": timeline.host_peak_bytes,
+    }

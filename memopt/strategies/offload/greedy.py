@@ -1,0 +1,33 @@
+"""Greedy: the first activations, as many as the peak asks for (Offloading §4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from memopt.models.chain import Chain
+from memopt.models.device import Device
+from memopt.strategies.offload.bounds import eager_amounts
+from memopt.strategies.offload.chain_offload import ChainOffload, Choice, Limits
+from memopt.strategies.offload.problem import OffloadProblem
+from memopt.strategies.offload.program import ordered_transfers
+
+
+@dataclass(frozen=True)
+class Greedy(ChainOffload):
+    """Offload the first k activations, k the smallest with Σ|x_i| ≥ M_peak - M (Theorem 2,
+    rounded up). Without rounding it is the optimum of the fractional problem, which is part of
+    every Solution's statistics (`fractional_optimum_s`)."""
+
+    name: ClassVar[str] = "greedy"
+
+    def choose(
+        self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
+    ) -> Choice | int:
+        offloaded = np.flatnonzero(eager_amounts(problem, problem.excess_bytes))
+        size = int(problem.sizes[offloaded].sum())
+        if not self.within_host(size):
+            self.refuse_host(problem, chain.resident_bytes, size)
+        return Choice(ordered_transfers(offloaded.tolist()))

@@ -1,0 +1,67 @@
+"""TFLMS: the yardstick that never delays an operation for memory (Offloading §6.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from memopt.models.chain import Chain
+from memopt.models.device import Device
+from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, Choice, Limits
+from memopt.strategies.offload.problem import OffloadProblem
+from memopt.strategies.offload.program import ordered_transfers
+
+
+@dataclass(frozen=True)
+class Tflms(ChainOffload):
+    """Offload the first N activations as they are made and fetch each one `distance` backward
+    operations before it is read; the best N and distance per budget, by exhaustive search.
+
+    Operations wait for the data they read and never for room, so every pair of parameters has
+    one peak: low budgets are out of reach, and infeasible says what is not. The program may
+    wait for room all the same, at instruction boundaries.
+    """
+
+    name: ClassVar[str] = "tflms"
+    references: ClassVar[tuple[str, ...]] = (
+        PAPER,
+        "TFLMS: Large Model Support in TensorFlow by Graph Rewriting (2018)",
+    )
+
+    def choose(
+        self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
+    ) -> Choice | int:
+        from memopt.strategies.offload import tflms_kernels
+
+        movable = np.flatnonzero(problem.movable)
+        peaks, times = tflms_kernels.table(
+            problem.durations_s,
+            problem.held_bytes + problem.demand_bytes,
+            problem.sizes,
+            movable,
+            problem.to_host_bytes_per_s,
+            problem.from_host_bytes_per_s,
+            problem.latency_s,
+        )
+        on_host = np.concatenate(([0], np.cumsum(problem.sizes[movable])))
+        if self.host_budget_bytes is not None:
+            peaks = peaks[on_host <= self.host_budget_bytes]
+            times = times[on_host <= self.host_budget_bytes]
+        if int(peaks.min()) > problem.capacity_bytes:
+            return int(peaks.min())
+        times = np.where(peaks <= problem.capacity_bytes, times, np.inf)
+        count, distance = (int(x) for x in np.unravel_index(int(times.argmin()), times.shape))
+        chosen = movable[:count].tolist()
+        n = problem.stages
+        # B_{j + distance}, or the first backward operation.
+        not_before = {j: max(n, 2 * n - 1 - (j + distance)) for j in chosen}
+        return Choice(
+            ordered_transfers(chosen, not_before),
+            stats={
+                "tensors": count,
+                "prefetch_distance": distance,
+                "tflms_time_s": float(times[count, distance]),
+            },
+        )
