@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from memopt.models.chain import Chain, Stage
 
 TOY_CURVE = (
@@ -32,8 +34,50 @@ def toy_chain() -> Chain:
 
 def figure_4_chain(n: int) -> Chain:
     """Rotor figure 4 with k = n - 2: L = n + 2 stages of free forward but the first two, M = 15."""
-    size = [0, 1, *[3] * (n - 1), 4, 0]
+    size = [0, 1, *[3] * n, 4, 0]
     stages = [
         Stage({1: n - 2, 2: 2}.get(i, 0), 0, size[i], size[i], size[i]) for i in range(1, len(size))
     ]
     return Chain(size[0], stages)
+
+
+def random_chain(seed: int, most_stages: int = 6) -> Chain:
+    """A chain of 1 to `most_stages` stages with small integer sizes and times.
+
+    By seed: zeros, equal sizes, growing and shrinking activations, parameter gradients, separate
+    overheads with and without saving, ω_ā = ω_a, a loss that costs nothing.
+    """
+    draw = random.Random(seed)
+    n = draw.randint(1, most_stages)
+    shape = draw.choice(("any", "equal", "growing", "shrinking"))
+    most = draw.choice((2, 4, 8))
+    output = [draw.randint(0, most) for _ in range(n + 1)]
+    if shape == "equal":
+        output = [draw.randint(1, most)] * (n + 1)
+    elif shape != "any":
+        output.sort(reverse=shape == "shrinking")
+    tied = draw.random() < 0.5
+    gradient = list(output) if tied else [draw.randint(0, most) for _ in range(n + 1)]
+    with_overheads, with_parameters = draw.random() < 0.5, draw.random() < 0.5
+    fat, longest = draw.choice((0, most, 2 * most)), draw.choice((1, 3, 9))
+    stages = []
+    for k in range(1, n + 1):
+        overhead = draw.randint(0, most) if with_overheads else 0
+        stages.append(
+            Stage(
+                forward_time_s=draw.randint(0, longest),
+                backward_time_s=draw.randint(0, longest),
+                output_bytes=output[k],
+                saved_bytes=output[k] + draw.randint(0, fat),
+                gradient_bytes=gradient[k],
+                forward_overhead_bytes=overhead,
+                forward_no_save_overhead_bytes=draw.choice((None, draw.randint(0, most)))
+                if with_overheads
+                else None,
+                backward_overhead_bytes=draw.randint(-1, 2 * most) if with_overheads else 0,
+                parameter_gradient_bytes=draw.randint(0, most) if with_parameters else 0,
+            )
+        )
+    if n > 1 and draw.random() < 0.5:
+        stages[-1] = Stage(0, 0, 0, 0, 0)
+    return Chain(output[0], stages, draw.randint(0, 3), gradient[0])

@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 
-Codes = npt.NDArray[np.int32]
+Codes = npt.NDArray[np.int64]
 
 SAME_TIME = 1e-12
 """Times whose relative difference is below this are sums of the same floats in another order."""
@@ -49,6 +49,22 @@ class PlanSet:
             return len(self.points) - 1
         index = bisect_right(self.points, budget_bytes, key=lambda point: point.peak_bytes)
         return index - 1 if index else None
+
+    def with_stats(self, complete: bool | None = None, /, **stats: object) -> PlanSet:
+        """The same schedules with more stats, or marked as incomplete."""
+        complete = self.complete if complete is None else complete
+        optimal = self.optimal and complete
+        return replace(self, optimal=optimal, complete=complete, stats={**self.stats, **stats})
+
+
+def merged(first: PlanSet, *others: PlanSet) -> PlanSet:
+    """The undominated schedules of several sets; figures and claims are the first one's."""
+    candidates = [
+        (point.peak_bytes, point.time_s, codes)
+        for plans in (first, *others)
+        for point, codes in zip(plans.points, plans.codes, strict=True)
+    ]
+    return plan_set(candidates, optimal=first.optimal, complete=first.complete, stats=first.stats)
 
 
 def plan_set(

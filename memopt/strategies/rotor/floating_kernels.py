@@ -18,81 +18,46 @@ from typing import NamedTuple
 import numpy as np
 
 from memopt.strategies.rotor.compiled import compiled, compiled_unlocked
-from memopt.strategies.rotor.model import ChainArrays, Float64Array, Int64Array
+from memopt.strategies.rotor.model import ChainArrays, Int64Array
 from memopt.strategies.rotor.persistent_kernels import ceil_div
-from memopt.strategies.rotor.steps_kernels import FAR, Steps, improve
+from memopt.strategies.rotor.steps_kernels import FAR, Steps, constant, cut, improve, with_room
 
 
 class Part(NamedTuple):
     """The functions of one (s, t) or (s, u), by kind and last stage, and how long each is."""
 
     steps: Steps
-    count: Int64Array
+    length: Int64Array
 
 
-class Tables(NamedTuple):
-    """W of every stage above s, one pool of steps a stage, and H of the current stage."""
+class Level(NamedTuple):
+    """The functions of one s, W or H: f(kind, t, last) starts at start[kind, t, last]."""
 
-    w: Steps
-    w_start: Int64Array
-    w_count: Int64Array
-    h: Steps
-    h_start: Int64Array
-    h_count: Int64Array
+    steps: Steps
+    start: Int64Array
+    length: Int64Array
 
 
 @compiled
 def gradient_need(c: ChainArrays, last: int, kind: int) -> int:
     """Bytes held beside the values of the subchain: ω̃_δ^ℓ, and ā^ℓ if it is in memory."""
     held = c.saved_bytes[last] if kind >= 2 else 0
-    return c.gradient[last] + held
+    return int(c.gradient[last] + held)
 
 
 @compiled
-def w_function(tables: Tables, kind: int, s: int, t: int, last: int) -> Steps:
-    """W_kind(s, t, last), a view."""
-    start = tables.w_start[kind, s, t, last]
-    stop = start + tables.w_count[kind, s, t, last]
-    return Steps(tables.w.at[start:stop], tables.w.value[start:stop])
-
-
-@compiled
-def h_function(tables: Tables, kind: int, u: int, last: int) -> Steps:
-    """H_kind(s, u, last) of the current s, a view."""
-    start = tables.h_start[kind, u, last]
-    stop = start + tables.h_count[kind, u, last]
-    return Steps(tables.h.at[start:stop], tables.h.value[start:stop])
-
-
-@compiled
-def with_room(pool: Steps, used: int, more: int) -> Steps:
-    """`pool`, or a copy twice as large or larger, with room for `more` after the `used` ones."""
-    if used + more <= pool.at.size:
-        return pool
-    size = max(2 * pool.at.size, used + more)
-    larger = Steps(np.empty(size, np.int64), np.empty(size, np.float64))
-    larger.at[:used] = pool.at[:used]
-    larger.value[:used] = pool.value[:used]
-    return larger
-
-
-@compiled
-def cut(f: Steps, count: int) -> Steps:
-    """The first `count` steps, a view."""
-    return Steps(f.at[:count], f.value[:count])
-
-
-@compiled
-def constant(value: float) -> Steps:
-    """The function that is `value` whatever the memory (far below zero on)."""
-    return Steps(np.full(1, -FAR // 4, np.int64), np.full(1, value))
+def function(level: Level, kind: int, t: int, last: int) -> Steps:
+    """f(kind, t, last), a view."""
+    start = level.start[kind, t, last]
+    stop = start + level.length[kind, t, last]
+    return Steps(level.steps.at[start:stop], level.steps.value[start:stop])
 
 
 @compiled_unlocked
-def fill_h(c: ChainArrays, tables: Tables, s: int, u: int, tolerance: float) -> Part:
-    """H(s, u, ·) of every kind and last stage, from H and W of stage s + 1."""
+def fill_h(c: ChainArrays, above: Level, h: Level, s: int, u: int, tolerance: float) -> Part:
+    """H(s, u, ·) of every kind and last stage, from W (`above`) and H of stage s + 1."""
     n = c.length
-    kinds = tables.w_count.shape[0]
+    kinds = above.length.shape[0]
     pool = Steps(np.empty(256, np.int64), np.empty(256))
     other = Steps(np.empty(256, np.int64), np.empty(256))
     count = np.zeros((kinds, n + 2), np.int64)
@@ -102,8 +67,8 @@ def fill_h(c: ChainArrays, tables: Tables, s: int, u: int, tolerance: float) -> 
     total = c.forward_sum_s[s]
     for kind in range(kinds):
         for last in range(u, n + 1):
-            keep = w_function(tables, kind, s + 1, u, last)
-            on = h_function(tables, kind, u, last)
+            keep = function(above, kind, u, last)
+            on = function(h, kind, u, last)
             room = keep.at.size + on.at.size + 2
             pool = with_room(pool, used, room)
             first = Steps(pool.at[used:], pool.value[used:])
@@ -123,7 +88,7 @@ def fill_h(c: ChainArrays, tables: Tables, s: int, u: int, tolerance: float) -> 
 
 @compiled
 def own_stage(
-    c: ChainArrays, tables: Tables, kind: int, s: int, last: int, out: Steps, tolerance: float
+    c: ChainArrays, above: Level, kind: int, s: int, last: int, out: Steps, tolerance: float
 ) -> int:
     """The part of W_kind(s, s, last) that starts with F_all^s, or is B^s alone."""
     leaves = kind % 2 == 1
@@ -137,7 +102,7 @@ def own_stage(
         out.at[0] = reverse if arrived else saving if leaves else max(saving, reverse)
         out.value[0] = (0.0 if arrived else c.forward_s[s]) + (0.0 if leaves else c.backward_s[s])
         return 1
-    rest = w_function(tables, kind - kind % 2, s + 1, s + 1, last)
+    rest = function(above, kind - kind % 2, s + 1, last)
     zero = constant(0.0)
     if leaves:
         shift = c.saved[s] - c.output[s - 1]
@@ -149,10 +114,10 @@ def own_stage(
 
 
 @compiled_unlocked
-def fill_w(c: ChainArrays, tables: Tables, s: int, t: int, tolerance: float) -> Part:
-    """W(s, t, ·) of every kind and last stage, from H of stage s and W of stage s + 1."""
+def fill_w(c: ChainArrays, above: Level, h: Level, s: int, t: int, tolerance: float) -> Part:
+    """W(s, t, ·) of every kind and last stage, from H of stage s and W (`above`) of stage s + 1."""
     n = c.length
-    kinds = tables.w_count.shape[0]
+    kinds = above.length.shape[0]
     pool = Steps(np.empty(256, np.int64), np.empty(256))
     buffer = Steps(np.empty(256, np.int64), np.empty(256))
     other = Steps(np.empty(256, np.int64), np.empty(256))
@@ -169,15 +134,15 @@ def fill_w(c: ChainArrays, tables: Tables, s: int, t: int, tolerance: float) -> 
             k = 0
             if s == t:
                 if s < last:
-                    buffer = with_room(buffer, 0, tables.w_count[arrived, s + 1, t + 1, last] + 2)
-                k = own_stage(c, tables, kind, s, last, buffer, tolerance)
+                    buffer = with_room(buffer, 0, above.length[arrived, t + 1, last] + 2)
+                k = own_stage(c, above, kind, s, last, buffer, tolerance)
             need = ceil_div(gradient_need(c, last, kind) + c.first[s], c.slot)
             for route in range(1 + (kinds > 1)):
                 # route: R, whether the right part leaves ā^u for W_1Q(s, t, u) to use.
                 for u in range(max(t + 1 - route * (1 - leaves), s + 1), last + 1):
                     if route == 1 and arrived and u == last:
                         continue
-                    right = h_function(tables, arrived + route, u, last)
+                    right = function(h, arrived + route, u, last)
                     left_kind, left_last = (2 + leaves, u) if route else (leaves, u - 1)
                     begin = start[left_kind, left_last]
                     end = begin + count[left_kind, left_last]
@@ -188,7 +153,7 @@ def fill_w(c: ChainArrays, tables: Tables, s: int, t: int, tolerance: float) -> 
                     if m > 0:
                         buffer, other, k = other, buffer, m
             if s < t:
-                moved = h_function(tables, kind, t, last)
+                moved = function(h, kind, t, last)
                 shift = -c.output[s - 1]
                 other = with_room(other, 0, k + moved.at.size + 2)
                 now = cut(buffer, k)

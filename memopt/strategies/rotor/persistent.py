@@ -1,32 +1,165 @@
-"""Rotor's persistent dynamic program (Rotor §4.4, Algorithms 3 and 4) and revolve (§5.4)."""
+"""Rotor and its yardstick revolve: dynamic programs over a chain, by slots or in exact memory."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from memopt.models.chain import Chain
-from memopt.models.quantize import slot_scale
+from memopt.models.quantize import SlotScale, slot_scale
 from memopt.strategies.base import Progress
 from memopt.strategies.rotor.chain_strategy import ChainStrategy
-from memopt.strategies.rotor.curve import PlanSet
+from memopt.strategies.rotor.curve import PlanSet, merged
+from memopt.strategies.rotor.limits import SolveLimits, Stopped, TooLarge
+
+DEFAULT_SLOTS = 500
+FEWEST_SLOTS = 15
+EXACT_TABLE_BYTES = 2**28
+
+Plan = Callable[[SlotScale, bool, SolveLimits], PlanSet]
+"""plan(scale, exact, limits): the schedules from one table; raises TooLarge or Stopped."""
 
 
 @dataclass(frozen=True)
-class Rotor(ChainStrategy):
-    """The fastest memory persistent schedule (Rotor Theorem 4.8), with parameter gradients.
+class TableStrategy(ChainStrategy):
+    """A dynamic program whose table is over slots of memory, or exact.
 
     Attributes:
-        slots: memory is counted in slots of 1/slots of the store-all memory.
+        slots: memory is counted in slots of 1/slots of the store-all memory, sizes rounded up;
+            None: exact, with tables of step functions. Whatever the slots, a schedule is
+            measured in exact bytes, and the smallest budget is exact.
+        exact_stages: chains with at most so many stages are planned exactly in any case.
+        table_bytes: largest table. An exact one is also held to 256 MiB unless slots is None;
+            past that, slots are used; a slot table that is too large gets fewer slots. The
+            solution's stats say so ("mode", "slots", "note").
     """
 
-    name: ClassVar[str] = "rotor"
+    slots: int | None = DEFAULT_SLOTS
+    exact_stages: int = 40
+    table_bytes: int = 2**33
 
-    slots: int = 500
+    def __post_init__(self) -> None:
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(
+                f"{type(self).__name__}: slots must be at least 1, or None for exact memory; "
+                f"got {self.slots!r}"
+            )
+
+    @abstractmethod
+    def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
+        """The schedules of one table; raises TooLarge."""
 
     def plan_set(
         self, chain: Chain, deadline_s: float | None = None, progress: Progress | None = None
     ) -> PlanSet:
-        from memopt.strategies.rotor.slotted import persistent_plans
+        note: dict[str, object] = {}
+        if self.slots is None or len(chain) <= self.exact_stages:
+            most = self.table_bytes
+            if self.slots is not None:
+                most = min(most, EXACT_TABLE_BYTES)
+            try:
+                return self.plan(chain, SlotScale(1), True, SolveLimits(most, deadline_s, progress))
+            except TooLarge as error:
+                note = {"note": f"not exact: {error}"}
+        slots = self.slots or DEFAULT_SLOTS
+        while True:
+            try:
+                limits = SolveLimits(self.table_bytes, deadline_s, progress)
+                plans = self.plan(chain, slot_scale(chain, slots), False, limits)
+                return plans.with_stats(None, slots=slots, **note)
+            except TooLarge as error:
+                note = {"note": f"fewer slots: {error}"}
+                if slots <= FEWEST_SLOTS:
+                    raise MemoryError(
+                        f"{self.name}: a chain of {len(chain)} stages needs a table of "
+                        f"{error.needed_bytes} bytes even with {slots} slots, more than "
+                        f"table_bytes = {self.table_bytes}; raise table_bytes, or use "
+                        'strategy "rotor" on a shorter chain'
+                    ) from error
+                slots = max(FEWEST_SLOTS, slots // 2)
 
-        return persistent_plans(chain, slot_scale(chain, self.slots), True, deadline_s, progress)
+
+@dataclass(frozen=True)
+class Rotor(TableStrategy):
+    """The fastest memory persistent schedule (Rotor §4.4), with parameter gradients.
+
+    Attributes:
+        persistent: False: the fastest weakly persistent schedule (Rotor §4.3, corrected), as
+            `RotorOptimal`, in a factor L more time.
+    """
+
+    name: ClassVar[str] = "rotor"
+
+    persistent: bool = True
+
+    def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
+        from memopt.strategies.rotor.persistent_tables import persistent_plans
+
+        if not self.persistent:
+            return floating(chain, scale, 1, exact, limits)
+        return persistent_plans(chain, scale, True, exact, limits)
+
+
+@dataclass(frozen=True)
+class Revolve(TableStrategy):
+    """The heterogeneous AD model (Rotor §5.4): only activations are kept, and every backward comes
+    right after its own F_all. Rotor's recurrence without the move that keeps ā.
+    """
+
+    name: ClassVar[str] = "revolve"
+
+    def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
+        from memopt.strategies.rotor.persistent_tables import persistent_plans
+
+        return persistent_plans(chain, scale, False, exact, limits)
+
+
+@dataclass(frozen=True)
+class RotorOptimal(TableStrategy):
+    """The fastest schedule of Rotor's Table 1 without F_∅^ℓ while ā^ℓ is held (Theorem 4.7,
+    corrected): the last kept activation may move. O(L^4) times the slots.
+    """
+
+    name: ClassVar[str] = "rotor-optimal"
+
+    def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
+        return floating(chain, scale, 1, exact, limits)
+
+
+@dataclass(frozen=True)
+class RotorFree(TableStrategy):
+    """The fastest schedule when any value may be dropped at any time, beyond the paper: a saved ā
+    may wait for its backward while its input is dropped and recomputed later.
+    """
+
+    name: ClassVar[str] = "rotor-free"
+
+    def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
+        return floating(chain, scale, 4, exact, limits)
+
+
+def floating(
+    chain: Chain, scale: SlotScale, kinds: int, exact: bool, limits: SolveLimits
+) -> PlanSet:
+    """Schedules of a floating program, and those of the smaller classes where it is not exact."""
+    from memopt.strategies.rotor.floating_tables import floating_plans
+    from memopt.strategies.rotor.persistent_tables import persistent_plans
+
+    if exact:
+        try:
+            return floating_plans(chain, scale, kinds, True, limits)
+        except Stopped:
+            return persistent_plans(chain, scale, True, True, limits).with_stats(False)
+    smaller = (
+        persistent_plans(chain, scale, True, False, limits)
+        if kinds == 1
+        else floating(chain, scale, 1, False, limits)
+    )
+    if not smaller.complete:
+        return smaller
+    try:
+        return merged(floating_plans(chain, scale, kinds, False, limits), smaller)
+    except Stopped:
+        return smaller.with_stats(False)

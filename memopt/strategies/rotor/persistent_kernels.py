@@ -14,47 +14,52 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
-from memopt.strategies.rotor.codes import (
-    BACKWARD,
-    CODE_BASE,
-    FORWARD_ALL,
-    FORWARD_CHECKPOINT,
-    FORWARD_NO_SAVE,
-)
-from memopt.strategies.rotor.model import Float64Array, Int64Array
-
-UNREACHABLE = np.int64(1) << np.int64(61)
+from memopt.strategies.rotor.compiled import compiled, compiled_parallel
+from memopt.strategies.rotor.model import ChainArrays, Float64Array, Int64Array
+from memopt.strategies.rotor.steps_kernels import FAR
 
 
 class Rows(NamedTuple):
-    """The table: values of all rows, where each row (s, t) starts, and its range of slots."""
+    """The table C, by slots or by steps.
+
+    Attributes:
+        values: the values of all rows.
+        offset: where each row (s, t) starts.
+        low, high: the range of slots of each row; constant beyond `high`.
+        at: the memory of each step, for tables of steps; empty for tables of slots.
+        steps: the number of steps of each row, for tables of steps.
+    """
 
     values: Float64Array
     offset: Int64Array
     low: Int64Array
     high: Int64Array
+    at: Int64Array
+    steps: Int64Array
 
 
-@njit(cache=True)
-def ceil_div(size, slot):
+@compiled
+def ceil_div(size: int, slot: int) -> int:
     """size / slot, rounded up, for negative sizes too."""
     return -((-size) // slot)
 
 
-@njit(cache=True)
-def saving_need(c, s, t, slot):
+@compiled
+def saving_need(c: ChainArrays, s: int, t: int, slot: int) -> int:
     """Memory for F_all^s while δ^t is live, and for B^s: m_all of Rotor §4.4."""
     return max(ceil_div(c.gradient[t] + c.saving[s], slot), ceil_div(c.reverse[s], slot))
 
 
-@njit(cache=True)
-def memory_bounds(c, slot, output, saved, split_saving):
+@compiled
+def memory_bounds(
+    c: ChainArrays, slot: int, output: Int64Array, saved: Int64Array, split_saving: bool
+) -> tuple[Int64Array, Int64Array]:
     """`low` and `high` of every row, in slots of `slot` bytes."""
     n = c.length
-    low = np.full((n + 2, n + 2), UNREACHABLE, np.int64)
-    high = np.full((n + 2, n + 2), UNREACHABLE, np.int64)
+    low = np.full((n + 2, n + 2), FAR, np.int64)
+    high = np.full((n + 2, n + 2), FAR, np.int64)
     for s in range(n, 0, -1):
         for t in range(s, n + 1):
             own = saving_need(c, s, t, slot)
@@ -66,7 +71,7 @@ def memory_bounds(c, slot, output, saved, split_saving):
                 best = max(own, saved[s] + low[s + 1, t])
                 high[s, t] = max(own, saved[s] + high[s + 1, t])
             else:
-                best = UNREACHABLE
+                best = FAR
                 need = ceil_div(c.gradient[t] + c.first[s], slot)
                 high[s, t] = max(need, output[s] + high[s + 1, t], high[s, s])
             need_bytes = c.first[s]
@@ -82,11 +87,11 @@ def memory_bounds(c, slot, output, saved, split_saving):
     return low, high
 
 
-@njit(cache=True)
-def row_offsets(n, low, high):
+@compiled
+def row_offsets(n: int, low: Int64Array, high: Int64Array) -> tuple[Int64Array, int]:
     """Where each row starts in the one array, and the array's length (past 2^31 if need be)."""
     offset = np.zeros((n + 2, n + 2), np.int64)
-    total = np.int64(0)
+    total = 0
     for s in range(n, 0, -1):
         for t in range(s, n + 1):
             offset[s, t] = total
@@ -94,8 +99,16 @@ def row_offsets(n, low, high):
     return offset, total
 
 
-@njit(cache=True)
-def add_split(out, start, left, left_shift, right, right_shift, extra):
+@compiled
+def add_split(
+    out: Float64Array,
+    start: int,
+    left: Float64Array,
+    left_shift: int,
+    right: Float64Array,
+    right_shift: int,
+    extra: float,
+) -> None:
     """out[i] = min(out[i], left[i - left_shift] + right[i - right_shift] + extra), i ≥ start.
 
     Beyond the end of `left` or `right` its last value holds. Beyond the ends of both only one i
@@ -136,15 +149,15 @@ def add_split(out, start, left, left_shift, right, right_shift, extra):
         out[start] = min(out[start], value)
 
 
-@njit(cache=True)
-def row(table, s, t):
+@compiled
+def row(table: Rows, s: int, t: int) -> Float64Array:
     """The values of row (s, t), a view."""
     start = table.offset[s, t]
     return table.values[start : start + table.high[s, t] - table.low[s, t] + 1]
 
 
-@njit(cache=True)
-def fill_row(c, table, s, t, split_saving):
+@compiled
+def fill_row(c: ChainArrays, table: Rows, s: int, t: int, split_saving: bool) -> None:
     """One row of Theorem 4.8: C1 (keep a^{s-1}, next a^{split-1}) and C2 (F_all^s)."""
     base = table.low[s, t]
     out = row(table, s, t)
@@ -179,106 +192,11 @@ def fill_row(c, table, s, t, split_saving):
             out[i] = out[i - 1]
 
 
-@njit(cache=True, parallel=True)
-def fill_diagonals(c, table, first_distance, last_distance, split_saving):
+@compiled_parallel
+def fill_diagonals(
+    c: ChainArrays, table: Rows, first_distance: int, last_distance: int, split_saving: bool
+) -> None:
     """Every row with first_distance ≤ t - s < last_distance; the shorter ones are filled."""
     for distance in range(first_distance, last_distance):
         for s in prange(1, c.length + 1 - distance):
             fill_row(c, table, s, s + distance, split_saving)
-
-
-@njit(cache=True)
-def estimate(c, table, s, t, memory):
-    """(unknown, C(s, t, m)) for a memory in bytes; below the row's slots, its first value."""
-    m = memory // c.slot - table.low[s, t]
-    start = table.offset[s, t]
-    if m < 0:
-        return 1, table.values[start]
-    return 0, table.values[start + min(m, table.high[s, t] - table.low[s, t])]
-
-
-@njit(cache=True)
-def choose(c, table, floor, s, t, memory, split_saving):
-    """The split to take at (s, t) with `memory` bytes: 0 for F_all^s, else the next stage.
-
-    Every choice that fits in exact bytes is weighed by the table's value for what it leaves:
-    with whole slots left this is Algorithm 4, and the time is at most the table's; where the
-    slots are too coarse to see a choice, `floor` (exact least memory) still does. Returns -1
-    if nothing fits.
-    """
-    best = -1
-    best_unknown = 3
-    best_value = np.inf
-    own = c.forward_s[s] + c.backward_s[s]
-    if memory >= saving_need(c, s, t, 1):
-        if s == t:
-            return 0
-        left = memory - c.saved_bytes[s]
-        if split_saving and left >= floor[s + 1, t]:
-            best_unknown, value = estimate(c, table, s + 1, t, left)
-            best_value = own + value
-            best = 0
-            if memory // c.slot >= table.high[s, t]:
-                return best
-    need = c.first[s]
-    for split in range(s + 1, t + 1):
-        if split > s + 1:
-            need = max(need, c.running[split - 1])
-        if memory < c.gradient[t] + need:
-            break
-        right_memory = memory - c.output_bytes[split - 1]
-        if memory < floor[s, split - 1] or right_memory < floor[split, t]:
-            continue
-        left_unknown, left_value = estimate(c, table, s, split - 1, memory)
-        right_unknown, right_value = estimate(c, table, split, t, right_memory)
-        unknown = left_unknown + right_unknown
-        extra = c.forward_sum_s[split - 1] - c.forward_sum_s[s - 1]
-        value = left_value + right_value + extra
-        if unknown < best_unknown or (unknown == best_unknown and value < best_value):
-            best, best_unknown, best_value = split, unknown, value
-    return best
-
-
-@njit(cache=True)
-def trace(c, table, floor, memory, split_saving):
-    """The schedule for `memory` bytes (Algorithm 4), as codes; empty if none fits."""
-    n = c.length
-    codes = np.empty(16 * n + 64, np.int32)
-    count = 0
-    stack = np.empty((4 * n + 16, 3), np.int64)
-    depth = 1
-    stack[0, 0], stack[0, 1], stack[0, 2] = 1, n, memory
-    while depth > 0:
-        depth -= 1
-        s, t, m = stack[depth, 0], stack[depth, 1], stack[depth, 2]
-        if count + n + 2 > codes.size:
-            larger = np.empty(2 * codes.size, np.int32)
-            larger[:count] = codes[:count]
-            codes = larger
-        if s < 0:
-            codes[count] = CODE_BASE * t + BACKWARD
-            count += 1
-            continue
-        split = choose(c, table, floor, s, t, m, split_saving)
-        if split < 0:
-            return codes[:0]
-        if split == 0:
-            codes[count] = CODE_BASE * s + FORWARD_ALL
-            count += 1
-            stack[depth, 0], stack[depth, 1], stack[depth, 2] = -1, s, 0
-            depth += 1
-            if s < t:
-                stack[depth, 0], stack[depth, 1] = s + 1, t
-                stack[depth, 2] = m - c.saved_bytes[s]
-                depth += 1
-            continue
-        codes[count] = CODE_BASE * s + FORWARD_CHECKPOINT
-        count += 1
-        for stage in range(s + 1, split):
-            codes[count] = CODE_BASE * stage + FORWARD_NO_SAVE
-            count += 1
-        stack[depth, 0], stack[depth, 1], stack[depth, 2] = s, split - 1, m
-        stack[depth + 1, 0], stack[depth + 1, 1] = split, t
-        stack[depth + 1, 2] = m - c.output_bytes[split - 1]
-        depth += 2
-    return codes[:count]

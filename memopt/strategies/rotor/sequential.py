@@ -87,7 +87,7 @@ class StoreAll(ChainStrategy):
 def _schedules(chain: Chain, counts: Iterable[int]) -> PlanSet:
     candidates = []
     for count in counts:
-        codes = np.array(segment_codes(len(chain), count), np.int32)
+        codes = np.array(segment_codes(len(chain), count), np.int64)
         timeline = replay_chain(chain, steps_of(codes))
         candidates.append((timeline.peak_bytes, timeline.time_s, codes))
     return plan_set(candidates, optimal=True)

@@ -14,7 +14,7 @@ import numpy as np
 from memopt.strategies.rotor.compiled import compiled
 from memopt.strategies.rotor.model import Float64Array, Int64Array
 
-FAR = np.int64(1) << np.int64(61)
+FAR = 2**61
 
 
 class Steps(NamedTuple):
@@ -90,3 +90,27 @@ def improve(
                 count += 1
             k += 1
     return count if changed else 0
+
+
+@compiled
+def with_room(pool: Steps, used: int, more: int) -> Steps:
+    """`pool`, or a copy twice as large or larger, with room for `more` after the `used` ones."""
+    if used + more <= pool.at.size:
+        return pool
+    size = max(2 * pool.at.size, used + more)
+    larger = Steps(np.empty(size, np.int64), np.empty(size, np.float64))
+    larger.at[:used] = pool.at[:used]
+    larger.value[:used] = pool.value[:used]
+    return larger
+
+
+@compiled
+def cut(f: Steps, count: int) -> Steps:
+    """The first `count` steps, a view."""
+    return Steps(f.at[:count], f.value[:count])
+
+
+@compiled
+def constant(value: float) -> Steps:
+    """The function that is `value` whatever the memory (far below zero on)."""
+    return Steps(np.full(1, -FAR // 4, np.int64), np.full(1, value))

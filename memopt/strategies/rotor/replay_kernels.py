@@ -6,7 +6,6 @@ Tests hold it equal to `memopt.models.chain_replay.replay_chain`, which is the r
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from memopt.strategies.rotor.codes import (
     BACKWARD,
@@ -16,15 +15,17 @@ from memopt.strategies.rotor.codes import (
     FORWARD_ALL,
     FORWARD_NO_SAVE,
 )
+from memopt.strategies.rotor.compiled import compiled
+from memopt.strategies.rotor.model import ChainArrays, Int64Array
 
 
-@njit(cache=True)
-def peak_and_time(c, codes):
+@compiled
+def peak_and_time(c: ChainArrays, codes: Int64Array) -> tuple[int, float]:
     """(peak in bytes beyond a^0 and the resident bytes, time in seconds); trusts the codes."""
     held = np.zeros(c.length + 1, np.bool_)
-    live = np.int64(0)
+    live = 0
     gradient = c.length
-    peak = np.int64(np.iinfo(np.int64).min)
+    peak = -(2**62)
     time = 0.0
     for code in codes:
         stage = code // CODE_BASE

@@ -1,0 +1,125 @@
+"""Runs the persistent program and turns its table into schedules (Rotor Algorithms 3 and 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from memopt.models.chain import Chain
+from memopt.models.quantize import SlotScale
+from memopt.strategies.rotor.curve import Codes, PlanSet, plan_set
+from memopt.strategies.rotor.exact_kernels import fill_stage
+from memopt.strategies.rotor.limits import SolveLimits, Stopped, TooLarge
+from memopt.strategies.rotor.model import ChainArrays, Int64Array, chain_arrays
+from memopt.strategies.rotor.persistent_kernels import (
+    Rows,
+    fill_diagonals,
+    memory_bounds,
+    row_offsets,
+)
+from memopt.strategies.rotor.persistent_trace_kernels import trace
+from memopt.strategies.rotor.replay_kernels import peak_and_time
+from memopt.strategies.rotor.steps_kernels import Steps
+
+NO_STEPS = np.empty(0, np.int64)
+DIAGONALS_PER_CALL = 8
+
+
+def persistent_plans(
+    chain: Chain, scale: SlotScale, split_saving: bool, exact: bool, limits: SolveLimits
+) -> PlanSet:
+    """Schedules of the persistent program (or revolve) for every budget.
+
+    Args:
+        chain: the chain.
+        scale: slots of memory; one byte if `exact`.
+        split_saving: False for revolve: F_all^ℓ only right before B^ℓ.
+        exact: tables of steps in exact bytes, not of slots.
+        limits: when to stop. A stop leaves the schedule of least memory and, where the class has
+            it, store-all.
+
+    Raises:
+        TooLarge: the table would pass the limits; nothing of that size was allocated.
+    """
+    c = chain_arrays(chain, scale)
+    n = c.length
+    floor, high = memory_bounds(c, 1, c.output_bytes, c.saved_bytes, split_saving)
+    complete = True
+    try:
+        if exact:
+            table = _exact_table(c, floor, high, split_saving, limits)
+            start = table.offset[1, n]
+            budgets = [int(m) for m in table.at[start : start + table.steps[1, n]]]
+        else:
+            table = _slot_table(c, split_saving, limits)
+            low, top = int(table.low[1, n]), int(table.high[1, n])
+            budgets = [m * c.slot for m in _budgets(table.values[table.offset[1, n] :], low, top)]
+            budgets.insert(0, int(floor[1, n]))
+    except Stopped:
+        complete = False
+        table = _nothing_known(c, floor, high)
+        budgets = [int(floor[1, n]), int(high[1, n])]
+    candidates = traced(chain, c, budgets, lambda m: trace(c, table, floor, m, split_saving))
+    stats = {"mode": "exact" if exact else "slots", "cells": int(table.values.size)}
+    if not exact:
+        stats |= {"slot_bytes": c.slot}
+    return plan_set(candidates, optimal=exact and complete, complete=complete, stats=stats)
+
+
+def traced(
+    chain: Chain, c: ChainArrays, budgets: list[int], schedule: Callable[[int], Codes]
+) -> list[tuple[int, float, Codes]]:
+    """(peak in total bytes, seconds, codes) of the schedule for each budget of the table."""
+    fixed = chain.resident_bytes + chain.input_bytes
+    candidates = []
+    for budget in budgets:
+        codes = schedule(budget)
+        if codes.size:
+            peak, seconds = peak_and_time(c, codes)
+            candidates.append((fixed + peak, seconds, codes))
+    return candidates
+
+
+def _budgets(row: np.ndarray, low: int, high: int) -> list[int]:
+    """Slots at which the row falls; the schedules between them are the same or luckier ones."""
+    values = row[: high - low + 1]
+    falls = np.flatnonzero(np.diff(values, prepend=np.inf) < 0)
+    return [low + int(index) for index in falls]
+
+
+def _slot_table(c: ChainArrays, split_saving: bool, limits: SolveLimits) -> Rows:
+    n = c.length
+    low, high = memory_bounds(c, c.slot, c.output, c.saved, split_saving)
+    offset, total = row_offsets(n, low, high)
+    limits.check_bytes(8 * total)
+    table = Rows(np.empty(total), offset, low, high, NO_STEPS, low)
+    for distance in range(0, n, DIAGONALS_PER_CALL):
+        # A diagonal has n - d rows of up to d splits: work grows with d² until the end.
+        limits.report((distance / n) ** 2 * (3 - 2 * distance / n), "rotor: table")
+        last = min(n, distance + DIAGONALS_PER_CALL)
+        fill_diagonals(c, table, distance, last, split_saving)
+    return table
+
+
+def _exact_table(
+    c: ChainArrays, floor: Int64Array, high: Int64Array, split_saving: bool, limits: SolveLimits
+) -> Rows:
+    n = c.length
+    offset = np.zeros((n + 2, n + 2), np.int64)
+    count = np.zeros((n + 2, n + 2), np.int64)
+    pool, used = Steps(np.empty(4096, np.int64), np.empty(4096)), 0
+    tolerance = 1e-12 * float(c.forward_s.sum() + c.backward_s.sum())
+    for s in range(n, 0, -1):
+        limits.report(((n - s) / n) ** 3, "rotor: exact table")
+        most = limits.table_bytes // 16
+        pool, used = fill_stage(c, pool, offset, count, used, s, split_saving, most, tolerance)
+        if used < 0:
+            raise TooLarge(f"the exact table needs more than {most} steps", 16 * most)
+    return Rows(pool.value[:used], offset, floor, high, pool.at[:used], count)
+
+
+def _nothing_known(c: ChainArrays, floor: Int64Array, high: Int64Array) -> Rows:
+    """A table of zeros: its traces fit their budget and prefer F_all."""
+    zeros = np.zeros_like(floor)
+    return Rows(np.zeros(1), zeros, zeros, zeros, np.zeros(1, np.int64), zeros + 1)
