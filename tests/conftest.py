@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 # Before torch, matplotlib and transformers are imported: one thread per worker, no window, no hub.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# One profile cache for the run, shared by its workers, which inherit the variable.
+if "MEMOPT_CACHE_DIR" not in os.environ:
+    _profile_cache = tempfile.TemporaryDirectory(prefix="memopt-tests-")
+    os.environ["MEMOPT_CACHE_DIR"] = _profile_cache.name
 
 import functools
 
