@@ -83,13 +83,14 @@ class ChainState:
         held = self.saved if saving else self.activations
         if index in held:
             raise InvalidProgramError(f"{step}: its output is already in memory")
+        dropping = step.move is Move.FORWARD_NO_SAVE
+        if dropping and (index == 1 or index - 1 not in self.activations):
+            raise InvalidProgramError(f"{step}: there is no a^{index - 1} of its own to drop")
         held.add(index)
         self.live_bytes += stage.saved_bytes if saving else stage.output_bytes
         overhead = stage.forward_overhead_bytes if saving else stage.no_save_overhead_bytes
         during = self.live_bytes + overhead
-        if step.move is Move.FORWARD_NO_SAVE:
-            if index == 1 or index - 1 not in self.activations:
-                raise InvalidProgramError(f"{step}: there is no a^{index - 1} of its own to drop")
+        if dropping:
             self._drop(
                 self.activations,
                 ChainStep(Move.DROP_ACTIVATION, index - 1),

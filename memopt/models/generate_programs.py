@@ -90,6 +90,10 @@ def _random_order(rng: Random, graph: Graph) -> list[int | None]:
         for index, operator in enumerate(graph.operators):
             if operator.phase is not Phase.FORWARD:
                 needs[index].add(None)
+    for update, parameters in _updates(graph).items():
+        for index, operator in enumerate(graph.operators):
+            if parameters.intersection(operator.reads) and operator.phase is not Phase.UPDATE:
+                needs[update].add(index)
     order: list[int | None] = []
     while needs:
         ready = [index for index, before in needs.items() if not before]
@@ -106,7 +110,19 @@ def _recompute(rng: Random, graph: Graph, order: list[int | None], count: int) -
     for _ in range(count if candidates else 0):
         operator = rng.choice(candidates)
         lowest = order.index(operator) + 1
-        order.insert(rng.randint(lowest, len(order)), operator)
+        reads = graph.operators[operator].reads
+        changed = [i for i, parameters in _updates(graph).items() if parameters.intersection(reads)]
+        highest = min([order.index(i) for i in changed], default=len(order))
+        order.insert(rng.randint(lowest, highest), operator)
+
+
+def _updates(graph: Graph) -> dict[int, frozenset[int]]:
+    """Operators that change parameters in place → those parameters."""
+    return {
+        index: frozenset(operator.reads) & graph.resident
+        for index, operator in enumerate(graph.operators)
+        if operator.phase is Phase.UPDATE and not operator.writes
+    }
 
 
 def _any_implementation(rng: Random, graph: Graph, instruction: Compute) -> Compute:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memopt.models.graph import Graph, Operator, Phase
+from memopt.models.graph import Graph, Operator, Phase, TensorKind
 from memopt.models.program import (
     Compute,
     DropHost,
@@ -151,7 +151,7 @@ def _produced(graph: Graph, instruction: Instruction) -> tuple[Sequence[int], in
 
 
 def _malformed(graph: Graph, instructions: Sequence[object]) -> Iterator[Violation]:
-    """Instructions that name things the graph does not have."""
+    """Instructions that name things the graph does not have, and a boundary that is missing."""
     for i, instruction in enumerate(instructions):
         if isinstance(instruction, Compute):
             yield from _malformed_compute(graph, i, instruction)
@@ -163,6 +163,15 @@ def _malformed(graph: Graph, instructions: Sequence[object]) -> Iterator[Violati
                 yield Violation(Code.RESIDENT_MOVED, i, f"{instruction}: {name!r} is resident")
         elif not isinstance(instruction, LossBoundary):
             yield Violation(Code.UNKNOWN_INSTRUCTION, i, f"{instruction!r}")
+    if any(isinstance(instruction, LossBoundary) for instruction in instructions):
+        return
+    if graph.tangents:
+        yield Violation(Code.NO_LOSS_BOUNDARY, len(instructions), "the tangents never arrive")
+    for i, instruction in enumerate(instructions):
+        if isinstance(instruction, Compute) and 0 <= instruction.op < len(graph.operators):
+            operator = graph.operators[instruction.op]
+            if operator.phase is not Phase.FORWARD:
+                yield Violation(Code.NO_LOSS_BOUNDARY, i, f"{operator.name!r} needs one")
 
 
 def _malformed_compute(graph: Graph, i: int, instruction: Compute) -> Iterator[Violation]:
@@ -185,25 +194,28 @@ def _malformed_compute(graph: Graph, i: int, instruction: Compute) -> Iterator[V
 
 
 def _order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violation]:
-    """Laws on the order of operators: the loss boundary, and what may run twice."""
+    """Laws on the order of operators: the loss boundary, what must run, once, and updates."""
     boundaries = [i for i, x in enumerate(instructions) if isinstance(x, LossBoundary)]
     for i in boundaries[1:]:
         yield Violation(Code.SECOND_LOSS_BOUNDARY, i, f"the first is {boundaries[0]}")
-    if not boundaries and graph.tangents:
-        yield Violation(Code.NO_LOSS_BOUNDARY, len(instructions), "the tangents never arrive")
     ran: set[int] = set()
+    updated: set[int] = set()
     for i, instruction in enumerate(instructions):
         if not isinstance(instruction, Compute):
             continue
         operator = graph.operators[instruction.op]
-        if operator.phase is not Phase.FORWARD:
-            if not boundaries:
-                yield Violation(Code.NO_LOSS_BOUNDARY, i, f"{operator.name!r} needs one")
-            elif i < boundaries[0]:
-                yield Violation(Code.BACKWARD_BEFORE_BOUNDARY, i, f"{operator.name!r}")
+        if operator.phase is not Phase.FORWARD and i < boundaries[0]:
+            yield Violation(Code.BACKWARD_BEFORE_BOUNDARY, i, f"{operator.name!r}")
         if not operator.recomputable and instruction.op in ran:
             yield Violation(Code.NOT_RECOMPUTABLE, i, f"{operator.name!r}")
         ran.add(instruction.op)
+        reads, _, _ = _variant(operator, instruction.implementation)
+        parameters = {t for t in reads if graph.tensors[t].kind is TensorKind.PARAMETER}
+        if operator.phase is not Phase.UPDATE and parameters & updated:
+            yield Violation(Code.READ_AFTER_UPDATE, i, f"{operator.name!r}")
+        # An update that writes no tensor of its own changes its parameters in place.
+        if operator.phase is Phase.UPDATE and not operator.writes:
+            updated |= parameters
     for index, operator in enumerate(graph.operators):
         if index not in ran and (operator.phase is Phase.UPDATE or not operator.writes):
             yield Violation(Code.OPERATOR_MISSING, len(instructions), f"{operator.name!r}")

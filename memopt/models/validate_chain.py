@@ -127,9 +127,10 @@ def _stays(chain: Chain, schedule: Sequence[ChainStep]) -> tuple[list[Stay], lis
         since: int | None = None
         for i, what in history:
             if what == "produce":
-                if since is not None:
+                if since is None:
+                    since = i
+                else:
                     found.append(Violation(Code.COMPUTED_WHILE_LIVE, i, f"{value}"))
-                since = i
             elif what in ("read", "own"):
                 if since is None:
                     if what == "read":

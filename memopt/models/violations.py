@@ -24,6 +24,7 @@ class ViolationCode(StrEnum):
     BACKWARD_BEFORE_BOUNDARY = "a backward operator before the loss boundary"
     READ_ABSENT = "reads a tensor that is absent"
     READ_ON_HOST = "reads a tensor that is on the host only"
+    READ_AFTER_UPDATE = "reads a parameter that the step has updated already"
     COMPUTED_WHILE_LIVE = "produces a tensor that is already live"
     FREED_ABSENT = "frees a tensor that is not live"
     RESULT_FREED = "frees a result of the step"

@@ -1,0 +1,337 @@
+"""The validator names the exact code for every mutation of good plans."""
+
+from dataclasses import replace as with_fields
+from random import Random
+
+import pytest
+
+from memopt.models.generate import random_graph
+from memopt.models.generate_programs import random_placement, random_program
+from memopt.models.graph import Graph, Implementation, Operator, Phase
+from memopt.models.instances import three_layers
+from memopt.models.liveness import store_all
+from memopt.models.program import (
+    Compute,
+    DropHost,
+    Free,
+    LossBoundary,
+    Program,
+    SwapIn,
+    SwapOut,
+)
+from memopt.models.replay import replay
+from memopt.models.validate import Violation, ViolationCode, memory_use, validate
+
+Code = ViolationCode
+X, W1, W2, W3, A1, A2, Y, DY, D2, G3, D1, G2, G1 = range(13)
+
+
+def training_graph() -> Graph:
+    """Three layers; layer 2 has another implementation, layer 3 must run once, and the first
+    weight is updated in the step."""
+    graph = three_layers()
+    operators = list(graph.operators)
+    operators[1] = with_fields(operators[1], implementations=(Implementation("fast", 1.0, 70),))
+    operators[2] = with_fields(operators[2], recomputable=False)
+    operators.append(Operator("update", (W1, G1), (), 1.0, 0, Phase.UPDATE, recomputable=False))
+    return Graph(graph.tensors, operators, graph.outputs, (G2, G3), graph.tangents)
+
+
+GRAPH = training_graph()
+GOOD = (
+    Compute(0, (A1,)),
+    Compute(1, (A2,), "fast"),
+    SwapOut(A1),
+    Free(A1),
+    Compute(2, (Y,)),
+    LossBoundary(),
+    Compute(3, (D2, G3)),
+    Free(A2),
+    SwapIn(A1),
+    Compute(4, (D1, G2)),
+    Free(A1),
+    Free(D2),
+    DropHost(A1),
+    Compute(0, ()),
+    Compute(5, (G1,)),
+    Free(D1),
+    Compute(6, ()),
+    Free(G1),
+)
+
+
+def insert(position, *instructions):
+    return lambda good: [*good[:position], *instructions, *good[position:]]
+
+
+def delete(position, count=1):
+    return lambda good: [*good[:position], *good[position + count :]]
+
+
+def change(position, instruction):
+    return lambda good: [*good[:position], instruction, *good[position + 1 :]]
+
+
+def move(source, target):
+    """Take the instruction at `source` out and put it before position `target` of the rest."""
+    return lambda good: insert(target, good[source])(delete(source)(good))
+
+
+MUTATIONS = [
+    ("not an instruction", change(7, "free"), Code.UNKNOWN_INSTRUCTION, 7),
+    ("operator too large", change(0, Compute(7, (A1,))), Code.UNKNOWN_OPERATOR, 0),
+    ("operator negative", change(0, Compute(-1, (A1,))), Code.UNKNOWN_OPERATOR, 0),
+    ("tensor too large", change(7, Free(13)), Code.UNKNOWN_TENSOR, 7),
+    ("tensor negative", change(2, SwapOut(-1)), Code.UNKNOWN_TENSOR, 2),
+    (
+        "implementation of another",
+        change(0, Compute(0, (A1,), "fast")),
+        Code.UNKNOWN_IMPLEMENTATION,
+        0,
+    ),
+    ("keeps what it reads", change(1, Compute(1, (A1, A2))), Code.OUTPUT_NOT_WRITTEN, 1),
+    ("keeps twice", change(0, Compute(0, (A1, A1))), Code.OUTPUT_REPEATED, 0),
+    ("frees a parameter", insert(3, Free(W1)), Code.RESIDENT_MOVED, 3),
+    ("swaps out the input", insert(0, SwapOut(X)), Code.RESIDENT_MOVED, 0),
+    ("swaps in a parameter", insert(9, SwapIn(W2)), Code.RESIDENT_MOVED, 9),
+    ("drops a parameter's copy", insert(9, DropHost(W2)), Code.RESIDENT_MOVED, 9),
+    ("runs layer 3 again", insert(5, Compute(2, ())), Code.NOT_RECOMPUTABLE, 5),
+    ("updates twice", insert(17, Compute(6, ())), Code.NOT_RECOMPUTABLE, 17),
+    ("never updates", delete(16), Code.OPERATOR_MISSING, 17),
+    ("re-run after the update", insert(17, Compute(0, ())), Code.READ_AFTER_UPDATE, 17),
+    ("no boundary", delete(5), Code.NO_LOSS_BOUNDARY, 5),
+    ("no backward, no boundary", lambda good: good[:3], Code.NO_LOSS_BOUNDARY, 3),
+    ("two boundaries", insert(9, LossBoundary()), Code.SECOND_LOSS_BOUNDARY, 9),
+    ("boundary too late", move(5, 6), Code.BACKWARD_BEFORE_BOUNDARY, 5),
+    ("boundary too early", move(5, 4), Code.RESULT_MISSING, 4),
+    ("not kept", change(0, Compute(0, ())), Code.READ_ABSENT, 1),
+    ("not run", delete(0), Code.READ_ABSENT, 0),
+    ("freed before its reader", move(7, 6), Code.READ_ABSENT, 7),
+    ("swapped in after its reader", move(8, 9), Code.READ_ON_HOST, 8),
+    ("recomputed while live", insert(1, Compute(0, (A1,))), Code.COMPUTED_WHILE_LIVE, 1),
+    ("kept by a needless re-run", change(13, Compute(0, (A1,))), Code.LEFT_ON_DEVICE, 18),
+    ("recomputed while swapped in", insert(9, Compute(0, (A1,))), Code.COMPUTED_WHILE_LIVE, 9),
+    ("freed twice", insert(11, Free(A1)), Code.FREED_ABSENT, 11),
+    ("freed before it exists", insert(0, Free(D1)), Code.FREED_ABSENT, 0),
+    ("frees the output", insert(5, Free(Y)), Code.RESULT_FREED, 5),
+    ("frees a held tangent", insert(7, Free(DY)), Code.RESULT_FREED, 7),
+    ("frees a gradient", insert(15, Free(G3)), Code.RESULT_FREED, 15),
+    ("swaps out too early", insert(0, SwapOut(A1)), Code.SWAP_OUT_ABSENT, 0),
+    ("swaps out after the free", move(2, 3), Code.SWAP_OUT_ABSENT, 3),
+    ("swaps out twice", insert(3, SwapOut(A1)), Code.SWAP_OUT_TWICE, 3),
+    ("never swapped out", delete(2), Code.SWAP_IN_ABSENT, 7),
+    ("host copy dropped too early", move(12, 8), Code.SWAP_IN_ABSENT, 9),
+    ("not freed before the swap in", delete(3), Code.SWAP_IN_WHILE_LIVE, 7),
+    ("swapped in twice", insert(9, SwapIn(A1)), Code.SWAP_IN_WHILE_LIVE, 9),
+    ("dropped twice", insert(13, DropHost(A1)), Code.DROP_HOST_ABSENT, 13),
+    ("dropped before the swap out", insert(2, DropHost(A1)), Code.DROP_HOST_ABSENT, 2),
+    ("gradient not kept", change(6, Compute(3, (D2,))), Code.RESULT_MISSING, 18),
+    ("output not kept", change(4, Compute(2, ())), Code.RESULT_MISSING, 5),
+    ("not freed", delete(15), Code.LEFT_ON_DEVICE, 17),
+    ("host copy not dropped", delete(12), Code.LEFT_ON_HOST, 17),
+]
+
+
+def test_the_good_plan_is_good():
+    assert validate(GRAPH, Program(GOOD)) is None
+    assert replay(GRAPH, Program(GOOD)).peak_bytes == memory_use(GRAPH, Program(GOOD)).peak
+
+
+@pytest.mark.parametrize(
+    ("mutate", "code", "instruction"),
+    [row[1:] for row in MUTATIONS],
+    ids=[row[0] for row in MUTATIONS],
+)
+def test_mutation(mutate, code, instruction):
+    violation = validate(GRAPH, Program(mutate(list(GOOD))))
+    assert isinstance(violation, Violation)
+    assert (violation.code, violation.instruction) == (code, instruction)
+    assert str(violation.instruction) in str(violation)
+
+
+def test_budgets_are_exact():
+    use = memory_use(GRAPH, Program(GOOD))
+    assert validate(GRAPH, Program(GOOD), use.peak, use.host_peak) is None
+    over = validate(GRAPH, Program(GOOD), use.peak - 1)
+    assert (over.code, over.instruction) == (Code.OVER_BUDGET, use.during.index(use.peak))
+    assert "1 too many" in over.message
+    over = validate(GRAPH, Program(GOOD), use.peak, 299)
+    assert (over.code, over.instruction) == (Code.OVER_HOST_BUDGET, 2)
+
+
+PLACED = (
+    (0, A1, 0),
+    (1, A2, 300),
+    (2, Y, 500),
+    (4, D2, 600),
+    (4, G3, 800),
+    (6, D1, 1000),
+    (6, G2, 1300),
+    (9, G1, 0),
+)
+PLACED_PEAK_BYTES = 1600 + 964 + 100 + 60
+
+PLACEMENTS = [
+    ("of a tangent", [*PLACED, (3, DY, 2000)], Code.OFFSET_STRAY, 3),
+    ("of another operator's", [*PLACED, (0, A2, 2000)], Code.OFFSET_STRAY, 0),
+    ("at a free", [*PLACED, (5, A2, 2000)], Code.OFFSET_STRAY, 5),
+    ("beyond the end", [*PLACED, (11, A2, 2000)], Code.OFFSET_STRAY, 11),
+    ("twice", [*PLACED, (1, A2, 2000)], Code.OFFSET_REPEATED, 1),
+    ("negative", [(0, A1, -1), *PLACED[1:]], Code.OFFSET_NEGATIVE, 0),
+    ("none", PLACED[1:], Code.OFFSET_MISSING, 0),
+    ("overlap at the end", [*PLACED[:3], (4, D2, 599), *PLACED[4:]], Code.ADDRESSES_OVERLAP, 4),
+    ("overlap at the start", [(0, A1, 1), *PLACED[1:]], Code.ADDRESSES_OVERLAP, 1),
+    (
+        "overlap in one operator",
+        [*PLACED[:4], (4, G3, 799), *PLACED[5:]],
+        Code.ADDRESSES_OVERLAP,
+        4,
+    ),
+    ("overlap with a result", [*PLACED[:7], (9, G1, 101)], Code.ADDRESSES_OVERLAP, 9),
+]
+
+
+def placed(offsets):
+    return Program(store_all(three_layers()).instructions, offsets)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "code", "instruction"),
+    [row[1:] for row in PLACEMENTS],
+    ids=[row[0] for row in PLACEMENTS],
+)
+def test_mutated_placement(offsets, code, instruction):
+    violation = validate(three_layers(), placed(offsets))
+    assert (violation.code, violation.instruction) == (code, instruction)
+
+
+def test_placement_and_its_budget():
+    graph = three_layers()
+    assert validate(graph, placed(PLACED), PLACED_PEAK_BYTES) is None
+    assert replay(graph, placed(PLACED)).placed_peak_bytes == PLACED_PEAK_BYTES
+    over = validate(graph, placed(PLACED), PLACED_PEAK_BYTES - 1)
+    assert over.code is Code.ARENA_OVER_BUDGET
+
+
+def test_results_may_lie_outside_the_arena():
+    graph = three_layers()
+    inside = [row for row in PLACED if row[1] not in graph.kept]
+    assert validate(graph, placed(inside)) is None
+    outside = max(964 + 100 + 100 + 200 + 300 + 60, 964 + 100 + 100 + 900)
+    assert replay(graph, placed(inside)).placed_peak_bytes == 1300 + outside
+
+
+def test_transient_outputs_may_have_an_address_and_must_not_overlap():
+    good = [*GOOD[:13], *GOOD[13:]]
+    offsets = [(0, A1, 0), (1, A2, 300), (6, D2, 600), (8, A1, 0), (9, D1, 1000), (14, G1, 500)]
+    assert validate(GRAPH, Program(good, offsets)) is None
+    assert validate(GRAPH, Program(good, [*offsets, (13, A1, 0)])) is None
+    violation = validate(GRAPH, Program(good, [*offsets, (13, A1, 701)]))
+    assert (violation.code, violation.instruction) == (Code.ADDRESSES_OVERLAP, 13)
+
+
+def test_every_code_has_a_mutation():
+    from .test_validate_chain import MUTATIONS as CHAIN_MUTATIONS
+
+    named = {row[2] for row in (*MUTATIONS, *PLACEMENTS, *CHAIN_MUTATIONS)}
+    elsewhere = {Code.OVER_BUDGET, Code.OVER_HOST_BUDGET, Code.ARENA_OVER_BUDGET}
+    assert named | elsewhere == set(Code)
+
+
+def drawn(seed: int) -> tuple[Random, Graph, Program]:
+    """A random training step and a random valid program for it."""
+    rng = Random(seed)
+    graph = random_graph(
+        rng,
+        rng.randint(1, 9),
+        implementations=rng.random() < 0.5,
+        updates=rng.random() < 0.3,
+        inference=rng.random() < 0.1,
+    )
+    program = random_program(
+        rng,
+        graph,
+        recomputations=rng.randint(0, 6),
+        swaps=rng.randint(0, 3),
+        reorder=rng.random() < 0.5,
+    )
+    return rng, graph, program
+
+
+@pytest.mark.parametrize("block", range(20))
+def test_replay_and_validator_agree_on_random_programs(block):
+    for seed in range(block * 150, block * 150 + 150):
+        _, graph, program = drawn(seed)
+        timeline = replay(graph, program)
+        use = memory_use(graph, program)
+        assert timeline.step_bytes == tuple(use.during), seed
+        assert timeline.host_bytes == tuple(use.host), seed
+        assert (timeline.peak_bytes, timeline.host_peak_bytes) == (use.peak, use.host_peak), seed
+        assert validate(graph, program, use.peak, use.host_peak) is None, seed
+        over = validate(graph, program, timeline.peak_bytes - 1)
+        assert (over.code, over.instruction) == (Code.OVER_BUDGET, timeline.peak_instruction), seed
+        if use.host_peak:
+            over = validate(graph, program, None, use.host_peak - 1)
+            assert over.code is Code.OVER_HOST_BUDGET, seed
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_replay_and_validator_agree_on_random_placements(block):
+    for seed in range(block * 30, block * 30 + 30):
+        rng, graph, program = drawn(seed)
+        program = random_placement(rng, graph, program)
+        timeline = replay(graph, program)
+        assert timeline.placed_peak_bytes >= timeline.peak_bytes, seed
+        assert validate(graph, program, timeline.placed_peak_bytes) is None, seed
+        if timeline.placed_peak_bytes > timeline.peak_bytes:
+            over = validate(graph, program, timeline.placed_peak_bytes - 1)
+            assert over.code is Code.ARENA_OVER_BUDGET, seed
+
+
+def mutations_of(program: Program):
+    """(codes one of which must be named, mutated program) for a random good program."""
+    good = program.instructions
+    for i, instruction in enumerate(good):
+        without = Program([*good[:i], *good[i + 1 :]])
+        twice = Program([*good[: i + 1], *good[i:]])
+        if isinstance(instruction, Free):
+            again = {Code.LEFT_ON_DEVICE, Code.COMPUTED_WHILE_LIVE, Code.SWAP_IN_WHILE_LIVE}
+            yield again, without
+            yield {Code.FREED_ABSENT}, twice
+        elif isinstance(instruction, SwapOut):
+            yield {Code.SWAP_IN_ABSENT}, without
+            yield {Code.SWAP_OUT_TWICE}, twice
+        elif isinstance(instruction, SwapIn):
+            yield {Code.READ_ON_HOST, Code.READ_ABSENT, Code.FREED_ABSENT}, without
+            yield {Code.SWAP_IN_WHILE_LIVE}, twice
+        elif isinstance(instruction, DropHost):
+            yield {Code.LEFT_ON_HOST}, without
+            yield {Code.DROP_HOST_ABSENT}, twice
+        elif isinstance(instruction, LossBoundary):
+            yield {Code.NO_LOSS_BOUNDARY}, without
+            yield {Code.SECOND_LOSS_BOUNDARY}, twice
+        elif instruction.outputs:
+            missing = {Code.READ_ABSENT, Code.READ_ON_HOST, Code.RESULT_MISSING}
+            missing.add(Code.SWAP_OUT_ABSENT)
+            yield missing, without
+            yield {Code.COMPUTED_WHILE_LIVE, Code.NOT_RECOMPUTABLE}, twice
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_mutations_of_random_programs_are_named(block):
+    for seed in range(block * 40, block * 40 + 40):
+        _, graph, program = drawn(seed)
+        for codes, mutated in mutations_of(program):
+            violation = validate(graph, mutated)
+            assert violation is not None, seed
+            assert violation.code in codes, (seed, violation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(40))
+def test_replay_and_validator_agree_on_many_more(block):
+    for seed in range(10_000 + block * 500, 10_000 + block * 500 + 500):
+        _, graph, program = drawn(seed)
+        use = memory_use(graph, program)
+        assert replay(graph, program).step_bytes == tuple(use.during), seed
+        assert validate(graph, program, use.peak, use.host_peak) is None, seed
