@@ -28,6 +28,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "memopt": EVERYTHING,
 }
 
+# What a layer may name in annotations only, under `if TYPE_CHECKING:`.
+FOR_TYPES: dict[str, tuple[str, ...]] = {"memopt.executor": ("memopt.plan",)}
+
 # Inside memopt.strategies: what every strategy shares, and the composite strategies, which may
 # import the public classes of other folders.
 SHARED_BY_STRATEGIES = ("memopt.strategies.base",)
@@ -51,11 +54,13 @@ class Import:
         target: dotted name of the module, or of the name within it.
         line: where.
         at_top: executed when the importing module is imported.
+        for_types: under `if TYPE_CHECKING:`, so never executed.
     """
 
     target: str
     line: int
     at_top: bool
+    for_types: bool = False
 
     @property
     def module(self) -> str:
@@ -115,24 +120,22 @@ def eager_modules(imports: Mapping[str, Iterable[Import]]) -> set[str]:
     return found
 
 
-def _collect(node: ast.AST, package: str, at_top: bool, found: list[Import]) -> None:
+def _collect(
+    node: ast.AST, package: str, at_top: bool, found: list[Import], for_types: bool = False
+) -> None:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            found.extend(Import(alias.name, child.lineno, at_top) for alias in child.names)
-        elif isinstance(child, ast.ImportFrom):
-            base = _absolute(child, package)
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            base = f"{_absolute(child, package)}." if isinstance(child, ast.ImportFrom) else ""
             found.extend(
-                Import(f"{base}.{alias.name}", child.lineno, at_top) for alias in child.names
+                Import(base + alias.name, child.lineno, at_top, for_types) for alias in child.names
             )
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            _collect(child, package, False, found)
+            _collect(child, package, False, found, for_types)
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            for part in child.body:
-                _collect(ast.Module([part], []), package, False, found)
-            for part in child.orelse:
-                _collect(ast.Module([part], []), package, at_top, found)
+            _collect(ast.Module(child.body, []), package, False, found, True)
+            _collect(ast.Module(child.orelse, []), package, at_top, found, for_types)
         else:
-            _collect(child, package, at_top, found)
+            _collect(child, package, at_top, found, for_types)
 
 
 def _absolute(node: ast.ImportFrom, package: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.layers import (
     COMPOSITES,
+    FOR_TYPES,
     LAYERS,
     NO_TORCH,
     PACKAGE,
@@ -40,10 +41,8 @@ def wrong_layer(module: str, imported: Import) -> bool:
     assert layer is not None
     if not is_in(imported.module, "memopt"):
         return False
-    return not any(
-        allowed == "memopt" or is_in(imported.module, allowed)
-        for allowed in (layer, *LAYERS[layer])
-    )
+    may = (layer, *LAYERS[layer], *(FOR_TYPES.get(layer, ()) if imported.for_types else ()))
+    return not any(allowed == "memopt" or is_in(imported.module, allowed) for allowed in may)
 
 
 def wrong_neighbour(module: str, imported: Import) -> bool:
@@ -128,6 +127,8 @@ def test_a_solver_loaded_early_is_found(strategy: str, early: bool) -> None:
         ("memopt.strategies.rotor.x", "from memopt.executor import run", wrong_layer),
         ("memopt.strategies.rotor.x", "from memopt import planning", wrong_layer),
         ("memopt.profiler.x", "from memopt import strategies", wrong_layer),
+        ("memopt.models.x", "if TYPE_CHECKING:\n    from memopt.plan import Plan", wrong_layer),
+        ("memopt.executor.x", "def f():\n    from memopt.plan import Plan", wrong_layer),
         ("memopt.strategies.rotor.x", "from ..olla import Olla", wrong_neighbour),
         ("memopt.strategies.auto.x", "from memopt.strategies.olla import search", wrong_neighbour),
         ("memopt.models.x", "def f():\n    import torch", wrong_package),
@@ -146,6 +147,7 @@ def test_a_wrong_import_is_found(module: str, source: str, broken: Rule) -> None
             "from .y import z\nfrom ..base import Status",
         ),
         ("memopt.strategies.auto.x", "from memopt.strategies.olla import Olla"),
+        ("memopt.executor.x", "if TYPE_CHECKING:\n    from memopt.plan import Plan"),
         ("memopt.executor.x", "import torch\nfrom memopt.profiler import capture"),
     ],
 )
