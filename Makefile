@@ -23,7 +23,8 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch$(if $(TORCH_INDEX), from $(TORCH_INDEX))"
-	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@# Another index need not have the pinned versions of what torch needs: those come next.
+	@$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
 	@echo "installing memopt with its development tools"
 	@$(PIP) -e '.[dev]'
 	@echo "installing torchvision and timm without what they depend on"
