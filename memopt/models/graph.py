@@ -182,6 +182,12 @@ class Graph:
         self._check()
 
     def _check(self) -> None:
+        for index in self.tangents:
+            if not 0 <= index < len(self.tensors):
+                raise ValueError(f"Graph: there is no tensor {index}, a tangent")
+            if self.tensors[index].resident:
+                name = self.tensors[index].name
+                raise ValueError(f"Graph: the tangent {name!r} cannot be resident")
         available = {i for i, tensor in enumerate(self.tensors) if tensor.resident}
         available |= set(self.tangents)
         written: set[int] = set()
@@ -208,11 +214,27 @@ class Graph:
                 if index in written or self.tensors[index].resident or index in self.tangents:
                     name = self.tensors[index].name
                     raise ValueError(f"{owner}: {name!r} cannot be written here")
+            self._check_implementations(operator)
             written.update(operator.writes)
             available.update(operator.writes)
         for index in (*self.outputs, *self.gradients):
             if index not in available:
                 raise ValueError(f"Graph: result tensor {index} is never computed")
+
+    def _check_implementations(self, operator: Operator) -> None:
+        names: set[str] = set()
+        for choice in operator.implementations:
+            owner = f"Graph: operator {operator.name!r}, implementation {choice.name!r}"
+            if choice.name in names:
+                raise ValueError(f"{owner}: the name is used twice")
+            names.add(choice.name)
+            for index in (*(choice.reads or ()), *(choice.writes or ())):
+                if not 0 <= index < len(self.tensors):
+                    raise ValueError(f"{owner}: there is no tensor {index}")
+            for index in choice.writes or ():
+                if self.tensors[index].resident or index in self.tangents:
+                    name = self.tensors[index].name
+                    raise ValueError(f"{owner}: {name!r} cannot be written")
 
     @cached_property
     def resident(self) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""The instruction set of a plan: one for every strategy (DESIGN §3)."""
+"""The instruction set of a plan: one for every strategy (docs/cost-model.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""THE cost semantics: what a program needs in memory and time (DESIGN §3).
+"""THE cost semantics: what a program needs in memory and time (docs/cost-model.md).
 
 Memory is taken at every instruction. At a Compute it is resident + live tensors + every tensor
 the operator writes (kept or transient, and once more if it is already live) + workspace; at the

@@ -1,5 +1,8 @@
 """The validator names the exact code for every mutation of good plans."""
 
+import ast
+import importlib
+import inspect
 from dataclasses import replace as with_fields
 from random import Random
 
@@ -228,6 +231,16 @@ def test_transient_outputs_may_have_an_address_and_must_not_overlap():
     assert validate(GRAPH, Program(good, [*offsets, (13, A1, 0)])) is None
     violation = validate(GRAPH, Program(good, [*offsets, (13, A1, 701)]))
     assert (violation.code, violation.instruction) == (Code.ADDRESSES_OVERLAP, 13)
+
+
+@pytest.mark.parametrize("name", ["validate", "validate_placement", "validate_chain"])
+def test_the_validators_share_no_code_with_what_they_check(name):
+    module = importlib.import_module(f"memopt.models.{name}")
+    tree = ast.parse(inspect.getsource(module))
+    imported = {x.module for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)}
+    own = {x.removeprefix("memopt.models.") for x in imported if x.startswith("memopt")}
+    data = {"graph", "program", "chain", "steps", "violations", "validate_placement"}
+    assert own <= data
 
 
 def test_every_code_has_a_mutation():
