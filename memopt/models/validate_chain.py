@@ -1,4 +1,4 @@
-"""The independent checker of chain schedules (Rotor §3, Table 1; parameter gradients as in docs/decisions.md).
+"""The independent checker of chain schedules (Rotor §3, Table 1), parameter gradients included.
 
 It shares no code with `chain_replay`: each value's own history gives its lifetimes, and memory
 at a step is the sum over all lifetimes that cover it. That is O(n²) on purpose.
