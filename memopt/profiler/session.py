@@ -23,6 +23,9 @@ from memopt.profiler.signature import signature
 
 Progress = Callable[[float, str], None]
 
+STEP_SCALARS_BYTES = {"cpu": 64, "cuda": 2048}
+"""The loss, its gradient and the runtime's token: small tensors that every step holds."""
+
 
 @dataclass(frozen=True)
 class Profiled:
@@ -93,7 +96,9 @@ def profile_model(
     graph = replace_graph(
         graph,
         boundary_bytes=boundary,
-        extra_resident_bytes=graph.extra_resident_bytes + extra_resident_bytes,
+        extra_resident_bytes=graph.extra_resident_bytes
+        + extra_resident_bytes
+        + STEP_SCALARS_BYTES[device.type],
     )
     report(0.8, "measuring the unplanned step")
     baseline = _baseline(model, call, loss, device, graph, lowering, chosen.cache)
