@@ -262,8 +262,9 @@ class _State:
             raise _Invalid(f"{self._name(tensor)} is not on the device")
         if tensor in self.host:
             raise _Invalid(f"{self._name(tensor)} is on the host already")
-        data_s = self.arrival_s.get(tensor, 0.0)
-        start_s = max(self.now_s, data_s, self.to_host_free_s)
+        # The data exist: the producer is done, and so is an earlier swap-in, since the host
+        # copy it read from was dropped, which waits.
+        start_s = max(self.now_s, self.to_host_free_s)
         end_s = start_s + self.device.swap_out_time_s(self.sizes[tensor])
         self.to_host_free_s = end_s
         if not self.device.duplex:
@@ -278,7 +279,8 @@ class _State:
         if tensor not in self.host:
             raise _Invalid(f"{self._name(tensor)} is not on the host")
         self._appear(tensor)
-        start_s = max(self.now_s, self.stored_s[tensor], self.from_host_free_s)
+        # The host copy is complete: the device copy was freed, which waits.
+        start_s = max(self.now_s, self.from_host_free_s)
         end_s = start_s + self.device.swap_in_time_s(self.sizes[tensor])
         self.from_host_free_s = end_s
         if not self.device.duplex:

@@ -97,11 +97,9 @@ def _overlap(graph: Graph, placed: Sequence[tuple[Lifetime, int]]) -> Violation 
     low = np.array([offset for _, offset in stays], dtype=np.int64)
     high = low + np.array([graph.tensors[x.tensor].size_bytes for x, _ in stays], dtype=np.int64)
     for i, (stay, offset) in enumerate(stays):
-        clash = (
-            (begin[:i] < end[i])
-            & (begin[i] < end[:i])
-            & (np.maximum(low[:i], low[i]) < np.minimum(high[:i], high[i]))
-        )
+        # Those before it in the order began no later, so they meet it if they end after its begin.
+        shared = np.maximum(low[:i], low[i]) < np.minimum(high[:i], high[i])
+        clash = (begin[i] < end[:i]) & shared
         if clash.any():
             other = stays[int(np.argmax(clash))][0]
             names = (graph.tensors[stay.tensor].name, graph.tensors[other.tensor].name)

@@ -144,6 +144,26 @@ def test_transfers_of_one_direction_queue_and_directions_overlap_only_if_duplex(
     assert [(x.start_s, x.end_s) for x in replay(graph, queued, LINK).transfers] == [(2, 3), (3, 4)]
 
 
+def test_one_link_makes_a_swap_out_wait_for_a_swap_in():
+    graph = Graph(
+        [Tensor("x", 7, TensorKind.INPUT), Tensor("t1", 100), Tensor("t2", 100)],
+        [Operator("f", (0,), (1,), 1.0), Operator("g", (0,), (2,), 1.0)],
+    )
+    program = Program(
+        [
+            Compute(0, (1,)),
+            SwapOut(1),  # 1-2
+            Free(1),
+            SwapIn(1),  # 2-4
+            Compute(1, (2,)),  # 2-3
+            SwapOut(2),  # 3-4, or 4-5 on one link
+        ]
+    )
+    for duplex, start_s in ((True, 3), (False, 4)):
+        device = Device(to_host_bytes_per_s=100, from_host_bytes_per_s=50, duplex=duplex)
+        assert replay(graph, program, device).transfers[-1].start_s == start_s
+
+
 def test_swap_in_waits_for_its_own_swap_out():
     graph = line(100, 1)
     program = Program([Compute(0, (1,)), SwapOut(1), Free(1), SwapIn(1), Compute(1, (2,))])

@@ -225,11 +225,12 @@ def test_results_may_lie_outside_the_arena():
 
 
 def test_transient_outputs_may_have_an_address_and_must_not_overlap():
-    good = [*GOOD[:13], *GOOD[13:]]
     offsets = [(0, A1, 0), (1, A2, 300), (6, D2, 600), (8, A1, 0), (9, D1, 1000), (14, G1, 500)]
-    assert validate(GRAPH, Program(good, offsets)) is None
-    assert validate(GRAPH, Program(good, [*offsets, (13, A1, 0)])) is None
-    violation = validate(GRAPH, Program(good, [*offsets, (13, A1, 701)]))
+    assert validate(GRAPH, Program(GOOD, offsets)) is None
+    assert validate(GRAPH, Program(GOOD, [*offsets, (13, A1, 0)])) is None
+    # Over at the next instruction, which may use its address.
+    assert validate(GRAPH, Program(GOOD, [*offsets[:-1], (13, A1, 500), (14, G1, 500)])) is None
+    violation = validate(GRAPH, Program(GOOD, [*offsets, (13, A1, 701)]))
     assert (violation.code, violation.instruction) == (Code.ADDRESSES_OVERLAP, 13)
 
 
