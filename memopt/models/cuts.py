@@ -7,6 +7,7 @@ storages and the storages a chain holds for the whole step and charges (`held`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -60,10 +61,9 @@ def always_held(graph: Graph) -> frozenset[int]:
 
 def last_forward_reader(graph: Graph, tensor: int) -> int:
     """Index of the last forward operator that reads the tensor, -1 if there is none."""
-    for reader in reversed(graph.readers[tensor]):
-        if reader < graph.first_backward:
-            return reader
-    return -1
+    readers = graph.readers[tensor]
+    count = bisect_left(readers, graph.first_backward)
+    return readers[count - 1] if count else -1
 
 
 def crossing(graph: Graph, cuts: Sequence[Cut], tensors: frozenset[int]) -> frozenset[int]:
@@ -102,7 +102,7 @@ class _Spans:
 
 
 def find_cuts(graph: Graph) -> tuple[Cut, ...]:
-    """All cuts, in order; of neighbours with the same storage only the last."""
+    """All cuts, in order; of neighbours with the same storage only the first."""
     free, held, end = parameter_free(graph), always_held(graph), graph.first_backward
     spans = {name: _Spans(end + 1) for name in ("plain", "free", "held")}
     for first, operator in enumerate(graph.operators[:end]):
@@ -118,9 +118,8 @@ def find_cuts(graph: Graph) -> tuple[Cut, ...]:
         if count > 1 or (count == 0 and fresh[position][0]):
             continue
         key = (count, tensor) if count else (0, *kept[position])
-        if key == previous:
-            cuts.pop()
-        cuts.append(Cut(position, tensor if count else None))
+        if key != previous:
+            cuts.append(Cut(position, tensor if count else None))
         previous = key
     return tuple(cuts)
 

@@ -6,7 +6,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memopt.models.cuts import Cut, always_held, crossing, parameter_free
+from memopt.models.cuts import (
+    Cut,
+    always_held,
+    crossing,
+    last_forward_reader,
+    parameter_free,
+)
 from memopt.models.graph import Graph, Phase
 
 
@@ -101,7 +107,8 @@ class _Assignment:
             bounds[i] = self._bounds(i, bounds)
         if self.conflicts:
             return
-        self.stage.extend(bounds[i][1] for i in backward)
+        wanted = self._wanted(backward, bounds)
+        self.stage.extend(wanted)
         early = self._driven(backward)
         for i in reversed(backward):
             low = bounds[i][0]
@@ -109,8 +116,24 @@ class _Assignment:
                 for reader in self.graph.readers[tensor]:
                     low = max(low, self.stage[reader])
             # As early as possible, as the framework does, unless waiting saves memory.
-            if i not in early or self._grows(i):
-                self.stage[i] = low
+            waits = i not in early or self._grows(i)
+            self.stage[i] = low if waits else max(low, self.stage[i])
+
+    def _wanted(self, backward: range, bounds: dict[int, tuple[int, int]]) -> list[int]:
+        """For each backward operator the highest allowed stage that is not after the last
+        forward reader of a resident tensor it reads: where its parameters are."""
+        wanted: dict[int, int] = {}
+        for i in backward:
+            low, stage = bounds[i]
+            for tensor in self.graph.operators[i].reads:
+                producer = self.graph.producer.get(tensor, -1)
+                if producer >= self.first_backward:
+                    stage = min(stage, wanted[producer])
+                elif tensor in self.graph.resident:
+                    last = last_forward_reader(self.graph, tensor)
+                    stage = min(stage, self.stage[last] if last >= 0 else self.count)
+            wanted[i] = max(low, stage)
+        return list(wanted.values())
 
     def _bounds(self, index: int, bounds: dict[int, tuple[int, int]]) -> tuple[int, int]:
         """The lowest and highest stage an operator's operands allow."""
@@ -145,17 +168,18 @@ class _Assignment:
         return driven
 
     def _grows(self, index: int) -> bool:
-        """Whether a backward operator writes more bytes than it is the last to read."""
-        graph = self.graph
-        ends = sum(
-            graph.tensors[t].size_bytes
-            for t in set(graph.operators[index].reads)
-            if t not in graph.kept
-            and graph.producer.get(t, len(self.stage)) >= self.first_backward
-            and t not in graph.resident
-            and graph.readers[t][-1] == index
-        )
-        return sum(graph.tensors[t].size_bytes for t in graph.operators[index].writes) > ends
+        """Whether an operator reads gradients only, and writes more bytes than it is the last to
+        read: the backward of a pooling or a broadcast."""
+        graph, operator = self.graph, self.graph.operators[index]
+        ends = 0
+        for tensor in dict.fromkeys(operator.reads):
+            if graph.producer.get(tensor, self.first_backward) < self.first_backward:
+                return False
+            if graph.readers[tensor][-1] == index and not (
+                tensor in graph.kept or tensor in graph.resident
+            ):
+                ends += graph.tensors[tensor].size_bytes
+        return sum(graph.tensors[t].size_bytes for t in operator.writes) > ends
 
     def stage_map(self) -> StageMap:
         """The finished map; only without conflicts."""

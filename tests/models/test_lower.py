@@ -1,0 +1,151 @@
+"""Lowering chain schedules: valid programs, never above the chain's own peak or time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from memopt.errors import InvalidProgramError
+from memopt.models.chain_replay import replay_chain
+from memopt.models.generate import random_graph
+from memopt.models.graph import Graph, TensorKind
+from memopt.models.linearize import Linearization, linearize
+from memopt.models.liveness import store_all
+from memopt.models.lower import lower_steps
+from memopt.models.program import Compute, LossBoundary
+from memopt.models.replay import replay
+from memopt.models.steps import ChainStep, Move
+from memopt.models.validate import validate
+from tests.models.training_graphs import (
+    Builder,
+    random_schedule,
+    random_training_graph,
+    store_all_steps,
+)
+
+
+def check(lin: Linearization, steps: tuple[ChainStep, ...]) -> None:
+    """The laws of lowering."""
+    chain = replay_chain(lin.chain, steps)
+    exact = replay(lin.graph, program := lower_steps(lin, steps, keep_unread=True))
+    assert validate(lin.graph, program) is None
+    assert exact.peak_bytes <= chain.peak_bytes
+    assert exact.time_s == pytest.approx(chain.time_s)
+    pruned = replay(lin.graph, program := lin.lower(steps))
+    assert validate(lin.graph, program) is None
+    assert pruned.peak_bytes <= exact.peak_bytes
+    assert pruned.time_s <= exact.time_s + 1e-9
+
+
+def graph_of(seed: int) -> Graph:
+    rng = random.Random(seed)
+    if seed % 3 == 0:
+        return random_graph(rng, 1 + seed % 14)
+    return random_training_graph(seed, layers=1 + seed % 13)
+
+
+@pytest.mark.parametrize("seed", range(240))
+def test_any_schedule_of_any_graph(seed: int) -> None:
+    lin = linearize(graph_of(seed))
+    check(lin, store_all_steps(lin.chain))
+    for k in range(6):
+        check(lin, random_schedule(lin.chain, seed * 10 + k, detours=0.15 * k))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(240, 3000))
+def test_any_schedule_of_many_graphs(seed: int) -> None:
+    test_any_schedule_of_any_graph(seed)
+
+
+def blocks(count: int) -> Linearization:
+    """Blocks of two matrix products, the second of which saves its input only."""
+    build = Builder()
+    x = build.tensor("input", 10, TensorKind.INPUT)
+    (x,) = build.layer("stem", (x, build.parameter()), (10,), (0,))
+    for i in range(count):
+        (a,) = build.layer(f"up{i}", (x, build.parameter()), (40,), (0,))
+        (b,) = build.layer(f"down{i}", (a, build.parameter()), (10,), (0,))
+        (x,) = build.layer(f"sum{i}", (x, b), (10,))
+    build.outputs.append(x)
+    build.backward()
+    return linearize(build.graph())
+
+
+def test_store_all_is_the_frameworks_own_step() -> None:
+    lin = blocks(4)
+    program = lin.lower(store_all_steps(lin.chain))
+    assert (
+        replay(lin.graph, program).peak_bytes == replay(lin.graph, store_all(lin.graph)).peak_bytes
+    )
+    assert sum(isinstance(x, LossBoundary) for x in program) == 1
+
+
+def test_a_rerun_stops_before_what_nobody_reads() -> None:
+    """B^ℓ does not read a^ℓ: a stage re-run for its backward skips its last operators."""
+    lin = blocks(2)
+    assert len(lin.chain) == 4
+    steps = tuple(
+        ChainStep(move, stage)
+        for move, stage in (
+            (Move.FORWARD_ALL, 1),
+            (Move.FORWARD_CHECKPOINT, 2),
+            (Move.FORWARD_ALL, 3),
+            (Move.FORWARD_ALL, 4),
+            (Move.BACKWARD, 4),
+            (Move.BACKWARD, 3),
+            (Move.FORWARD_ALL, 2),
+            (Move.BACKWARD, 2),
+            (Move.BACKWARD, 1),
+        )
+    )
+    check(lin, steps)
+    runs = [x.op for x in lin.lower(steps) if isinstance(x, Compute)]
+    assert [runs.count(i) for i in range(7)] == [1, 2, 1, 1, 1, 1, 1]
+    every = [x.op for x in lower_steps(lin, steps, keep_unread=True) if isinstance(x, Compute)]
+    assert [every.count(i) for i in range(7)] == [1, 2, 2, 2, 1, 1, 1]
+
+
+def test_results_are_written_once() -> None:
+    """Re-running batch norm keeps its output again, not its statistics."""
+    build = Builder()
+    x = build.tensor("input", 10, TensorKind.INPUT)
+    x, _, running = build.layer("norm", (x, build.parameter()), (10, 2, 5), (0,), (1,))
+    build.needs_gradient.discard(running)
+    (y,) = build.layer("linear", (x, build.parameter()), (10,), (0,))
+    (z,) = build.layer("linear", (y, build.parameter()), (10,), (0,))
+    build.outputs += [running, z]
+    build.backward()
+    lin = linearize(build.graph())
+    steps = (
+        ChainStep(Move.FORWARD_CHECKPOINT, 1),
+        ChainStep(Move.FORWARD_NO_SAVE, 2),
+        ChainStep(Move.FORWARD_ALL, 3),
+        ChainStep(Move.FORWARD_ALL, 4),
+        ChainStep(Move.BACKWARD, 4),
+        ChainStep(Move.BACKWARD, 3),
+        ChainStep(Move.FORWARD_ALL, 1),
+        ChainStep(Move.FORWARD_ALL, 2),
+        ChainStep(Move.BACKWARD, 2),
+        ChainStep(Move.BACKWARD, 1),
+    )
+    check(lin, steps)
+    norms = [x for x in lin.lower(steps) if isinstance(x, Compute) and x.op == 0]
+    assert [running in norm.outputs for norm in norms] == [True, False]
+
+
+def test_an_invalid_schedule_is_refused() -> None:
+    lin = blocks(2)
+    with pytest.raises(InvalidProgramError, match="B\\^1"):
+        lin.lower((ChainStep(Move.FORWARD_ALL, 1),))
+
+
+def test_inference() -> None:
+    build = Builder()
+    x = build.tensor("input", 10, TensorKind.INPUT)
+    (x,) = build.layer("linear", (x, build.parameter()), (10,))
+    build.outputs.append(x)
+    lin = linearize(build.graph())
+    check(lin, store_all_steps(lin.chain))
+    assert not any(isinstance(x, LossBoundary) for x in lin.lower(store_all_steps(lin.chain)))
