@@ -30,6 +30,7 @@ class OffloadProblem:
         durations_s: of the 2n operations, seconds.
         held_bytes: Σ|x_j| that the operation finds or makes, all on the device.
         demand_bytes: what the operation needs beyond them: ex, gradients, parameter gradients.
+        between_bytes: what of that is there before it starts already: gradients.
         capacity_bytes: M_GPU: the budget without the resident bytes.
         movable: whether x_j may leave the device.
         to_host_bytes_per_s: β, device → host.
@@ -41,6 +42,7 @@ class OffloadProblem:
     durations_s: Seconds
     held_bytes: Bytes
     demand_bytes: Bytes
+    between_bytes: Bytes
     capacity_bytes: int
     movable: npt.NDArray[np.bool_]
     to_host_bytes_per_s: float
@@ -123,15 +125,15 @@ def offload_problem(
     made = np.cumsum(sizes)[1:]
     forward = [max(s.forward_overhead_bytes, -s.saved_bytes) for s in stages]
     backward = np.zeros(n, dtype=np.int64)
+    between = np.zeros(n, dtype=np.int64)
     parameter_gradients = 0
     for i in reversed(range(n)):
         stage = stages[i]
         output = chain.gradient_bytes(i) + stage.parameter_gradient_bytes
-        backward[i] = (
-            chain.gradient_bytes(i + 1)
-            + parameter_gradients
-            + max(0, output + stage.backward_overhead_bytes)
-        )
+        held = chain.gradient_bytes(i + 1) + parameter_gradients
+        backward[i] = held + max(0, output + stage.backward_overhead_bytes)
+        # δ^n arrives with the first backward operation.
+        between[i] = held if i < n - 1 else 0
         parameter_gradients += stage.parameter_gradient_bytes
     problem = OffloadProblem(
         sizes=sizes,
@@ -141,6 +143,7 @@ def offload_problem(
         ),
         held_bytes=np.concatenate((made, made[::-1])),
         demand_bytes=np.concatenate((np.array(forward, dtype=np.int64), backward[::-1])),
+        between_bytes=np.concatenate((np.zeros(n, dtype=np.int64), between[::-1])),
         capacity_bytes=0,
         movable=movable,
         to_host_bytes_per_s=device.to_host_bytes_per_s,

@@ -1,0 +1,167 @@
+"""offload-exact: the integral problem solved by constraint programming (Offloading Problem 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from memopt.models.chain import Chain
+from memopt.models.device import Device
+from memopt.strategies.base import CostModel
+from memopt.strategies.offload.bounds import eager_amounts
+from memopt.strategies.offload.chain_offload import ChainOffload, Choice, Limits
+from memopt.strategies.offload.dynprog import solve_dynprog
+from memopt.strategies.offload.exact_model import ExactModel
+from memopt.strategies.offload.ordered import makespan_s, ordered_schedule
+from memopt.strategies.offload.problem import Bytes, OffloadProblem
+from memopt.strategies.offload.program import Transfers, best_program, ordered_transfers
+from memopt.strategies.offload.ticks import choose_ticks
+
+
+@dataclass(frozen=True)
+class OffloadExact(ChainOffload):
+    """Which activations to move, when, in any order: the least makespan with whole transfers.
+
+    It starts from the best ordered schedule that DynProg and a local search know. The optimum is
+    that of the paper's model, in which transfers begin at any time; the program keeps the order
+    of the transfers, and its time is beside the bound in the Solution.
+
+    Attributes:
+        num_workers: of the solver; they work in a fixed interleaving, so that the answer does
+            not depend on the machine's load.
+        seed: of the solver.
+        effort: the solver's deterministic time, about seconds of one worker.
+        resolution: ticks of time in a step, where times have no common measure.
+        max_stages: more stages than that are refused.
+    """
+
+    num_workers: int = 2
+    seed: int = 0
+    effort: float = 30.0
+    resolution: int = 200_000
+    max_stages: int = 64
+
+    name: ClassVar[str] = "offload-exact"
+    references: ClassVar[tuple[str, ...]] = (*ChainOffload.references, "CP-SAT (OR-tools)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("num_workers", "effort", "resolution", "max_stages"):
+            if getattr(self, field) <= 0:
+                raise ValueError(f"OffloadExact: {field} must be positive")
+
+    def why_not(self, cost_model: CostModel) -> str | None:
+        if isinstance(cost_model, Chain) and len(cost_model) > self.max_stages:
+            return (
+                f"offload-exact plans up to max_stages={self.max_stages} stages, not "
+                f"{len(cost_model)}; use dynprog"
+            )
+        return super().why_not(cost_model)
+
+    def choose(
+        self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
+    ) -> Choice | int:
+        amounts = known_amounts(problem, self.host_budget_bytes)
+        horizon_s = makespan_s(problem, amounts, whole=True)
+        if not np.isfinite(horizon_s):
+            horizon_s = 2 * _serial_s(problem)
+        ticks = choose_ticks(problem, horizon_s, self.resolution)
+        # Rounding up may cost every operation and transfer one tick.
+        slack = 0 if ticks.exact else 4 * problem.stages + 2
+        model = ExactModel(
+            problem,
+            ticks,
+            ticks.up(horizon_s) + slack,
+            duplex=device.duplex,
+            host_budget_bytes=self.host_budget_bytes,
+        )
+        model.build()
+        _hint(model, problem, amounts)
+        found = model.solve(
+            workers=self.num_workers,
+            seed=self.seed,
+            effort=self.effort,
+            time_limit_s=limits.time_limit_s,
+        )
+        known = [ordered_transfers(np.flatnonzero(amounts).tolist())] if amounts.any() else []
+        if found is not None:
+            known.append(Transfers(found.out, found.back))
+            known.append(ordered_transfers(found.out))
+        transfers = _fastest(chain, problem, device, known)
+        if transfers is None:
+            self.refuse_host(problem, chain.resident_bytes, problem.excess_bytes + 1)
+        assert transfers is not None
+        stats: dict[str, object] = {"proved": found is not None and found.proved}
+        if found is None:
+            return Choice(transfers, stats=stats)
+        stats["exact_time_s"] = found.time_s
+        return Choice(transfers, lower_bound_s=found.lower_bound_s, stats=stats)
+
+
+def known_amounts(problem: OffloadProblem, host_budget_bytes: int | None) -> Bytes:
+    """The best set for ordered whole transfers known after a local search; all zero if none."""
+    from memopt.strategies.offload import improve_kernels
+
+    host = np.inf if host_budget_bytes is None else float(host_budget_bytes)
+    starts = [problem.amounts(np.flatnonzero(eager_amounts(problem, problem.excess_bytes)))]
+    planned = solve_dynprog(problem, 500, host_budget_bytes).amounts
+    if planned is not None:
+        starts.append(planned)
+    rates = np.array(
+        [problem.to_host_bytes_per_s, problem.from_host_bytes_per_s, problem.latency_s]
+    )
+    best, best_s = np.zeros_like(problem.sizes), np.inf
+    for start in starts:
+        if start.sum() > host:
+            continue
+        chosen, time_s = improve_kernels.improve(
+            start > 0,
+            problem.movable,
+            problem.sizes,
+            problem.durations_s,
+            problem.need_bytes,
+            rates,
+            host,
+            20,
+        )
+        if time_s < best_s:
+            best, best_s = np.where(chosen, problem.sizes, 0), time_s
+    return best
+
+
+def _hint(model: ExactModel, problem: OffloadProblem, amounts: Bytes) -> None:
+    schedule = ordered_schedule(problem, amounts, whole=True)
+    if not np.isfinite(schedule.makespan_s):
+        return
+    ends = schedule.starts_s + problem.durations_s
+    times = {
+        int(j): (
+            float(schedule.offloads_s[j, 0]),
+            float(max(schedule.offloads_s[j, 1], ends[j])),
+            float(schedule.prefetches_s[j, 0]),
+        )
+        for j in np.flatnonzero(amounts)
+    }
+    model.hint(schedule.starts_s.tolist(), times)
+
+
+def _serial_s(problem: OffloadProblem) -> float:
+    """Time in which any plan can be done: nothing overlaps."""
+    rates = 1 / problem.to_host_bytes_per_s + 1 / problem.from_host_bytes_per_s
+    count = int(problem.movable.sum())
+    moved = float(problem.sizes[problem.movable].sum()) * rates + 2 * count * problem.latency_s
+    return problem.compute_time_s + moved
+
+
+def _fastest(
+    chain: Chain, problem: OffloadProblem, device: Device, known: list[Transfers]
+) -> Transfers | None:
+    """Of the known decisions, the one whose program is fastest."""
+    best: tuple[float, Transfers] | None = None
+    for transfers in known:
+        built = best_program(chain, problem, device, transfers)
+        if built is not None and (best is None or built[1].time_s < best[0]):
+            best = built[1].time_s, transfers
+    return None if best is None else best[1]

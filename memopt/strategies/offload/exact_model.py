@@ -1,0 +1,255 @@
+"""The integral problem as a constraint model (Offloading Problem 1).
+
+Variables: start s_k of every operation, and for every movable x_j whether it is offloaded (o_j),
+when its copy out begins (a_j), when its device copy is free (e_j), when its copy back begins
+(b_j). Times are whole ticks.
+
+  operations in order                     s_{k+1} ≥ s_k + d_k                     → operations
+  data exist; return before B_j           a_j ≥ end F_{j-1}, b_j + r_j ≤ s(B_j)   → transfers
+  free once copied and read by F_j        e_j ≥ a_j + t_j, e_j ≥ end F_j, b_j ≥ e_j
+  one transfer at a time (B), or one per direction                                → links
+  memory at every time ≤ M (E)                                                    → memory
+  host memory at every time                                                       → host
+  what is away during an operation        z_{j,k} ⇒ e_j ≤ s_k, b_j ≥ end_k        → room
+  makes its room                          Σ_j |x_j|·z_{j,k} ≥ need_k
+  and crosses the link before and after   s_k ≥ Σ_j t_j·z_{j,k}
+
+`room` is implied by `memory`; it is what gives the solver good bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from memopt.strategies.offload.problem import OffloadProblem
+from memopt.strategies.offload.ticks import Ticks
+
+
+@dataclass(frozen=True)
+class ExactSolution:
+    """What the solver found.
+
+    Attributes:
+        out: offloaded indices in the order of their copies to the host.
+        back: in the order of their return.
+        time_s: makespan in rounded-up ticks; an upper bound on the real one.
+        lower_bound_s: no schedule is faster.
+        proved: whether the solver closed its gap.
+    """
+
+    out: tuple[int, ...]
+    back: tuple[int, ...]
+    time_s: float
+    lower_bound_s: float
+    proved: bool
+
+
+class ExactModel:
+    """The constraint model of one problem; `build` reads as a table of contents."""
+
+    def __init__(
+        self,
+        problem: OffloadProblem,
+        ticks: Ticks,
+        horizon: int,
+        *,
+        duplex: bool,
+        host_budget_bytes: int | None,
+    ) -> None:
+        from ortools.sat.python import cp_model
+
+        self.problem = problem
+        self.ticks = ticks
+        self.horizon = horizon
+        self.duplex = duplex
+        self.host_budget_bytes = host_budget_bytes
+        self.stages = problem.stages
+        self.movable = [j for j in range(self.stages + 1) if problem.movable[j]]
+        self.model: Any = cp_model.CpModel()
+        self.start: list[Any] = []
+        self.offloaded: dict[int, Any] = {}
+        self.out_start: dict[int, Any] = {}
+        self.free: dict[int, Any] = {}
+        self.back_start: dict[int, Any] = {}
+        self.out_intervals: list[Any] = []
+        self.back_intervals: list[Any] = []
+
+    def build(self) -> None:
+        """All constraints and the objective."""
+        self.operations()
+        self.transfers()
+        self.links()
+        self.memory()
+        self.host()
+        self.room()
+        self.model.minimize(self.end(2 * self.stages - 1))
+
+    def end(self, k: int) -> Any:
+        """End of operation k."""
+        return self.start[k] + self.ticks.durations[k]
+
+    def forward(self, j: int) -> int:
+        """The operation F_j."""
+        return j
+
+    def backward(self, j: int) -> int:
+        """The operation B_j."""
+        return 2 * self.stages - 1 - j
+
+    def operations(self) -> None:
+        for k in range(2 * self.stages):
+            self.start.append(self.model.new_int_var(0, self.horizon, f"s{k}"))
+            if k:
+                self.model.add(self.start[k] >= self.end(k - 1))
+        self.model.add(self.end(2 * self.stages - 1) <= self.horizon)
+
+    def transfers(self) -> None:
+        model = self.model
+        for j in self.movable:
+            o = self.offloaded[j] = model.new_bool_var(f"o{j}")
+            a = self.out_start[j] = model.new_int_var(0, self.horizon, f"a{j}")
+            e = self.free[j] = model.new_int_var(0, self.horizon, f"e{j}")
+            b = self.back_start[j] = model.new_int_var(0, self.horizon, f"b{j}")
+            if j:
+                model.add(a >= self.end(self.forward(j - 1))).only_enforce_if(o)
+            model.add(e >= a + self.ticks.out[j]).only_enforce_if(o)
+            model.add(e >= self.end(self.forward(j))).only_enforce_if(o)
+            model.add(b >= e).only_enforce_if(o)
+            model.add(b + self.ticks.back[j] <= self.start[self.backward(j)]).only_enforce_if(o)
+            # Absent transfers have one value each, so that they are not searched.
+            for variable in (a, b):
+                model.add(variable == 0).only_enforce_if(o.negated())
+            self.out_intervals.append(
+                model.new_optional_fixed_size_interval_var(a, self.ticks.out[j], o, f"out{j}")
+            )
+            self.back_intervals.append(
+                model.new_optional_fixed_size_interval_var(b, self.ticks.back[j], o, f"in{j}")
+            )
+
+    def links(self) -> None:
+        if self.duplex:
+            self.model.add_no_overlap(self.out_intervals)
+            self.model.add_no_overlap(self.back_intervals)
+        else:
+            self.model.add_no_overlap(self.out_intervals + self.back_intervals)
+
+    def memory(self) -> None:
+        intervals: list[Any] = []
+        demands: list[int] = []
+
+        def occupy(begin: Any, end: Any, size_bytes: int, present: Any = True) -> None:
+            if size_bytes <= 0:
+                return
+            length = self.model.new_int_var(0, self.horizon, "")
+            intervals.append(self.model.new_optional_interval_var(begin, length, end, present, ""))
+            demands.append(size_bytes)
+
+        last = 2 * self.stages - 1
+        for j in range(self.stages + 1):
+            size = int(self.problem.sizes[j])
+            begin = self.start[self.forward(j - 1)] if j else 0
+            end = self.end(self.backward(j - 1)) if j else self.end(last)
+            if j not in self.offloaded:
+                occupy(begin, end, size)
+                continue
+            self.model.add(self.free[j] == end).only_enforce_if(self.offloaded[j].negated())
+            occupy(begin, self.free[j], size)
+            occupy(self.back_start[j], end, size, self.offloaded[j])
+        for k in range(last + 1):
+            occupy(self.start[k], self.end(k), int(self.problem.demand_bytes[k]))
+            if k:
+                between = int(self.problem.between_bytes[k])
+                occupy(self.end(k - 1), self.start[k], between)
+        self.model.add_cumulative(intervals, demands, self.problem.capacity_bytes)
+
+    def host(self) -> None:
+        if self.host_budget_bytes is None:
+            return
+        intervals, demands = [], []
+        for j in self.movable:
+            length = self.model.new_int_var(0, self.horizon, "")
+            intervals.append(
+                self.model.new_optional_interval_var(
+                    self.out_start[j], length, self.end(self.backward(j)), self.offloaded[j], ""
+                )
+            )
+            demands.append(int(self.problem.sizes[j]))
+        self.model.add_cumulative(intervals, demands, self.host_budget_bytes)
+
+    def room(self) -> None:
+        last = self.end(2 * self.stages - 1)
+        for k in range(2 * self.stages):
+            need = int(self.problem.need_bytes[k])
+            if need <= 0:
+                continue
+            index = k if k < self.stages else self.backward(k)
+            away = {j: self.away(j, k) for j in self.movable if j < index}
+            sizes = self.problem.sizes
+            self.model.add(sum(int(sizes[j]) * z for j, z in away.items()) >= need)
+            # All that is away was copied before, one after the other, and returns after.
+            self.model.add(self.start[k] >= sum(self.ticks.out[j] * z for j, z in away.items()))
+            back = sum(self.ticks.back[j] * z for j, z in away.items())
+            self.model.add(last >= self.end(k) + back)
+        if not self.duplex:
+            moved = [
+                (self.ticks.out[j] + self.ticks.back[j]) * self.offloaded[j] for j in self.movable
+            ]
+            self.model.add(last >= sum(moved))
+
+    def away(self, j: int, k: int) -> Any:
+        """z_{j,k}: x_j is not on the device during operation k."""
+        z = self.model.new_bool_var(f"z{j}_{k}")
+        self.model.add_implication(z, self.offloaded[j])
+        self.model.add(self.free[j] <= self.start[k]).only_enforce_if(z)
+        self.model.add(self.back_start[j] >= self.end(k)).only_enforce_if(z)
+        return z
+
+    def hint(self, starts_s: Sequence[float], times: dict[int, tuple[float, float, float]]) -> None:
+        """Start from a known schedule: (copy out, device copy free, copy back) by index."""
+        for variable, start_s in zip(self.start, starts_s, strict=True):
+            self.model.add_hint(variable, self.ticks.up(start_s))
+        for j in self.movable:
+            self.model.add_hint(self.offloaded[j], j in times)
+            if j in times:
+                out_s, free_s, back_s = times[j]
+                self.model.add_hint(self.out_start[j], self.ticks.up(out_s))
+                self.model.add_hint(self.free[j], self.ticks.up(free_s))
+                self.model.add_hint(self.back_start[j], self.ticks.up(back_s))
+
+    def solve(
+        self, *, workers: int, seed: int, effort: float, time_limit_s: float | None
+    ) -> ExactSolution | None:
+        """Solve; None if nothing was found in time.
+
+        Raises:
+            ValueError: the solver rejects the model.
+        """
+        from ortools.sat.python import cp_model
+
+        solver = cp_model.CpSolver()
+        parameters = solver.parameters
+        parameters.num_workers = workers
+        parameters.random_seed = seed
+        # Several workers in a fixed interleaving give the same answer every time.
+        parameters.interleave_search = workers > 1
+        parameters.max_deterministic_time = effort
+        if time_limit_s is not None:
+            parameters.max_time_in_seconds = time_limit_s
+        status = solver.solve(self.model)
+        if status == cp_model.MODEL_INVALID:
+            raise ValueError(f"the constraint model is invalid: {self.model.validate()}")
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None
+        chosen = [j for j in self.movable if solver.boolean_value(self.offloaded[j])]
+        bound = Fraction(math.ceil(solver.best_objective_bound - 1e-6))
+        return ExactSolution(
+            out=tuple(sorted(chosen, key=lambda j: solver.value(self.out_start[j]))),
+            back=tuple(sorted(chosen, key=lambda j: solver.value(self.back_start[j]))),
+            time_s=solver.objective_value * self.ticks.tick_s,
+            lower_bound_s=self.ticks.lower_s(int(bound), 2 * self.stages + 2 * len(self.movable)),
+            proved=status == cp_model.OPTIMAL,
+        )
