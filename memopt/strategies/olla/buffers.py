@@ -26,7 +26,7 @@ class Buffer:
         lower: first instant the buffer is live.
         upper: first instant it is not live any more.
         size: bytes.
-        alignment: its offset must be a multiple of this.
+        alignment: its offset must be a multiple of this; it occupies whole multiples of it.
     """
 
     id: str
@@ -46,19 +46,24 @@ class Buffer:
         if self.alignment < 1:
             raise ValueError(f"Buffer {self.id!r}: alignment must be at least 1")
 
+    @property
+    def extent(self) -> int:
+        """Bytes it occupies: its size rounded up to its alignment."""
+        return -(-self.size // self.alignment) * self.alignment
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """An offset for every buffer, with the proof of how good it is.
 
     Attributes:
-        offsets: buffer id → byte offset; empty when there is none within the capacity asked for.
-        peak: the largest offset + size, bytes.
+        offsets: buffer id → byte offset. Always a valid placement, the best one found.
+        peak: the largest offset + extent, bytes.
         bound: no placement has a smaller peak, bytes.
         gap: (peak - bound) / bound; 0.0 when both are zero.
-        status: OPTIMAL when peak = bound; INFEASIBLE when a capacity was given that provably
-            cannot be met; UNKNOWN when the limits ended before one was found; else FEASIBLE.
-        stats: which method found it ("method"), "nodes", "time_s".
+        status: OPTIMAL when peak = bound, else FEASIBLE; where a capacity was asked for and the
+            peak exceeds it, INFEASIBLE when that is proved to be unavoidable, else UNKNOWN.
+        stats: "method" that found it, "nodes", "time_s", "interrupted".
     """
 
     offsets: Mapping[str, int]
@@ -86,7 +91,7 @@ class Layout:
         if len(ids) != len(buffers):
             raise ValueError("place: two buffers have the same id")
         self.buffers = tuple(buffers)
-        self.size: Ints = np.array([b.size for b in buffers], dtype=np.int64)
+        self.size: Ints = np.array([b.extent for b in buffers], dtype=np.int64)
         self.alignment: Ints = np.array([b.alignment for b in buffers], dtype=np.int64)
         self.lower: Ints = np.array([b.lower for b in buffers], dtype=np.int64)
         self.upper: Ints = np.array([b.upper for b in buffers], dtype=np.int64)
@@ -162,5 +167,5 @@ def lower_bound(buffers: Iterable[Buffer]) -> int:
 
 
 def peak_of(buffers: Iterable[Buffer], offsets: Mapping[str, int]) -> int:
-    """Largest offset + size of a placement, bytes."""
-    return max((offsets[b.id] + b.size for b in buffers), default=0)
+    """Largest offset + extent of a placement, bytes."""
+    return max((offsets[b.id] + b.extent for b in buffers), default=0)

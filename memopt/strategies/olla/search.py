@@ -20,9 +20,10 @@ PREFERENCES = ("WAT", "TWA", "A", "BT", "TAW")
 # ... and what the tightness of memory counts against a low offset, in quarters; -1: nothing.
 SLACK_WEIGHTS = (0, 4, -1)
 
-FIRST_WORK_PER_BUFFER = 20_000
-"""Work of each first attempt; it doubles when all preferences have had their turn."""
-CHUNK_WORK = 100_000_000
+FIRST_WORK_PER_BUFFER = 6_000
+"""Work of each first attempt: about a thousand nodes."""
+RANDOM_PER_FIXED = 7
+CHUNK_WORK = 30_000_000
 """Work between two looks at the clock, some tenths of a second."""
 
 
@@ -48,6 +49,7 @@ def find_placement(
     capacity: int,
     *,
     seed: int = 0,
+    turn: int = 0,
     work_limit: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
@@ -60,41 +62,49 @@ def find_placement(
         layout: buffers of positive size.
         capacity: bytes.
         seed: of the random preferences.
+        turn: how often this was tried before; later turns start with longer attempts and other
+            random preferences.
         work_limit: units of work in all (about 10⁹ per second or two); None: no limit.
         stop: looked at every few tenths of a second.
     """
     if layout.bound > capacity:
         return Outcome(None, True, 0, 0)
-    attempts = _attempts(layout, np.random.default_rng(seed))
     nodes = work = 0
-    limit = FIRST_WORK_PER_BUFFER * len(layout)
-    while True:
-        for order, weight in itertools.islice(attempts, 2 * len(PREFERENCES) * len(SLACK_WEIGHTS)):
-            left = limit if work_limit is None else min(limit, work_limit - work)
-            if left <= 0 or stop():
-                return Outcome(None, False, nodes, work)
-            outcome = _attempt(layout, order, weight, capacity, left, stop)
-            nodes += outcome.nodes
-            work += outcome.work
-            if outcome.offsets is not None or outcome.infeasible:
-                return Outcome(outcome.offsets, outcome.infeasible, nodes, work)
-        limit *= 2
+    for order, weight, limit in _attempts(layout, np.random.default_rng((seed, turn)), turn):
+        left = limit if work_limit is None else min(limit, work_limit - work)
+        if left <= 0 or stop():
+            break
+        outcome = _attempt(layout, order, weight, capacity, left, stop)
+        nodes += outcome.nodes
+        work += outcome.work
+        if outcome.offsets is not None or outcome.infeasible:
+            return Outcome(outcome.offsets, outcome.infeasible, nodes, work)
+    return Outcome(None, False, nodes, work)
 
 
-def _attempts(layout: Layout, rng: np.random.Generator) -> Iterator[tuple[Ints, int]]:
-    """Endless (order of preference, slack weight): fixed and random ones in turn."""
+def _attempts(
+    layout: Layout, rng: np.random.Generator, turn: int
+) -> Iterator[tuple[Ints, int, int]]:
+    """Endless (order of preference, slack weight, work limit). Each round tries every fixed
+    preference once, deeply, and several times as many random ones, less so; limits then double."""
     keys = _keys(layout)
-    fixed = list(itertools.product(PREFERENCES, SLACK_WEIGHTS))
-    for turn in itertools.count():
-        letters, weight = fixed[turn % len(fixed)]
-        yield np.lexsort([-keys[letter] for letter in reversed(letters)]), weight
-        exponents = rng.random(3) * (1.0, 1.0, 4.0)
-        score = sum(
-            exponent * np.log(keys[letter])
-            for exponent, letter in zip(exponents, "ZNT", strict=True)
-        )
-        weight = int(rng.choice((-1, 0, 1, 2, 4, 8)))
-        yield np.argsort(-np.asarray(score), kind="stable"), weight
+    base = FIRST_WORK_PER_BUFFER * len(layout)
+    for round_ in itertools.count():
+        for letters, weight in itertools.product(PREFERENCES, SLACK_WEIGHTS):
+            order = np.lexsort([-keys[letter] for letter in reversed(letters)])
+            yield order, weight, base << (round_ + turn)
+            for _ in range(RANDOM_PER_FIXED):
+                exponents = rng.random(3) * (1.0, 1.0, 4.0)
+                score = sum(
+                    exponent * np.log(keys[letter])
+                    for exponent, letter in zip(exponents, "ZNT", strict=True)
+                )
+                weight = int(rng.choice((-1, 0, 2, 4, 5, 8)))
+                yield (
+                    np.argsort(-np.asarray(score), kind="stable"),
+                    weight,
+                    base << (round_ + turn // 2),
+                )
 
 
 def _keys(layout: Layout) -> dict[str, Ints]:

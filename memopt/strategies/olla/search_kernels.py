@@ -159,6 +159,7 @@ def _place(instance, state, trail, chosen):
     top = base + instance.size[chosen]
     state.offset[chosen] = base
     _push(state, trail, PLACED, chosen, 0)
+    state.counters[WORK] += instance.overlap_start[chosen + 1] - instance.overlap_start[chosen]
     for section in range(instance.first[chosen], instance.last[chosen]):
         state.remaining[section] -= instance.size[chosen]
         state.touched[section] = 1
@@ -173,6 +174,7 @@ def _place(instance, state, trail, chosen):
             if state.least[other] > state.reach[other]:
                 _push(state, trail, REACH, other, state.reach[other])
                 state.reach[other] = state.least[other]
+                state.counters[WORK] += instance.last[other] - instance.first[other]
                 for section in range(instance.first[other], instance.last[other]):
                     state.touched[section] = 1
 
@@ -181,6 +183,7 @@ def _place(instance, state, trail, chosen):
 def _lift(instance, state, trail, chosen):
     """`chosen` is above its least offset: it rests on an unplaced buffer, or there is none."""
     top = INFINITE
+    state.counters[WORK] += instance.overlap_start[chosen + 1] - instance.overlap_start[chosen]
     for k in range(instance.overlap_start[chosen], instance.overlap_start[chosen + 1]):
         other = instance.overlaps[k]
         if state.offset[other] < 0:
@@ -203,7 +206,7 @@ def _infer(instance, state, trail, section, capacity, room):
     only tells whether the section fits.
     """
     begin, end = instance.member_start[section], instance.member_start[section + 1]
-    state.counters[WORK] += end - begin
+    state.counters[WORK] += 3 * (end - begin)
     lowest = INFINITE
     for k in range(begin, end):
         if state.offset[instance.members[k]] < 0:
@@ -228,6 +231,7 @@ def _infer(instance, state, trail, section, capacity, room):
             _push(state, trail, REACH, other, state.reach[other])
             step = instance.alignment[other]
             state.reach[other] = -(-least_top // step) * step
+            state.counters[WORK] += instance.last[other] - instance.first[other]
             for inner in range(instance.first[other], instance.last[other]):
                 state.touched[inner] = 1
             rose = 1

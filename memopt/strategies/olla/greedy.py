@@ -1,0 +1,70 @@
+"""Greedy placements: a portfolio of orders, first fit and best fit (and OLLA Function 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from memopt.strategies.olla.buffers import Ints, Layout
+
+
+def pyramid(layout: Layout) -> Ints:
+    """OLLA Function 5: buffers nested in each other, longest first, to be stacked from offset 0.
+
+    Each next one is the longest whose lifetime lies within the previous one's. First and last
+    use are those of the *chosen* buffer; as printed, the function takes the last one looked at.
+    """
+    chosen: list[int] = []
+    duration = layout.upper - layout.lower
+    inside = np.ones(len(layout), dtype=bool)
+    while inside.any():
+        # argmax takes the first of equals, so the result depends on the given order only.
+        longest = int(np.argmax(np.where(inside, duration, -1)))
+        chosen.append(longest)
+        inside &= (layout.lower >= layout.lower[longest]) & (layout.upper <= layout.upper[longest])
+        inside[chosen] = False
+    return np.array(chosen, dtype=np.int64)
+
+
+def orders(layout: Layout) -> Iterator[tuple[str, Ints]]:
+    """Named orders of placement: decreasing size, area, duration, fullest section; start; the
+    pyramid first."""
+    duration = layout.upper - layout.lower
+    fullest = np.array(
+        [layout.section_bytes[a:b].max() for a, b in zip(layout.first, layout.last, strict=True)]
+    )
+    yield "size", np.lexsort((-duration, -layout.size))
+    yield "area", np.lexsort((-layout.size, -duration * layout.size))
+    yield "duration", np.lexsort((-layout.size, -duration))
+    yield "fullest", np.lexsort((-layout.size, -fullest))
+    yield "start", np.lexsort((-layout.size, layout.lower))
+    stacked = pyramid(layout)
+    rest = np.lexsort((-duration, -layout.size))
+    yield "pyramid", np.concatenate((stacked, rest[~np.isin(rest, stacked)]))
+
+
+def greedy_placement(
+    layout: Layout, good_enough: int = 0, stop: Callable[[], bool] = lambda: False
+) -> tuple[str, Ints]:
+    """The best greedy placement: (its name, offsets).
+
+    Args:
+        layout: buffers of positive size.
+        good_enough: stop at a peak of at most this many bytes.
+        stop: looked at between two orders; the first order is always tried.
+    """
+    from memopt.strategies.olla.greedy_kernels import place_in_order
+
+    columns = (layout.size, layout.alignment, layout.first, layout.last)
+    best: tuple[int, str, Ints] | None = None
+    for name, order in orders(layout):
+        for best_fit in (False, True):
+            if best is not None and (best[0] <= good_enough or stop()):
+                return best[1], best[2]
+            offsets: Ints = place_in_order(order, *columns, best_fit)
+            peak = int((offsets + layout.size).max())
+            if best is None or peak < best[0]:
+                best = peak, f"{name}, {'best' if best_fit else 'first'} fit", offsets
+    assert best is not None
+    return best[1], best[2]
