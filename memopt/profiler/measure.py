@@ -17,7 +17,7 @@ from memopt.models.graph import Graph, Tensor
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.memory import metered_sections
-from memopt.profiler.signature import Arena, Signature, signature
+from memopt.profiler.signature import Signature, StandIns, signature
 
 Progress = Callable[[float, str], None]
 
@@ -127,27 +127,32 @@ def _measure(
     options: MeasureOptions,
     progress: Progress | None,
 ) -> list[Cost]:
-    arena = Arena(device)
-    arena.reserve(missing)
+    stand_ins = StandIns(device)
     outputs: list[tuple[int, ...]] = []
     for position, one in enumerate(missing):
         if progress is not None:
             progress(0.3 * position / len(missing), f"warming up {one.target}")
-        outputs.append(_output_bytes(_call(one, arena), device))
-    uses = metered_sections(device, [functools.partial(_call, one, arena) for one in missing])
-    times = _times(missing, arena, device, options, progress)
+        outputs.append(_output_bytes(_ready(one, stand_ins)(), device))
+    uses = metered_sections(device, [functools.partial(_ready, one, stand_ins) for one in missing])
+    times = _times(missing, stand_ins, device, options, progress)
     return [
         Cost(seconds, max(0, use.peak_bytes - use.end_bytes), sizes)
         for seconds, use, sizes in zip(times, uses, outputs, strict=True)
     ]
 
 
-def _call(one: Signature, arena: Arena) -> object:
-    args, kwargs = arena.arguments(one)
-    try:
-        return one.target(*args, **kwargs)
-    except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        raise ProfileError(f"{one.text} cannot be measured on stand-in data: {error}") from error
+def _ready(one: Signature, stand_ins: StandIns) -> Callable[[], object]:
+    """The call with its arguments made, ready to run."""
+    args, kwargs = stand_ins.arguments(one)
+
+    def run() -> object:
+        try:
+            return one.target(*args, **kwargs)
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            message = f"{one.text} cannot be measured on stand-in data: {error}"
+            raise ProfileError(message) from error
+
+    return run
 
 
 def _output_bytes(result: object, device: torch.device) -> tuple[int, ...]:
@@ -160,9 +165,9 @@ def _output_bytes(result: object, device: torch.device) -> tuple[int, ...]:
     )
 
 
-def _sample(one: Signature, arena: Arena, device: torch.device, repeats: int) -> float:
+def _sample(one: Signature, stand_ins: StandIns, device: torch.device, repeats: int) -> float:
     """Mean seconds of one call over `repeats` calls in a row."""
-    args, kwargs = arena.arguments(one)
+    args, kwargs = stand_ins.arguments(one)
     target = one.target
     if device.type == "cuda":
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -190,13 +195,13 @@ def _precise(samples: list[float]) -> bool:
 
 def _times(
     missing: list[Signature],
-    arena: Arena,
+    stand_ins: StandIns,
     device: torch.device,
     options: MeasureOptions,
     progress: Progress | None,
 ) -> list[float]:
     samples: list[list[float]] = [[] for _ in missing]
-    first = [_sample(one, arena, device, 1) for one in missing]
+    first = [_sample(one, stand_ins, device, 1) for one in missing]
     repeats = [max(1, math.ceil(_MINIMUM_SAMPLE_S / max(s, 1e-9))) for s in first]
     repeats = [min(r, 100) for r in repeats]
     begin = time.perf_counter()
@@ -209,5 +214,5 @@ def _times(
             share = max(round_number / options.max_rounds, spent / options.cap_s)
             progress(min(1.0, 0.3 + 0.7 * share), f"timing {len(open_)} kernels")
         for i in open_:
-            samples[i].append(_sample(missing[i], arena, device, repeats[i]))
+            samples[i].append(_sample(missing[i], stand_ins, device, repeats[i]))
     return [statistics.median(s) for s in samples]

@@ -6,7 +6,10 @@ allocator (oneDNN's own) is invisible. On CUDA the caching allocator's statistic
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,36 +79,49 @@ def memory_events(profiler: Any) -> list[tuple[int, int]]:
     return events
 
 
-def metered_sections(device: torch.device, sections: list[Callable[[], object]]) -> list[MemoryUse]:
-    """Meter several blocks in one profiling session; each block's results are kept alive until
-    its end is read, then dropped. Bytes are relative to each block's own start."""
+def metered_sections(
+    device: torch.device, sections: list[Callable[[], Callable[[], object]]]
+) -> list[MemoryUse]:
+    """Meter several blocks in one profiling session.
+
+    Args:
+        device: whose memory.
+        sections: each prepares a block and returns it; the preparation is not metered. What a
+            block returns is kept alive until its end is read, then dropped.
+
+    Returns:
+        One MemoryUse per section, relative to its block's own start.
+    """
     if device.type == "cuda":
         uses = []
-        for section in sections:
+        for prepare in sections:
+            block = prepare()
             with metered(device) as use:
-                kept = section()
-            del kept
+                kept = block()
+            del kept, block
             uses.append(use)
         return uses
     with _cpu_profile() as profiler:
-        for section in sections:
+        for prepare in sections:
+            block = prepare()
             with torch.profiler.record_function("memopt::section"):
-                kept = section()
-            del kept
+                kept = block()
+            del kept, block
     results = profiler.profiler.kineto_results.events()
     spans = sorted(
         (event.start_ns(), event.end_ns()) for event in results if event.name() == "memopt::section"
     )
     events = memory_events(profiler)
-    uses, position = [], 0
-    for start, end in spans:
-        use, level = MemoryUse(), 0
-        while position < len(events) and events[position][0] < start:
-            position += 1
-        while position < len(events) and events[position][0] <= end:
-            level += events[position][1]
-            use.peak_bytes = max(use.peak_bytes, level)
-            position += 1
-        use.end_bytes = level
-        uses.append(use)
-    return uses
+    return [_use_within(span, events) for span in spans]
+
+
+def _use_within(span: tuple[int, int], events: list[tuple[int, int]]) -> MemoryUse:
+    use, level = MemoryUse(), 0
+    first = bisect.bisect_left(events, (span[0], -sys.maxsize))
+    for time_ns, size in itertools.islice(events, first, None):
+        if time_ns > span[1]:
+            break
+        level += size
+        use.peak_bytes = max(use.peak_bytes, level)
+    use.end_bytes = level
+    return use

@@ -67,58 +67,39 @@ def signature(node: Node) -> Signature:
     return Signature(node.target, args, kwargs, f"{node.target}{shown}")
 
 
-class Arena:
-    """Stand-in tensor arguments, one flat buffer per dtype shared by all signatures.
+class StandIns:
+    """Stand-in tensor arguments on a device, each in a storage of its own, as in a real step
+    (some kernels clone the whole storage of what they get).
 
     Values are harmless for every kernel: floats uniform in [0, 1), integers 0, booleans True.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+        self._pools: dict[torch.dtype, torch.Tensor] = {}
 
-    def _grown(self, dtype: torch.dtype, elements: int) -> torch.Tensor:
-        buffer = self._buffers.get(dtype)
-        if buffer is None or buffer.numel() < elements:
-            self._buffers.pop(dtype, None)
-            if dtype.is_floating_point or dtype.is_complex:
-                real = torch.float32 if not dtype.is_complex else dtype
-                buffer = torch.rand(elements, device=self._device, dtype=real).to(dtype)
-            elif dtype is torch.bool:
-                buffer = torch.ones(elements, device=self._device, dtype=dtype)
-            else:
-                buffer = torch.zeros(elements, device=self._device, dtype=dtype)
-            self._buffers[dtype] = buffer
-        return buffer
+    def _pool(self, dtype: torch.dtype, elements: int) -> torch.Tensor:
+        pool = self._pools.get(dtype)
+        if pool is None or pool.numel() < elements:
+            real = dtype if dtype.is_complex else torch.float32
+            pool = torch.rand(elements, device=self._device, dtype=real).to(dtype)
+            self._pools[dtype] = pool
+        return pool[:elements]
 
-    def reserve(self, signatures: list[Signature]) -> None:
-        """Make the buffers large enough for every signature before any is measured."""
-        for one in signatures:
-            self.arguments(one)
+    def _tensor(self, wanted: TensorArgument) -> torch.Tensor:
+        elements = -(-wanted.storage_bytes // wanted.dtype.itemsize)
+        if wanted.dtype.is_floating_point or wanted.dtype.is_complex:
+            flat = torch.empty(elements, device=self._device, dtype=wanted.dtype)
+            flat.copy_(self._pool(wanted.dtype, elements))
+        else:
+            value = wanted.dtype is torch.bool
+            flat = torch.full((elements,), value, device=self._device, dtype=wanted.dtype)
+        return flat.as_strided(wanted.shape, wanted.stride, wanted.offset)
 
     def arguments(self, one: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Real arguments for a call; distinct tensor arguments do not overlap."""
-        need: dict[torch.dtype, int] = {}
-
-        def count(value: Any) -> Any:
-            if isinstance(value, TensorArgument):
-                size = -(-value.storage_bytes // value.dtype.itemsize)
-                need[value.dtype] = need.get(value.dtype, 0) + size
-            return value
-
-        _replace((one.args, one.kwargs), count)
-        for dtype, elements in need.items():
-            self._grown(dtype, elements)
-        used: dict[torch.dtype, int] = {}
-
-        def take(value: Any) -> Any:
-            if not isinstance(value, TensorArgument):
-                return value
-            start = used.get(value.dtype, 0)
-            used[value.dtype] = start + -(-value.storage_bytes // value.dtype.itemsize)
-            return self._buffers[value.dtype].as_strided(
-                value.shape, value.stride, start + value.offset
-            )
-
-        args, kwargs = _replace((one.args, one.kwargs), take)
+        """Fresh real arguments for a call."""
+        args, kwargs = _replace(
+            (one.args, one.kwargs),
+            lambda value: self._tensor(value) if isinstance(value, TensorArgument) else value,
+        )
         return args, kwargs
