@@ -11,6 +11,7 @@ from memopt.errors import InvalidProgramError as InvalidProgramError
 from memopt.errors import MemoptError as MemoptError
 from memopt.errors import PlanFileError as PlanFileError
 from memopt.errors import ProfileError as ProfileError
+from memopt.files import load as load
 from memopt.models.chain import Chain as Chain
 from memopt.models.chain import Stage as Stage
 from memopt.models.device import Device as Device

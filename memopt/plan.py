@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 from memopt.models.budget import format_bytes
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.program import Program
+from memopt.models.record import ModelRecord
 from memopt.models.steps import ChainStep
 from memopt.strategies.base import Status, Strategy
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from torch import nn
 
     from memopt.profiler.session import Profiled
+    from memopt.report.step_check import StepCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class Plan:
         device: link rates and capacity used.
         stats: what the solver says about itself.
         notes: what a user should know ("the loss is not covered"...).
+        profiled: the captured model; None for a plan of a cost model, or from a file.
+        record: what the model and its example call were, as plan files store it.
     """
 
     status: Status
@@ -71,6 +77,7 @@ class Plan:
     stats: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     profiled: Profiled | None = field(default=None, repr=False, compare=False)
+    record: ModelRecord | None = field(default=None, repr=False, compare=False)
 
     @property
     def gap(self) -> float:
@@ -95,27 +102,106 @@ class Plan:
         assert self.program is not None
         return install(profiled.captured, profiled.lowering, self.program).source
 
-    def apply(self, model: nn.Module, *, interpreted: bool = False) -> nn.Module:
+    def apply(
+        self, model: nn.Module, inputs: Any = None, *, interpreted: bool = False
+    ) -> nn.Module:
         """The model as a drop-in module whose training step runs under the plan.
+
+        A model that is not the one the plan was made from is captured again, and refused unless
+        it is in the planned mode, of the planned shapes, and its graph is the planned one.
 
         Args:
             model: the module the plan was made from, or one with the same structure; its
                 parameters are shared, not copied.
+            inputs: example inputs of the planned shapes, to capture the model with; None: those
+                of planning (zeros, if the plan is from a file).
             interpreted: run instruction by instruction (slower; for debugging).
 
         Raises:
-            PlanFileError: the model's graph is not the planned one.
+            PlanFileError: the model, its mode or the inputs are not the planned ones; the
+                message says what differs.
             ValueError: the plan is of a bare Chain or Graph.
         """
         from memopt.executor.apply import apply_plan
 
-        return apply_plan(self, model, interpreted=interpreted)
+        return apply_plan(self, model, inputs, interpreted=interpreted)
+
+    def check(
+        self,
+        model: nn.Module,
+        inputs: Any = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        targets: tuple[Any, ...] = (),
+    ) -> StepCheck:
+        """Run a few steps of the real model under the plan and compare with the prediction.
+
+        The model's parameters, buffers, gradients and random state are left as they were.
+
+        Args:
+            model: as for `apply`.
+            inputs: the inputs to run; None: those of planning (zeros, if the plan is from a file).
+            loss_fn: your loss, `loss_fn(output, *targets)`; None: the sum of all outputs.
+            targets: what your loss takes beside the output.
+
+        Raises:
+            PlanFileError, ValueError: as `apply`.
+        """
+        from memopt.executor.check import measure_step
+        from memopt.report.step_check import StepCheck
+
+        measured_peak_bytes, measured_time_s = measure_step(self, model, inputs, loss_fn, targets)
+        return StepCheck(
+            predicted_peak_bytes=self.peak_bytes,
+            measured_peak_bytes=measured_peak_bytes,
+            predicted_time_s=self.step_time_s,
+            measured_time_s=measured_time_s,
+            budget_bytes=self.budget,
+        )
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan to a file that `memopt.load` reads, in this or another process.
+
+        The file appears whole or not at all. It is JSON: figures, graph, program and what the
+        plan is for, never the model's weights.
+
+        Raises:
+            PlanFileError: the example inputs contain something a file cannot hold.
+            OSError: the file cannot be written.
+        """
+        from memopt.files import save
+
+        save(self, path)
+
+    def plot(self, kind: str = "memory", ax: Axes | None = None) -> Axes:
+        """Draw the plan.
+
+        Args:
+            kind: "memory" (over the step, the plan stacked by kind and the baseline),
+                "schedule" (what runs when, and again) or "timeline" (compute and transfers).
+            ax: where to draw; None: a new figure.
+
+        Returns:
+            The Axes; `.figure.savefig(path)` writes a picture.
+
+        Raises:
+            ImportError: matplotlib is missing; the message names the extra to install.
+            ValueError: there is no such plot of this plan.
+        """
+        from memopt.report.plots import plot_plan
+
+        return plot_plan(self, kind, ax)
 
     def summary(self) -> str:
-        """The plan in a few lines of text."""
+        """The plan as text of at most 80 columns."""
         from memopt.report.summary import plan_summary
 
         return plan_summary(self)
+
+    def _repr_html_(self) -> str:
+        from memopt.report.html import plan_html
+
+        return plan_html(self)
 
     def __str__(self) -> str:
         return self.summary()

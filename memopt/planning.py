@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memopt.errors import InfeasibleBudgetError, InvalidProgramError, MemoptError
@@ -13,9 +14,12 @@ from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.liveness import store_all
+from memopt.models.program import Program
 from memopt.models.replay import replay
+from memopt.models.steps import ChainStep
 from memopt.models.validate import validate
 from memopt.models.validate_chain import validate_chain
+from memopt.models.violations import Violation
 from memopt.plan import BaselineFigures, Plan
 from memopt.strategies import Progress, Solution, Status, Strategy, resolve
 from memopt.strategies.store_all import chain_steps
@@ -174,6 +178,42 @@ def _infeasible(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What replaying a plan gives: bytes are totals, resident included."""
+
+    peak_bytes: int
+    time_s: float
+    host_peak_bytes: int
+
+
+def judge(
+    cost_model: Chain | Graph,
+    steps: tuple[ChainStep, ...] | None,
+    program: Program | None,
+    budget_bytes: int | None,
+    device: Device,
+) -> tuple[Violation | None, Figures]:
+    """Validate and replay a plan: the program of a Graph, or the schedule of a bare Chain.
+
+    Raises:
+        InvalidProgramError: it cannot be replayed (the validator's verdict comes first).
+    """
+    if isinstance(cost_model, Graph):
+        assert program is not None
+        violation = validate(cost_model, program, budget_bytes)
+        if violation is not None:
+            return violation, Figures(0, 0.0, 0)
+        timeline = replay(cost_model, program, device)
+        return None, Figures(timeline.peak_bytes, timeline.time_s, timeline.host_peak_bytes)
+    assert steps is not None
+    violation = validate_chain(cost_model, steps, budget_bytes)
+    if violation is not None:
+        return violation, Figures(0, 0.0, 0)
+    chain_timeline = replay_chain(cost_model, steps)
+    return None, Figures(chain_timeline.peak_bytes, chain_timeline.time_s, 0)
+
+
 def _wrap(
     cost_model: Chain | Graph,
     view: Any,
@@ -188,19 +228,9 @@ def _wrap(
     if view is not None and solution.steps is not None:
         program = view.lower(solution.steps)
     chain = view.chain if view is not None else None
-    host_peak_bytes = 0
-    if isinstance(cost_model, Graph):
-        assert program is not None
-        violation = validate(cost_model, program, budget_bytes)
-        timeline = replay(cost_model, program, device)
-        peak_bytes, time_s = timeline.peak_bytes, timeline.time_s
-        host_peak_bytes = timeline.host_peak_bytes
-    else:
-        assert solution.steps is not None
-        chain = cost_model
-        violation = validate_chain(cost_model, solution.steps, budget_bytes)
-        chain_timeline = replay_chain(cost_model, solution.steps)
-        peak_bytes, time_s = chain_timeline.peak_bytes, chain_timeline.time_s
+    chain = cost_model if isinstance(cost_model, Chain) else chain
+    violation, figures = judge(cost_model, solution.steps, program, budget_bytes, device)
+    peak_bytes, time_s = figures.peak_bytes, figures.time_s
     if violation is not None:
         raise InvalidProgramError(f"{strategy.name} made an invalid plan: {violation}")
     bound_s = solution.lower_bound_s
@@ -218,11 +248,12 @@ def _wrap(
         chain_steps=solution.steps,
         graph=cost_model if isinstance(cost_model, Graph) else None,
         chain=chain,
-        host_peak_bytes=host_peak_bytes,
+        host_peak_bytes=figures.host_peak_bytes,
         compute_time_s=cost_model.compute_time_s,
         stats=solution.stats,
         notes=_notes(cost_model, profiled),
         profiled=profiled,
+        record=None if profiled is None else profiled.record,
     )
 
 

@@ -21,6 +21,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "memopt.executor": ("memopt.errors", "memopt.models", "memopt.profiler"),
     "memopt.strategies": ("memopt.errors", "memopt.models"),
     "memopt.report": ("memopt.errors", "memopt.models", "memopt.plan"),
+    "memopt.files": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.strategies",
+        "memopt.plan",
+        "memopt.planning",
+    ),
     "memopt.plan": EVERYTHING,
     "memopt.planning": EVERYTHING,
     "memopt.cli": EVERYTHING,

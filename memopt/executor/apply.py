@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from memopt.errors import PlanFileError
 from memopt.executor.module import PlannedModule, install
 from memopt.executor.runtime import Runtime
+from memopt.models.record import difference
 from memopt.models.serialize import fingerprint
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
+from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.record import example_call, record_of
+from memopt.profiler.session import device_of
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -29,28 +34,70 @@ def runtime_of(captured: Captured) -> Runtime:
     return runtime
 
 
-def apply_plan(plan: Plan, model: nn.Module, *, interpreted: bool = False) -> PlannedModule:
+def apply_plan(
+    plan: Plan, model: nn.Module, inputs: Any = None, *, interpreted: bool = False
+) -> PlannedModule:
     """See `Plan.apply`."""
-    if plan.profiled is None or plan.program is None:
+    if plan.program is None or (plan.profiled is None and plan.record is None):
         raise ValueError(
             "this plan was made from a cost model, not from a module: it cannot run; "
             "call memopt.plan(model, inputs, ...)"
         )
-    captured, lowering = plan.profiled.captured, plan.profiled.lowering
-    if captured.model() is not model:
-        captured, lowering = _recapture(plan, model)
+    captured, lowering = _captured(plan, model, inputs)
     installed = install(captured, lowering, plan.program, interpreted=interpreted)
     return PlannedModule(model, captured, runtime_of(captured), installed)
 
 
-def _recapture(plan: Plan, model: nn.Module) -> tuple[Captured, Lowering]:
-    assert plan.profiled is not None
-    captured = capture(model, plan.profiled.captured.call)
-    block_bytes = 512 if plan.profiled.torch_device.type == "cuda" else 1
-    lowering = build(model, captured, block_bytes)
-    if fingerprint(lowering.graph) != fingerprint(plan.profiled.lowering.graph):
-        raise PlanFileError(
-            "this plan was made for another model: the captured graphs differ. Plan again with "
-            "memopt.plan(model, inputs, ...)"
-        )
+def planned_call(plan: Plan, inputs: Any = None) -> Call:
+    """The user's inputs as a call; without them the example call, zeros if it comes from a file.
+
+    Raises:
+        ValueError: there is no example call to take.
+    """
+    if inputs is not None:
+        return to_call(inputs)
+    if plan.profiled is not None:
+        return plan.profiled.captured.call
+    if plan.record is None:
+        raise ValueError("this plan was made from a cost model: it has no example inputs")
+    return example_call(plan.record)
+
+
+def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowering]:
+    """The planned model's capture, or another one's if its graph is the planned one."""
+    call = planned_call(plan, inputs)
+    if plan.record is not None:
+        found = record_of(model, call, device_of(model, call))
+        differs = difference(plan.record, found)
+        if differs is not None:
+            raise PlanFileError(f"this plan is for another model or call: {differs}. {again(plan)}")
+    if plan.profiled is not None and plan.profiled.captured.model() is model:
+        return plan.profiled.captured, plan.profiled.lowering
+    captured = capture(model, call)
+    cuda = device_of(model, call).type == "cuda"
+    lowering = build(model, captured, block_bytes=512 if cuda else 1)
+    _check_fingerprint(plan, fingerprint(lowering.graph))
     return captured, lowering
+
+
+def _check_fingerprint(plan: Plan, found: str) -> None:
+    if plan.record is not None:
+        planned = plan.record.fingerprint
+    else:
+        assert plan.profiled is not None
+        planned = fingerprint(plan.profiled.lowering.graph)
+    if planned == found:
+        return
+    reason = "the captured graphs differ although shapes and parameters are the same"
+    here = str(torch.__version__)
+    if plan.record is not None and plan.record.torch_version != here:
+        reason += f" (planned with torch {plan.record.torch_version}, this is {here})"
+    raise PlanFileError(f"this plan was made for another model: {reason}. {again(plan)}")
+
+
+def again(plan: Plan) -> str:
+    """How to plan again, for messages."""
+    return (
+        f"Plan again: memopt.plan(model, inputs, budget={plan.budget}, "
+        f"strategy={plan.strategy.name!r})"
+    )

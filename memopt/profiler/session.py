@@ -12,13 +12,16 @@ from torch import nn
 
 from memopt.models.graph import Graph
 from memopt.models.liveness import store_all
+from memopt.models.record import ModelRecord
 from memopt.models.replay import replay
+from memopt.models.serialize import fingerprint
 from memopt.profiler.baseline import Baseline, Loss, measure_baseline, measure_loss
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.measure import MeasureOptions, environment, measure, replace_graph
+from memopt.profiler.record import record_of
 from memopt.profiler.signature import signature
 
 Progress = Callable[[float, str], None]
@@ -37,6 +40,7 @@ class Profiled:
         captured: the joint graph and its compiled wrapper.
         baseline: the unplanned step.
         torch_device: where it runs.
+        record: what it was captured for, as plan files store it.
     """
 
     graph: Graph
@@ -44,6 +48,7 @@ class Profiled:
     captured: Captured
     baseline: Baseline
     torch_device: torch.device
+    record: ModelRecord | None = None
 
 
 def device_of(model: nn.Module, call: Call) -> torch.device:
@@ -89,7 +94,11 @@ def profile_model(
     report = progress or (lambda _fraction, _what: None)
     report(0.0, "capturing the model")
     captured = capture(model, call)
-    lowering = build(model, captured, block_bytes=512 if device.type == "cuda" else 1)
+    block_bytes = 512 if device.type == "cuda" else 1
+    lowering = build(model, captured, block_bytes)
+    record = record_of(
+        model, call, device, block_bytes=block_bytes, fingerprint=fingerprint(lowering.graph)
+    )
     report(0.2, "measuring kernels")
     graph = measure(lowering, device, chosen, lambda f, what: report(0.2 + 0.6 * f, what))
     boundary = measure_loss(model, call, loss, device) if loss is not None else 0
@@ -103,7 +112,7 @@ def profile_model(
     report(0.8, "measuring the unplanned step")
     baseline = _baseline(model, call, loss, device, graph, lowering, chosen.cache)
     report(1.0, "profiled")
-    return Profiled(graph, lowering, captured, baseline, device)
+    return Profiled(graph, lowering, captured, baseline, device, record)
 
 
 def _baseline(

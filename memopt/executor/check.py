@@ -1,0 +1,97 @@
+"""Measuring a planned step on the real model, which stays as it was."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memopt.executor.apply import apply_plan, planned_call
+from memopt.profiler.baseline import differentiable, untouched
+from memopt.profiler.memory import metered
+from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
+
+if TYPE_CHECKING:
+    from memopt.plan import Plan
+
+_MINIMUM_STEPS = 3
+_ENOUGH_S = 2.0
+_MOST_STEPS = 10
+
+
+def measure_step(
+    plan: Plan,
+    model: nn.Module,
+    inputs: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    targets: tuple[Any, ...] = (),
+) -> tuple[int, float]:
+    """(total peak bytes, median seconds) of a step under the plan; see `Plan.check`."""
+    call = planned_call(plan, inputs)
+    planned = apply_plan(plan, model, inputs)
+    device = device_of(model, call)
+
+    def step() -> Any:
+        output = planned(*call.args, **call.kwargs)
+        loss = _sum(output) if loss_fn is None else loss_fn(output, *targets)
+        loss.backward()
+        return output
+
+    times: list[float] = []
+    with untouched(model, call):
+        _clear(model, call.tensors())
+        step()
+        _clear(model, call.tensors())
+        with metered(device) as use:
+            # Kept until the meter stops: a user's step holds its output, too.
+            output = step()
+        del output
+        while len(times) < _MINIMUM_STEPS or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
+            _clear(model, call.tensors())
+            times.append(_timed(step, device))
+    # The loss and the runtime's token are charged as resident, and metered: count them once.
+    resident_bytes = plan.resident_bytes - STEP_SCALARS_BYTES[device.type]
+    return resident_bytes + use.peak_bytes, statistics.median(times)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of a tensor whose gradient is a real tensor, handed over to the backward as most
+    losses do; `sum()` would hand over an expanded scalar, a tangent without memory."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.like = (value.shape, value.dtype, value.device)
+        return value.detach().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
+        shape, dtype, device = ctx.like
+        return torch.ones(shape, dtype=dtype, device=device)
+
+
+def _sum(output: Any) -> torch.Tensor:
+    total = torch.zeros(())
+    for value in differentiable(output):
+        part: torch.Tensor = _Sum.apply(value)  # type: ignore[no-untyped-call]  # torch's own
+        total = total.to(part.device) + part
+    return total
+
+
+def _clear(model: nn.Module, inputs: list[torch.Tensor]) -> None:
+    for tensor in (*model.parameters(), *inputs):
+        if tensor.is_leaf:
+            tensor.grad = None
+
+
+def _timed(step: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin

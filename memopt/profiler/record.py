@@ -1,0 +1,116 @@
+"""What a plan was made for, taken from a live model and its call; and such a call made again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.errors import PlanFileError
+from memopt.models.record import Argument, ModelRecord, Nest, Opaque, Plain, TensorSpec
+from memopt.profiler.inputs import Call
+
+
+def record_of(
+    model: nn.Module,
+    call: Call,
+    device: torch.device,
+    *,
+    block_bytes: int = 1,
+    fingerprint: str = "",
+) -> ModelRecord:
+    """The record of a model in its present mode, and of its example call.
+
+    Args:
+        model: the model.
+        call: its example call.
+        device: where both are.
+        block_bytes: the allocator's granularity in the captured graph.
+        fingerprint: of the captured graph, if it was captured.
+    """
+    named = (*model.named_parameters(), *model.named_buffers())
+    return ModelRecord(
+        model=f"{type(model).__module__}.{type(model).__qualname__}",
+        device=device.type,
+        args=Nest("tuple", tuple(_argument(value) for value in call.args)),
+        kwargs=Nest(
+            "dict", tuple(_argument(value) for value in call.kwargs.values()), tuple(call.kwargs)
+        ),
+        training=tuple((name, module.training) for name, module in model.named_modules()),
+        tensors=tuple((name, _spec(tensor)) for name, tensor in named),
+        autocast=tuple(
+            _name(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+            for kind in ("cpu", "cuda")
+        ),
+        torch_version=str(torch.__version__),
+        block_bytes=block_bytes,
+        fingerprint=fingerprint,
+    )
+
+
+def example_call(record: ModelRecord) -> Call:
+    """A call with the recorded arguments; tensors hold zeros.
+
+    Raises:
+        PlanFileError: a tensor cannot be made here; the message says why.
+    """
+    args = tuple(_value(item) for item in record.args.items)
+    values = [_value(item) for item in record.kwargs.items]
+    return Call(args, dict(zip(record.kwargs.keys, values, strict=True)))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _spec(tensor: torch.Tensor) -> TensorSpec:
+    strides = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
+    return TensorSpec(
+        shape=tuple(tensor.shape),
+        strides=strides,
+        dtype=_name(tensor.dtype),
+        device=tensor.device.type,
+        requires_grad=tensor.requires_grad,
+    )
+
+
+def _argument(value: Any) -> Argument:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return Opaque(f"{value.layout} tensor")
+        return _spec(value)
+    if type(value) in (bool, int, float, str) or value is None:
+        return Plain(value)
+    if type(value) in (tuple, list):
+        return Nest(type(value).__name__, tuple(_argument(item) for item in value))
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return Nest("dict", tuple(_argument(item) for item in value.values()), tuple(value))
+    return Opaque(type(value).__name__)
+
+
+def _value(argument: Argument) -> Any:
+    if isinstance(argument, TensorSpec):
+        return _zeros(argument)
+    if isinstance(argument, Plain):
+        return argument.value
+    if isinstance(argument, Nest):
+        items = [_value(item) for item in argument.items]
+        if argument.kind == "dict":
+            return dict(zip(argument.keys, items, strict=True))
+        return tuple(items) if argument.kind == "tuple" else items
+    raise PlanFileError(f"the plan's inputs contain {argument}: pass apply(model, inputs)")
+
+
+def _zeros(spec: TensorSpec) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanFileError(f"the plan's inputs have the dtype {spec.dtype!r}, unknown to torch")
+    last = [(n - 1) * stride for n, stride in zip(spec.shape, spec.strides, strict=True)]
+    elements = 0 if 0 in spec.shape else 1 + sum(last)
+    try:
+        storage = torch.zeros(elements, dtype=dtype, device=spec.device)
+    except (RuntimeError, AssertionError) as error:
+        # AssertionError: torch without CUDA.
+        raise PlanFileError(f"the plan's input {spec} cannot be made here: {error}") from error
+    return storage.as_strided(spec.shape, spec.strides).requires_grad_(spec.requires_grad)
