@@ -7,7 +7,7 @@ import pytest
 from memopt.models.chain_replay import replay_chain
 from memopt.strategies.base import Status
 from memopt.strategies.rotor.persistent import Rotor
-from memopt.strategies.rotor.sequential import Sequential, StoreAll
+from memopt.strategies.rotor.sequential import Sequential
 from tests.rotor.chains import TOY_CURVE, toy_chain
 
 
@@ -32,7 +32,14 @@ def test_infeasible_names_the_smallest_budget_and_it_works():
 
 def test_store_all_and_sequential_on_the_toy_chain():
     chain = toy_chain()
-    assert StoreAll().solve(chain, None).peak_bytes == 10699
-    assert StoreAll().solve(chain, 10698).status is Status.INFEASIBLE
+    one = Sequential(1)
+    assert one.solve(chain, None).peak_bytes == 10699
+    assert one.solve(chain, 10698).status is Status.INFEASIBLE
     two = Sequential().solve(chain, None)
     assert [str(step) for step in two.steps[:4]] == ["Fck^1", "F∅^2", "F∅^3", "Fall^4"]
+
+
+def test_the_seven_budgets_of_the_toy_chain():
+    found = Rotor(slots=None).curve(toy_chain())
+    assert [point.peak_bytes for point in found] == [peak for peak, _ in TOY_CURVE]
+    assert [point.time_s for point in found] == pytest.approx([time for _, time in TOY_CURVE])

@@ -18,7 +18,7 @@ from memopt.strategies.rotor.codes import (
     FORWARD_CHECKPOINT,
     FORWARD_NO_SAVE,
 )
-from memopt.strategies.rotor.compiled import compiled
+from memopt.strategies.rotor.compiled import compiled, compiled_unlocked
 from memopt.strategies.rotor.floating_kernels import gradient_need
 from memopt.strategies.rotor.model import ChainArrays, Int64Array
 from memopt.strategies.rotor.steps_kernels import FAR, Steps, index_at
@@ -173,7 +173,7 @@ def choose(
     return best
 
 
-@compiled
+@compiled_unlocked
 def trace(c: ChainArrays, whole: Whole, memory: int) -> Int64Array:
     """The schedule for `memory` bytes, as codes; empty if none fits."""
     n = c.length

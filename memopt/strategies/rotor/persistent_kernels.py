@@ -157,46 +157,88 @@ def row(table: Rows, s: int, t: int) -> Float64Array:
 
 
 @compiled
-def fill_row(c: ChainArrays, table: Rows, s: int, t: int, split_saving: bool) -> None:
-    """One row of Theorem 4.8: C1 (keep a^{s-1}, next a^{split-1}) and C2 (F_all^s)."""
+def need_table(c: ChainArrays) -> Int64Array:
+    """need[s, split]: bytes for F_ck^s F_∅^{s+1} ... F_∅^{split-1} beside a^{s-1} and ω̃_δ."""
+    n = c.length
+    need = np.zeros((n + 2, n + 2), np.int64)
+    for s in range(1, n + 1):
+        need[s, s + 1] = c.first[s]
+        for split in range(s + 2, n + 1):
+            need[s, split] = max(need[s, split - 1], c.running[split - 1])
+    return need
+
+
+@compiled
+def try_splits(
+    c: ChainArrays, table: Rows, need: Int64Array, s: int, t: int, begin: int, end: int
+) -> None:
+    """C1 of Theorem 4.8 for the splits begin ≤ s' < end: keep a^{s-1}, next a^{s'-1}."""
     base = table.low[s, t]
     out = row(table, s, t)
-    own = c.forward_s[s] + c.backward_s[s]
-    if s == t:
-        out[0] = own
-        return
-    out[:] = np.inf
-    if split_saving:
-        right = row(table, s + 1, t)
-        shift = table.low[s + 1, t] + c.saved[s] - base
-        begin = max(saving_need(c, s, t, c.slot) - base, shift)
-        for i in range(begin, out.size):
-            out[i] = own + right[min(i - shift, right.size - 1)]
-    need_bytes = c.first[s]
-    for split in range(s + 1, t + 1):
-        if split > s + 1:
-            need_bytes = max(need_bytes, c.running[split - 1])
-        need = ceil_div(c.gradient[t] + need_bytes, c.slot) - base
-        if need >= out.size:
+    for split in range(begin, end):
+        needed = ceil_div(c.gradient[t] + need[s, split], c.slot) - base
+        if needed >= out.size:
             break
         left_shift = table.low[s, split - 1] - base
         right_shift = table.low[split, t] + c.output[split - 1] - base
-        start = max(need, left_shift, right_shift)
+        start = max(needed, left_shift, right_shift)
         if start < out.size:
             extra = c.forward_sum_s[split - 1] - c.forward_sum_s[s - 1]
             left = row(table, s, split - 1)
             right = row(table, split, t)
             add_split(out, start, left, left_shift, right, right_shift, extra)
-    for i in range(1, out.size):
-        if out[i] > out[i - 1]:
-            out[i] = out[i - 1]
+
+
+@compiled
+def save_all(c: ChainArrays, table: Rows, s: int, t: int) -> None:
+    """C2 of Theorem 4.8: F_all^s first, B^s last."""
+    out = row(table, s, t)
+    right = row(table, s + 1, t)
+    base = table.low[s, t]
+    shift = table.low[s + 1, t] + c.saved[s] - base
+    own = c.forward_s[s] + c.backward_s[s]
+    begin = max(saving_need(c, s, t, c.slot) - base, shift)
+    for i in range(begin, out.size):
+        out[i] = min(out[i], own + right[min(i - shift, right.size - 1)])
+
+
+@compiled
+def fill_block(
+    c: ChainArrays, table: Rows, need: Int64Array, s0: int, t0: int, width: int, split_saving: bool
+) -> None:
+    """The rows (s, t) with s0 ≤ s < s0 + width and t0 ≤ t < t0 + width, t ≥ s."""
+    s1 = min(s0 + width, c.length + 1)
+    t1 = min(t0 + width, c.length + 1)
+    for s in range(s0, s1):
+        for t in range(max(s, t0), t1):
+            row(table, s, t)[:] = np.inf
+    # Splits that need no row of this block, a few at a time: their rows stay in the cache.
+    for begin in range(s1, t0 + 1, width):
+        end = min(begin + width, t0 + 1)
+        for s in range(s0, s1):
+            for t in range(t0, t1):
+                try_splits(c, table, need, s, t, begin, end)
+    for s in range(s1 - 1, s0 - 1, -1):
+        for t in range(max(s, t0), t1):
+            out = row(table, s, t)
+            if s == t:
+                out[0] = c.forward_s[s] + c.backward_s[s]
+                continue
+            if split_saving:
+                save_all(c, table, s, t)
+            try_splits(c, table, need, s, t, s + 1, min(s1, t + 1))
+            try_splits(c, table, need, s, t, max(s1, t0 + 1), t + 1)
+            for i in range(1, out.size):
+                if out[i] > out[i - 1]:
+                    out[i] = out[i - 1]
 
 
 @compiled_parallel
-def fill_diagonals(
-    c: ChainArrays, table: Rows, first_distance: int, last_distance: int, split_saving: bool
+def fill_blocks(
+    c: ChainArrays, table: Rows, need: Int64Array, distance: int, width: int, split_saving: bool
 ) -> None:
-    """Every row with first_distance ≤ t - s < last_distance; the shorter ones are filled."""
-    for distance in range(first_distance, last_distance):
-        for s in prange(1, c.length + 1 - distance):
-            fill_row(c, table, s, s + distance, split_saving)
+    """The blocks whose column is `distance` blocks right of their row; nearer ones are filled."""
+    blocks = (c.length + width - 1) // width
+    for block in prange(blocks - distance):
+        s0 = 1 + block * width
+        fill_block(c, table, need, s0, s0 + distance * width, width, split_saving)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
+import numba
 import numpy as np
 
 from memopt.models.chain import Chain
@@ -14,8 +16,9 @@ from memopt.strategies.rotor.limits import SolveLimits, Stopped, TooLarge
 from memopt.strategies.rotor.model import ChainArrays, Int64Array, chain_arrays
 from memopt.strategies.rotor.persistent_kernels import (
     Rows,
-    fill_diagonals,
+    fill_blocks,
     memory_bounds,
+    need_table,
     row_offsets,
 )
 from memopt.strategies.rotor.persistent_trace_kernels import trace
@@ -23,7 +26,7 @@ from memopt.strategies.rotor.replay_kernels import peak_and_time
 from memopt.strategies.rotor.steps_kernels import Steps
 
 NO_STEPS = np.empty(0, np.int64)
-DIAGONALS_PER_CALL = 8
+BLOCK = 8
 
 
 def persistent_plans(
@@ -73,11 +76,11 @@ def traced(
     """(peak in total bytes, seconds, codes) of the schedule for each budget of the table."""
     fixed = chain.resident_bytes + chain.input_bytes
     candidates = []
-    for budget in budgets:
-        codes = schedule(budget)
-        if codes.size:
-            peak, seconds = peak_and_time(c, codes)
-            candidates.append((fixed + peak, seconds, codes))
+    with ThreadPoolExecutor(numba.get_num_threads()) as threads:
+        for codes in threads.map(schedule, budgets):
+            if codes.size:
+                peak, seconds = peak_and_time(c, codes)
+                candidates.append((fixed + peak, seconds, codes))
     return candidates
 
 
@@ -94,11 +97,12 @@ def _slot_table(c: ChainArrays, split_saving: bool, limits: SolveLimits) -> Rows
     offset, total = row_offsets(n, low, high)
     limits.check_bytes(8 * total)
     table = Rows(np.empty(total), offset, low, high, NO_STEPS, low)
-    for distance in range(0, n, DIAGONALS_PER_CALL):
-        # A diagonal has n - d rows of up to d splits: work grows with d² until the end.
-        limits.report((distance / n) ** 2 * (3 - 2 * distance / n), "rotor: table")
-        last = min(n, distance + DIAGONALS_PER_CALL)
-        fill_diagonals(c, table, distance, last, split_saving)
+    need = need_table(c)
+    blocks = -(-n // BLOCK)
+    for distance in range(blocks):
+        # A diagonal has (blocks - d) blocks of about d splits.
+        limits.report((distance / blocks) ** 2 * (3 - 2 * distance / blocks), "rotor: table")
+        fill_blocks(c, table, need, distance, BLOCK, split_saving)
     return table
 
 

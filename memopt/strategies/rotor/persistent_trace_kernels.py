@@ -11,7 +11,7 @@ from memopt.strategies.rotor.codes import (
     FORWARD_CHECKPOINT,
     FORWARD_NO_SAVE,
 )
-from memopt.strategies.rotor.compiled import compiled
+from memopt.strategies.rotor.compiled import compiled, compiled_unlocked
 from memopt.strategies.rotor.model import ChainArrays, Int64Array
 from memopt.strategies.rotor.persistent_kernels import Rows, saving_need
 from memopt.strategies.rotor.steps_kernels import index_at
@@ -80,7 +80,7 @@ def choose(
     return best
 
 
-@compiled
+@compiled_unlocked
 def trace(
     c: ChainArrays, table: Rows, floor: Int64Array, memory: int, split_saving: bool
 ) -> Int64Array:

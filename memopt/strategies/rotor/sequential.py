@@ -1,4 +1,4 @@
-"""Yardsticks without a dynamic program: store-all, and segments of equal length (Rotor §5.4)."""
+"""A yardstick without a dynamic program: segments of equal length (Rotor §5.4)."""
 
 from __future__ import annotations
 
@@ -68,20 +68,6 @@ class Sequential(ChainStrategy):
         else:
             wanted = [int(self.segments)]
         return tuple(sorted({min(max(1, count), most) for count in wanted}))
-
-
-@dataclass(frozen=True)
-class StoreAll(ChainStrategy):
-    """No recomputation: F_all of every stage, then every backward, as the framework itself does."""
-
-    name: ClassVar[str] = "store-all"
-    features: ClassVar[frozenset[str]] = frozenset()
-    references: ClassVar[tuple[str, ...]] = ()
-
-    def plan_set(
-        self, chain: Chain, deadline_s: float | None = None, progress: Progress | None = None
-    ) -> PlanSet:
-        return _schedules(chain, (1,))
 
 
 def _schedules(chain: Chain, counts: Iterable[int]) -> PlanSet:

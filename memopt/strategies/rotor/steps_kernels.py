@@ -60,17 +60,22 @@ def improve(
     least = a.value[-1] + b.value[-1] + extra
     if evaluate(current, start) <= least + tolerance:
         return 0
+    # Only between these two steps of `current` can the new function be lower.
+    k = index_at(current.at, start - 1) + 1
+    stop = first_at_most(current, k, least + tolerance)
+    limit = current.at[stop] if stop < current.at.size else FAR
+    out.at[:k] = current.at[:k]
+    out.value[:k] = current.value[:k]
+    count = k
+    best = current.value[k - 1] if k > 0 else np.inf
     i = index_at(a.at, start - a_shift)
     j = index_at(b.at, start - b_shift)
     at = start
     value = a.value[i] + b.value[j] + extra
-    best = np.inf
-    k = 0
-    count = 0
     changed = False
-    while at < FAR or k < current.at.size:
-        ahead = current.at[k] if k < current.at.size else FAR
-        if at < ahead or (at == ahead and value < current.value[k]):
+    while at < limit or k < stop:
+        ahead = current.at[k] if k < stop else limit
+        if at < ahead or (at == ahead and at < limit and value < current.value[k]):
             if value < best - tolerance:
                 changed = True
                 best = value
@@ -79,7 +84,7 @@ def improve(
             next_a = a.at[i + 1] + a_shift if i + 1 < a.at.size else FAR
             next_b = b.at[j + 1] + b_shift if j + 1 < b.at.size else FAR
             at = min(next_a, next_b)
-            if at < FAR:
+            if at < limit:
                 i += next_a == at
                 j += next_b == at
                 value = a.value[i] + b.value[j] + extra
@@ -89,7 +94,27 @@ def improve(
                 out.at[count], out.value[count] = current.at[k], best
                 count += 1
             k += 1
-    return count if changed else 0
+    if not changed:
+        return 0
+    while k < current.at.size and current.value[k] >= best - tolerance:
+        k += 1
+    rest = current.at.size - k
+    out.at[count : count + rest] = current.at[k:]
+    out.value[count : count + rest] = current.value[k:]
+    return count + rest
+
+
+@compiled
+def first_at_most(f: Steps, begin: int, value: float) -> int:
+    """Index of the first step from `begin` on whose value is at most `value`; the end if none."""
+    end = f.value.size
+    while begin < end:
+        middle = (begin + end) // 2
+        if f.value[middle] <= value:
+            end = middle
+        else:
+            begin = middle + 1
+    return begin
 
 
 @compiled
