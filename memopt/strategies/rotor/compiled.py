@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from numba import njit
+from numba import config, njit
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -15,11 +15,16 @@ def compiled(function: Function) -> Function:
     return cast(Function, njit(cache=True)(function))
 
 
-def compiled_parallel(function: Function) -> Function:
-    """The same, with prange loops shared out over the cores."""
-    return cast(Function, njit(cache=True, parallel=True)(function))
-
-
 def compiled_unlocked(function: Function) -> Function:
     """Compile without Python's global lock, for functions that threads run side by side."""
     return cast(Function, njit(cache=True, nogil=True)(function))
+
+
+def thread_count() -> int:
+    """Threads to share kernels out to (NUMBA_NUM_THREADS).
+
+    Kernels run in Python threads without the global lock, never under numba's own parallel
+    loops: starting those sets OpenMP's thread count for the whole process, and with it torch's,
+    whose results change in the last bits.
+    """
+    return int(config.NUMBA_NUM_THREADS)

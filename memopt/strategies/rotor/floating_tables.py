@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 
-import numba
 import numpy as np
 
 from memopt.models.chain import Chain
 from memopt.models.quantize import SlotScale
+from memopt.strategies.rotor.compiled import thread_count
 from memopt.strategies.rotor.curve import PlanSet, plan_set
 from memopt.strategies.rotor.floating_kernels import Level, Part, fill_h, fill_w
 from memopt.strategies.rotor.floating_trace_kernels import Whole, least_memory, trace
@@ -56,7 +56,7 @@ def _tables(c: ChainArrays, kinds: int, limits: SolveLimits, most: int) -> Whole
     above = h = _level(c, (), (), kinds)
     pools: list[Steps] = []
     used = 0
-    with ThreadPoolExecutor(numba.get_num_threads()) as threads:
+    with ThreadPoolExecutor(thread_count()) as threads:
         for s in range(n, 0, -1):
             limits.report(((n - s) / n) ** 4, "rotor: table of floating activations")
             columns = range(s + 1, n + 1)

@@ -14,9 +14,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import prange
 
-from memopt.strategies.rotor.compiled import compiled, compiled_parallel
+from memopt.strategies.rotor.compiled import compiled, compiled_unlocked
 from memopt.strategies.rotor.model import ChainArrays, Float64Array, Int64Array
 from memopt.strategies.rotor.steps_kernels import FAR
 
@@ -202,7 +201,7 @@ def save_all(c: ChainArrays, table: Rows, s: int, t: int) -> None:
         out[i] = min(out[i], own + right[min(i - shift, right.size - 1)])
 
 
-@compiled
+@compiled_unlocked
 def fill_block(
     c: ChainArrays, table: Rows, need: Int64Array, s0: int, t0: int, width: int, split_saving: bool
 ) -> None:
@@ -231,14 +230,3 @@ def fill_block(
             for i in range(1, out.size):
                 if out[i] > out[i - 1]:
                     out[i] = out[i - 1]
-
-
-@compiled_parallel
-def fill_blocks(
-    c: ChainArrays, table: Rows, need: Int64Array, distance: int, width: int, split_saving: bool
-) -> None:
-    """The blocks whose column is `distance` blocks right of their row; nearer ones are filled."""
-    blocks = (c.length + width - 1) // width
-    for block in prange(blocks - distance):
-        s0 = 1 + block * width
-        fill_block(c, table, need, s0, s0 + distance * width, width, split_saving)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 
-import numba
 import numpy as np
 
 from memopt.models.chain import Chain
 from memopt.models.quantize import SlotScale
+from memopt.strategies.rotor.compiled import thread_count
 from memopt.strategies.rotor.curve import Codes, PlanSet, plan_set
 from memopt.strategies.rotor.exact_kernels import fill_stage
 from memopt.strategies.rotor.limits import SolveLimits, Stopped, TooLarge
 from memopt.strategies.rotor.model import ChainArrays, Int64Array, chain_arrays
 from memopt.strategies.rotor.persistent_kernels import (
     Rows,
-    fill_blocks,
+    fill_block,
     memory_bounds,
     need_table,
     row_offsets,
@@ -76,7 +77,7 @@ def traced(
     """(peak in total bytes, seconds, codes) of the schedule for each budget of the table."""
     fixed = chain.resident_bytes + chain.input_bytes
     candidates = []
-    with ThreadPoolExecutor(numba.get_num_threads()) as threads:
+    with ThreadPoolExecutor(thread_count()) as threads:
         for codes in threads.map(schedule, budgets):
             if codes.size:
                 peak, seconds = peak_and_time(c, codes)
@@ -99,10 +100,17 @@ def _slot_table(c: ChainArrays, split_saving: bool, limits: SolveLimits) -> Rows
     table = Rows(np.empty(total), offset, low, high, NO_STEPS, low)
     need = need_table(c)
     blocks = -(-n // BLOCK)
-    for distance in range(blocks):
-        # A diagonal has (blocks - d) blocks of about d splits.
-        limits.report((distance / blocks) ** 2 * (3 - 2 * distance / blocks), "rotor: table")
-        fill_blocks(c, table, need, distance, BLOCK, split_saving)
+    with ThreadPoolExecutor(thread_count()) as threads:
+        for distance in range(blocks):
+            # A diagonal has (blocks - d) blocks of about d splits.
+            limits.report((distance / blocks) ** 2 * (3 - 2 * distance / blocks), "rotor: table")
+            starts = range(1, 1 + (blocks - distance) * BLOCK, BLOCK)
+            right = [s0 + distance * BLOCK for s0 in starts]
+            fixed = (repeat(c), repeat(table), repeat(need))
+            done = threads.map(
+                fill_block, *fixed, starts, right, repeat(BLOCK), repeat(split_saving)
+            )
+            list(done)
     return table
 
 
