@@ -1,54 +1,147 @@
-"""A plan as a few lines of text."""
+"""A plan as text of at most 80 columns, and the same sections for other displays."""
 
 from __future__ import annotations
 
-from collections import Counter
+import textwrap
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memopt.models.budget import format_bytes
-from memopt.models.program import Compute, SwapOut
+from memopt.report.peak import peak_of
+from memopt.report.texts import format_seconds
+from memopt.report.work import moved, offloaded_stages, recomputed, stage_runs
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
 
+WIDTH = 80
+_CONSUMERS = 5
+_RANGES = 8
 
-def _seconds(time_s: float) -> str:
-    if time_s >= 1:
-        return f"{time_s:.2f} s"
-    return f"{1e3 * time_s:.2f} ms"
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A titled table of texts."""
+
+    title: str
+    rows: tuple[tuple[str, ...], ...]
+
+
+def sections(plan: Plan) -> tuple[Section, ...]:
+    """Everything the summary says: the figures first, under an empty title."""
+    found = [Section("", _figures(plan)), _peak(plan), _recomputed(plan), _stages(plan)]
+    return tuple(section for section in (*found, _moved(plan)) if section and section.rows)
 
 
 def plan_summary(plan: Plan) -> str:
-    """The figures a user asks for first, in aligned lines."""
+    """The figures a user asks for first, in aligned lines of at most 80 columns."""
+    lines: list[str] = []
+    for section in sections(plan):
+        if section.title:
+            lines += textwrap.wrap(section.title, WIDTH)
+        lines += _aligned(section.rows, indent=2 if section.title else 0)
+    for note in plan.notes:
+        lines += textwrap.wrap(note, WIDTH)
+    return "\n".join(lines)
+
+
+def _aligned(rows: tuple[tuple[str, ...], ...], indent: int) -> list[str]:
+    columns = max(len(row) for row in rows)
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
+    lines = []
+    for row in rows:
+        *before, last = row
+        cells = [text.ljust(width) for text, width in zip(before, widths, strict=False)]
+        start = " " * indent + "".join(f"{cell}  " for cell in cells)
+        lines += textwrap.wrap(
+            last,
+            WIDTH,
+            initial_indent=start,
+            subsequent_indent=" " * len(start),
+            break_long_words=True,
+        ) or [start.rstrip()]
+    return lines
+
+
+def _figures(plan: Plan) -> tuple[tuple[str, ...], ...]:
     budget = "no limit" if plan.budget is None else format_bytes(plan.budget)
     kind = "measured" if plan.baseline.measured else "replayed"
+    saved = 1 - plan.peak_bytes / plan.baseline.peak_bytes if plan.baseline.peak_bytes else 0.0
+    than = "below" if saved >= 0 else "above"
     rows = [
         ("strategy", f"{plan.strategy!r}, {plan.status.value}"),
         ("budget", budget),
         (
             "peak",
-            f"{format_bytes(plan.peak_bytes)} predicted, of which "
-            f"{format_bytes(plan.resident_bytes)} resident",
+            f"{format_bytes(plan.peak_bytes)} predicted, {abs(saved):.0%} {than} the baseline; "
+            f"{format_bytes(plan.resident_bytes)} of it never moves",
         ),
         ("baseline peak", f"{format_bytes(plan.baseline.peak_bytes)} ({kind})"),
-        ("step time", f"{_seconds(plan.step_time_s)} predicted, {plan.overhead:+.1%} overhead"),
-        ("baseline time", f"{_seconds(plan.baseline.step_time_s)} ({kind})"),
-        ("bound", f"{_seconds(plan.lower_bound_s)}, gap {plan.gap:.2%}"),
+        (
+            "step time",
+            f"{format_seconds(plan.step_time_s)} predicted, {plan.overhead:+.1%} over running "
+            "every operator once",
+        ),
+        ("baseline time", f"{format_seconds(plan.baseline.step_time_s)} ({kind})"),
+        ("bound", f"{format_seconds(plan.lower_bound_s)}, gap {plan.gap:.2%}"),
     ]
-    rows += _program_rows(plan)
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {text}" for name, text in rows]
-    return "\n".join([*lines, *plan.notes])
+    if plan.host_peak_bytes:
+        rows.append(("host memory", f"{format_bytes(plan.host_peak_bytes)} for swapped tensors"))
+    return tuple(rows)
 
 
-def _program_rows(plan: Plan) -> list[tuple[str, str]]:
-    if plan.program is None or plan.graph is None:
-        return []
-    runs = Counter(i.op for i in plan.program if isinstance(i, Compute))
-    again = sum(n - 1 for n in runs.values())
-    rows = [("operators", f"{len(plan.graph.operators)}, {again} recomputations")]
-    moved = {i.tensor for i in plan.program if isinstance(i, SwapOut)}
-    if moved:
-        size = sum(plan.graph.tensors[t].size_bytes for t in moved)
-        rows.append(("swapped", f"{len(moved)} tensors, {format_bytes(size)}"))
-    return rows
+def _peak(plan: Plan) -> Section | None:
+    if plan.graph is None or plan.program is None:
+        return None
+    peak = peak_of(plan.graph, plan.program, plan.device)
+    if peak is None:
+        return None
+    shown = peak.consumers[:_CONSUMERS]
+    rows = [(format_bytes(c.size_bytes), c.kind, c.name) for c in shown]
+    rest = sum(c.size_bytes for c in peak.consumers[_CONSUMERS:])
+    if rest:
+        left = len(peak.consumers) - len(shown)
+        rows.append((format_bytes(rest), "", f"{left} others"))
+    return Section(
+        f"largest at the peak ({peak.where}, {peak.share:.0%} into the step)", tuple(rows)
+    )
+
+
+def _recomputed(plan: Plan) -> Section | None:
+    if plan.graph is None or plan.program is None:
+        return None
+    extras = recomputed(plan.graph, plan.program)
+    runs = sum(extra.count for extra in extras)
+    time_s = sum(extra.time_s for extra in extras)
+    forward = plan.graph.first_backward
+    title = f"recomputed: {runs} runs of {forward} forward operators, {format_seconds(time_s)}"
+    rows = [(f"{extra.count} runs", format_seconds(extra.time_s), extra.module) for extra in extras]
+    return Section(title, tuple(rows))
+
+
+def _stages(plan: Plan) -> Section | None:
+    if plan.chain_steps is None or plan.chain is None:
+        return None
+    ranges = stage_runs(plan.chain_steps)
+    rows = [
+        (
+            f"stage {first}" if first == last else f"stages {first}-{last}",
+            "forward once" if runs == 1 else f"forward {runs} times",
+        )
+        for first, last, runs in ranges[:_RANGES]
+    ]
+    if len(ranges) > _RANGES:
+        rows.append(("...", f"{len(ranges) - _RANGES} more ranges of stages"))
+    offloaded = offloaded_stages(plan.chain_steps)
+    if offloaded:
+        rows.append(("offloaded", f"stages {', '.join(map(str, offloaded))}"))
+    return Section(f"chain of {len(plan.chain)} stages, the loss last", tuple(rows))
+
+
+def _moved(plan: Plan) -> Section | None:
+    if plan.graph is None or plan.program is None:
+        return None
+    extras = moved(plan.graph, plan.program)
+    count, size = sum(e.count for e in extras), sum(e.size_bytes for e in extras)
+    rows = [(f"{e.count} tensors", format_bytes(e.size_bytes), e.module) for e in extras]
+    return Section(f"moved to the host: {count} tensors, {format_bytes(size)}", tuple(rows))

@@ -1,0 +1,49 @@
+"""A plan in a notebook: its summary as tables. Everything is escaped; there is no script."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from memopt.report.style import BLUE, GREY, VERMILION
+from memopt.report.summary import Section, sections
+
+if TYPE_CHECKING:
+    from memopt.plan import Plan
+
+
+def plan_html(plan: Plan) -> str:
+    """HTML of the summary, with bars for the plan's peak, the budget and the baseline's peak."""
+    first, *others = sections(plan)
+    parts = ["<div>", f"<b>memopt plan</b> ({escape(plan.strategy.name)})", _bars(plan)]
+    parts.append(_table(first))
+    parts += [
+        f"<details><summary>{escape(section.title)}</summary>{_table(section)}</details>"
+        for section in others
+    ]
+    parts += [f"<p>{escape(note)}</p>" for note in plan.notes]
+    return "\n".join([*parts, "</div>"])
+
+
+def _table(section: Section) -> str:
+    columns = max(len(row) for row in section.rows)
+    rows = []
+    for row in section.rows:
+        cells = [f'<td style="text-align:left">{escape(text)}</td>' for text in row]
+        cells += ["<td></td>"] * (columns - len(row))
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _bars(plan: Plan) -> str:
+    largest = max(plan.peak_bytes, plan.baseline.peak_bytes, plan.budget or 0, 1)
+    bars = [("peak", plan.peak_bytes, BLUE), ("baseline", plan.baseline.peak_bytes, GREY)]
+    if plan.budget is not None:
+        bars.insert(1, ("budget", plan.budget, VERMILION))
+    rows = [
+        f'<tr><td style="text-align:left">{name}</td><td style="text-align:left">'
+        f'<div style="background:{color};height:0.7em;width:{16 * size / largest:.2f}em"></div>'
+        "</td></tr>"
+        for name, size, color in bars
+    ]
+    return f"<table>{''.join(rows)}</table>"

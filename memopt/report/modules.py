@@ -1,0 +1,24 @@
+"""Operators by the user's modules: paths such as `encoder.layers.3.attn`, cut to a few groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+OUTSIDE = "(model)"
+"""Where operators outside any sub-module stand."""
+
+
+def group_of(path: str, depth: int) -> str:
+    """The first `depth` names of a module path."""
+    return ".".join(path.split(".")[:depth]) if path else OUTSIDE
+
+
+def depth_for(paths: Iterable[str], most: int) -> int:
+    """The depth that gives the most groups, at most `most` of them; at least 1."""
+    distinct = set(paths)
+    deepest = max((path.count(".") + 1 for path in distinct), default=1)
+    best = 1
+    for depth in range(1, deepest + 1):
+        if len({group_of(path, depth) for path in distinct}) <= most:
+            best = depth
+    return best

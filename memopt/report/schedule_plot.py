@@ -1,0 +1,123 @@
+"""What runs when: one row per module (or stage), and what runs again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from memopt.models.graph import Graph, Phase
+from memopt.models.program import Compute, Program
+from memopt.models.replay import replay
+from memopt.models.steps import Move
+from memopt.report.memory_profile import chain_profile
+from memopt.report.modules import depth_for, group_of
+from memopt.report.style import (
+    BLUE,
+    GREEN,
+    PURPLE,
+    VERMILION,
+    legend_beside,
+    new_axes,
+    time_unit,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from memopt.models.chain import Chain
+    from memopt.models.device import Device
+    from memopt.models.steps import ChainStep
+    from memopt.plan import Plan
+
+FORWARD, AGAIN, BACKWARD, UPDATE = "forward", "recomputed", "backward", "update"
+_COLORS = {FORWARD: BLUE, AGAIN: VERMILION, BACKWARD: GREEN, UPDATE: PURPLE}
+_MOST_ROWS = 40
+_MOST_LABELS = 20
+
+Bars = dict[str, list[tuple[int, float, float]]]
+"""What it is → (row, start, duration) of every bar, seconds."""
+
+
+def plot_schedule(plan: Plan, ax: Axes | None = None) -> Axes:
+    """Draw when each module's operators run, or each stage of a bare chain."""
+    if plan.graph is not None and plan.program is not None:
+        names, bars = program_bars(plan.graph, plan.program, plan.device)
+        rows = "module"
+    else:
+        assert plan.chain is not None
+        assert plan.chain_steps is not None
+        names, bars = chain_bars(plan.chain, plan.chain_steps, plan.device)
+        rows = "stage"
+    ax = new_axes(ax, 1.4 + 0.13 * max(12, len(names)))
+    longest_s = max((start + long for b in bars.values() for _, start, long in b), default=0.0)
+    scale, unit = time_unit(longest_s)
+    thinnest = 0.002 * longest_s
+    for kind, found in bars.items():
+        if not found:
+            continue
+        by_row: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for row, start, duration in found:
+            by_row[row].append((scale * start, scale * max(duration, thinnest)))
+        for number, (row, spans) in enumerate(sorted(by_row.items())):
+            ax.broken_barh(
+                spans,
+                (row - 0.4, 0.8),
+                color=_COLORS[kind],
+                linewidth=0,
+                label=kind if number == 0 else None,
+            )
+    every = -(-len(names) // _MOST_LABELS)
+    ax.set_yticks(range(0, len(names), every), names[::every], fontsize="small")
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.set_xlim(0, scale * longest_s or 1.0)
+    ax.set_xlabel(f"time in the step, predicted ({unit})")
+    ax.set_ylabel(rows)
+    ax.set_title(f"{plan.strategy.name}: what runs when", loc="left")
+    legend_beside(ax)
+    return ax
+
+
+def program_bars(
+    graph: Graph, program: Program, device: Device | None = None
+) -> tuple[list[str], Bars]:
+    """Names of the rows, in the order in which the forward reaches them, and the bars."""
+    depth = depth_for((operator.module for operator in graph.operators), _MOST_ROWS)
+    groups = [group_of(operator.module, depth) for operator in graph.operators]
+    names = list(dict.fromkeys(groups))
+    row = {name: number for number, name in enumerate(names)}
+    timeline = replay(graph, program, device)
+    bars: Bars = {kind: [] for kind in _COLORS}
+    ran: set[int] = set()
+    for position, instruction in enumerate(program):
+        if not isinstance(instruction, Compute):
+            continue
+        operator = graph.operators[instruction.op]
+        kind = {Phase.BACKWARD: BACKWARD, Phase.UPDATE: UPDATE}.get(operator.phase, FORWARD)
+        if instruction.op in ran:
+            kind = AGAIN
+        ran.add(instruction.op)
+        start_s = timeline.start_s[position]
+        bars[kind].append(
+            (row[groups[instruction.op]], start_s, timeline.end_s[position] - start_s)
+        )
+    return names, bars
+
+
+def chain_bars(
+    chain: Chain, steps: tuple[ChainStep, ...], device: Device | None = None
+) -> tuple[list[str], Bars]:
+    """Names of the stages, and the bars of a chain schedule."""
+    names = [stage.name or str(number) for number, stage in enumerate(chain.stages, 1)]
+    profile = chain_profile(chain, steps, device)
+    bars: Bars = {kind: [] for kind in _COLORS}
+    ran: set[int] = set()
+    forward = (Move.FORWARD_NO_SAVE, Move.FORWARD_CHECKPOINT, Move.FORWARD_ALL)
+    for step, start_s in zip(steps, profile.start_s, strict=True):
+        stage = chain.stages[step.stage - 1]
+        if step.move is Move.BACKWARD:
+            bars[BACKWARD].append((step.stage - 1, start_s, stage.backward_time_s))
+        elif step.move in forward:
+            kind = AGAIN if step.stage in ran else FORWARD
+            ran.add(step.stage)
+            bars[kind].append((step.stage - 1, start_s, stage.forward_time_s))
+    return names, bars

@@ -1,0 +1,73 @@
+"""Drawing with matplotlib, which is imported when something is drawn and not before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE = "#0072B2"
+SKY = "#56B4E9"
+GREEN = "#009E73"
+YELLOW = "#F0E442"
+ORANGE = "#E69F00"
+VERMILION = "#D55E00"
+PURPLE = "#CC79A7"
+GREY = "#999999"
+"""Okabe and Ito's colours, told apart with every kind of colour vision; its black is left out,
+since the pictures stand on light and on dark pages: lines take the style's own text colour."""
+
+
+def new_axes(ax: Axes | None, height_inches: float = 3.4) -> Axes:
+    """The Axes to draw on: the user's, or those of a new figure of notebook width.
+
+    Raises:
+        ImportError: matplotlib is missing; names the extra to install.
+    """
+    if ax is not None:
+        return ax
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError(
+            "plots need matplotlib, which is not installed: pip install memopt[plots]"
+        ) from error
+    _, made = pyplot.subplots(figsize=(7.0, height_inches), layout="constrained")
+    return made
+
+
+def text_color() -> str:
+    """The colour of text in the user's matplotlib style: dark on light, light on dark."""
+    from matplotlib import rcParams
+
+    return str(rcParams["text.color"])
+
+
+def time_unit(longest_s: float) -> tuple[float, str]:
+    """(units per second, the unit's name) that suits an axis up to `longest_s`."""
+    if longest_s >= 2:
+        return 1.0, "s"
+    if longest_s >= 2e-3:
+        return 1e3, "ms"
+    return 1e6, "µs"
+
+
+def memory_unit(largest_bytes: float) -> tuple[int, str]:
+    """(bytes per unit, the unit's name) that suits an axis up to `largest_bytes`."""
+    for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if largest_bytes >= 2 * 2**power:
+            return 2**power, name
+    return 1, "bytes"
+
+
+def legend_beside(ax: Axes, columns: int = 1) -> None:
+    """A legend at the right of the Axes, off the data."""
+    ax.legend(
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1.0),
+        borderaxespad=0.0,
+        frameon=False,
+        fontsize="small",
+        ncols=columns,
+    )

@@ -1,0 +1,91 @@
+"""The three streams of a plan: compute, copies to the host, copies back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memopt.models.offload_replay import has_transfers, replay_offload
+from memopt.models.replay import Direction, Timeline, replay
+from memopt.report.schedule_plot import AGAIN, BACKWARD, FORWARD, UPDATE, chain_bars, program_bars
+from memopt.report.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    legend_beside,
+    new_axes,
+    time_unit,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from memopt.plan import Plan
+
+LANES = ("compute", "device → host", "host → device")
+_WAIT, _OUT, _IN = "waiting for a copy", "to host", "from host"
+_COLORS = {
+    FORWARD: BLUE,
+    AGAIN: VERMILION,
+    BACKWARD: GREEN,
+    UPDATE: PURPLE,
+    _WAIT: GREY,
+    _OUT: ORANGE,
+    _IN: SKY,
+}
+
+
+def plot_timeline(plan: Plan, ax: Axes | None = None) -> Axes:
+    """Draw the compute stream with its waits, and both copy streams."""
+    spans = lanes(plan)
+    ax = new_axes(ax, 2.2)
+    longest_s = plan.step_time_s
+    scale, unit = time_unit(longest_s)
+    for kind, (lane, found) in spans.items():
+        if found:
+            ax.broken_barh(
+                [(scale * start, scale * duration) for start, duration in found],
+                (lane - 0.38, 0.76),
+                color=_COLORS[kind],
+                linewidth=0,
+                label=kind,
+            )
+    ax.set_yticks(range(len(LANES)), LANES)
+    ax.set_ylim(len(LANES) - 0.5, -0.5)
+    ax.set_xlim(0, scale * longest_s or 1.0)
+    ax.set_xlabel(f"time in the step, predicted ({unit})")
+    ax.set_title(f"{plan.strategy.name}: compute and copies", loc="left")
+    legend_beside(ax)
+    return ax
+
+
+def lanes(plan: Plan) -> dict[str, tuple[int, list[tuple[float, float]]]]:
+    """What it is → (lane, (start, duration) of every bar), seconds."""
+    timeline: Timeline | None
+    if plan.graph is not None and plan.program is not None:
+        _, bars = program_bars(plan.graph, plan.program, plan.device)
+        timeline = replay(plan.graph, plan.program, plan.device)
+    else:
+        assert plan.chain is not None
+        assert plan.chain_steps is not None
+        _, bars = chain_bars(plan.chain, plan.chain_steps, plan.device)
+        moves = has_transfers(plan.chain_steps)
+        timeline = replay_offload(plan.chain, plan.chain_steps, plan.device) if moves else None
+    spans = {kind: (0, [(s, d) for _, s, d in bars[kind] if d > 0]) for kind in bars}
+    waits: list[tuple[float, float]] = []
+    out: list[tuple[float, float]] = []
+    back: list[tuple[float, float]] = []
+    if timeline is not None:
+        # A Compute's wait ends where it starts; a Free's where it ends, which is the same moment.
+        waits = [
+            (start - stall, stall)
+            for start, stall in zip(timeline.start_s, timeline.stall_s, strict=True)
+            if stall > 0
+        ]
+        for move in timeline.transfers:
+            lane = out if move.direction is Direction.TO_HOST else back
+            lane.append((move.start_s, move.end_s - move.start_s))
+    return {**spans, _WAIT: (0, waits), _OUT: (1, out), _IN: (2, back)}
