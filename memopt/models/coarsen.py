@@ -231,7 +231,9 @@ class _Merger:
         self.graph = graph
         pinned = graph.kept | _chosen(graph)
         aside = _aside(graph)
-        members = [(i,) for i in range(len(graph.operators)) if i not in aside]
+        members: list[tuple[int, ...]] = [
+            (i,) for i in range(len(graph.operators)) if i not in aside
+        ]
         if aside:
             members = sorted([*members, tuple(sorted(aside))], key=lambda group: group[-1])
         self.groups = [_Group(graph, group, pinned) for group in members]

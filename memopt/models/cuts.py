@@ -101,9 +101,25 @@ class _Spans:
         return list(zip(accumulate(self._count), accumulate(self._sum), strict=True))
 
 
-def find_cuts(graph: Graph) -> tuple[Cut, ...]:
-    """All cuts, in order; of neighbours with the same storage only the first."""
-    free, held, end = parameter_free(graph), always_held(graph), graph.first_backward
+def long_lived(graph: Graph, max_span: int) -> frozenset[int]:
+    """Forward storages read more than `max_span` operators after the one that writes them."""
+    return frozenset(
+        tensor
+        for first, operator in enumerate(graph.operators[: graph.first_backward])
+        for tensor in operator.writes
+        if last_forward_reader(graph, tensor) - first > max_span
+    )
+
+
+def find_cuts(graph: Graph, skips: frozenset[int] = frozenset()) -> tuple[Cut, ...]:
+    """All cuts, in order; of neighbours with the same storage only the first.
+
+    Args:
+        graph: the training step.
+        skips: further storages not to count, since they will be held.
+    """
+    free, end = parameter_free(graph), graph.first_backward
+    held = always_held(graph) | (skips - free)
     spans = {name: _Spans(end + 1) for name in ("plain", "free", "held")}
     for first, operator in enumerate(graph.operators[:end]):
         for tensor in operator.writes:

@@ -27,9 +27,10 @@ class _Costs:
         self.graph = graph
         self.stages = stage_map.stages
         self.held = stage_map.held
+        self.sizes = [tensor.size_bytes for tensor in graph.tensors]
 
     def bytes(self, tensors: Iterable[int]) -> int:
-        return sum(self.graph.tensors[t].size_bytes for t in tensors)
+        return sum([self.sizes[t] for t in tensors])
 
     def time_s(self, operators: Iterable[int]) -> float:
         return sum(self.graph.operators[i].time_s for i in operators)
@@ -82,7 +83,7 @@ class _Costs:
         Only tensors of `before` and written ones count, `uncounted` ones not at all.
         """
         last = {t: i for i in operators for t in self.graph.operators[i].reads}
-        sizes = {t: self.graph.tensors[t].size_bytes for t in before if t in last or t in after}
+        sizes = {t: self.sizes[t] for t in before if t in last or t in after}
         live = peak = sum(sizes.values())
         for i in operators:
             operator = self.graph.operators[i]
@@ -90,7 +91,7 @@ class _Costs:
             peak = max(peak, live + self.bytes(written) + operator.workspace_bytes)
             for t in written:
                 if t in last or t in after:
-                    sizes[t] = self.graph.tensors[t].size_bytes
+                    sizes[t] = self.sizes[t]
                     live += sizes[t]
             for t in dict.fromkeys(operator.reads):
                 if last[t] == i and t not in after:

@@ -59,17 +59,24 @@ class StageMap:
     held: frozenset[int]
 
 
-def build_stage_map(graph: Graph, cuts: Sequence[Cut]) -> StageMap:
+def build_stage_map(
+    graph: Graph, cuts: Sequence[Cut], skips: frozenset[int] = frozenset()
+) -> StageMap:
     """Give every operator its stage; cuts that no consistent assignment allows are dropped.
 
     A backward operator needs its forward operands from its own stage ℓ (ā^ℓ), from a^{ℓ-1} or
     from the held storages, and runs no earlier than its operands. Where that is impossible, a
     parameter-free operand becomes a held one; for others the stages in between are merged.
+
+    Args:
+        graph: the training step.
+        cuts: as `find_cuts` gives them.
+        skips: storages to hold where they cross a cut, besides the parameter-free ones.
     """
     free = parameter_free(graph)
     fixed = always_held(graph)
     while True:
-        held = fixed | crossing(graph, cuts, free)
+        held = fixed | crossing(graph, cuts, free | skips)
         assignment = _Assignment(graph, cuts, held)
         if not assignment.conflicts:
             return assignment.stage_map()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from memopt.models.chain_replay import replay_chain
 from memopt.models.cuts import find_cuts, parameter_free, worthwhile
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.models.linearize import Linearization, linearize
+from memopt.models.linearize import Linearization, linearizations, linearize
 from memopt.models.liveness import store_all
 from memopt.models.replay import replay
+from memopt.models.steps import ChainStep, Move
 from tests.models.training_graphs import Builder, random_training_graph, store_all_steps
 
 
@@ -220,23 +223,69 @@ def test_an_operator_that_runs_once_is_held() -> None:
     assert all(2 not in stage.rerun for stage in lin.stages)
 
 
-def test_long_skips_give_one_long_stage() -> None:
+def u_net(depth: int = 6) -> Graph:
+    """Small storages skip from the way down to the way up, past large ones."""
     build = Builder()
     x = build.tensor("input", 10, TensorKind.INPUT)
     (x,) = build.layer("stem", (x, build.parameter()), (10,), (0,))
     skips = []
-    for i in range(4):
-        (x,) = build.layer(f"down{i}", (x, build.parameter()), (10,), (0,))
+    for i in range(depth):
+        (x,) = build.layer(f"wide{i}", (x, build.parameter()), (50,), (0,))
+        (x,) = build.layer(f"down{i}", (x, build.parameter()), (5,), (0,))
         skips.append(x)
-    for i in range(4):
-        (x,) = build.layer(f"up{i}", (x, skips.pop(), build.parameter()), (10,), (0, 1))
+        (x,) = build.layer(f"pool{i}", (x, build.parameter()), (10,), (0,))
+    for i in range(depth):
+        (x,) = build.layer(f"up{i}", (x, skips.pop(), build.parameter()), (50,), (0, 1))
+        (x,) = build.layer(f"mix{i}", (x, build.parameter()), (10,), (0,))
     build.outputs.append(x)
     build.backward()
-    lin = linearize(build.graph())
-    assert lin.longest_stage_share > 0.5
-    plain = perceptron(12)
-    plain.backward()
-    assert linearize(plain.graph()).longest_stage_share < 0.5
+    return build.graph()
+
+
+def test_long_skips_give_one_long_stage_unless_they_are_held() -> None:
+    graph = u_net()
+    plain = linearize(graph, max_span=graph.first_backward)
+    assert plain.longest_stage_share > 0.6
+    assert plain.held == set(graph.outputs)
+    chosen = linearize(graph)
+    assert chosen.longest_stage_share < 0.2
+    skips = {i for i, t in enumerate(graph.tensors) if t.name.startswith("down")}
+    assert chosen.held > set(graph.outputs)
+    assert chosen.held <= skips | set(graph.outputs)
+    assert chosen.recomputing_peak_bytes < 0.7 * plain.recomputing_peak_bytes
+
+
+def test_residual_trunks_are_not_held_unless_asked() -> None:
+    build = Builder()
+    x = build.tensor("input", 10, TensorKind.INPUT)
+    (x,) = build.layer("stem", (x, build.parameter()), (10,), (0,))
+    for i in range(4):
+        (a,) = build.layer(f"a{i}", (x, build.parameter()), (30,), (0,))
+        (b,) = build.layer(f"b{i}", (a, build.parameter()), (10,), (0,))
+        (x,) = build.layer(f"sum{i}", (x, b), (10,))
+    build.outputs.append(x)
+    build.backward()
+    graph = build.graph()
+    trunk = {i for i, t in enumerate(graph.tensors) if t.name.split(".")[0] in ("stem", "sum0")}
+    assert trunk.isdisjoint(linearize(graph).held)
+    finer = linearize(graph, max_span=2)
+    assert trunk <= finer.held
+    assert len(finer.chain) > len(linearize(graph).chain)
+    assert linearizations(graph)[0].max_span == graph.first_backward
+    with pytest.raises(ValueError, match="at least 0"):
+        linearize(graph, max_span=-1)
+
+
+def test_the_recomputing_peak_is_a_schedules() -> None:
+    """`recomputing_peak_bytes` is what replaying that schedule gives."""
+    for seed in range(40):
+        lin = linearize(random_training_graph(seed))
+        steps = []
+        for stage in range(len(lin.chain), 0, -1):
+            moves = [Move.FORWARD_CHECKPOINT, *[Move.FORWARD_NO_SAVE] * (stage - 2)]
+            steps += [ChainStep(move, k) for k, move in enumerate(moves[: stage - 1], start=1)]
+            steps += [ChainStep(Move.FORWARD_ALL, stage), ChainStep(Move.BACKWARD, stage)]
+        assert replay_chain(lin.chain, steps).peak_bytes == lin.recomputing_peak_bytes
 
 
 def test_unsaved_storages_are_no_cuts_unless_cheap() -> None:
@@ -315,11 +364,9 @@ def test_to_chain_is_the_linearized_chain() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_operator_has_its_stage(seed: int) -> None:
-    import random
-
     rng = random.Random(seed)
     graph = random_training_graph(seed) if seed % 2 else random_graph(rng, 1 + seed % 12)
-    lin = linearize(graph)
+    lin = linearize(graph, max_span=None if seed % 3 else seed % 8)
     forward = [i for stage in lin.stages for i in stage.forward]
     assert forward == list(range(graph.first_backward))
     backward = [i for stage in reversed(lin.stages) for i in stage.backward]
