@@ -36,11 +36,13 @@ class Choice:
     Attributes:
         transfers: what moves, in which order.
         lower_bound_s: a bound on the time of every whole-transfer schedule, if one was proved.
+        optimum_s: the least time of all of them, up to the resolution it was proved with.
         stats: counts worth showing.
     """
 
     transfers: Transfers
     lower_bound_s: float = 0.0
+    optimum_s: float | None = None
     stats: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -157,7 +159,8 @@ def _solution(
     steps, timeline = built
     bound = max(lower_bound_s(problem, duplex=device.duplex), choice.lower_bound_s)
     bound = min(bound, timeline.time_s)
-    optimal = timeline.time_s <= bound * (1 + 1e-9)
+    least_s = bound if choice.optimum_s is None else max(bound, choice.optimum_s)
+    optimal = timeline.time_s <= least_s * (1 + 1e-9)
     return Solution(
         status=Status.OPTIMAL if optimal else Status.FEASIBLE,
         steps=steps,

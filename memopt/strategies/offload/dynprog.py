@@ -99,6 +99,8 @@ def _run(
     for slack in (0.0, 1.0, 4.0, 16.0):
         size = problem.excess_bytes + slack * data.unit_bytes
         eager = eager_amounts(problem, int(size))[: problem.stages] > 0
+        if data.sizes[eager].sum() > host:
+            break
         limit = kernels.evaluate(eager & data.movable, data.sizes, *common, data.ratio)
         if np.isfinite(limit):
             break

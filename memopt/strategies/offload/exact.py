@@ -29,17 +29,17 @@ class OffloadExact(ChainOffload):
     of the transfers, and its time is beside the bound in the Solution.
 
     Attributes:
-        num_workers: of the solver; they work in a fixed interleaving, so that the answer does
-            not depend on the machine's load.
+        num_workers: of the solver. With one, the same problem gives the same plan; more are
+            faster, and agree on the time when it is proved optimal.
         seed: of the solver.
-        effort: the solver's deterministic time, about seconds of one worker.
+        effort: the solver's deterministic time; 1 is some 2 to 5 seconds.
         resolution: ticks of time in a step, where times have no common measure.
         max_stages: more stages than that are refused.
     """
 
-    num_workers: int = 2
+    num_workers: int = 1
     seed: int = 0
-    effort: float = 30.0
+    effort: float = 5.0
     resolution: int = 200_000
     max_stages: int = 64
 
@@ -97,7 +97,12 @@ class OffloadExact(ChainOffload):
         if found is None:
             return Choice(transfers, stats=stats)
         stats["exact_time_s"] = found.time_s
-        return Choice(transfers, lower_bound_s=found.lower_bound_s, stats=stats)
+        return Choice(
+            transfers,
+            lower_bound_s=found.lower_bound_s,
+            optimum_s=found.time_s if found.proved else None,
+            stats=stats,
+        )
 
 
 def known_amounts(problem: OffloadProblem, host_budget_bytes: int | None) -> Bytes:

@@ -234,8 +234,7 @@ class ExactModel:
         parameters = solver.parameters
         parameters.num_workers = workers
         parameters.random_seed = seed
-        # Several workers in a fixed interleaving give the same answer every time.
-        parameters.interleave_search = workers > 1
+        # Deterministic time, unlike wall time, gives one worker the same answer every time.
         parameters.max_deterministic_time = effort
         if time_limit_s is not None:
             parameters.max_time_in_seconds = time_limit_s
