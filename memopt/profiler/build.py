@@ -104,7 +104,12 @@ def build(model: nn.Module, captured: Captured, block_bytes: int = 1) -> Lowerin
     _add_inputs(builder, captured)
     paths = module_paths(captured.module)
     needed = _needed(captured)
-    mutated = {captured.primals[i].node for i in captured.mutated}
+    mutated = {
+        tensor
+        for i in captured.mutated
+        for tensor in builder.storages[captured.primals[i].node]
+        if tensor is not None
+    }
     for node in captured.module.graph.nodes:
         if node.op in ("placeholder", "output") or node not in needed:
             continue
@@ -180,7 +185,7 @@ def _add_constant(builder: _Builder, captured: Captured, node: Node) -> None:
     builder.storages[node] = (index,)
 
 
-def _add_call(builder: _Builder, node: Node, path: str, mutated: set[Node]) -> None:
+def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> None:
     if node.target is operator.getitem:
         parent, position = node.args
         held = builder.storages[parent][position]  # type: ignore[index]
@@ -226,7 +231,7 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[Node]) -> N
             writes=tuple(writes),
             time_s=0.0,
             phase=Phase.BACKWARD if backward else Phase.FORWARD,
-            recomputable=_recomputable(node, mutated),
+            recomputable=mutated.isdisjoint(reads) or _only_replaces_statistics(node),
             random=is_random(node),
             module=path,
             target=str(node.target),
@@ -260,11 +265,9 @@ def _reads(builder: _Builder, nodes: Iterable[Node]) -> Iterable[int]:
                 yield index
 
 
-def _recomputable(node: Node, mutated: set[Node]) -> bool:
-    """An operator that reads a value which the step overwrites may run once only; batch norm
-    in training mode uses its running statistics for nothing but their own new values."""
-    if not any(n in mutated for n in node.all_input_nodes):
-        return True
+def _only_replaces_statistics(node: Node) -> bool:
+    """An operator that reads a value which the step overwrites may run once only; but batch
+    norm in training mode uses its running statistics for nothing but their own new values."""
     name = str(node.target)
     if name not in _BATCH_NORM_TRAINING_ARGUMENT:
         return False

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from memopt.errors import CaptureError
 from memopt.profiler import torch_private
 from memopt.profiler.inputs import Call
+from memopt.profiler.side_effects import check_side_effects
 
 _LOG = logging.getLogger(__name__)
 
@@ -102,6 +103,12 @@ def capture(model: nn.Module, call: Call) -> Captured:
             "nothing to train: no parameter and no input of the model requires a gradient; "
             "call requires_grad_() on what you train before planning"
         )
+    for leaf in call.leaves:
+        if not isinstance(leaf, (torch.Tensor, str, int, float, bool, type(None))):
+            raise CaptureError(
+                f"the model is called with a {type(leaf).__name__}; memopt takes tensors, numbers, "
+                "strings, None and pytrees of them; keep other objects as attributes of the model"
+            )
     with torch.enable_grad():
         traced = _trace(model, call)
         return _export(model, traced, call)
@@ -111,9 +118,11 @@ def _trace(model: nn.Module, call: Call) -> Any:
     from torch._dynamo.exc import TorchDynamoException
 
     try:
-        return torch_private.dynamo_capture(model, call.args, call.kwargs)
+        module, changed = torch_private.dynamo_capture(model, call.args, call.kwargs)
     except TorchDynamoException as error:
         raise CaptureError(_explain(error)) from error
+    check_side_effects(model, call, changed)
+    return module
 
 
 def _explain(error: Exception) -> str:
@@ -236,6 +245,11 @@ def _primal(node: Node, names: dict[str, tuple[str, torch.Tensor]], model: nn.Mo
         )
     if kind == "PlainAOTInput":
         return Primal(node=node, kind="input", name=f"input{descriptor.idx}", index=descriptor.idx)
+    if "ViewBase" in kind or "SyntheticBase" in kind:
+        raise CaptureError(
+            "the forward updates a buffer or input in place whose memory another buffer or input "
+            f"shares ({descriptor!r}); give each its own memory (clone()) before planning"
+        )
     raise CaptureError(
         f"the model takes an input memopt does not know ({descriptor!r}); "
         "pass plain tensors and Python values"
@@ -272,7 +286,7 @@ def _partitioner(split: _Split) -> Callable[..., tuple[GraphModule, GraphModule]
                 f"AOTAutograd counts {num_fwd_outputs} forward outputs, memopt "
                 f"{len(split.forward_outputs)}; please report this model"
             )
-        values: list[Any] = [n.meta["val"] for n in split.primals]
+        values: list[Any] = [n.meta.get("val") for n in split.primals]
         fake_mode = next(v.fake_mode for v in values if isinstance(v, FakeTensor))
         forward = FxGraph()
         copies = {n: forward.node_copy(n) for n in split.primals}

@@ -5,7 +5,9 @@ Each function says what is missing when a torch version has moved its name.
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,10 +30,31 @@ def _import(module: str, name: str) -> Any:
         raise CaptureError(message) from error
 
 
-def dynamo_capture(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One FX graph of the whole model by dynamo, sharing the model's parameters."""
+_SIDE_EFFECTS = "certain side effects happened"
+
+
+def dynamo_capture(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[str, ...]]:
+    """One FX graph of the whole model by dynamo, sharing the model's parameters; and the Python
+    objects that the forward changes (in dynamo's words), which the graph will not change."""
     capture = _import("torch._dynamo.functional_export", "_dynamo_graph_capture_for_export")
-    return capture(model)(*args, **kwargs)
+    import torch._dynamo.config as config
+
+    patch: Any = contextlib.nullcontext()
+    if hasattr(config, "side_effect_replay_policy"):
+        patch = config.patch(side_effect_replay_policy="warn")
+    with warnings.catch_warnings(record=True) as caught, patch:
+        warnings.simplefilter("always")
+        module = capture(model)(*args, **kwargs)
+    changed: list[str] = []
+    for one in caught:
+        text = str(one.message)
+        if _SIDE_EFFECTS in text:
+            changed += ast.literal_eval(text[text.index("[") :])
+        else:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    return module, tuple(changed)
 
 
 def export_joint(
