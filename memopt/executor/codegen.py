@@ -183,7 +183,7 @@ def _forward(halves: Halves, names: dict[Any, str], globals_: dict[str, Any]) ->
     for instruction in halves.forward:
         writer.instruction(instruction)
     outputs = [writer.argument(o) for o in halves.captured.forward_outputs]
-    bases = [halves.lowering.bases.get(t) for t in halves.live_at_boundary]
+    bases = [halves.lowering.bases.get(t) for t in halves.carried]
     saved = [writer.value(b) for b in bases if b is not None]
     saved += [f"host_{t}" for t in halves.hosted_at_boundary]
     saved += [f"state_{op}" for op in halves.saved_states]
@@ -201,7 +201,7 @@ def _backward(forward: _Writer, names: dict[Any, str], globals_: dict[str, Any])
     writer.unpack([None, *halves.captured.tangents], "arguments")
     writer.emit("del _")
     writer.emit("arguments.clear()")
-    bases = [halves.lowering.bases.get(t) for t in halves.live_at_boundary]
+    bases = [halves.lowering.bases.get(t) for t in halves.carried]
     targets = [writer.bind(b) for b in bases if b is not None]
     targets += [f"host_{t}" for t in halves.hosted_at_boundary]
     targets += [f"state_{op}" for op in halves.saved_states]

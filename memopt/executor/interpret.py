@@ -92,8 +92,8 @@ def interpret(halves: Halves, swap: Any, random: Any) -> tuple[Any, Any]:
         for instruction in halves.forward:
             machine.step(instruction)
         outputs = [map_arg(o, machine.read) for o in captured.forward_outputs]
-        for primal in captured.primals:
-            del machine.values[primal.node]
+        carried = {halves.lowering.bases.get(t) for t in halves.carried}
+        machine.values = {n: v for n, v in machine.values.items() if n in carried}
         return outputs, [machine]
 
     def backward(primals: list[Any], arguments: list[Any], saved: list[Any]) -> tuple[Any, ...]:

@@ -65,7 +65,25 @@ class Halves:
         return frozenset(op for op, n in runs.items() if n > 1 and operators[op].random)
 
     @cached_property
-    def live_at_boundary(self) -> tuple[int, ...]:
+    def carried(self) -> tuple[int, ...]:
+        """Computed tensors that the backward half needs from the forward half's device memory,
+        ascending. Outputs it does not read are the user's to hold."""
+        wanted: set[int] = set()
+        for instruction in self.backward:
+            match instruction:
+                case Compute(op, _, _):
+                    wanted.update(self.lowering.graph.operators[op].reads)
+                case SwapOut(tensor):
+                    wanted.add(tensor)
+                case _:
+                    pass
+        for gradient in self.captured.gradients:
+            if isinstance(gradient, Node):
+                wanted.update(t for t in self.lowering.storages[gradient] if t is not None)
+        return tuple(t for t in self._live_at_boundary if t in wanted)
+
+    @cached_property
+    def _live_at_boundary(self) -> tuple[int, ...]:
         """Computed tensors on the device when the forward ends, ascending."""
         live: set[int] = set()
         for instruction in self.forward:
