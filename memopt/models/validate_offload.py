@@ -75,8 +75,8 @@ def _wrong_order(chain: Chain, schedule: Sequence[ChainStep]) -> Violation | Non
         if transfer:
             continue
         if not wanted or wanted[0] != step:
-            again = ChainStep(Move.BACKWARD, n) in wanted or step.move is Move.BACKWARD
-            code = Code.READ_ABSENT if again else Code.COMPUTED_WHILE_LIVE
+            again = step.move is Move.FORWARD_ALL and step not in wanted
+            code = Code.COMPUTED_WHILE_LIVE if again else Code.READ_ABSENT
             return Violation(code, i, f"{step}: out of order")
         wanted.pop(0)
     return Violation(Code.UNFINISHED, len(schedule), f"{wanted[0]} is missing") if wanted else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -73,7 +74,7 @@ def check_whole(problem: OffloadProblem, amounts: np.ndarray, schedule) -> None:
                 assert schedule.prefetches_s[j, 1] <= schedule.starts_s[k]
     transfers = [schedule.offloads_s[j] for j in moved] + [schedule.prefetches_s[j] for j in moved]
     transfers = sorted(tuple(t) for t in transfers)
-    for (_, end), (start, _) in zip(transfers, transfers[1:], strict=False):
+    for (_, end), (start, _) in itertools.pairwise(transfers):
         assert start >= end - 1e-9
 
 

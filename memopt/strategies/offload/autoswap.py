@@ -55,7 +55,7 @@ class AutoSwap(ChainOffload):
 
     def choose(
         self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
-    ) -> Choice | int:
+    ) -> Choice:
         import optuna
 
         candidates = _Candidates(problem)

@@ -83,13 +83,12 @@ class ChainOffload(Strategy):
     @abstractmethod
     def choose(
         self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
-    ) -> Choice | int:
-        """What to move, for a problem with an excess, feasible by its floor.
+    ) -> Choice:
+        """What to move, for a problem with an excess and at least the smallest capacity."""
 
-        Returns:
-            A choice that makes room for every operation, or the smallest capacity in bytes,
-            resident excluded, for which the strategy knows one.
-        """
+    def smallest_capacity(self, problem: OffloadProblem) -> int:
+        """The smallest capacity for which the strategy has a plan, bytes, resident excluded."""
+        return problem.floor_bytes
 
     def solve(
         self,
@@ -112,15 +111,14 @@ class ChainOffload(Strategy):
             cost_model, budget_bytes, device, offload_input=self.offload_input
         )
         resident = cost_model.resident_bytes
-        if problem.capacity_bytes < problem.floor_bytes:
-            return Solution(Status.INFEASIBLE, smallest_budget_bytes=resident + problem.floor_bytes)
+        smallest = self.smallest_capacity(problem)
+        if problem.capacity_bytes < smallest:
+            return Solution(Status.INFEASIBLE, smallest_budget_bytes=resident + smallest)
         self._check_host(problem, resident)
         if problem.excess_bytes == 0:
-            choice: Choice | int = Choice(Transfers((), ()))
+            choice = Choice(Transfers((), ()))
         else:
             choice = self.choose(cost_model, problem, device, Limits(time_limit_s, progress))
-        if isinstance(choice, int):
-            return Solution(Status.INFEASIBLE, smallest_budget_bytes=resident + choice)
         return _solution(cost_model, problem, device, choice, started)
 
     def _check_host(self, problem: OffloadProblem, resident_bytes: int) -> None:

@@ -130,7 +130,7 @@ class DynProg(ChainOffload):
 
     def choose(
         self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
-    ) -> Choice | int:
+    ) -> Choice:
         result = solve_dynprog(problem, self.slots, self.host_budget_bytes)
         amounts, eager = result.amounts, _eager(problem)
         # The rounded problem may have no schedule where the real one has.

@@ -62,7 +62,7 @@ class OffloadExact(ChainOffload):
 
     def choose(
         self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
-    ) -> Choice | int:
+    ) -> Choice:
         amounts = known_amounts(problem, self.host_budget_bytes)
         horizon_s = makespan_s(problem, amounts, whole=True)
         if not np.isfinite(horizon_s):

@@ -25,7 +25,7 @@ class Greedy(ChainOffload):
 
     def choose(
         self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
-    ) -> Choice | int:
+    ) -> Choice:
         offloaded = np.flatnonzero(eager_amounts(problem, problem.excess_bytes))
         size = int(problem.sizes[offloaded].sum())
         if not self.within_host(size):

@@ -10,7 +10,7 @@ import numpy as np
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, Choice, Limits
-from memopt.strategies.offload.problem import OffloadProblem
+from memopt.strategies.offload.problem import Bytes, OffloadProblem, Seconds
 from memopt.strategies.offload.program import ordered_transfers
 
 
@@ -30,9 +30,30 @@ class Tflms(ChainOffload):
         "TFLMS: Large Model Support in TensorFlow by Graph Rewriting (2018)",
     )
 
+    def smallest_capacity(self, problem: OffloadProblem) -> int:
+        return max(problem.floor_bytes, int(self._table(problem)[0].min()))
+
     def choose(
         self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
-    ) -> Choice | int:
+    ) -> Choice:
+        peaks, times = self._table(problem)
+        times = np.where(peaks <= problem.capacity_bytes, times, np.inf)
+        count, distance = (int(x) for x in np.unravel_index(int(times.argmin()), times.shape))
+        chosen = np.flatnonzero(problem.movable)[:count].tolist()
+        n = problem.stages
+        # B_{j + distance}, or the first backward operation.
+        not_before = {j: max(n, 2 * n - 1 - (j + distance)) for j in chosen}
+        return Choice(
+            ordered_transfers(chosen, not_before),
+            stats={
+                "tensors": count,
+                "prefetch_distance": distance,
+                "tflms_time_s": float(times[count, distance]),
+            },
+        )
+
+    def _table(self, problem: OffloadProblem) -> tuple[Bytes, Seconds]:
+        """(peak, time) for every N that the host budget allows and every distance."""
         from memopt.strategies.offload import tflms_kernels
 
         movable = np.flatnonzero(problem.movable)
@@ -46,22 +67,6 @@ class Tflms(ChainOffload):
             problem.latency_s,
         )
         on_host = np.concatenate(([0], np.cumsum(problem.sizes[movable])))
-        if self.host_budget_bytes is not None:
-            peaks = peaks[on_host <= self.host_budget_bytes]
-            times = times[on_host <= self.host_budget_bytes]
-        if int(peaks.min()) > problem.capacity_bytes:
-            return int(peaks.min())
-        times = np.where(peaks <= problem.capacity_bytes, times, np.inf)
-        count, distance = (int(x) for x in np.unravel_index(int(times.argmin()), times.shape))
-        chosen = movable[:count].tolist()
-        n = problem.stages
-        # B_{j + distance}, or the first backward operation.
-        not_before = {j: max(n, 2 * n - 1 - (j + distance)) for j in chosen}
-        return Choice(
-            ordered_transfers(chosen, not_before),
-            stats={
-                "tensors": count,
-                "prefetch_distance": distance,
-                "tflms_time_s": float(times[count, distance]),
-            },
-        )
+        host = np.inf if self.host_budget_bytes is None else self.host_budget_bytes
+        allowed = on_host <= host
+        return peaks[allowed], times[allowed]

@@ -29,7 +29,7 @@ class Vdnn(ChainOffload):
 
     def choose(
         self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
-    ) -> Choice | int:
+    ) -> Choice:
         best: tuple[float, list[int]] | None = None
         tried = 0
         for offloaded in _candidates(problem):
