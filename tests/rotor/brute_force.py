@@ -17,9 +17,10 @@ from numba import njit, typed, types
 from memopt.models.chain import Chain
 
 NO_SAVE, CHECKPOINT, ALL, BACKWARD, DROP_A, DROP_SAVED = range(6)
-PERSISTENT, REVOLVE, OPTIMAL, FREE = range(4)
+PERSISTENT, REVOLVE, OPTIMAL, FREE, LAZY = range(5)
 """Classes: Definition 4.1; that with F_all^ℓ only right before B^ℓ; Table 1 without F_∅^ℓ while
-ā^ℓ is held; any value may be dropped at any time (F_∅ is then F_ck and a drop)."""
+ā^ℓ is held; any value may be dropped at any time (F_∅ is then F_ck and a drop); the same, but a
+forward only runs on from the highest value below what the next backward lacks."""
 
 WIDTH = 8
 MASK = (1 << WIDTH) - 1
@@ -77,8 +78,13 @@ def successor(n, sizes, state, move, k, kind):
         return np.int64(-1), np.int64(0)
     if kind == REVOLVE and saved and move != BACKWARD:
         return np.int64(-1), np.int64(0)
+    if kind == LAZY and move < BACKWARD:
+        lacks_input = saved >> gradient & 1
+        limit = gradient - 1 if lacks_input else n
+        if ((held | saved) & ((1 << (limit + 1)) - 1)) >> k or k > limit:
+            return np.int64(-1), np.int64(0)
     if move in (DROP_A, DROP_SAVED):
-        if kind != FREE or not (held if move == DROP_A else saved) & here:
+        if kind < FREE or not (held if move == DROP_A else saved) & here:
             return np.int64(-1), np.int64(0)
         if move == DROP_A:
             held ^= here

@@ -10,7 +10,8 @@ import pytest
 from memopt.models.chain_replay import ChainState, replay_chain
 from memopt.models.steps import ChainStep
 from memopt.strategies.rotor.codes import MOVES, steps_of
-from memopt.strategies.rotor.persistent import Revolve, Rotor, RotorFree, RotorOptimal
+from memopt.strategies.rotor.floating import RotorFree, RotorOptimal
+from memopt.strategies.rotor.persistent import Revolve, Rotor
 from memopt.strategies.rotor.sequential import Sequential
 from tests.rotor import brute_force as search
 from tests.rotor.chains import figure_4_chain, random_chain, toy_chain
@@ -19,7 +20,7 @@ CLASSES = (
     (Rotor(), search.PERSISTENT),
     (Revolve(), search.REVOLVE),
     (RotorOptimal(), search.OPTIMAL),
-    (RotorFree(), search.FREE),
+    (RotorFree(), search.LAZY),
 )
 DEFAULT_CHAINS = 150
 ALL_CHAINS = 6000

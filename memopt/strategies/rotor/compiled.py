@@ -27,4 +27,4 @@ def thread_count() -> int:
     loops: starting those sets OpenMP's thread count for the whole process, and with it torch's,
     whose results change in the last bits.
     """
-    return int(config.NUMBA_NUM_THREADS)
+    return int(config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]  # set when numba loads

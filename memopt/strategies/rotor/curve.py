@@ -11,6 +11,10 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
+from memopt.models.chain import Chain
+from memopt.models.chain_replay import replay_chain
+from memopt.strategies.rotor.codes import steps_of
+
 Codes = npt.NDArray[np.int64]
 
 SAME_TIME = 1e-12
@@ -55,6 +59,15 @@ class PlanSet:
         complete = self.complete if complete is None else complete
         optimal = self.optimal and complete
         return replace(self, optimal=optimal, complete=complete, stats={**self.stats, **stats})
+
+    def remade(self, chain: Chain, remake: Callable[[Codes], Codes]) -> PlanSet:
+        """Other schedules made from these, replayed on `chain`; no longer known to be optimal."""
+        candidates = []
+        for codes in self.codes:
+            made = remake(codes)
+            timeline = replay_chain(chain, steps_of(made.tolist()))
+            candidates.append((timeline.peak_bytes, timeline.time_s, made))
+        return plan_set(candidates, optimal=False, complete=self.complete, stats=self.stats)
 
 
 def merged(first: PlanSet, *others: PlanSet) -> PlanSet:

@@ -11,12 +11,12 @@ from memopt.models.chain import Chain
 from memopt.models.quantize import SlotScale, slot_scale
 from memopt.strategies.base import Progress
 from memopt.strategies.rotor.chain_strategy import ChainStrategy
-from memopt.strategies.rotor.curve import PlanSet, merged
-from memopt.strategies.rotor.limits import SolveLimits, Stopped, TooLarge
+from memopt.strategies.rotor.curve import PlanSet
+from memopt.strategies.rotor.limits import SolveLimits, TooLarge
 
 DEFAULT_SLOTS = 500
 FEWEST_SLOTS = 15
-EXACT_TABLE_BYTES = 2**28
+EXACT_TABLE_BYTES = 2**26
 
 Plan = Callable[[SlotScale, bool, SolveLimits], PlanSet]
 """plan(scale, exact, limits): the schedules from one table; raises TooLarge or Stopped."""
@@ -31,7 +31,7 @@ class TableStrategy(ChainStrategy):
             None: exact, with tables of step functions. Whatever the slots, a schedule is
             measured in exact bytes, and the smallest budget is exact.
         exact_stages: chains with at most so many stages are planned exactly in any case.
-        table_bytes: largest table. An exact one is also held to 256 MiB unless slots is None;
+        table_bytes: largest table. An exact one is also held to 64 MiB unless slots is None;
             past that, slots are used; a slot table that is too large gets fewer slots. The
             solution's stats say so ("mode", "slots", "note").
     """
@@ -92,13 +92,23 @@ class Rotor(TableStrategy):
 
     name: ClassVar[str] = "rotor"
 
+    exact_stages: int = 80
     persistent: bool = True
+
+    def plan_set(
+        self, chain: Chain, deadline_s: float | None = None, progress: Progress | None = None
+    ) -> PlanSet:
+        if self.persistent:
+            return super().plan_set(chain, deadline_s, progress)
+        from memopt.strategies.rotor.floating import RotorOptimal
+
+        exact_stages = min(self.exact_stages, RotorOptimal.exact_stages)
+        optimal = RotorOptimal(self.slots, exact_stages, self.table_bytes)
+        return optimal.plan_set(chain, deadline_s, progress)
 
     def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
         from memopt.strategies.rotor.persistent_tables import persistent_plans
 
-        if not self.persistent:
-            return floating(chain, scale, 1, exact, limits)
         return persistent_plans(chain, scale, True, exact, limits)
 
 
@@ -110,56 +120,9 @@ class Revolve(TableStrategy):
 
     name: ClassVar[str] = "revolve"
 
+    exact_stages: int = 80
+
     def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
         from memopt.strategies.rotor.persistent_tables import persistent_plans
 
         return persistent_plans(chain, scale, False, exact, limits)
-
-
-@dataclass(frozen=True)
-class RotorOptimal(TableStrategy):
-    """The fastest schedule of Rotor's Table 1 without F_∅^ℓ while ā^ℓ is held (Theorem 4.7,
-    corrected): the last kept activation may move. O(L^4) times the slots.
-    """
-
-    name: ClassVar[str] = "rotor-optimal"
-
-    def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
-        return floating(chain, scale, 1, exact, limits)
-
-
-@dataclass(frozen=True)
-class RotorFree(TableStrategy):
-    """The fastest schedule when any value may be dropped at any time, beyond the paper: a saved ā
-    may wait for its backward while its input is dropped and recomputed later.
-    """
-
-    name: ClassVar[str] = "rotor-free"
-
-    def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
-        return floating(chain, scale, 4, exact, limits)
-
-
-def floating(
-    chain: Chain, scale: SlotScale, kinds: int, exact: bool, limits: SolveLimits
-) -> PlanSet:
-    """Schedules of a floating program, and those of the smaller classes where it is not exact."""
-    from memopt.strategies.rotor.floating_tables import floating_plans
-    from memopt.strategies.rotor.persistent_tables import persistent_plans
-
-    if exact:
-        try:
-            return floating_plans(chain, scale, kinds, True, limits)
-        except Stopped:
-            return persistent_plans(chain, scale, True, True, limits).with_stats(False)
-    smaller = (
-        persistent_plans(chain, scale, True, False, limits)
-        if kinds == 1
-        else floating(chain, scale, 1, False, limits)
-    )
-    if not smaller.complete:
-        return smaller
-    try:
-        return merged(floating_plans(chain, scale, kinds, False, limits), smaller)
-    except Stopped:
-        return smaller.with_stats(False)

@@ -1,0 +1,100 @@
+"""How long Rotor's programs take on synthetic chains, compiled code apart.
+
+    python benchmarks/rotor_solve.py [--quick]
+
+Each line: strategy, stages, slots, wall seconds (the least of the repeats), CPU seconds of all
+threads, size of the table, number of schedules on the curve. A solve is the whole memory-time
+trade-off: table, schedules, their replay. Chains look like a ResNet's: sizes fall by a factor 8
+from the first stage to the last, times and ā vary at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+
+import numba
+import numpy as np
+
+from memopt.models.chain import Chain, Stage
+from memopt.strategies.rotor.persistent import (
+    Revolve,
+    Rotor,
+    RotorFree,
+    RotorOptimal,
+    TableStrategy,
+)
+
+
+def synthetic_chain(layers: int, seed: int = 0) -> Chain:
+    """A chain of `layers` stages and a loss that costs nothing."""
+    draw = np.random.default_rng(seed)
+    stages = []
+    for i in range(layers):
+        scale = 2.0 ** -(3 * i // layers)
+        output = int(1e6 * scale * draw.choice([1, 1, 1, 2]))
+        stages.append(
+            Stage(
+                forward_time_s=float(draw.uniform(0.5, 1.5)),
+                backward_time_s=float(draw.uniform(1, 3)),
+                output_bytes=output,
+                saved_bytes=int(output * draw.uniform(2, 5)),
+                gradient_bytes=output,
+                forward_overhead_bytes=int(output * draw.uniform(0, 1)),
+                backward_overhead_bytes=int(output * draw.uniform(0, 2)),
+                parameter_gradient_bytes=int(1e4 / scale),
+            )
+        )
+    return Chain(500_000, [*stages, Stage(0.0, 0.0, 0, 0, 0)], resident_bytes=10**7)
+
+
+def measure(strategy: TableStrategy, layers: int, repeats: int) -> str:
+    """One line of the table."""
+    chain = synthetic_chain(layers)
+    walls, cpus = [], []
+    for _ in range(repeats):
+        wall, cpu = time.perf_counter(), time.process_time()
+        plans = strategy.plan_set(chain)
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+    mode = "exact" if plans.stats["mode"] == "exact" else str(plans.stats["slots"])
+    return (
+        f"{strategy.name:14} {layers:6d} {mode:>6} {min(walls):9.3f} {min(cpus):9.3f} "
+        f"{plans.stats['cells']:>12,} {len(plans.points):7d}"
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="leave out what takes over 10 s")
+    quick = parser.parse_args().quick
+    slotted = {"slots": 500, "exact_stages": 0}
+    cases: list[tuple[TableStrategy, int, int]] = [
+        *((Rotor(**slotted), layers, 3) for layers in (50, 100, 200, 339)),
+        (Revolve(**slotted), 339, 3),
+        *((RotorOptimal(**slotted), layers, 3) for layers in (50, 100)),
+        *((RotorFree(**slotted), layers, 1) for layers in (25, 49)),
+        *((Rotor(slots=None), layers, 1) for layers in (20, 40, 60, 80)),
+        *((RotorOptimal(slots=None), layers, 1) for layers in (20, 40)),
+        *((RotorFree(slots=None), layers, 1) for layers in (20, 40)),
+    ]
+    if not quick:
+        cases += [(Rotor(**slotted), 1000, 1), (RotorFree(**slotted, most_stages=100), 100, 1)]
+    write = sys.stdout.write
+    for kind in (Rotor, Revolve, RotorOptimal, RotorFree):
+        for stages in (0, 40):
+            kind(slots=20, exact_stages=stages).plan_set(synthetic_chain(5))
+    write(f"{numba.get_num_threads()} threads, compiled code loaded\n")
+    write("strategy       layers  slots    wall_s     cpu_s        cells schedules\n")
+    for strategy, layers, repeats in cases:
+        write(measure(strategy, layers, repeats) + "\n")
+        sys.stdout.flush()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    write(f"peak resident memory of the process: {peak:.2f} GiB\n")
+
+
+if __name__ == "__main__":
+    main()
