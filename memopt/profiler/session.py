@@ -21,6 +21,8 @@ from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.measure import MeasureOptions, environment, measure, replace_graph
+from memopt.profiler.misfit import check_arguments, diagnosed
+from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.signature import signature
 
@@ -41,6 +43,8 @@ class Profiled:
         baseline: the unplanned step.
         torch_device: where it runs.
         record: what it was captured for, as plan files store it.
+        notes: what a user should know about the figures.
+        optimizer: the optimizer's state, resident in the graph; None: not asked for.
     """
 
     graph: Graph
@@ -49,6 +53,8 @@ class Profiled:
     baseline: Baseline
     torch_device: torch.device
     record: ModelRecord | None = None
+    notes: tuple[str, ...] = ()
+    optimizer: OptimizerState | None = None
 
 
 def device_of(model: nn.Module, call: Call) -> torch.device:
@@ -71,7 +77,7 @@ def profile_model(
     inputs: Any,
     *,
     loss: Loss | None = None,
-    extra_resident_bytes: int = 0,
+    optimizer: str | torch.optim.Optimizer | None = None,
     options: MeasureOptions | None = None,
     progress: Progress | None = None,
 ) -> Profiled:
@@ -81,7 +87,7 @@ def profile_model(
         model: the module, in the mode to train it in.
         inputs: a tensor, a tuple of positional or a dict of keyword arguments.
         loss: the user's loss; its memory is charged at the loss boundary.
-        extra_resident_bytes: optimizer state and the like.
+        optimizer: whose state is charged as resident: a name or an instance.
         options: how hard to measure, and the cache.
         progress: called with (fraction, what).
 
@@ -93,26 +99,31 @@ def profile_model(
     chosen = options or MeasureOptions(cache=ProfileCache())
     report = progress or (lambda _fraction, _what: None)
     report(0.0, "capturing the model")
-    captured = capture(model, call)
-    block_bytes = 512 if device.type == "cuda" else 1
-    lowering = build(model, captured, block_bytes)
+    check_arguments(model, call)
+    with diagnosed(model, call):
+        captured = capture(model, call)
+        block_bytes = 512 if device.type == "cuda" else 1
+        lowering = build(model, captured, block_bytes)
+        state = optimizer_state(optimizer, model.parameters(), block_bytes)
+    report(0.2, "measuring kernels")
+        graph = measure(lowering, device, chosen, lambda f, what: report(0.2 + 0.6 * f, what))
     record = record_of(
         model, call, device, block_bytes=block_bytes, fingerprint=fingerprint(lowering.graph)
     )
-    report(0.2, "measuring kernels")
-    graph = measure(lowering, device, chosen, lambda f, what: report(0.2 + 0.6 * f, what))
     boundary = measure_loss(model, call, loss, device) if loss is not None else 0
     graph = replace_graph(
         graph,
         boundary_bytes=boundary,
         extra_resident_bytes=graph.extra_resident_bytes
-        + extra_resident_bytes
+        + state.bytes_total
         + STEP_SCALARS_BYTES[device.type],
     )
     report(0.8, "measuring the unplanned step")
     baseline = _baseline(model, call, loss, device, graph, lowering, chosen.cache)
     report(1.0, "profiled")
-    return Profiled(graph, lowering, captured, baseline, device, record)
+    return Profiled(
+        graph, lowering, captured, baseline, device, record, optimizer=state if optimizer else None
+    )
 
 
 def _baseline(

@@ -1,0 +1,76 @@
+"""Telling inputs that don't fit the model from models that cannot be captured."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from memopt.errors import CaptureError, ProfileError
+from memopt.profiler.baseline import untouched
+from memopt.profiler.inputs import Call
+
+_LOGGER = "torch._subclasses.fake_tensor"
+_REMEDY = (
+    "`inputs` is a tensor, a tuple of positional or a dict of keyword arguments of the model's "
+    "forward: check names, shapes and dtypes"
+)
+
+
+def check_arguments(model: nn.Module, call: Call) -> None:
+    """Raise ValueError unless the call's arguments are those of the model's forward."""
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*call.args, **call.kwargs)
+    except TypeError as error:
+        owner = f"{type(model).__name__}.forward"
+        raise ValueError(
+            f"the inputs do not fit the model: {error}, but it is {owner}{_short(signature)}. "
+            + _REMEDY
+        ) from None
+
+
+def _short(signature: inspect.Signature) -> str:
+    """The signature without annotations and defaults."""
+    shown = []
+    for parameter in signature.parameters.values():
+        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        default = "" if parameter.default is parameter.empty else "=..."
+        shown.append(f"{star}{parameter.name}{default}")
+    return f"({', '.join(shown)})"
+
+
+@contextmanager
+def diagnosed(model: nn.Module, call: Call) -> Iterator[None]:
+    """Capture and profile inside; what fails because the model itself fails on these inputs is
+    said to be the inputs' fault, in the model's own words."""
+    logger = logging.getLogger(_LOGGER)
+    level = logger.level
+    # torch logs a whole traceback for an error that is raised, and reported, anyway.
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except (CaptureError, ProfileError) as error:
+        reason = _failure(model, call)
+        if reason is None:
+            raise
+        raise ValueError(
+            f"the inputs do not fit the model: without memopt it fails, too ({reason}). {_REMEDY}"
+        ) from error
+    finally:
+        logger.setLevel(level)
+
+
+def _failure(model: nn.Module, call: Call) -> str | None:
+    """What the model raises when it is simply called; None if it works."""
+    try:
+        with untouched(model, call), torch.no_grad():
+            model(*call.args, **call.kwargs)
+    except Exception as error:  # noqa: BLE001  # a user's model may raise anything
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0]}"
+    return None
