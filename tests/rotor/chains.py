@@ -81,3 +81,24 @@ def random_chain(seed: int, most_stages: int = 6) -> Chain:
     if n > 1 and draw.random() < 0.5:
         stages[-1] = Stage(0, 0, 0, 0, 0)
     return Chain(output[0], stages, draw.randint(0, 3), gradient[0])
+
+
+def long_chain(layers: int, seed: int = 0) -> Chain:
+    """A chain like a ResNet's in bytes and seconds, and a loss that costs nothing."""
+    draw = random.Random(seed)
+    stages = []
+    for i in range(layers):
+        output = (10**6 >> 3 * i // layers) * draw.choice((1, 1, 1, 2))
+        stages.append(
+            Stage(
+                forward_time_s=draw.uniform(0.5, 1.5),
+                backward_time_s=draw.uniform(1, 3),
+                output_bytes=output,
+                saved_bytes=int(output * draw.uniform(2, 5)),
+                gradient_bytes=output,
+                forward_overhead_bytes=int(output * draw.uniform(0, 1)),
+                backward_overhead_bytes=int(output * draw.uniform(0, 2)),
+                parameter_gradient_bytes=10**4 << 3 * i // layers,
+            )
+        )
+    return Chain(500_000, [*stages, Stage(0.0, 0.0, 0, 0, 0)], resident_bytes=10**7)

@@ -22,7 +22,7 @@ CLASSES = (
     (RotorOptimal(), search.OPTIMAL),
     (RotorFree(), search.LAZY),
 )
-DEFAULT_CHAINS = 150
+DEFAULT_CHAINS = 300
 ALL_CHAINS = 6000
 PER_CASE = 50
 

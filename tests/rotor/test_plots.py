@@ -1,0 +1,36 @@
+"""The pictures draw what they say."""
+
+from __future__ import annotations
+
+import pytest
+
+from memopt.report.rotor_plots import plot_curves, plot_memory, plot_schedule
+from memopt.strategies.rotor.floating import RotorFree
+from memopt.strategies.rotor.persistent import Rotor
+from memopt.strategies.rotor.sequential import Sequential
+from tests.rotor.chains import toy_chain
+
+
+@pytest.mark.parametrize("strategy", [Rotor(), RotorFree()])
+def test_a_schedule_and_its_memory(strategy, tmp_path):
+    chain = toy_chain()
+    solution = strategy.solve(chain, 9000)
+    axes = plot_schedule(chain, solution.steps)
+    assert axes.get_xlabel() == "time (s)"
+    assert max(bar.get_x() + bar.get_width() for bar in axes.patches) == pytest.approx(
+        solution.time_s
+    )
+    axes.figure.savefig(tmp_path / "schedule.png")
+    axes = plot_memory(chain, solution.steps, 9000)
+    assert "MiB" in axes.get_ylabel()
+    axes.figure.savefig(tmp_path / "memory.png")
+
+
+def test_curves_share_an_axis(tmp_path):
+    chain = toy_chain()
+    strategies = (Rotor(), RotorFree(), Sequential("best"))
+    curves = {strategy.name: strategy.curve(chain) for strategy in strategies}
+    axes = plot_curves(curves, chain.compute_time_s)
+    assert len(axes.lines) == 3
+    assert min(axes.lines[0].get_ydata()) == pytest.approx(1)
+    axes.figure.savefig(tmp_path / "curves.png")
