@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from memopt.strategies.olla.buffers import Ints
+
 
 @njit(cache=True)
-def place_in_order(order, size, alignment, first, last, best_fit):
+def place_in_order(
+    order: Ints, size: Ints, alignment: Ints, first: Ints, last: Ints, best_fit: bool
+) -> Ints:
     """Offsets of all buffers. Each goes into the lowest gap it fits in, or with `best_fit` into
     the smallest one (the space above everything counts as the largest)."""
     count = size.shape[0]
@@ -15,8 +19,7 @@ def place_in_order(order, size, alignment, first, last, best_fit):
     bottoms = np.empty(count, np.int64)
     tops = np.empty(count, np.int64)
     sorted_by_offset = np.empty(count, np.int64)
-    placed = 0
-    for buffer in order:
+    for placed, buffer in enumerate(order):
         found = 0
         for k in range(placed):
             other = sorted_by_offset[k]
@@ -42,5 +45,4 @@ def place_in_order(order, size, alignment, first, last, best_fit):
             sorted_by_offset[position] = sorted_by_offset[position - 1]
             position -= 1
         sorted_by_offset[position] = buffer
-        placed += 1
     return offset

@@ -79,14 +79,14 @@ class State(NamedTuple):
 
 
 @njit(cache=True)
-def _push(state, trail, kind, index, old):
+def _push(state: State, trail: Ints, kind: int, index: int, old: int) -> None:
     position = state.counters[TRAIL_COUNT]
     trail[position, 0], trail[position, 1], trail[position, 2] = kind, index, old
     state.counters[TRAIL_COUNT] = position + 1
 
 
 @njit(cache=True)
-def _undo(instance, state, trail, mark):
+def _undo(instance: Instance, state: State, trail: Ints, mark: int) -> None:
     position = state.counters[TRAIL_COUNT]
     while position > mark:
         position -= 1
@@ -107,27 +107,31 @@ def _undo(instance, state, trail, mark):
 
 
 @njit(cache=True)
-def _rests_free(instance, state, buffer):
+def _rests_free(instance: Instance, state: State, buffer: int) -> bool:
     """Whether no unplaced buffer that overlaps `buffer` fits below its least offset."""
     for k in range(instance.overlap_start[buffer], instance.overlap_start[buffer + 1]):
         other = instance.overlaps[k]
-        if state.offset[other] < 0:
-            if state.reach[other] + instance.size[other] <= state.least[buffer]:
-                return False
+        if (
+            state.offset[other] < 0
+            and state.reach[other] + instance.size[other] <= state.least[buffer]
+        ):
+            return False
     return True
 
 
 @njit(cache=True)
-def _select(instance, state, low, high, capacity, slack_weight):
+def _select(
+    instance: Instance, state: State, low: int, high: int, capacity: int, slack_weight: int
+) -> int:
     """The buffer of sections [low, high) to decide on: the least 4·offset + slack_weight·slack,
     then the least slack (of its tightest section), then the lowest index; -1 if there is none."""
     best, best_key, best_slack = -1, INFINITE, INFINITE
     state.counters[WORK] += 2 * instance.size.shape[0]
     lowest_top = INFINITE
     for buffer in range(instance.size.shape[0]):
-        if state.offset[buffer] < 0 and instance.first[buffer] >= low:
-            if instance.last[buffer] <= high:
-                lowest_top = min(lowest_top, state.reach[buffer] + instance.size[buffer])
+        inside = instance.first[buffer] >= low and instance.last[buffer] <= high
+        if inside and state.offset[buffer] < 0:
+            lowest_top = min(lowest_top, state.reach[buffer] + instance.size[buffer])
     for buffer in range(instance.size.shape[0]):
         if state.offset[buffer] >= 0:
             continue
@@ -153,7 +157,7 @@ def _select(instance, state, low, high, capacity, slack_weight):
 
 
 @njit(cache=True)
-def _place(instance, state, trail, chosen):
+def _place(instance: Instance, state: State, trail: Ints, chosen: int) -> None:
     """Put `chosen` at its least offset; the buffers that overlap it lie above."""
     base = state.least[chosen]
     top = base + instance.size[chosen]
@@ -180,7 +184,7 @@ def _place(instance, state, trail, chosen):
 
 
 @njit(cache=True)
-def _lift(instance, state, trail, chosen):
+def _lift(instance: Instance, state: State, trail: Ints, chosen: int) -> bool:
     """`chosen` is above its least offset: it rests on an unplaced buffer, or there is none."""
     top = INFINITE
     state.counters[WORK] += instance.overlap_start[chosen + 1] - instance.overlap_start[chosen]
@@ -199,7 +203,9 @@ def _lift(instance, state, trail, chosen):
 
 
 @njit(cache=True)
-def _infer(instance, state, trail, section, capacity, room):
+def _infer(
+    instance: Instance, state: State, trail: Ints, section: int, capacity: int, room: bool
+) -> int:
     """One section: raise its floor and the buffers that cannot be lowest.
 
     Returns -1 when it does not fit, 1 when some reach rose, else 0. Without room on the trail it
@@ -239,7 +245,9 @@ def _infer(instance, state, trail, section, capacity, room):
 
 
 @njit(cache=True)
-def _propagate(instance, state, trail, low, high, capacity):
+def _propagate(
+    instance: Instance, state: State, trail: Ints, low: int, high: int, capacity: int
+) -> bool:
     """Infer over the touched sections of [low, high) to a fixed point; False: cannot fit."""
     again, fits = True, True
     while again:
@@ -259,7 +267,7 @@ def _propagate(instance, state, trail, low, high, capacity):
 
 
 @njit(cache=True)
-def _split(state, low, high, owner):
+def _split(state: State, low: int, high: int, owner: int) -> None:
     """Add the independent components of sections [low, high) to the pending list."""
     start = low
     for section in range(low, high):
@@ -277,7 +285,7 @@ def _split(state, low, high, owner):
 
 
 @njit(cache=True)
-def _start(state, capacity):
+def _start(state: State, capacity: int) -> bool:
     """Set the search up; False when some section exceeds the capacity by itself."""
     for section in range(state.remaining.shape[0]):
         if state.remaining[section] > capacity:
@@ -288,7 +296,7 @@ def _start(state, capacity):
 
 
 @njit(cache=True)
-def _descend(state):
+def _descend(state: State) -> None:
     """Open the next pending component as a new level."""
     state.counters[PENDING_COUNT] -= 1
     position = state.counters[PENDING_COUNT]
@@ -301,23 +309,25 @@ def _descend(state):
 
 
 @njit(cache=True)
-def _backtrack(instance, state, trail, depth, capacity):
+def _backtrack(instance: Instance, state: State, trail: Ints, depth: int, capacity: int) -> bool:
     """Answer "above" at the deepest level that can; False when none can."""
     while depth >= 0:
         frame = state.frames[depth]
         _undo(instance, state, trail, frame[TRAIL])
         state.counters[PENDING_COUNT] = frame[PENDING]
-        if _lift(instance, state, trail, frame[CHOSEN]):
-            if _propagate(instance, state, trail, frame[LOW], frame[HIGH], capacity):
-                frame[TRAIL] = state.counters[TRAIL_COUNT]
-                state.counters[DEPTH] = depth
-                return True
+        lifted = _lift(instance, state, trail, frame[CHOSEN])
+        if lifted and _propagate(instance, state, trail, frame[LOW], frame[HIGH], capacity):
+            frame[TRAIL] = state.counters[TRAIL_COUNT]
+            state.counters[DEPTH] = depth
+            return True
         depth -= 1
     return False
 
 
 @njit(cache=True)
-def search(instance, state, trail, capacity, slack_weight, work_limit):
+def search(
+    instance: Instance, state: State, trail: Ints, capacity: int, slack_weight: int, work_limit: int
+) -> int:
     """Go on searching for about `work_limit` units of work. A fresh search has zero counters.
 
     `slack_weight` steers the choice of the next buffer, see `_select`; -1: slack is ignored.

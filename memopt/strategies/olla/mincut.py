@@ -1,0 +1,103 @@
+"""Lower bounds on the memory of any order, operator by operator.
+
+For a task v let X be the tasks executed before it in some order: X contains the ancestors of v,
+neither v nor its descendants, and is closed under predecessors. What is live when v starts are
+the values produced in X that are kept or have a consumer outside X. The least such bytes over
+all X is a minimum cut: a network with one node per value, arc producer → value of the value's
+size, value → consumer and task → predecessor unbounded, the ancestors merged into the source, v
+and its descendants into the sink. Adding v's outputs and transient bytes gives a bound on every
+order (docs/strategies/olla.md).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memopt.strategies.olla.buffers import Ints
+from memopt.strategies.olla.tasks import Tasks, members
+
+FREE, SOURCE, SINK = -1, 0, 1
+
+
+def forced_live(tasks: Tasks) -> list[int]:
+    """For each task, a bound on the memory while it runs, without any flow: values whose producer
+    must precede it and that are kept, or have a consumer that is it or must follow it."""
+    outside = [tasks.descendants[task] | 1 << task for task in range(len(tasks))]
+    bounds = [
+        tasks.base + tasks.output_bytes[task] + tasks.transient[task] for task in range(len(tasks))
+    ]
+    for value in tasks.values:
+        # v must run after the producer and before (or as) some consumer.
+        later = tasks.descendants[value.producer]
+        if not value.kept:
+            earlier = 0
+            for consumer in value.consumers:
+                earlier |= tasks.ancestors[consumer] | 1 << consumer
+            later &= earlier
+        for task in members(later):
+            if value.kept or any(outside[task] >> c & 1 for c in value.consumers):
+                bounds[task] += value.size
+    return bounds
+
+
+def minimum_cut(tasks: Tasks, task: int) -> tuple[int, int]:
+    """(a bound on the memory while `task` runs in any order, the set X that attains it).
+
+    The set is a bit mask of the tasks executed before `task`, closed under predecessors.
+    """
+    from memopt.strategies.olla.mincut_kernels import UNBOUNDED, maximum_flow
+
+    side = np.full(len(tasks), FREE, dtype=np.int64)
+    side[members(tasks.ancestors[task])] = SOURCE
+    side[members(tasks.descendants[task] | 1 << task)] = SINK
+    free = np.flatnonzero(side == FREE)
+    # Nodes: 0 source, 1 sink, free tasks, then values.
+    node = side.copy()
+    node[free] = 2 + np.arange(len(free))
+    arcs: list[tuple[int, int, int]] = []
+    constant = 0
+    nodes = 2 + len(free)
+    for value in tasks.values:
+        producer = int(node[value.producer])
+        if producer == SINK or value.size == 0:
+            continue
+        heads = {int(node[consumer]) for consumer in value.consumers}
+        if value.kept or SINK in heads:
+            if producer == SOURCE:
+                constant += value.size
+            else:
+                arcs.append((producer, SINK, value.size))
+            continue
+        heads.discard(SOURCE)
+        if heads and heads != {producer}:
+            arcs.append((producer, nodes, value.size))
+            arcs.extend((nodes, head, UNBOUNDED) for head in heads)
+            nodes += 1
+    for index in free.tolist():
+        for other in tasks.before[index]:
+            if side[other] != SOURCE:
+                arcs.append((int(node[index]), int(node[other]), UNBOUNDED))
+    start, heads_array, twins, capacity = _network(nodes, arcs)
+    level = np.empty(nodes, dtype=np.int64)
+    flow = int(maximum_flow(SOURCE, SINK, start, heads_array, twins, capacity, level))
+    executed = tasks.ancestors[task]
+    for index in free.tolist():
+        if level[node[index]] >= 0:
+            executed |= 1 << index
+    own = tasks.output_bytes[task] + tasks.transient[task]
+    return tasks.base + constant + flow + own, executed
+
+
+def _network(nodes: int, arcs: list[tuple[int, int, int]]) -> tuple[Ints, Ints, Ints, Ints]:
+    """Arcs and their reverses sorted by tail: (start, heads, twins, capacity)."""
+    forward = np.array(arcs, dtype=np.int64).reshape(-1, 3)
+    count = len(forward)
+    tails = np.concatenate((forward[:, 0], forward[:, 1]))
+    heads = np.concatenate((forward[:, 1], forward[:, 0]))
+    capacity = np.concatenate((forward[:, 2], np.zeros(count, dtype=np.int64)))
+    order = np.argsort(tails, kind="stable")
+    place = np.empty(2 * count, dtype=np.int64)
+    place[order] = np.arange(2 * count)
+    partner = np.concatenate((np.arange(count, 2 * count), np.arange(count)))
+    start = np.searchsorted(tails[order], np.arange(nodes + 1)).astype(np.int64)
+    return start, heads[order], place[partner[order]], capacity[order]

@@ -1,0 +1,142 @@
+"""Order and placement as passes over any program (OLLA §1: orthogonal to other methods)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.program import Compute, Free, Program, SwapIn
+from memopt.models.replay import replay
+from memopt.models.variants import variant
+from memopt.strategies.olla.buffers import Buffer, Placement
+from memopt.strategies.olla.ordering import DEFAULT_STATES, Ordering, order_tasks
+from memopt.strategies.olla.placement import DEFAULT_WORK_LIMIT, place
+from memopt.strategies.olla.program_tasks import tasks_of
+
+Improvement = Callable[[float, int, int], None]
+"""Called with (seconds since the start, peak bytes, bound bytes)."""
+
+
+def order_program(
+    graph: Graph,
+    program: Program,
+    *,
+    device: Device | None = None,
+    time_limit_s: float | None = None,
+    max_states: int = DEFAULT_STATES,
+    on_improvement: Improvement | None = None,
+) -> tuple[Program, Ordering]:
+    """Reorder a valid program for a smaller peak; every instruction runs exactly as often.
+
+    Each Compute keeps reading the same instances of its inputs (see `tasks_of`). The result is
+    never worse than the program given: in peak, and where `device` is given, in time.
+
+    Args:
+        graph: the cost model of the program.
+        program: valid; its placement, if any, is dropped when the order changes.
+        device: link rates, to make sure that no transfer is waited for longer.
+        time_limit_s: wall clock.
+        max_states: see `order_tasks`.
+        on_improvement: see `order_tasks`.
+
+    Returns:
+        The program, and the ordering with its bound over all such orders.
+    """
+    problem = tasks_of(graph, program)
+    ordering = order_tasks(
+        problem.tasks,
+        time_limit_s=time_limit_s,
+        max_states=max_states,
+        on_improvement=on_improvement,
+    )
+    own = replay(graph, program, device)
+    if ordering.peak >= own.peak_bytes:
+        return program, _unchanged(ordering, own.peak_bytes, len(problem.tasks))
+    ordered = problem.program(ordering.order)
+    if device is not None and replay(graph, ordered, device).time_s > own.time_s * (1 + 1e-9):
+        return program, _unchanged(ordering, own.peak_bytes, len(problem.tasks))
+    return ordered, ordering
+
+
+def _unchanged(ordering: Ordering, peak: int, count: int) -> Ordering:
+    gap = (peak - ordering.bound) / ordering.bound if ordering.bound else 0.0
+    return dataclasses.replace(ordering, order=tuple(range(count)), peak=peak, gap=gap)
+
+
+def program_buffers(
+    graph: Graph, program: Program, *, alignment: int = 1, place_results: bool = True
+) -> tuple[Buffer, ...]:
+    """One buffer for each lifetime that begins at a Compute or SwapIn, transient outputs too.
+
+    Times are instruction indices; ids are "instruction:tensor". Tangents come from outside, and
+    workspace is the kernel's own: neither is placed.
+
+    Args:
+        graph: the cost model of the program.
+        program: valid.
+        alignment: of every offset, bytes.
+        place_results: whether outputs and gradients, which the user holds beyond the step, are
+            placed too.
+    """
+    buffers: list[Buffer] = []
+    open_: dict[int, int] = {}
+
+    def add(tensor: int, begin: int, end: int) -> None:
+        if place_results or tensor not in graph.kept:
+            size = graph.tensors[tensor].size_bytes
+            buffers.append(Buffer(f"{begin}:{tensor}", begin, end, size, alignment))
+
+    for position, instruction in enumerate(program):
+        if isinstance(instruction, Compute):
+            chosen = variant(graph.operators[instruction.op], instruction.implementation)
+            for tensor in chosen.writes:
+                if tensor in instruction.outputs:
+                    open_[tensor] = position
+                else:
+                    add(tensor, position, position + 1)
+        elif isinstance(instruction, SwapIn):
+            open_[instruction.tensor] = position
+        elif isinstance(instruction, Free) and instruction.tensor in open_:
+            add(instruction.tensor, open_.pop(instruction.tensor), position)
+    for tensor, begin in open_.items():
+        add(tensor, begin, len(program))
+    return tuple(sorted(buffers, key=lambda buffer: (buffer.lower, int(buffer.id.split(":")[1]))))
+
+
+def place_program(
+    graph: Graph,
+    program: Program,
+    *,
+    alignment: int = 1,
+    place_results: bool = True,
+    time_limit_s: float | None = None,
+    work_limit: int | None = DEFAULT_WORK_LIMIT,
+    seed: int = 0,
+    cp_sat: bool = False,
+    num_workers: int = 1,
+    on_improvement: Improvement | None = None,
+) -> tuple[Program, Placement]:
+    """Give every lifetime of a valid program an offset in one arena, of a small extent.
+
+    Arguments as in `program_buffers` and `place`.
+
+    Returns:
+        The program with its offsets, and the placement with its bound (of the arena alone).
+    """
+    buffers = program_buffers(graph, program, alignment=alignment, place_results=place_results)
+    placement = place(
+        buffers,
+        time_limit_s=time_limit_s,
+        work_limit=work_limit,
+        seed=seed,
+        cp_sat=cp_sat,
+        num_workers=num_workers,
+        on_improvement=on_improvement,
+    )
+    offsets = []
+    for buffer in buffers:
+        position, tensor = buffer.id.split(":")
+        offsets.append((int(position), int(tensor), placement.offsets[buffer.id]))
+    return Program(program.instructions, offsets), placement

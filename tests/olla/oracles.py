@@ -1,0 +1,92 @@
+"""Brute forces for small instances, sharing nothing with the solvers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from memopt.models.graph import Graph, Phase, TensorKind
+from memopt.models.liveness import with_frees
+from memopt.models.program import Compute, Instruction, LossBoundary, Program
+from memopt.models.replay import replay
+from memopt.models.validate import validate
+from memopt.strategies.olla import Buffer
+
+
+def all_orders(graph: Graph) -> Iterator[Program]:
+    """Every valid program that runs each operator once, in every topological order."""
+    steps: list[int | None] = [*range(len(graph.operators)), None]
+
+    def extend(chosen: list[int | None]) -> Iterator[list[int | None]]:
+        if len(chosen) == len(steps):
+            yield chosen
+            return
+        for step in steps:
+            if step not in chosen and may_follow(graph, step, chosen):
+                yield from extend([*chosen, step])
+
+    for order in extend([]):
+        listed: list[Instruction] = [
+            LossBoundary() if step is None else Compute(step, ()) for step in order
+        ]
+        program = Program(with_frees(graph, listed))
+        if validate(graph, program) is None:
+            yield program
+
+
+def may_follow(graph: Graph, step: int | None, done: Sequence[int | None]) -> bool:
+    """Whether a step (None: the loss boundary) may come right after these."""
+    written = set(graph.resident)
+    for other in done:
+        written |= set(graph.tangents if other is None else graph.operators[other].writes)
+    if step is None:
+        forward = [i for i, x in enumerate(graph.operators) if x.phase is Phase.FORWARD]
+        if graph.tangents:
+            return all(i in done for i in forward)
+        return all(i in done for i in forward if set(graph.operators[i].writes) & {*graph.outputs})
+    operator = graph.operators[step]
+    if operator.phase is not Phase.FORWARD and None not in done:
+        return False
+    if operator.phase is Phase.FORWARD and graph.tangents and None in done:
+        return False
+    if operator.phase is Phase.UPDATE:
+        mine = {t for t in operator.reads if graph.tensors[t].kind is TensorKind.PARAMETER}
+        for i, other in enumerate(graph.operators):
+            if i not in done and i < step and mine & set(other.reads):
+                return False
+    return written.issuperset(operator.reads)
+
+
+def best_order_bytes(graph: Graph) -> int:
+    """The least peak over all orders."""
+    return min(replay(graph, program).peak_bytes for program in all_orders(graph))
+
+
+def best_placement_bytes(buffers: Sequence[Buffer]) -> int:
+    """The least peak over all placements: buffers sink in every order of placement."""
+    best = sum(buffer.extent for buffer in buffers)
+    for order in itertools.permutations(buffers):
+        placed: list[tuple[Buffer, int]] = []
+        for buffer in order:
+            offset = max(
+                (
+                    low + other.extent
+                    for other, low in placed
+                    if other.lower < buffer.upper and buffer.lower < other.upper
+                ),
+                default=0,
+            )
+            step = buffer.alignment
+            placed.append((buffer, -(-offset // step) * step))
+        best = min(best, max(low + other.extent for other, low in placed))
+    return best
+
+
+def overlap(buffers: Sequence[Buffer], offsets: dict[str, int]) -> tuple[Buffer, Buffer] | None:
+    """Two buffers that share an address at some time, or None."""
+    for one, other in itertools.combinations(buffers, 2):
+        if one.lower < other.upper and other.lower < one.upper:
+            a, b = offsets[one.id], offsets[other.id]
+            if a < b + other.size and b < a + one.size:
+                return one, other
+    return None
