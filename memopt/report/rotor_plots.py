@@ -1,7 +1,7 @@
 """Pictures of chain schedules: what runs and what is held (Rotor figure 2), memory, trade-offs.
 
-Every function draws on `ax` (a new figure's if None) and returns it. Colours are Okabe and Ito's,
-told apart by colour-blind readers; forward and backward also differ in hatching.
+Every function draws on `ax` (a new figure's if None) and returns it. Forward and backward differ
+in hatching too, curves in markers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from memopt.models.chain import Chain
 from memopt.models.chain_replay import ChainState, replay_chain
 from memopt.models.steps import ChainStep, Move
+from memopt.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, new_axes
 from memopt.strategies.rotor.curve import CurvePoint
 
 if TYPE_CHECKING:
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 MOVE_STYLES: Mapping[Move, tuple[str, str, str]] = {
-    Move.FORWARD_NO_SAVE: ("#56B4E9", "", "F∅: forward, input dropped"),
-    Move.FORWARD_CHECKPOINT: ("#0072B2", "", "Fck: forward, input kept"),
-    Move.FORWARD_ALL: ("#009E73", "", "Fall: forward, everything saved"),
-    Move.BACKWARD: ("#D55E00", "//", "B: backward"),
+    Move.FORWARD_NO_SAVE: (SKY, "", "F∅: forward, input dropped"),
+    Move.FORWARD_CHECKPOINT: (BLUE, "", "Fck: forward, input kept"),
+    Move.FORWARD_ALL: (GREEN, "", "Fall: forward, everything saved"),
+    Move.BACKWARD: (VERMILION, "//", "B: backward"),
 }
-ACTIVATION_COLOUR, SAVED_COLOUR, LINE_COLOUR = "#BDD7E7", "#B5DDCF", "#000000"
-CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+HELD_OPACITY = 0.3
+CURVE_COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY)
 MARKERS = "os^Dv*x"
 
 
@@ -36,9 +37,9 @@ def plot_schedule(chain: Chain, steps: Iterable[ChainStep], ax: Axes | None = No
     Pale blue: a^ℓ is in memory on its own; pale green: ā^ℓ is. A step that takes no time is a
     thin line.
     """
-    axes = _axes(ax)
+    axes = new_axes(ax)
     state = ChainState(chain)
-    held: dict[tuple[str, int], float] = {}
+    held = {("a", 0): 0.0}
     now = 0.0
     shown: set[Move] = set()
     for step in steps:
@@ -54,7 +55,7 @@ def plot_schedule(chain: Chain, steps: Iterable[ChainStep], ax: Axes | None = No
                 height=0.5,
                 color=colour,
                 hatch=hatch,
-                edgecolor=LINE_COLOUR,
+                edgecolor=GREY,
                 linewidth=0.4,
                 label=None if step.move in shown else label,
                 zorder=3,
@@ -76,8 +77,9 @@ def plot_schedule(chain: Chain, steps: Iterable[ChainStep], ax: Axes | None = No
 
 def _held_bar(axes: Axes, value: tuple[str, int], since: float, until: float) -> None:
     kind, stage = value
-    colour = ACTIVATION_COLOUR if kind == "a" else SAVED_COLOUR
-    axes.barh(stage, until - since, left=since, height=0.9, color=colour, zorder=1)
+    colour = SKY if kind == "a" else GREEN
+    width = until - since
+    axes.barh(stage, width, left=since, height=0.9, color=colour, alpha=HELD_OPACITY, zorder=1)
 
 
 def plot_memory(
@@ -87,7 +89,7 @@ def plot_memory(
     ax: Axes | None = None,
 ) -> Axes:
     """Memory during each step over time, in MiB, resident bytes included; the budget dashed."""
-    axes = _axes(ax)
+    axes = new_axes(ax)
     steps = tuple(steps)
     timeline = replay_chain(chain, steps)
     state = ChainState(chain)
@@ -98,7 +100,7 @@ def plot_memory(
     axes.stairs(memory, edges, fill=True, color=CURVE_COLOURS[5], label="memory during the step")
     if budget_bytes is not None:
         budget = budget_bytes / MIB
-        axes.axhline(budget, color=LINE_COLOUR, linestyle="--", label="budget")
+        axes.axhline(budget, color=VERMILION, linestyle="--", label="budget")
     axes.set_xlabel("time (s)")
     axes.set_ylabel("memory (MiB)")
     axes.legend(loc="lower right", fontsize="small")
@@ -115,7 +117,7 @@ def plot_curves(
         least_time_s: `chain.compute_time_s`.
         ax: where to draw.
     """
-    axes = _axes(ax)
+    axes = new_axes(ax)
     for number, (name, points) in enumerate(curves.items()):
         ordered = sorted(points, key=lambda point: point.peak_bytes)
         axes.step(
@@ -128,15 +130,6 @@ def plot_curves(
             label=name,
         )
     axes.set_xlabel("peak memory (MiB)")
-    axes.set_ylabel("step time / step time without recomputation")
+    axes.set_ylabel("step time / without recomputation")
     axes.legend(fontsize="small")
-    return axes
-
-
-def _axes(ax: Axes | None) -> Axes:
-    if ax is not None:
-        return ax
-    from matplotlib.figure import Figure
-
-    axes: Axes = Figure(figsize=(8, 4), layout="constrained").subplots()
     return axes
