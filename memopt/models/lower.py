@@ -1,20 +1,32 @@
 """Chain steps → Program: the stage map applied to a schedule, frees by liveness.
 
-Law: the program's replayed peak is at most the schedule's own, and so is its time. The time is
-the same as long as the schedule recomputes nothing that its program does not read: the chain's
-B^ℓ asks for all of ā^ℓ, a^ℓ included, while the operators of B^ℓ may not read a^ℓ, so that
-re-running the stage for its backward stops before them ("early stop").
+Law: the program's replayed peaks, on the device and on the host, are at most the schedule's own,
+and so is its time without transfers. The time is the same as long as the schedule recomputes
+nothing that its program does not read: the chain's B^ℓ asks for all of ā^ℓ, a^ℓ included, while the
+operators of B^ℓ may not read a^ℓ, so that re-running the stage for its backward stops before them
+("early stop"). With transfers the two times are close: the chain moves stages, the program their
+tensors, each with the link's latency, and operators that run once do so in their own stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from memopt.models.chain_replay import FORWARD_MOVES, replay_chain
 from memopt.models.graph import Graph
-from memopt.models.liveness import computes, with_frees
-from memopt.models.program import Program
+from memopt.models.liveness import with_frees
+from memopt.models.offload_replay import has_transfers, replay_offload
+from memopt.models.program import (
+    Compute,
+    DropHost,
+    Free,
+    Instruction,
+    LossBoundary,
+    Program,
+    SwapIn,
+    SwapOut,
+)
 from memopt.models.steps import ChainStep, Move
 
 if TYPE_CHECKING:
@@ -29,54 +41,149 @@ def lower_steps(
     A stage's first forward runs all its forward operators, later ones those that the output or
     the saved values need, of which those are left out whose results nothing reads. Values are
     freed after their last reader, never later than the schedule drops them, so drops lower to
-    nothing.
+    nothing. x_0 = a^0 is resident in a graph: moving it lowers to nothing, too.
 
     Args:
         linearization: of the graph the program is for.
-        steps: a schedule of `linearization.chain`.
+        steps: a schedule of `linearization.chain`, with or without transfers.
         keep_unread: run these too, so that the program's time is exactly the schedule's.
 
     Raises:
         InvalidProgramError: the schedule is not valid for the chain.
     """
-    replay_chain(linearization.chain, steps)
-    graph, stages = linearization.graph, linearization.stages
-    loss = len(stages) + 1
-    boundary = [None] if graph.tangents or graph.first_backward < len(graph.operators) else []
-    operators: list[int | None] = []
-    begun: set[int] = set()
-    for step in steps:
-        if step.move in FORWARD_MOVES and step.stage < loss:
-            stage = stages[step.stage - 1]
-            operators += stage.rerun if step.stage in begun else stage.forward
-            begun.add(step.stage)
-        elif step.move is Move.BACKWARD:
-            operators += boundary if step.stage == loss else stages[step.stage - 1].backward
+    if has_transfers(steps):
+        replay_offload(linearization.chain, steps)
+    else:
+        replay_chain(linearization.chain, steps)
+    instructions = _Lowering(linearization, steps).instructions()
     if not keep_unread:
-        operators = without_unread_reruns(graph, operators)
-    return Program(with_frees(graph, computes(graph, operators)))
+        instructions = without_unread_reruns(linearization.graph, instructions)
+    return Program(with_frees(linearization.graph, instructions))
 
 
-def without_unread_reruns(graph: Graph, operators: Sequence[int | None]) -> list[int | None]:
+class _Lowering:
+    """Walks a valid schedule; knows which values the schedule holds, and where."""
+
+    def __init__(self, linearization: Linearization, steps: Sequence[ChainStep]) -> None:
+        self.graph = linearization.graph
+        self.stages = linearization.stages
+        self.steps = steps
+        self.begun: set[int] = set()
+        self.activations: set[int] = set()
+        self.moved: dict[int, tuple[int, ...]] = {}
+        """Stage → its tensors with a copy on the host."""
+        self.returned: set[int] = set()
+        """Stages brought back whose host copy goes after the next reader."""
+
+    def instructions(self) -> list[Instruction]:
+        """Compute, transfers and their frees; the other frees and all outputs are missing."""
+        found: list[Instruction] = []
+        for position, step in enumerate(self.steps):
+            found.extend(self._step(position, step))
+        return found
+
+    def _step(self, position: int, step: ChainStep) -> Iterable[Instruction]:
+        stage = step.stage
+        if step.move in FORWARD_MOVES:
+            return [*self._forward(step), *self._drop_host(stage - 1)]
+        if step.move is Move.BACKWARD:
+            self.activations.discard(stage - 1)
+            dropped = [*self._drop_host(stage), *self._drop_host(stage - 1)]
+            return [*self._backward(stage), *dropped]
+        if step.move is Move.DROP_ACTIVATION:
+            self.activations.discard(stage)
+        elif step.move is Move.OFFLOAD:
+            self.moved[stage] = self._needed_back(position, stage)
+            return map(SwapOut, self.moved[stage])
+        elif step.move is Move.RELEASE:
+            return map(Free, self._without_own_output(stage))
+        elif step.move is Move.PREFETCH:
+            self.returned.add(stage)
+            return map(SwapIn, self._without_own_output(stage))
+        return ()
+
+    def _forward(self, step: ChainStep) -> Iterable[Instruction]:
+        stage = step.stage
+        if step.move is not Move.FORWARD_ALL:
+            self.activations.add(stage)
+        if step.move is Move.FORWARD_NO_SAVE:
+            self.activations.discard(stage - 1)
+        if stage > len(self.stages):
+            return ()
+        operators = self.stages[stage - 1]
+        chosen = operators.rerun if stage in self.begun else operators.forward
+        self.begun.add(stage)
+        return [Compute(i, ()) for i in chosen]
+
+    def _backward(self, stage: int) -> Iterable[Instruction]:
+        if stage <= len(self.stages):
+            return [Compute(i, ()) for i in self.stages[stage - 1].backward]
+        trains = self.graph.first_backward < len(self.graph.operators)
+        return [LossBoundary()] if trains or self.graph.tangents else []
+
+    def _needed_back(self, position: int, stage: int) -> tuple[int, ...]:
+        """The tensors of x_ℓ that some step reads after x_ℓ has come back."""
+        if not 1 <= stage <= len(self.stages):
+            return ()
+        back = ChainStep(Move.PREFETCH, stage)
+        later = iter(self.steps[position:])
+        needed: set[int] = set()
+        for step in later:
+            if step == back:
+                needed.update(
+                    *(self._reads(step) for step in later if step.stage - stage in (0, 1))
+                )
+                break
+        return tuple(sorted(self.stages[stage - 1].saved & needed))
+
+    def _reads(self, step: ChainStep) -> set[int]:
+        """What the operators of a step read."""
+        operators: Sequence[int] = ()
+        if step.stage <= len(self.stages):
+            if step.move in FORWARD_MOVES:
+                operators = self.stages[step.stage - 1].forward
+            elif step.move is Move.BACKWARD:
+                operators = self.stages[step.stage - 1].backward
+        return {t for i in operators for t in self.graph.operators[i].reads}
+
+    def _without_own_output(self, stage: int) -> list[int]:
+        """The moved tensors of x_ℓ that are not on the device as a^ℓ of its own."""
+        if stage not in self.activations:
+            return list(self.moved[stage])
+        return [t for t in self.moved[stage] if t != self.stages[stage - 1].output]
+
+    def _drop_host(self, stage: int) -> list[Instruction]:
+        if stage not in self.returned:
+            return []
+        self.returned.remove(stage)
+        return list(map(DropHost, self.moved.pop(stage)))
+
+
+def without_unread_reruns(graph: Graph, instructions: Sequence[Instruction]) -> list[Instruction]:
     """Leave out the second and later runs of operators whose results nothing reads.
 
     Args:
-        graph: the graph the indices refer to.
-        operators: operator indices in order, None for the loss boundary.
+        graph: the graph the instructions refer to.
+        instructions: in order; outputs and frees need not be there yet.
     """
-    first: dict[int | None, int] = {}
-    for position, index in enumerate(operators):
-        first.setdefault(index, position)
+    first: dict[int, int] = {}
+    for position, instruction in enumerate(instructions):
+        if isinstance(instruction, Compute):
+            first.setdefault(instruction.op, position)
     read_later: set[int] = set()
-    kept: list[int | None] = []
-    for position in range(len(operators) - 1, -1, -1):
-        index = operators[position]
-        if index is not None:
-            operator = graph.operators[index]
-            if first[index] != position and read_later.isdisjoint(operator.writes):
+    kept: list[Instruction] = []
+    for position in range(len(instructions) - 1, -1, -1):
+        instruction = instructions[position]
+        if isinstance(instruction, Compute):
+            operator = graph.operators[instruction.op]
+            if first[instruction.op] != position and read_later.isdisjoint(operator.writes):
                 continue
             read_later.difference_update(operator.writes)
             read_later.update(operator.reads)
-        kept.append(index)
+        elif isinstance(instruction, SwapIn):
+            read_later.discard(instruction.tensor)
+        elif isinstance(instruction, SwapOut):
+            read_later.add(instruction.tensor)
+        kept.append(instruction)
     kept.reverse()
     return kept

@@ -9,6 +9,7 @@ from memopt.errors import InvalidProgramError
 from memopt.models.chain import Chain
 from memopt.models.chain_replay import ChainState
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
+from memopt.models.offload_replay import replay_offload
 from memopt.models.steps import ChainStep, Move
 
 
@@ -222,6 +223,26 @@ def random_schedule(chain: Chain, seed: int, detours: float = 0.3) -> tuple[Chai
             if attempt(move, start + 1):
                 break
     return tuple(steps)
+
+
+def with_random_transfers(
+    chain: Chain, steps: tuple[ChainStep, ...], seed: int, attempts: int = 30
+) -> tuple[ChainStep, ...]:
+    """The schedule with offloads, releases and prefetches of some ā^ℓ wherever they are valid."""
+    rng = random.Random(seed)
+    for _ in range(attempts):
+        stage = rng.randint(0, len(chain))
+        moves = (Move.OFFLOAD, Move.RELEASE, Move.PREFETCH)
+        places = sorted(rng.randint(1, len(steps)) for _ in moves)
+        trial = list(steps)
+        for place, move in reversed(list(zip(places, moves, strict=True))):
+            trial.insert(place, ChainStep(move, stage))
+        try:
+            replay_offload(chain, trial)
+        except InvalidProgramError:
+            continue
+        steps = tuple(trial)
+    return steps
 
 
 def _allowed(state: ChainState, step: ChainStep) -> bool:
