@@ -72,7 +72,7 @@ def test_dynprog_prefers_what_fits() -> None:
     device = paper_link(2)
     budget = 13
     greedy = Greedy().solve(chain, budget, device=device)
-    dynprog = DynProg(slots=None).solve(chain, budget, device=device)
+    dynprog = DynProg(slots=None, refine=False).solve(chain, budget, device=device)
     assert greedy.stats["chosen"] == (0,)
     assert dynprog.stats["chosen"] == (1,)
     # x_1 is out at 2 s, in time for F_2; B_2 has room for one of its bytes only, so that B_1
@@ -130,7 +130,7 @@ def test_figure_3_decides_2_partition() -> None:
         if sum(values) % 2:
             continue
         chain, budget, device = two_partition(values)
-        solution = DynProg(slots=None).solve(chain, budget, device=device)
+        solution = DynProg(slots=None, refine=False).solve(chain, budget, device=device)
         assert (solution.stats["paper_time_s"] == 2.0) == splits(values, 2), values
         both.add(splits(values, 2))
     assert both == {False, True}
@@ -146,5 +146,5 @@ def test_recurrence_counts_the_last_offload_at_the_gap() -> None:
         for size in range(4)
         for chosen in itertools.combinations(np.flatnonzero(problem.movable), size)
     )
-    solution = DynProg(slots=None).solve(chain, 10, device=device)
+    solution = DynProg(slots=None, refine=False).solve(chain, 10, device=device)
     assert solution.stats["paper_time_s"] == pytest.approx(best)

@@ -21,7 +21,7 @@ from memopt.strategies.offload.problem import offload_problem
 from tests.offload.chains import three_stages
 from tests.offload.oracle import TOLERANCE, paper_link, random_chain
 
-FAST = (Greedy(), DynProg(), DynProg(slots=None), DynProg(slots=20), Vdnn(), Tflms())
+FAST = (Greedy(), DynProg(), DynProg(slots=None), DynProg(slots=20, refine=False), Vdnn(), Tflms())
 ALL = (*FAST, AutoSwap(trials=8), OffloadExact(effort=0.5))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from memopt.strategies.offload.ordered import makespan_s
@@ -46,10 +48,12 @@ def fractional_optimum_s(problem: OffloadProblem) -> float:
     """The optimum when activations may be offloaded in part (Theorem 2), seconds.
 
     The no-wait eager ordered schedule of exactly M_peak - M bytes. Partial transfers only relax
-    the problem, so this bounds every schedule on a link that does one transfer at a time.
+    the problem, so this bounds every schedule on a link that does one transfer at a time; a
+    latency is left out, as a schedule of fewer, larger activations pays it less often.
     Infinite if the capacity is below the floor.
     """
-    return makespan_s(problem, eager_amounts(problem, problem.excess_bytes))
+    relaxed = replace(problem, latency_s=0.0)
+    return makespan_s(relaxed, eager_amounts(problem, problem.excess_bytes))
 
 
 def lower_bound_s(problem: OffloadProblem, *, duplex: bool) -> float:

@@ -16,6 +16,7 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.strategies.offload.bounds import eager_amounts
 from memopt.strategies.offload.chain_offload import ChainOffload, Choice, Limits
+from memopt.strategies.offload.improve import improved_amounts
 from memopt.strategies.offload.problem import Bytes, OffloadProblem
 from memopt.strategies.offload.program import ordered_transfers
 from memopt.strategies.offload.rounding import RecurrenceData, bump, recurrence_data
@@ -117,9 +118,12 @@ class DynProg(ChainOffload):
 
     Attributes:
         slots: slots of the capacity (§5.3.2); None: nothing is rounded, for short chains.
+        refine: improve the set by local search for whole transfers, which is what a program
+            does; False: exactly the paper's set.
     """
 
     slots: int | None = 500
+    refine: bool = True
 
     name: ClassVar[str] = "dynprog"
 
@@ -140,15 +144,26 @@ class DynProg(ChainOffload):
         if amounts is None:
             self.refuse_host(problem, chain.resident_bytes, problem.excess_bytes + 1)
         assert amounts is not None
+        planned = np.flatnonzero(amounts).tolist()
+        if self.refine:
+            amounts = self._refined(problem, amounts, eager)
         return Choice(
             ordered_transfers(np.flatnonzero(amounts).tolist()),
             stats={
+                "dynprog_set": tuple(planned),
                 "rounds": result.rounds,
                 "labels": result.labels,
                 "labels_cut": result.cut,
                 "greedy_fallback": fallback,
             },
         )
+
+    def _refined(self, problem: OffloadProblem, planned: Bytes, eager: Bytes) -> Bytes:
+        best, best_s = improved_amounts(problem, planned, self.host_budget_bytes)
+        if self.within_host(int(eager.sum())):
+            other, other_s = improved_amounts(problem, eager, self.host_budget_bytes)
+            best = other if other_s < best_s else best
+        return best
 
 
 def _eager(problem: OffloadProblem) -> Bytes:

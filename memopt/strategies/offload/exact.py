@@ -14,6 +14,7 @@ from memopt.strategies.offload.bounds import eager_amounts
 from memopt.strategies.offload.chain_offload import ChainOffload, Choice, Limits
 from memopt.strategies.offload.dynprog import solve_dynprog
 from memopt.strategies.offload.exact_model import ExactModel
+from memopt.strategies.offload.improve import improved_amounts
 from memopt.strategies.offload.ordered import makespan_s, ordered_schedule
 from memopt.strategies.offload.problem import Bytes, OffloadProblem
 from memopt.strategies.offload.program import Transfers, best_program, ordered_transfers
@@ -107,32 +108,17 @@ class OffloadExact(ChainOffload):
 
 def known_amounts(problem: OffloadProblem, host_budget_bytes: int | None) -> Bytes:
     """The best set for ordered whole transfers known after a local search; all zero if none."""
-    from memopt.strategies.offload import improve_kernels
-
-    host = np.inf if host_budget_bytes is None else float(host_budget_bytes)
     starts = [problem.amounts(np.flatnonzero(eager_amounts(problem, problem.excess_bytes)))]
     planned = solve_dynprog(problem, 500, host_budget_bytes).amounts
     if planned is not None:
         starts.append(planned)
-    rates = np.array(
-        [problem.to_host_bytes_per_s, problem.from_host_bytes_per_s, problem.latency_s]
-    )
     best, best_s = np.zeros_like(problem.sizes), np.inf
     for start in starts:
-        if start.sum() > host:
+        if host_budget_bytes is not None and start.sum() > host_budget_bytes:
             continue
-        chosen, time_s = improve_kernels.improve(
-            start > 0,
-            problem.movable,
-            problem.sizes,
-            problem.durations_s,
-            problem.need_bytes,
-            rates,
-            host,
-            20,
-        )
+        amounts, time_s = improved_amounts(problem, start, host_budget_bytes)
         if time_s < best_s:
-            best, best_s = np.where(chosen, problem.sizes, 0), time_s
+            best, best_s = amounts, time_s
     return best
 
 

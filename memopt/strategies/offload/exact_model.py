@@ -10,11 +10,12 @@ when its copy out begins (a_j), when its device copy is free (e_j), when its cop
   one transfer at a time (B), or one per direction                                → links
   memory at every time ≤ M (E)                                                    → memory
   host memory at every time                                                       → host
-  what is away during an operation        z_{j,k} ⇒ e_j ≤ s_k, b_j ≥ end_k        → room
+  what is away when an operation runs     z_{j,k} ⇒ e_j ≤ τ_k ≤ b_j               → room
   makes its room                          Σ_j |x_j|·z_{j,k} ≥ need_k
-  and crosses the link before and after   s_k ≥ Σ_j t_j·z_{j,k}
+  and crosses the link before and after   τ_k ≥ Σ_j t_j·z_{j,k}
 
-`room` is implied by `memory`; it is what gives the solver good bounds.
+`room` is implied by `memory` (τ_k is the start of F_i, the end of B_i; what is away may change
+in between); it is what gives the solver good bounds.
 """
 
 from __future__ import annotations
@@ -182,30 +183,36 @@ class ExactModel:
 
     def room(self) -> None:
         last = self.end(2 * self.stages - 1)
+        sizes = self.problem.sizes
         for k in range(2 * self.stages):
             need = int(self.problem.need_bytes[k])
             if need <= 0:
                 continue
-            index = k if k < self.stages else self.backward(k)
-            away = {j: self.away(j, k) for j in self.movable if j < index}
-            sizes = self.problem.sizes
+            # Any instant of the operation will do: its start tells most in the forward phase.
+            forward = k < self.stages
+            instant = self.start[k] if forward else self.end(k)
+            away = {
+                j: self.away(j, k, instant)
+                for j in self.movable
+                if j < (k if forward else self.backward(k))
+            }
             self.model.add(sum(int(sizes[j]) * z for j, z in away.items()) >= need)
-            # All that is away was copied before, one after the other, and returns after.
-            self.model.add(self.start[k] >= sum(self.ticks.out[j] * z for j, z in away.items()))
+            out = sum(self.ticks.out[j] * z for j, z in away.items())
             back = sum(self.ticks.back[j] * z for j, z in away.items())
-            self.model.add(last >= self.end(k) + back)
+            self.model.add(instant >= out)
+            self.model.add(last >= instant + back)
         if not self.duplex:
             moved = [
                 (self.ticks.out[j] + self.ticks.back[j]) * self.offloaded[j] for j in self.movable
             ]
             self.model.add(last >= sum(moved))
 
-    def away(self, j: int, k: int) -> Any:
-        """z_{j,k}: x_j is not on the device during operation k."""
+    def away(self, j: int, k: int, instant: Any) -> Any:
+        """z_{j,k}: x_j is not on the device at an instant of operation k."""
         z = self.model.new_bool_var(f"z{j}_{k}")
         self.model.add_implication(z, self.offloaded[j])
-        self.model.add(self.free[j] <= self.start[k]).only_enforce_if(z)
-        self.model.add(self.back_start[j] >= self.end(k)).only_enforce_if(z)
+        self.model.add(self.free[j] <= instant).only_enforce_if(z)
+        self.model.add(self.back_start[j] >= instant).only_enforce_if(z)
         return z
 
     def hint(self, starts_s: Sequence[float], times: dict[int, tuple[float, float, float]]) -> None:

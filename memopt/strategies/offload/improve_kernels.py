@@ -22,22 +22,24 @@ def improve(
     need: Ints,
     rates: Floats,
     host: float,
-    rounds: int,
+    evaluations: int,
 ) -> tuple[Bools, float]:
     """Flip one activation, or exchange two, while that is faster; rates = (out, back, latency).
 
-    At equal times the set that moves less is preferred.
+    At equal times the set that moves less is preferred. Stops after so many evaluations.
     """
     n = len(sizes)
     best = chosen.copy()
     amounts = np.where(best, sizes, 0)
     best_time = makespan(durations, need, amounts, True, rates[0], rates[1], rates[2])
     best_moved = amounts.sum()
-    for _ in range(rounds):
+    found, tried = True, 0
+    while found and tried < evaluations:
         found = False
         for i in range(n):
             for j in range(i + 1):
-                if not movable[i] or not movable[j] or (i != j and best[i] == best[j]):
+                same = i != j and best[i] == best[j]
+                if tried >= evaluations or same or not movable[i] or not movable[j]:
                     continue
                 trial = best.copy()
                 trial[i] = not trial[i]
@@ -47,10 +49,9 @@ def improve(
                 moved = amounts.sum()
                 if moved > host:
                     continue
+                tried += 1
                 time = makespan(durations, need, amounts, True, rates[0], rates[1], rates[2])
                 if time < best_time or (time == best_time and moved < best_moved):
                     best, best_time, best_moved = trial, time, moved
                     found = True
-        if not found:
-            break
     return best, best_time

@@ -1,0 +1,43 @@
+"""Local search over sets of offloads, by what whole transfers cost.
+
+The dynamic program takes transfers as interruptible; programs move whole activations, for which
+another set is often much better where activations are large. Not in the paper.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memopt.strategies.offload.problem import Bytes, OffloadProblem
+
+EVALUATIONS = 20_000
+"""Schedules replayed at most, a few microseconds each."""
+
+
+def improved_amounts(
+    problem: OffloadProblem, amounts: Bytes, host_budget_bytes: int | None = None
+) -> tuple[Bytes, float]:
+    """A set reached by flips and exchanges from another, each faster in whole transfers.
+
+    Args:
+        problem: chain, capacity and link.
+        amounts: bytes of each x_j, whole activations.
+        host_budget_bytes: the most that may be offloaded.
+
+    Returns:
+        The amounts and the makespan of their no-wait ordered schedule, seconds; infinite if
+        neither the start nor anything found fits.
+    """
+    from memopt.strategies.offload import improve_kernels
+
+    chosen, time_s = improve_kernels.improve(
+        amounts > 0,
+        problem.movable,
+        problem.sizes,
+        problem.durations_s,
+        problem.need_bytes,
+        np.array([problem.to_host_bytes_per_s, problem.from_host_bytes_per_s, problem.latency_s]),
+        np.inf if host_budget_bytes is None else float(host_budget_bytes),
+        EVALUATIONS,
+    )
+    return np.where(chosen, problem.sizes, 0), float(time_s)
