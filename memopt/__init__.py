@@ -23,4 +23,13 @@ from memopt.planning import plan as plan
 from memopt.planning import profile as profile
 from memopt.planning import strategies as strategies
 
+
+def measure_device(device: object = None) -> Device:
+    """This machine's Device, measured in a few seconds: link, memory bandwidth, rates by kind of
+    operator. See `memopt.profiler.device_measure`; imports torch."""
+    from memopt.profiler.device_measure import measure_device as measure
+
+    return measure(device)  # type: ignore[arg-type]  # torch's own words name a device
+
+
 __version__ = "0.1.0"

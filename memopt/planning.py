@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from memopt.errors import InfeasibleBudgetError, InvalidProgramError, MemoptError
 from memopt.models.budget import MINIMUM, format_bytes, parse_budget
@@ -14,6 +14,7 @@ from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.liveness import store_all
+from memopt.models.presets import find_device
 from memopt.models.program import Program
 from memopt.models.replay import replay
 from memopt.models.steps import ChainStep
@@ -27,6 +28,8 @@ from memopt.strategies.store_all import chain_steps
 if TYPE_CHECKING:
     from memopt.profiler.session import Profiled
 
+Mode: TypeAlias = Literal["measure", "estimate"]
+
 
 def plan(
     model: Any,
@@ -36,7 +39,9 @@ def plan(
     strategy: str | Strategy = "rotor",
     loss_fn: Callable[..., Any] | None = None,
     targets: tuple[Any, ...] = (),
-    device: Device | None = None,
+    device: Device | str | None = None,
+    mode: Mode = "measure",
+    optimizer: Any = None,
     time_limit_s: float | None = None,
     cache: bool = True,
     progress: bool | Progress = True,
@@ -48,11 +53,17 @@ def plan(
             profiled model (`memopt.profiler.profile_model`): solve only.
         inputs: example inputs: a tensor, a tuple of positional or a dict of keyword arguments.
         budget: total device memory of a step: bytes, a share of the baseline peak in (0, 1],
-            "6GiB" (2^30) or "6GB" (10^9), "min" (the smallest the strategy can meet), or None.
+            "6GiB" (2^30) or "6GB" (10^9), "min" (the smallest the strategy can meet), or None: no
+            limit, but for an estimate the device's capacity.
         strategy: a name of `memopt.strategies()`, or an instance with your parameters.
         loss_fn: your loss, `loss_fn(output, *targets)`: its own memory is measured and charged.
         targets: what your loss takes beside the output.
-        device: link rates and capacity; None: the present machine's.
+        device: link rates and capacity: a Device, or a preset's name such as "H100"; None: the
+            present machine's.
+        mode: "measure" runs the model's kernels here; "estimate" computes nothing and prices
+            them for `device` (the model may be on meta).
+        optimizer: charge its state as resident: a torch.optim instance, or a name such as
+            "sgd", "adamw", "adamw-fp32", "adamw-8bit".
         time_limit_s: stop the solver after so many seconds with its best plan and bound.
         cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
         progress: True shows a bar on a terminal; or your own callback.
@@ -65,13 +76,17 @@ def plan(
     chosen = resolve(strategy)
     parse_budget(None if budget == MINIMUM else budget, 1)
     with _reporting(progress) as report:
-        profiled = _profiled(model, inputs, loss_fn, targets, cache, report)
+        target = _device(device, mode)
+        request = _Request(loss_fn, targets, mode, target, optimizer, cache)
+        profiled = _profiled(model, inputs, request, report)
         cost_model = profiled.graph if profiled is not None else model
+        if budget is None and mode == "estimate":
+            budget = target.capacity_bytes
         made = solve(
             cost_model,
             budget,
             chosen,
-            device=device or Device(),
+            device=target,
             profiled=profiled,
             time_limit_s=time_limit_s,
             progress=report,
@@ -79,21 +94,50 @@ def plan(
     return made
 
 
-def _profiled(
-    model: Any,
-    inputs: Any,
-    loss_fn: Callable[..., Any] | None,
-    targets: tuple[Any, ...],
-    cache: bool,
-    report: Progress,
-) -> Profiled | None:
+@dataclass(frozen=True)
+class _Request:
+    """How a module is to be profiled."""
+
+    loss_fn: Callable[..., Any] | None
+    targets: tuple[Any, ...]
+    mode: Mode
+    device: Device
+    optimizer: Any
+    cache: bool
+
+
+def _device(device: Device | str | None, mode: Mode) -> Device:
+    """The device of plan's and profile's arguments."""
+    if mode not in ("measure", "estimate"):
+        raise ValueError(f'mode is "measure" or "estimate", got {mode!r}')
+    if isinstance(device, str):
+        return find_device(device)
+    if device is None and mode == "estimate":
+        raise ValueError(
+            'mode="estimate" needs the device to estimate for: device="H100" (or another preset), '
+            "a memopt.Device, or memopt.measure_device() for this machine"
+        )
+    return device or Device()
+
+
+def _profiled(model: Any, inputs: Any, request: _Request, report: Progress) -> Profiled | None:
     if isinstance(model, (Chain, Graph)):
-        if inputs is not None or loss_fn is not None:
-            raise ValueError("inputs and loss_fn go with a module, not with a cost model")
+        module_only = (inputs, request.loss_fn, request.optimizer)
+        if any(value is not None for value in module_only):
+            raise ValueError("inputs, loss_fn and optimizer go with a module, not a cost model")
         return None
     from memopt.profiler import profiled_of
 
-    return profiled_of(model, inputs, loss_fn, targets, cache, report)
+    return profiled_of(
+        model,
+        inputs,
+        loss_fn=request.loss_fn,
+        targets=request.targets,
+        optimizer=request.optimizer,
+        estimate_for=request.device if request.mode == "estimate" else None,
+        cache=request.cache,
+        progress=report,
+    )
 
 
 def solve(
@@ -131,7 +175,7 @@ def solve(
         budget_bytes = parse_budget(budget, baseline.peak_bytes)
     solution = attempt(budget_bytes)
     if solution.steps is None and solution.program is None:
-        raise _infeasible(solution, budget_bytes, strategy, cost_model)
+        raise _infeasible(solution, budget_bytes, strategy, cost_model, profiled)
     return _wrap(cost_model, view, solution, strategy, budget_bytes, baseline, device, profiled)
 
 
@@ -157,7 +201,11 @@ def _baseline(cost_model: Chain | Graph, profiled: Profiled | None) -> BaselineF
 
 
 def _infeasible(
-    solution: Solution, budget_bytes: int | None, strategy: Strategy, cost_model: Chain | Graph
+    solution: Solution,
+    budget_bytes: int | None,
+    strategy: Strategy,
+    cost_model: Chain | Graph,
+    profiled: Profiled | None,
 ) -> MemoptError:
     if solution.status is Status.UNKNOWN or budget_bytes is None:
         return MemoptError(
@@ -171,11 +219,23 @@ def _infeasible(
     )
     return InfeasibleBudgetError(
         f"{strategy.name} cannot train within {budget_bytes} bytes ({format_bytes(budget_bytes)}): "
-        f"{known}, of which {format_bytes(cost_model.resident_bytes)} are resident. Raise the "
-        'budget, pass budget="min", or try another strategy',
+        f"{known}, of which {format_bytes(cost_model.resident_bytes)} are resident"
+        f'{_standing(cost_model, profiled)}. Raise the budget, pass budget="min", or try another '
+        "strategy",
         budget_bytes,
         smallest,
     )
+
+
+def _standing(cost_model: Chain | Graph, profiled: Profiled | None) -> str:
+    """What stays whatever the plan, for a message."""
+    if profiled is None or not isinstance(cost_model, Graph):
+        return ""
+    from memopt.report.standing import standing_bytes, standing_sum
+
+    state = profiled.optimizer
+    parts = standing_bytes(cost_model, state.parts if state is not None else ())
+    return f"; before any activation, {standing_sum(parts)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,11 +318,18 @@ def _wrap(
 
 
 def _notes(cost_model: Chain | Graph, profiled: Profiled | None) -> tuple[str, ...]:
-    if profiled is None or (isinstance(cost_model, Graph) and cost_model.boundary_bytes):
+    if profiled is None:
         return ()
-    return (
-        "The budget covers the module; pass loss_fn= to have the memory of your loss charged too.",
+    notes = profiled.notes
+    state = profiled.optimizer
+    if state is not None and state.bytes_total:
+        notes = (f"Resident: {format_bytes(state.bytes_total)} of {state.name} state.", *notes)
+    if isinstance(cost_model, Graph) and cost_model.boundary_bytes:
+        return notes
+    module_only = (
+        "The budget covers the module; pass loss_fn= to have the memory of your loss charged too."
     )
+    return (module_only, *notes)
 
 
 def _reporting(progress: bool | Progress) -> AbstractContextManager[Progress]:
@@ -284,13 +351,18 @@ def profile(
     *,
     loss_fn: Callable[..., Any] | None = None,
     targets: tuple[Any, ...] = (),
+    optimizer: Any = None,
+    device: Device | str | None = None,
+    mode: Mode = "measure",
     cache: bool = True,
     progress: bool | Progress = True,
 ) -> Graph:
-    """Capture and measure a model's training step; the priced graph can be planned, linearized
-    (`graph.to_chain()`) and saved without torch. Arguments as in `plan`."""
+    """Capture and price a model's training step, measured here or estimated for `device`; the
+    graph can be planned, linearized (`graph.to_chain()`) and saved without torch. Arguments as in
+    `plan`."""
+    request = _Request(loss_fn, targets, mode, _device(device, mode), optimizer, cache)
     with _reporting(progress) as report:
-        profiled = _profiled(model, inputs, loss_fn, targets, cache, report)
+        profiled = _profiled(model, inputs, request, report)
     if profiled is None:
         raise ValueError("profile takes an nn.Module and its example inputs")
     return profiled.graph

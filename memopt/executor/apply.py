@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,16 +21,11 @@ from memopt.profiler.session import device_of
 if TYPE_CHECKING:
     from memopt.plan import Plan
 
-_RUNTIMES: weakref.WeakKeyDictionary[object, Runtime] = weakref.WeakKeyDictionary()
-
 
 def runtime_of(captured: Captured) -> Runtime:
     """The one runtime of a captured model: its joint graph is compiled once."""
-    runtime = _RUNTIMES.get(captured.hooks)
-    if runtime is None:
-        runtime = Runtime(captured)
-        _RUNTIMES[captured.hooks] = runtime
-    return runtime
+    owner = captured.hooks.owner
+    return owner if isinstance(owner, Runtime) else Runtime(captured)
 
 
 def apply_plan(
@@ -74,8 +68,12 @@ def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowe
     if plan.profiled is not None and plan.profiled.captured.model() is model:
         return plan.profiled.captured, plan.profiled.lowering
     captured = capture(model, call)
-    cuda = device_of(model, call).type == "cuda"
-    lowering = build(model, captured, block_bytes=512 if cuda else 1)
+    if plan.record is not None:
+        # An estimate for CUDA counts in its blocks wherever it is applied.
+        block_bytes = plan.record.block_bytes
+    else:
+        block_bytes = 512 if device_of(model, call).type == "cuda" else 1
+    lowering = build(model, captured, block_bytes)
     _check_fingerprint(plan, fingerprint(lowering.graph))
     return captured, lowering
 

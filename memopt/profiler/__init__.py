@@ -7,8 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from memopt.models.device import Device
 from memopt.profiler.baseline import Loss as Loss
 from memopt.profiler.cache import ProfileCache as ProfileCache
+from memopt.profiler.device_measure import measure_device as measure_device
+from memopt.profiler.estimate import estimate_model as estimate_model
 from memopt.profiler.measure import MeasureOptions as MeasureOptions
 from memopt.profiler.session import Profiled as Profiled
 from memopt.profiler.session import profile_model as profile_model
@@ -17,12 +20,16 @@ from memopt.profiler.session import profile_model as profile_model
 def profiled_of(
     model: Any,
     inputs: Any,
+    *,
     loss_fn: Callable[..., Any] | None,
     targets: tuple[Any, ...],
+    optimizer: Any,
+    estimate_for: Device | None,
     cache: bool,
     progress: Callable[[float, str], None],
 ) -> Profiled:
-    """What `memopt.plan` takes as a model, profiled: a Profiled as it is, a module measured.
+    """What `memopt.plan` takes as a model, profiled: a Profiled as it is, a module measured, or
+    estimated for a device.
 
     Raises:
         ValueError: something else, or a module without inputs.
@@ -36,10 +43,16 @@ def profiled_of(
         )
     if inputs is None:
         raise ValueError("plan(model, inputs): example inputs are needed to capture the model")
+    loss = None if loss_fn is None else Loss(loss_fn, tuple(targets))
+    if estimate_for is not None:
+        return estimate_model(
+            model, inputs, estimate_for, loss=loss, optimizer=optimizer, progress=progress
+        )
     return profile_model(
         model,
         inputs,
-        loss=None if loss_fn is None else Loss(loss_fn, tuple(targets)),
+        loss=loss,
+        optimizer=optimizer,
         options=MeasureOptions(cache=ProfileCache() if cache else None),
         progress=progress,
     )

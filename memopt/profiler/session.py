@@ -104,9 +104,9 @@ def profile_model(
         captured = capture(model, call)
         block_bytes = 512 if device.type == "cuda" else 1
         lowering = build(model, captured, block_bytes)
-        state = optimizer_state(optimizer, model.parameters(), block_bytes)
-    report(0.2, "measuring kernels")
+        report(0.2, "measuring kernels")
         graph = measure(lowering, device, chosen, lambda f, what: report(0.2 + 0.6 * f, what))
+    state = optimizer_state(optimizer, model.parameters(), block_bytes)
     record = record_of(
         model, call, device, block_bytes=block_bytes, fingerprint=fingerprint(lowering.graph)
     )

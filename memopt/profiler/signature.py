@@ -49,6 +49,11 @@ def _describe(value: Any) -> Any:
     return value
 
 
+def describe(node: Node) -> Any:
+    """A node's results, as arguments are described: a TensorArgument, or a list of them."""
+    return _describe(node)
+
+
 @dataclass(frozen=True)
 class Signature:
     """One kernel call with its arguments described; `text` identifies it."""

@@ -1,0 +1,160 @@
+"""Devices by name, each figure with its source.
+
+Peaks are the makers' data sheets. What of them is achieved comes from public measurements:
+
+- matrix products: the Maximum Achievable Matmul FLOPS table of S. Bekman's "Machine Learning
+  Engineering" (bfloat16, best shape): A100 SXM 271 of 312, H100 SXM 794 of 989 and "H200 is the
+  same" tera-operations per second;
+- fused attention: FlashAttention-2 (arXiv:2307.08691) reaches 50 to 73% of an A100's peak, and 35%
+  of an H100's (arXiv:2407.08608, abstract);
+- device memory: 2,903 of 3,350 GB/s for copies on an H100 SXM, and 46.8 / 54.8 GB/s device to host
+  / host to device of PCIe 5.0's 63 (AI@GT's benchmarks of Voltage Park's H100 cluster); 83% of the
+  900 GB/s of a V100 (Jia et al., arXiv:1804.06826);
+- capacities: "total capacity" in the messages of torch's out-of-memory errors, less 0.6 GiB for the
+  CUDA context, which torch's allocator never gets.
+
+Where a device has no public figure, that of its successor is assumed, and its `source` says so.
+"""
+
+from __future__ import annotations
+
+from memopt.models.device import Device
+
+_GIB = 2**30
+_CUDA_CONTEXT_BYTES = int(0.6 * _GIB)
+_LAUNCH_LATENCY_S = 5e-6
+"""Between small kernels in a stream: 3.8 µs launched back to back from C (NVIDIA, "Getting started
+with CUDA graphs"), a little more from Python."""
+_TRANSFER_LATENCY_S = 10e-6
+
+
+def _gpu(
+    name: str,
+    capacity_gib: float,
+    memory_bytes_per_s: float,
+    flops_per_s: dict[str, float],
+    fractions: tuple[float, float],
+    link_bytes_per_s: tuple[float, float],
+    source: str,
+) -> Device:
+    return Device(
+        name=name,
+        capacity_bytes=int(capacity_gib * _GIB) - _CUDA_CONTEXT_BYTES,
+        to_host_bytes_per_s=link_bytes_per_s[0],
+        from_host_bytes_per_s=link_bytes_per_s[1],
+        transfer_latency_s=_TRANSFER_LATENCY_S,
+        flops_per_s=flops_per_s,
+        memory_bytes_per_s=memory_bytes_per_s,
+        launch_latency_s=_LAUNCH_LATENCY_S,
+        flops_fraction=fractions[0],
+        memory_fraction=fractions[1],
+        block_bytes=512,
+        source=source,
+    )
+
+
+def _hopper(name: str, capacity_gib: float, memory_bytes_per_s: float, source: str) -> Device:
+    return _gpu(
+        name,
+        capacity_gib,
+        memory_bytes_per_s,
+        {
+            "float64": 33.5e12,
+            "float32": 67e12,
+            "tfloat32": 494.5e12,
+            "float16": 989e12,
+            "bfloat16": 989e12,
+            "bfloat16 attention": 0.35 * 989e12,
+            "float16 attention": 0.35 * 989e12,
+        },
+        (0.80, 0.87),
+        (46.8e9, 54.8e9),
+        source,
+    )
+
+
+V100_PCIE = _gpu(
+    "V100-PCIe-16GB",
+    15.77,
+    900e9,
+    {"float64": 7e12, "float32": 14e12, "float16": 112e12},
+    (0.80, 0.83),
+    (12.2e9, 12.2e9),
+    "NVIDIA's V100 data sheet (PCIe); link 12.2 GB/s: Offloading §6.1; share of peak flops "
+    "assumed as on an H100; no bfloat16 units",
+)
+P100 = _gpu(
+    "P100-PCIe-16GB",
+    15.90,
+    732e9,
+    {"float64": 4.7e12, "float32": 9.3e12, "float16": 18.7e12},
+    (0.80, 0.75),
+    (12.2e9, 12.2e9),
+    "NVIDIA's P100 data sheet (PCIe 16 GB); link as the V100's (both PCIe 3.0 ×16); shares assumed",
+)
+A100 = _gpu(
+    "A100-SXM-80GB",
+    79.15,
+    2039e9,
+    {
+        "float64": 9.7e12,
+        "float32": 19.5e12,
+        "tfloat32": 156e12,
+        "float16": 312e12,
+        "bfloat16": 312e12,
+        "bfloat16 attention": 0.62 * 312e12,
+        "float16 attention": 0.62 * 312e12,
+    },
+    (0.87, 0.87),
+    (23.4e9, 27.4e9),
+    "NVIDIA's A100 data sheet; link: PCIe 4.0 ×16 (31.5 GB/s) at the shares measured on an H100; "
+    "share of the memory bandwidth as on an H100",
+)
+H100 = _hopper("H100-SXM-80GB", 79.1, 3350e9, "NVIDIA's H100 data sheet; see memopt.models.presets")
+H200 = _hopper(
+    "H200-SXM-141GB",
+    139.8,
+    4800e9,
+    "NVIDIA's H200 data sheet; shares and link as on an H100; see memopt.models.presets",
+)
+CPU_CORE = Device(
+    name="cpu-core",
+    to_host_bytes_per_s=5e9,
+    flops_per_s={"float64": 25e9, "float32": 50e9, "bfloat16": 50e9, "float16": 25e9},
+    memory_bytes_per_s=10e9,
+    launch_latency_s=4e-6,
+    source="one core of a server CPU, orders of magnitude only; memopt.measure_device() calibrates",
+)
+
+PRESETS: tuple[Device, ...] = (V100_PCIE, P100, A100, H100, H200, CPU_CORE)
+"""Every device memopt knows by name."""
+
+ALIASES = {
+    "v100": V100_PCIE,
+    "v100-pcie": V100_PCIE,
+    "p100": P100,
+    "a100": A100,
+    "a100-80gb": A100,
+    "h100": H100,
+    "h100-sxm": H100,
+    "h200": H200,
+}
+"""Short names (lower case)."""
+
+
+def find_device(name: str) -> Device:
+    """The preset of that name, whatever its case.
+
+    Raises:
+        ValueError: there is none; the message lists those there are.
+    """
+    by_name = {device.name.lower(): device for device in PRESETS} | ALIASES
+    found = by_name.get(name.strip().lower())
+    if found is None:
+        known = ", ".join(["H100", "H200", "A100", "V100", "P100", "cpu-core"])
+        raise ValueError(
+            f"unknown device {name!r}; memopt knows {known}. For another one pass "
+            'memopt.Device(name=..., capacity_bytes=..., flops_per_s={"bfloat16": ...}, '
+            "memory_bytes_per_s=..., block_bytes=512), or memopt.measure_device() for this machine"
+        )
+    return found

@@ -1,0 +1,218 @@
+"""Measuring the present machine: link, memory bandwidth, and rates by kind of operator.
+
+Each figure is the best of several short runs on tensors of a few MiB, as operators of a training
+step find them. On a CPU "host" and "device" are the same memory; a transfer is a copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memopt.models.device import Device
+from memopt.profiler.measure import environment
+
+_BUDGET_S = 0.05
+_COPY_BYTES = 64 * 2**20
+_STREAM_ELEMENTS = 2**19
+_SQUARE = 512
+
+Run = Callable[[], Any]
+
+
+def measure_device(device: torch.device | str | None = None) -> Device:
+    """Measure a device of this machine, in about two seconds.
+
+    Args:
+        device: "cpu", "cuda", "cuda:1"...; None: CUDA where there is one, else the CPU.
+
+    Returns:
+        Its Device: what it measured is what is achieved, so the fractions are 1.
+    """
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device if device is not None else default)
+    with torch.no_grad(), torch.random.fork_rng():
+        _settle_allocator(place)
+        to_host, from_host, duplex = _link(place)
+        return Device(
+            name=environment(place),
+            capacity_bytes=_capacity(place),
+            to_host_bytes_per_s=to_host,
+            from_host_bytes_per_s=from_host,
+            transfer_latency_s=10e-6,
+            duplex=duplex,
+            flops_per_s=_rates(place),
+            memory_bytes_per_s=_bandwidth(place),
+            launch_latency_s=_launch(place),
+            block_bytes=512 if place.type == "cuda" else 1,
+            source="measured by memopt.measure_device",
+        )
+
+
+def best_s(place: torch.device, run: Run, budget_s: float = _BUDGET_S) -> float:
+    """Seconds of the fastest of several runs within a time budget, after two to warm up."""
+    run()
+    run()
+    best, begin = float("inf"), time.perf_counter()
+    while time.perf_counter() - begin < budget_s:
+        _wait(place)
+        start = time.perf_counter()
+        run()
+        _wait(place)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _settle_allocator(place: torch.device) -> None:
+    """Let the C allocator see a large block come and go, as any training process does: glibc then
+    keeps freed blocks of up to 32 MiB instead of returning them to the system, whose fresh pages
+    cost ten times a small operator."""
+    if place.type == "cpu":
+        torch.empty(31 * 2**20, dtype=torch.uint8)
+
+
+def _wait(place: torch.device) -> None:
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
+
+
+def _capacity(place: torch.device) -> int | None:
+    if place.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(place)
+    return int(free) + torch.cuda.memory_reserved(place)
+
+
+def _link(place: torch.device) -> tuple[float, float, bool]:
+    """Bytes per second to and from the host, and whether both directions overlap."""
+    cuda = place.type == "cuda"
+    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=place)
+    here = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=cuda)
+    here.fill_(1)
+    there.copy_(here)
+    out_s = best_s(place, lambda: here.copy_(there, non_blocking=cuda))
+    in_s = best_s(place, lambda: there.copy_(here, non_blocking=cuda))
+    if not cuda:
+        return _COPY_BYTES / out_s, _COPY_BYTES / in_s, True
+    other_here, other_there = here.clone().pin_memory(), there.clone()
+    outward = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
+    inward = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
+
+    def both() -> None:
+        with torch.cuda.stream(outward):
+            here.copy_(there, non_blocking=True)
+        with torch.cuda.stream(inward):
+            other_there.copy_(other_here, non_blocking=True)
+
+    return _COPY_BYTES / out_s, _COPY_BYTES / in_s, best_s(place, both) < 0.75 * (out_s + in_s)
+
+
+def _bandwidth(place: torch.device) -> float:
+    elements = _STREAM_ELEMENTS * (64 if place.type == "cuda" else 1)
+    left = torch.rand(elements, device=place)
+    right = torch.rand(elements, device=place)
+    return 12 * elements / best_s(place, lambda: left + right)
+
+
+def _launch(place: torch.device) -> float:
+    """Seconds between small kernels launched back to back, as generated code calls them."""
+    small = torch.zeros(16, device=place)
+    count = 100
+
+    def run() -> None:
+        for _ in range(count):
+            torch.ops.aten.threshold_backward.default(small, small, 0)
+
+    return best_s(place, run) / count
+
+
+def _rates(place: torch.device) -> dict[str, float]:
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        rates[str(dtype).removeprefix("torch.")] = _matmul_rate(place, dtype)
+    for name, (operations, run) in _probes(place).items():
+        rates[f"float32 {name}"] = operations / best_s(place, run)
+    return rates
+
+
+def _matmul_rate(place: torch.device, dtype: torch.dtype) -> float:
+    size = _SQUARE * (8 if place.type == "cuda" else 1)
+    left = torch.rand(size, size, device=place).to(dtype)
+    return 2 * size**3 / best_s(place, lambda: left @ left)
+
+
+def _probes(place: torch.device) -> dict[str, tuple[float, Run]]:
+    """Kind of operator → operations of a run (as `flops.work` counts them) and the run."""
+    aten = torch.ops.aten
+    scale = 8 if place.type == "cuda" else 1
+    image = torch.rand(2 * scale, 64, 56, 56, device=place)
+    filters, depth = (torch.rand(64, n, 3, 3, device=place) for n in (64, 1))
+    channel = torch.ones(64, device=place)
+    rows = torch.rand(512 * scale, 768, device=place)
+    width = torch.ones(768, device=place)
+    heads = torch.rand(scale, 12, 512, 64, device=place)
+    scores = torch.rand(12 * scale, 512, 512, device=place)
+    table = torch.randint(0, 2048, (512 * scale,), device=place)
+    pooled, where = aten.max_pool2d_with_indices(image, [3, 3], [2, 2], [1, 1])
+    _, mean, deviation = aten.native_layer_norm(rows, [768], width, width, 1e-5)
+    shape = [[1, 1], [1, 1], [1, 1], False, [0, 0]]
+    depthwise = 2.0 * image.numel() * 9
+    plain = depthwise * 64
+    n = float(image.numel())
+    both = [True, True, False]
+    every = [True, True, True]
+    return {
+        "convolution": (plain, lambda: aten.convolution(image, filters, None, *shape, 1)),
+        "depthwise": (depthwise, lambda: aten.convolution(image, depth, None, *shape, 64)),
+        "depthwise backward": (
+            2 * depthwise,
+            lambda: aten.convolution_backward(image, image, depth, [0], *shape, 64, both),
+        ),
+        "attention": (
+            4.0 * heads.numel() * 512,
+            lambda: torch.nn.functional.scaled_dot_product_attention(heads, heads, heads),
+        ),
+        "random": (n, lambda: aten.native_dropout(image, 0.1, True)),
+        "tanh": (n, lambda: torch.tanh(image)),
+        "softmax": (float(scores.numel()), lambda: aten._safe_softmax(scores, -1)),
+        "activation": (n, lambda: aten.gelu(image)),
+        "batch norm": (
+            n,
+            lambda: aten._native_batch_norm_legit_functional(
+                image, channel, channel, channel, channel, True, 0.1, 1e-5
+            ),
+        ),
+        "batch norm backward": (
+            n,
+            lambda: aten.native_batch_norm_backward(
+                image, image, channel, channel, channel, channel, channel, True, 1e-5, every
+            ),
+        ),
+        "layer norm": (
+            float(rows.numel()),
+            lambda: aten.native_layer_norm(rows, [768], width, width, 1e-5),
+        ),
+        "layer norm backward": (
+            float(rows.numel()),
+            lambda: aten.native_layer_norm_backward(
+                rows, rows, [768], mean, deviation, width, width, every
+            ),
+        ),
+        "pool": (
+            9.0 * pooled.numel(),
+            lambda: aten.max_pool2d_with_indices(image, [3, 3], [2, 2], [1, 1]),
+        ),
+        "pool backward": (
+            n,
+            lambda: aten.max_pool2d_with_indices_backward(
+                pooled, image, [3, 3], [2, 2], [1, 1], [1, 1], False, where
+            ),
+        ),
+        "scatter": (
+            2048.0 * 768,
+            lambda: aten.embedding_dense_backward(rows, table, 2048, -1, False),
+        ),
+    }

@@ -1,0 +1,250 @@
+"""Planning for hardware that is not there: a roofline time for every operator of a fake capture.
+
+    time = calls · launch latency + max(operations / rate, bytes / memory bandwidth)
+
+with `flops.work` for operations, bytes and calls. The rate is, of the device's `flops_per_s`, the
+entry "dtype kind" ("bfloat16 attention", "float32 softmax"), which is what is achieved; else, for
+matrix products, convolutions and attention, the entry of the dtype times `flops_fraction`; other
+kinds without an entry are bound by memory alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.liveness import store_all
+from memopt.models.replay import replay
+from memopt.models.serialize import fingerprint
+from memopt.profiler.baseline import Loss, differentiable
+from memopt.profiler.build import Lowering, build
+from memopt.profiler.cache import Cost
+from memopt.profiler.capture import Captured, capture
+from memopt.profiler.fake import Fakes, fused_attention, real_call
+from memopt.profiler.flops import (
+    ATTENTION,
+    CONVOLUTION,
+    MATMUL,
+    Work,
+    operator_name,
+    tensors_of,
+    work,
+)
+from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.measure import replace_graph, with_costs
+from memopt.profiler.optimizer_state import optimizer_state
+from memopt.profiler.record import record_of
+from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, replayed_baseline
+from memopt.profiler.signature import describe, signature
+from memopt.profiler.workspace import cublas_workspace_bytes, workspace_bytes
+
+Progress = Callable[[float, str], None]
+
+_DENSE_KINDS = (MATMUL, CONVOLUTION, ATTENTION, "depthwise", "depthwise backward")
+_FLASH_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+_PHILOX_BYTES = 1024
+"""Seed and offset of CUDA's attention, a block of 512 each."""
+_ROWS_TILE = 32
+
+
+def work_time_s(done: Work, device: Device) -> float:
+    """Roofline time of one call on a device, seconds; see the module."""
+    time_s = done.moved_bytes / (device.memory_bytes_per_s * device.memory_fraction)
+    rate = _rate(done, device)
+    if rate is not None and done.operations:
+        time_s = max(time_s, done.operations / rate)
+    return done.calls * device.launch_latency_s + time_s
+
+
+def _rate(done: Work, device: Device) -> float | None:
+    rates = device.flops_per_s
+    special = rates.get(f"{done.dtype} {done.kind}") if done.kind else None
+    if special is not None:
+        return special
+    if done.kind not in _DENSE_KINDS:
+        return None
+    dtype = done.dtype
+    if done.kind == CONVOLUTION and dtype == "float32" and "tfloat32" in rates:
+        # torch lets cuDNN use TF32 by default, but not cuBLAS.
+        dtype = "tfloat32"
+    if dtype not in rates:
+        known = ", ".join(name for name in rates if " " not in name) or "none"
+        raise ValueError(
+            f"the device {device.name!r} has no flops_per_s for {dtype!r} (it has: {known}), which "
+            "the model computes in; add it to the Device or change the model's dtype"
+        )
+    return rates[dtype] * device.flops_fraction
+
+
+def estimate_costs(lowering: Lowering, device: Device) -> list[Cost]:
+    """Roofline time, workspace and result sizes of every operator of a lowering."""
+    cuda = device.block_bytes > 1
+    known: dict[str, Cost] = {}
+    costs = []
+    for node in lowering.nodes:
+        call, outputs = signature(node), describe(node)
+        if call.text not in known:
+            known[call.text] = Cost(
+                work_time_s(work(call, outputs), device),
+                workspace_bytes(call, outputs, cuda=cuda),
+                _result_bytes(operator_name(call.target), outputs, device),
+            )
+        costs.append(known[call.text])
+    return costs
+
+
+def _result_bytes(name: str, outputs: Any, device: Device) -> tuple[int, ...]:
+    """Storage sizes as the device's allocator counts them.
+
+    CUDA's attention saves the logarithm of the scores' sums as float32, its rows padded to 32 by
+    the memory-efficient kernel, and the random generator's seed and offset.
+    """
+    found = list(tensors_of(outputs))
+    sizes = [t.storage_bytes for t in found]
+    if device.block_bytes > 1 and name == _FLASH_FORWARD:
+        batch, rows, heads = found[1].shape
+        sizes[1] = 4 * batch * heads * (-(-rows // _ROWS_TILE) * _ROWS_TILE) + _PHILOX_BYTES
+    return tuple(device.allocated_bytes(size) for size in sizes)
+
+
+def estimate_model(
+    model: nn.Module,
+    inputs: Any,
+    device: Device,
+    *,
+    loss: Loss | None = None,
+    optimizer: str | torch.optim.Optimizer | None = None,
+    progress: Progress | None = None,
+) -> Profiled:
+    """Capture a model with fake tensors and price its step for a device.
+
+    Nothing is computed and no parameter is copied; the model may be on meta.
+
+    Args:
+        model: the module, in the mode to train it in.
+        inputs: a tensor, a tuple of positional or a dict of keyword arguments.
+        device: what to price it for; CUDA's rules apply if its `block_bytes` is above 1.
+        loss: the user's loss; its memory is charged at the loss boundary.
+        optimizer: whose state is resident: a name or an instance; see `optimizer_state`.
+        progress: called with (fraction, what).
+
+    Returns:
+        A Profiled whose baseline is replayed and whose call holds the user's inputs (zeros for
+        meta ones), so that a plan can be applied to a real model.
+
+    Raises:
+        CaptureError, ValueError: see `capture`, `to_call`, `work_time_s`.
+    """
+    report = progress or (lambda _fraction, _what: None)
+    report(0.0, "capturing the model with fake tensors")
+    cuda = device.block_bytes > 1
+    call, fakes = to_call(inputs), Fakes()
+    stand_in, fake_call = fakes.model(model), fakes.call(call)
+    with fused_attention() if cuda else contextlib.nullcontext():
+        captured = capture(stand_in, fake_call)
+    lowering = build(stand_in, captured, device.block_bytes)
+    report(0.8, f"pricing operators for {device.name}")
+    graph = with_costs(lowering, estimate_costs(lowering, device))
+    boundary = 0
+    if loss is not None:
+        boundary = _loss_bytes(fakes, stand_in, fake_call, loss, device)
+    state = optimizer_state(optimizer, model.parameters(), device.block_bytes)
+    graph = replace_graph(
+        graph,
+        boundary_bytes=boundary,
+        extra_resident_bytes=graph.extra_resident_bytes
+        + state.bytes_total
+        + STEP_SCALARS_BYTES["cuda" if cuda else "cpu"]
+        + (cublas_workspace_bytes(device.name) if cuda else 0),
+    )
+    held = real_call(call)
+    cpu = torch.device("cpu")
+    record = record_of(
+        stand_in,
+        fake_call,
+        cpu,
+        block_bytes=device.block_bytes,
+        fingerprint=fingerprint(lowering.graph),
+    )
+    report(1.0, "estimated")
+    return Profiled(
+        graph=graph,
+        lowering=lowering,
+        captured=replace(captured, call=held),
+        baseline=replayed_baseline(graph),
+        torch_device=cpu,
+        record=record,
+        notes=_notes(captured, device),
+        optimizer=state,
+    )
+
+
+class _LossOnly(nn.Module):
+    """The user's loss as a function of the model's differentiable outputs."""
+
+    def __init__(self, loss: Loss, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+        super().__init__()
+        self._loss, self._leaves, self._spec = loss, leaves, spec
+
+    def forward(self, *outputs: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        given = iter(outputs)
+        leaves = [
+            next(given) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
+            for leaf in self._leaves
+        ]
+        output = pytree.tree_unflatten(leaves, self._spec)
+        return self._loss.function(output, *self._loss.targets)
+
+
+def _loss_bytes(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device: Device) -> int:
+    """Bytes that the loss needs at the boundary, beside outputs and tangents."""
+    with fakes.mode, torch.enable_grad():
+        output = stand_in(*call.args, **call.kwargs)
+        leaves, spec = pytree.tree_flatten(output)
+        # Copies: an output may be a view of a parameter.
+        cut = [t.detach().clone().requires_grad_() for t in differentiable(output)]
+    function = loss.function
+    if isinstance(function, nn.Module):
+        function = fakes.model(function)
+    fake_loss = Loss(function, fakes.value(loss.targets))
+    module = _LossOnly(fake_loss, leaves, spec)
+    lowering = build(module, capture(module, Call(tuple(cut), {})), device.block_bytes)
+    graph: Graph = with_costs(lowering, estimate_costs(lowering, device))
+    peak = replay(graph, store_all(graph)).peak_bytes
+    held = sum(graph.tensors[i].size_bytes for i in graph.gradients)
+    return max(0, peak - graph.resident_bytes - held)
+
+
+def _notes(captured: Captured, device: Device) -> tuple[str, ...]:
+    """What a user should know about an estimate."""
+    notes = [f"Times and memory are estimates for {device.name} ({device.source})."]
+    if device.block_bytes == 1:
+        return tuple(notes)
+    names = Counter(
+        operator_name(node.target)
+        for node in captured.module.graph.nodes
+        if node.op == "call_function"
+    )
+    if names[_FLASH_FORWARD]:
+        notes.append(
+            "Attention is charged as CUDA's fused kernels save it: float32 row sums, and the "
+            "random generator's state."
+        )
+    if names["_native_batch_norm_legit_functional"]:
+        notes.append("cuDNN's batch norm may keep a reserve, which is not charged.")
+    if names["convolution"]:
+        notes.append(
+            "Of cuDNN's workspaces only the change of layout is charged; its algorithms may take "
+            "more."
+        )
+    return tuple(notes)

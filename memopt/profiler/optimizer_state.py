@@ -1,0 +1,147 @@
+"""Bytes of optimizer state, from an optimizer's instance or its name.
+
+Per parameter of n elements (p: bytes of the parameter's own element):
+
+    sgd                 0
+    sgd-momentum        p·n                      the momentum buffer
+    adam, adamw         2p·n                     torch's: both moments in the parameter's dtype
+    adam-fp32, adamw-fp32
+                        8n, and 4n more where the parameter has fewer than four bytes:
+                        fp32 moments and an fp32 master copy (K = 12 of ZeRO, arXiv:1910.02054 §3.1)
+    adam-8bit, adamw-8bit
+                        2n + 8·⌈n/256⌉           two 8-bit moments, an fp32 scale per block of 256
+                        (Dettmers et al., arXiv:2110.02861; bitsandbytes' present block size);
+                        parameters below 4,096 elements keep fp32 moments, as bitsandbytes does
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_8BIT_BLOCK = 256
+_8BIT_SMALLEST = 4096
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """State that an optimizer keeps between steps.
+
+    Attributes:
+        name: the optimizer, for people.
+        bytes_total: over all trainable parameters, in the allocator's blocks.
+        parts: (what, bytes), for the sum that is printed.
+    """
+
+    name: str
+    bytes_total: int
+    parts: tuple[tuple[str, int], ...] = ()
+
+
+_KINDS = (
+    "sgd",
+    "sgd-momentum",
+    "adam",
+    "adamw",
+    "adam-fp32",
+    "adamw-fp32",
+    "adam-8bit",
+    "adamw-8bit",
+)
+
+
+def optimizer_state(
+    optimizer: str | torch.optim.Optimizer | None,
+    parameters: Iterable[torch.Tensor],
+    block_bytes: int = 1,
+) -> OptimizerState:
+    """What an optimizer keeps for a model's trainable parameters.
+
+    Args:
+        optimizer: a name (see the module), a `torch.optim` instance, or None (nothing).
+        parameters: the model's parameters; fake and meta tensors will do. Frozen ones have none.
+        block_bytes: the allocator's granularity.
+
+    Raises:
+        ValueError: an unknown name or class; the message lists the known ones.
+    """
+    if optimizer is None:
+        return OptimizerState("none", 0)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return _of_instance(optimizer, block_bytes)
+    name = optimizer.strip().lower()
+    if name not in _KINDS:
+        raise ValueError(
+            f"unknown optimizer {optimizer!r}; memopt knows {', '.join(_KINDS)}, or pass a "
+            "torch.optim instance"
+        )
+    trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+    totals: dict[str, int] = {}
+    for parameter in trained:
+        for what, size in _named(name, parameter.numel(), parameter.element_size()):
+            totals[what] = totals.get(what, 0) + _blocks(size, block_bytes)
+    parts = tuple(totals.items())
+    return OptimizerState(name, sum(size for _, size in parts), parts)
+
+
+def _blocks(size: int, block_bytes: int) -> int:
+    return -(-size // block_bytes) * block_bytes
+
+
+def _named(name: str, elements: int, element_bytes: int) -> list[tuple[str, int]]:
+    if name == "sgd":
+        return []
+    if name == "sgd-momentum":
+        return [("momentum", elements * element_bytes)]
+    if name in ("adam", "adamw"):
+        return [(moment, elements * element_bytes) for moment in ("exp_avg", "exp_avg_sq")]
+    if name.endswith("-fp32") or elements < _8BIT_SMALLEST:
+        state = [("exp_avg (fp32)", 4 * elements), ("exp_avg_sq (fp32)", 4 * elements)]
+        if name.endswith("-fp32") and element_bytes < 4:
+            state.append(("master parameters (fp32)", 4 * elements))
+        return state
+    scales = 4 * -(-elements // _8BIT_BLOCK)
+    return [("exp_avg (8 bit)", elements + scales), ("exp_avg_sq (8 bit)", elements + scales)]
+
+
+def _of_instance(optimizer: torch.optim.Optimizer, block_bytes: int) -> OptimizerState:
+    """State that is there already, else what the class will make at its first step."""
+    name = type(optimizer).__name__
+    total = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                sizes = _sizes(optimizer, group, parameter)
+                total += sum(_blocks(size, block_bytes) for size in sizes)
+    return OptimizerState(name, total, ((f"{name} state", total),) if total else ())
+
+
+def _sizes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> list[int]:
+    """Bytes of each state tensor of one parameter; step counts, on the CPU, do not count."""
+    held = optimizer.state.get(parameter)
+    if held:
+        tensors = [v for v in held.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
+        return [v.untyped_storage().nbytes() for v in tensors]
+    count = _tensors_per_parameter(optimizer, group)
+    return [parameter.numel() * parameter.element_size()] * count
+
+
+def _tensors_per_parameter(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    kind = type(optimizer)
+    if kind is torch.optim.SGD:
+        return int(bool(group["momentum"]))
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        return 2 + int(group["amsgrad"])
+    if kind is torch.optim.RMSprop:
+        return 1 + int(bool(group["momentum"])) + int(group["centered"])
+    if kind is torch.optim.Adagrad:
+        return 1
+    raise ValueError(
+        f"memopt does not know what state {kind.__name__} keeps before its first step; run one "
+        f"step before planning, or name one of {', '.join(_KINDS)}"
+    )

@@ -1,0 +1,185 @@
+"""Temporary memory inside a kernel call, estimated from its arguments.
+
+On the CPU these are the tensors that ATen's own code allocates beside its results, found by
+measuring every call of fourteen model families with torch 2.13 (`benchmarks/estimate_accuracy.py`
+compares again). oneDNN reorders the tensors of a convolution to its blocked layout, x', w', y':
+forward, x' and w' are there while y' is computed, then y' while it is reordered to y; backward, x'
+and y' while dw' is computed. Pointwise convolutions read tensors as they are; a strided backward
+has two copies of dx. oneDNN's own scratchpads are not known.
+
+On CUDA they are those that are known from torch's sources:
+
+- FlashAttention's backward sums dQ in float32 and keeps one number per row (flash_api.cpp,
+  mha_bwd); the memory-efficient kernel's accumulators are taken to be the same;
+- cuDNN's tensor-core convolutions work on channels-last data: contiguous half-precision images
+  are transposed in workspace (NVIDIA, "Convolutional layers user guide", tensor layouts).
+  What its heuristics take beyond that is not known without the hardware;
+- the embedding's backward sorts the indices (Embedding.cu);
+- cuBLAS holds one workspace per handle and stream to the end of the process: 32 MiB on Hopper,
+  8.1 MiB before (CublasHandlePool.cpp). That one is resident.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from memopt.profiler.flops import elements, operator_name, tensors_of
+from memopt.profiler.signature import Signature, TensorArgument
+
+_CHANNEL_BLOCK = 16
+"""oneDNN's blocked layout of AVX-512 (nChw16c)."""
+_PLAIN_CHANNELS = 4
+"""Images of so few channels are read as they are."""
+_KEYS_BLOCK = 512
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def cublas_workspace_bytes(device_name: str) -> int:
+    """What cuBLAS keeps on a device; the larger figure for devices memopt does not know."""
+    older = any(word in device_name.upper() for word in ("P100", "V100", "T4", "A100", "A10"))
+    return (4096 * 2 + 16 * 8) * 1024 if older else 4096 * 8 * 1024
+
+
+def workspace_bytes(call: Signature, outputs: Any, *, cuda: bool) -> int:
+    """Bytes that a call takes at its peak beyond its results.
+
+    Args:
+        call: its signature.
+        outputs: its results, described as the arguments are.
+        cuda: on CUDA, else on the CPU with one thread.
+    """
+    name = operator_name(call.target)
+    writes = list(tensors_of(outputs))
+    reads = list(tensors_of((call.args, call.kwargs)))
+    if name in ("convolution", "convolution_backward"):
+        return _convolution(name, call, writes, cuda)
+    if name.startswith("_scaled_dot_product"):
+        return _attention(name, call, cuda)
+    if name in ("native_layer_norm", "native_layer_norm_backward"):
+        return _layer_norm(name, reads)
+    if cuda:
+        return 32 * elements(reads[1]) if name == "embedding_dense_backward" else 0
+    return _cpu(name, reads, writes)
+
+
+def _bytes(tensor: TensorArgument) -> int:
+    return elements(tensor) * tensor.dtype.itemsize
+
+
+def contiguous(tensor: TensorArgument) -> bool:
+    """Row-major without gaps; dimensions of size 1 may have any stride."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _product(sizes: list[int]) -> int:
+    return math.prod(sizes)
+
+
+def _dense(tensor: TensorArgument) -> int:
+    """What `.contiguous()` allocates."""
+    return 0 if contiguous(tensor) else _bytes(tensor)
+
+
+def _cpu(name: str, reads: list[TensorArgument], writes: list[TensorArgument]) -> int:
+    if name == "_native_batch_norm_legit_functional":
+        return 2 * _bytes(writes[1])
+    if name == "native_batch_norm_backward":
+        return _bytes(writes[0])
+    if name in ("native_dropout", "native_dropout_backward"):
+        return _bytes(writes[0])
+    if name == "_safe_softmax":
+        # Masks of the rows that are masked whole: one boolean per element and two per row.
+        rows = elements(writes[0]) // max(1, writes[0].shape[-1])
+        return elements(writes[0]) + rows
+    if name == "cumsum" and reads[0].dtype != writes[0].dtype:
+        return _bytes(writes[0])
+    if name.endswith("_with_indices_backward"):
+        return _dense(reads[0])
+    return 0
+
+
+def _layer_norm(name: str, reads: list[TensorArgument]) -> int:
+    if not name.endswith("backward"):
+        return _dense(reads[0])
+    weight = reads[4] if len(reads) > 4 else None
+    return _dense(reads[0]) + _dense(reads[1]) + (2 * _bytes(weight) if weight else 0)
+
+
+def _blocked(tensor: TensorArgument, channel_axis: int) -> int:
+    """Bytes in the blocked layout: channels padded to the block."""
+    channels = tensor.shape[channel_axis]
+    if channels <= _PLAIN_CHANNELS:
+        return 0
+    padded = -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
+    return _bytes(tensor) // channels * padded
+
+
+def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda: bool) -> int:
+    """Bytes of a convolution or its backward; x the input, w the weight, y the output."""
+    given: TensorArgument
+    weight: TensorArgument
+    result: TensorArgument
+    if name == "convolution":
+        given, weight, stride, padding = call.args[0], call.args[1], call.args[3], call.args[4]
+        result, transposed = writes[0], call.args[6]
+    else:
+        result, given, weight = call.args[:3]
+        stride, padding, transposed = call.args[4], call.args[5], call.args[7]
+    if cuda:
+        transposes = contiguous(given) and given.dtype in _HALF
+        return _bytes(given) + _bytes(weight) + _bytes(result) if transposes else 0
+    strided = _product(stride) > 1
+    pointwise = math.prod(weight.shape[2:]) == 1 and set(padding) == {0}
+    if pointwise and not strided:
+        return 0
+    if name == "convolution":
+        reordered = max(_blocked(given, 1) + _bytes(weight), _blocked(result, 1))
+        if transposed:
+            return max(reordered, 2 * _bytes(result))
+        # The strided pointwise kernel gathers one image's points.
+        gathers = pointwise and len(given.shape) == 4
+        points = _bytes(given) // given.shape[0] // _product(stride)
+        return reordered + (points if gathers else 0)
+    if weight.shape[1] == 1 and math.prod(weight.shape[2:]) > 9:
+        return _bytes(given)
+    reordered = max(_blocked(given, 1) + _blocked(result, 1), _bytes(weight))
+    if strided and not transposed and weight.shape[1] > 1:
+        reordered = max(reordered, 2 * _bytes(given) - _bytes(weight))
+    return reordered + _dense(result)
+
+
+def _attention(name: str, call: Signature, cuda: bool) -> int:
+    backward = name.endswith("backward")
+    gradient: TensorArgument = call.args[0]
+    query: TensorArgument
+    key: TensorArgument
+    query, key = call.args[1:3] if backward else call.args[:2]
+    if cuda:
+        if not backward:
+            return 0
+        rows = math.prod(query.shape[:-1])
+        return 4 * elements(query) + 4 * rows
+    # FlashAttentionKernel.cpp: scores of one block of queries and keys, per thread.
+    queries = query.shape[-2]
+    block = 256 if queries >= 768 else 64 if queries >= 192 else 32
+    block, keys = min(block, queries), min(_KEYS_BLOCK, key.shape[-2])
+    threads = torch.get_num_threads()
+    if not backward:
+        return 4 * threads * block * (keys + 2 + query.shape[-1])
+    transposed = TensorArgument(
+        tuple(gradient.shape[i] for i in (0, 2, 1, 3)),
+        tuple(gradient.stride[i] for i in (0, 2, 1, 3)),
+        gradient.offset,
+        gradient.dtype,
+        gradient.storage_bytes,
+    )
+    copied = 0 if contiguous(transposed) or contiguous(gradient) else _bytes(gradient)
+    return copied + 4 * threads * (2 * block * keys + block)
