@@ -7,13 +7,12 @@ in hatching too, curves in markers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from memopt.models.chain import Chain
 from memopt.models.chain_replay import ChainState, replay_chain
 from memopt.models.steps import ChainStep, Move
 from memopt.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, new_axes
-from memopt.strategies.rotor.curve import CurvePoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +28,18 @@ MOVE_STYLES: Mapping[Move, tuple[str, str, str]] = {
 HELD_OPACITY = 0.3
 CURVE_COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY)
 MARKERS = "os^Dv*x"
+
+
+class Point(Protocol):
+    """A schedule's cost, as the strategies' `curve` gives it."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory, total bytes."""
+
+    @property
+    def time_s(self) -> float:
+        """Step time, seconds."""
 
 
 def plot_schedule(chain: Chain, steps: Iterable[ChainStep], ax: Axes | None = None) -> Axes:
@@ -108,7 +119,7 @@ def plot_memory(
 
 
 def plot_curves(
-    curves: Mapping[str, Iterable[CurvePoint]], least_time_s: float, ax: Axes | None = None
+    curves: Mapping[str, Iterable[Point]], least_time_s: float, ax: Axes | None = None
 ) -> Axes:
     """Step time, as a multiple of `least_time_s` (no recomputation), against peak memory in MiB.
 

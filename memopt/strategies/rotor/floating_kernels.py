@@ -166,14 +166,19 @@ def fill_w(c: ChainArrays, above: Level, h: Level, s: int, t: int, tolerance: fl
             start[kind, last] = used
             count[kind, last] = k
             used += k
-    # The order of the table: by kind, then last stage.
+    return Part(by_kind(pool, start, count, used), count)
+
+
+@compiled
+def by_kind(pool: Steps, start: Int64Array, count: Int64Array, used: int) -> Steps:
+    """The functions in the table's order: by kind, then last stage."""
     ordered = Steps(np.empty(used, np.int64), np.empty(used))
     at = 0
-    for kind in range(kinds):
-        for last in range(t, n + 1):
+    for kind in range(count.shape[0]):
+        for last in range(count.shape[1]):
             k = count[kind, last]
             begin = start[kind, last]
             ordered.at[at : at + k] = pool.at[begin : begin + k]
             ordered.value[at : at + k] = pool.value[begin : begin + k]
             at += k
-    return Part(ordered, count)
+    return ordered
