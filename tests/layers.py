@@ -31,6 +31,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "memopt.plan": EVERYTHING,
     "memopt.planning": EVERYTHING,
     "memopt.cli": EVERYTHING,
+    "memopt.commands": EVERYTHING,
     "memopt.demo": EVERYTHING,
     "memopt": EVERYTHING,
 }

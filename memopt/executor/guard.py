@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch import nn
 
 from memopt.errors import GuardError
 from memopt.profiler.inputs import Call
+
+_REMEDY = "plan again for this call (memopt.plan), or call the original module"
+_PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def _describe(value: Any) -> tuple[Any, ...]:
@@ -22,7 +26,8 @@ def _describe(value: Any) -> tuple[Any, ...]:
             value.device,
             value.requires_grad,
         )
-    return ("value", type(value), value)
+    # NaN is no reason to refuse: it is compared by its text.
+    return ("value", type(value), value if value == value else repr(value))
 
 
 def _text(description: tuple[Any, ...]) -> str:
@@ -30,8 +35,26 @@ def _text(description: tuple[Any, ...]) -> str:
         _, shape, stride, dtype, device, grad = description
         suffix = ", requires_grad" if grad else ""
         name = str(dtype).removeprefix("torch.")
-    return f"{name}{list(shape)} stride {stride} on {device}{suffix}"
+        return f"{name}{list(shape)} stride {stride} on {device}{suffix}"
     return repr(description[2])
+
+
+def _brief(value: Any) -> str:
+    match value:
+        case torch.Tensor():
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        case dict():
+            return "{" + ", ".join(f"{k!r}: {_brief(v)}" for k, v in value.items()) + "}"
+        case list() | tuple():
+            inner = ", ".join(map(_brief, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+        case _:
+            return repr(value)
+
+
+def _call_text(call: Call) -> str:
+    parts = [_brief(v) for v in call.args] + [f"{k}={_brief(v)}" for k, v in call.kwargs.items()]
+    return f"model({', '.join(parts)})"
 
 
 def _autocast() -> tuple[Any, ...]:
@@ -41,33 +64,70 @@ def _autocast() -> tuple[Any, ...]:
     )
 
 
+def _constants(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """Settings that torch's own modules declare (`__constants__`): a dropout's p, a norm's eps."""
+    names: Iterable[str] = getattr(type(module), "__constants__", ())
+    pairs = ((name, getattr(module, name, None)) for name in names)
+    return tuple((name, value) for name, value in pairs if isinstance(value, _PLAIN))
+
+
+def _identities(leaves: Iterable[Any], parameters: dict[int, str]) -> tuple[Any, ...]:
+    """For each argument that is a parameter, its name; that is an earlier argument, its index."""
+    seen: dict[int, int] = {}
+    found: list[Any] = []
+    for position, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            found.append(None)
+            continue
+        first = seen.setdefault(id(leaf), position)
+        found.append(parameters.get(id(leaf), first if first < position else None))
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Guard:
     """What a plan was made for.
 
     Attributes:
         spec: structure of the arguments.
+        text: the call, for messages.
         leaves: description of every flat argument.
-        training: name → training flag of every sub-module.
-        parameters: name → description of every parameter and buffer.
+        same: which flat arguments are a parameter or an earlier argument.
+        separate: whether arguments that were apart must stay so (the step updates one in place).
+        modules: (name, type, training flag, declared settings) of every sub-module.
+        parameters: (name, description) of every parameter and buffer.
         autocast: enabled autocast dtypes.
     """
 
     spec: Any
+    text: str
     leaves: tuple[tuple[Any, ...], ...]
-    training: tuple[tuple[str, bool], ...]
+    same: tuple[Any, ...]
+    separate: bool
+    modules: tuple[tuple[str, type, bool, tuple[tuple[str, Any], ...]], ...]
     parameters: tuple[tuple[str, tuple[Any, ...]], ...]
     autocast: tuple[Any, ...]
 
     @staticmethod
-    def of(model: nn.Module, call: Call) -> Guard:
-        """The guard of a model and its example call, as they are now."""
+    def of(model: nn.Module, call: Call, updates_inputs: bool = False) -> Guard:
+        """The guard of a model and its example call, as they are now.
+
+        Args:
+            model: the user's model.
+            call: the captured call.
+            updates_inputs: whether the step updates an input in place.
+        """
+        named = [*model.named_parameters(), *model.named_buffers()]
         return Guard(
             spec=call.spec,
+            text=_call_text(call),
             leaves=tuple(_describe(leaf) for leaf in call.leaves),
-            training=tuple((name, m.training) for name, m in model.named_modules()),
-            parameters=tuple((n, _describe(p)) for n, p in model.named_parameters())
-            + tuple((n, _describe(b)) for n, b in model.named_buffers()),
+            same=_identities(call.leaves, {id(tensor): name for name, tensor in named}),
+            separate=updates_inputs,
+            modules=tuple(
+                (name, type(m), m.training, _constants(m)) for name, m in model.named_modules()
+            ),
+            parameters=tuple((name, _describe(tensor)) for name, tensor in named),
             autocast=_autocast(),
         )
 
@@ -75,40 +135,71 @@ class Guard:
         """Whether this call is evaluation: no gradients wanted, or the model put in eval mode."""
         if not torch.is_grad_enabled():
             return True
-        return dict(self.training).get("", True) and not model.training
+        planned_in_train = self.modules[0][2]
+        return planned_in_train and not model.training
 
     def check(self, model: nn.Module, call: Call) -> None:
         """Raise GuardError, naming both sides, unless the call is the planned one."""
-        remedy = "plan again for this call (memopt.plan), or call the original module"
         if call.spec != self.spec:
             raise GuardError(
-                f"the plan was made for other arguments: planned {self.spec}, got {call.spec}; "
-                + remedy
+                f"the plan was made for other arguments: planned {self.text}, got "
+                f"{_call_text(call)}; {_REMEDY}"
             )
-        for i, (leaf, planned) in enumerate(zip(call.leaves, self.leaves, strict=True)):
+        leaves = call.leaves
+        for i, (leaf, planned) in enumerate(zip(leaves, self.leaves, strict=True)):
             found = _describe(leaf)
             if found != planned:
                 raise GuardError(
-                    f"argument {i}: planned {_text(planned)}, got {_text(found)}; {remedy}"
+                    f"argument {i}: planned {_text(planned)}, got {_text(found)}; {_REMEDY}"
                 )
-        self._check_model(model, remedy)
-
-    def _check_model(self, model: nn.Module, remedy: str) -> None:
-        modules = dict(model.named_modules())
-        for name, training in self.training:
-            if name not in modules or modules[name].training != training:
-                mode = "train" if training else "eval"
-                raise GuardError(
-                    f"module {name or 'model'!r}: planned in {mode} mode, found otherwise; {remedy}"
-                )
-        found = dict(model.named_parameters()) | dict(model.named_buffers())
-        for name, planned in self.parameters:
-            if name not in found:
-                raise GuardError(f"parameter or buffer {name!r} is gone; {remedy}")
-            description = _describe(found[name])
-            if description != planned:
-                raise GuardError(
-                    f"{name}: planned {_text(planned)}, got {_text(description)}; {remedy}"
-                )
+        self._check_modules(model)
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        self._check_parameters(tensors)
+        self._check_identities(leaves, tensors)
         if _autocast() != self.autocast:
-            raise GuardError(f"autocast: planned {self.autocast}, got {_autocast()}; {remedy}")
+            raise GuardError(f"autocast: planned {self.autocast}, got {_autocast()}; {_REMEDY}")
+
+    def _check_modules(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules())
+        for name, kind, training, constants in self.modules:
+            where = f"module {name!r}" if name else "the model"
+            module: nn.Module | None = modules.get(name)
+            if module is None or type(module) is not kind:
+                found = "nothing" if module is None else type(module).__name__
+                raise GuardError(f"{where}: planned {kind.__name__}, got {found}; {_REMEDY}")
+            if module.training != training:
+                modes = ("train", "eval") if training else ("eval", "train")
+                raise GuardError(
+                    f"{where}: planned in {modes[0]} mode, got {modes[1]} mode; {_REMEDY}"
+                )
+            for setting, value in constants:
+                now = getattr(module, setting, None)
+                if now != value:
+                    raise GuardError(f"{where}: planned {setting}={value}, got {now}; {_REMEDY}")
+
+    def _check_parameters(self, tensors: dict[str, torch.Tensor]) -> None:
+        for name, planned in self.parameters:
+            if name not in tensors:
+                raise GuardError(f"parameter or buffer {name!r} is gone; {_REMEDY}")
+            found = _describe(tensors[name])
+            if found != planned:
+                raise GuardError(f"{name}: planned {_text(planned)}, got {_text(found)}; {_REMEDY}")
+
+    def _check_identities(self, leaves: list[Any], tensors: dict[str, torch.Tensor]) -> None:
+        if not self.separate and not any(s is not None for s in self.same):
+            return
+        found = _identities(leaves, {id(tensor): name for name, tensor in tensors.items()})
+        for position, (planned, now) in enumerate(zip(self.same, found, strict=True)):
+            if planned != now and (planned is not None or self.separate):
+                raise GuardError(
+                    f"argument {position}: planned as {_identity_text(planned)}, got "
+                    f"{_identity_text(now)}; {_REMEDY}"
+                )
+
+
+def _identity_text(identity: Any) -> str:
+    if identity is None:
+        return "a tensor of its own"
+    if isinstance(identity, str):
+        return f"the model's {identity}"
+    return f"the same tensor as argument {identity}"

@@ -38,7 +38,11 @@ def _short(signature: inspect.Signature) -> str:
     """The signature without annotations and defaults."""
     shown = []
     for parameter in signature.parameters.values():
-        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        star = ""
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            star = "*"
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            star = "**"
         default = "" if parameter.default is parameter.empty else "=..."
         shown.append(f"{star}{parameter.name}{default}")
     return f"({', '.join(shown)})"

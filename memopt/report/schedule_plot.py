@@ -6,11 +6,13 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from memopt.models.graph import Graph, Phase
+from memopt.models.offload_replay import has_transfers
 from memopt.models.program import Compute, Program
 from memopt.models.replay import replay
 from memopt.models.steps import Move
 from memopt.report.memory_profile import chain_profile
 from memopt.report.modules import depth_for, group_of
+from memopt.report.rotor_plots import plot_schedule as plot_chain_schedule
 from memopt.report.style import (
     BLUE,
     GREEN,
@@ -46,6 +48,8 @@ def plot_schedule(plan: Plan, ax: Axes | None = None) -> Axes:
     else:
         assert plan.chain is not None
         assert plan.chain_steps is not None
+        if not has_transfers(plan.chain_steps):
+            return plot_chain_schedule(plan.chain, plan.chain_steps, ax)
         names, bars = chain_bars(plan.chain, plan.chain_steps, plan.device)
         rows = "stage"
     ax = new_axes(ax, 1.4 + 0.13 * max(12, len(names)))

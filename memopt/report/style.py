@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 BLUE = "#0072B2"
 SKY = "#56B4E9"
@@ -19,8 +20,12 @@ GREY = "#999999"
 since the pictures stand on light and on dark pages: lines take the style's own text colour."""
 
 
+_MISSING = "plots need matplotlib, which is not installed: pip install memopt[plots]"
+_WIDTH_INCHES = 7.0
+
+
 def new_axes(ax: Axes | None, height_inches: float = 3.4) -> Axes:
-    """The Axes to draw on: the user's, or those of a new figure of notebook width.
+    """The Axes to draw on: the user's, or those of a new pyplot figure of notebook width.
 
     Raises:
         ImportError: matplotlib is missing; names the extra to install.
@@ -30,11 +35,23 @@ def new_axes(ax: Axes | None, height_inches: float = 3.4) -> Axes:
     try:
         from matplotlib import pyplot
     except ImportError as error:
-        raise ImportError(
-            "plots need matplotlib, which is not installed: pip install memopt[plots]"
-        ) from error
-    _, made = pyplot.subplots(figsize=(7.0, height_inches), layout="constrained")
+        raise ImportError(_MISSING) from error
+    _, made = pyplot.subplots(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
     return made
+
+
+def new_figure(height_inches: float = 3.4) -> tuple[Figure, Axes]:
+    """A figure for a file, with one Axes: it needs no window and pyplot does not keep it.
+
+    Raises:
+        ImportError: matplotlib is missing; names the extra to install.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(_MISSING) from error
+    figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
+    return figure, figure.add_subplot()
 
 
 def text_color() -> str:

@@ -1,0 +1,124 @@
+"""What the commands print: text for people, one JSON object for machines, and failures."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from enum import IntEnum
+from typing import Any
+
+import typer
+
+from memopt.commands.targets import TargetError
+from memopt.errors import InfeasibleBudgetError, MemoptError, PlanFileError
+from memopt.models.device import Device
+from memopt.models.program import Compute
+from memopt.plan import Plan
+
+_WIDEST = 120
+
+
+class ExitCode(IntEnum):
+    """What the exit status of `memopt` means."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    """Unknown options and arguments."""
+    INFEASIBLE = 3
+    """No plan fits the budget; the message names the smallest that does."""
+    PLAN_FILE = 4
+    """The plan file is damaged, of another version or for another model."""
+
+
+def say(text: str) -> None:
+    """A text on standard output."""
+    typer.echo(text)
+
+
+def say_json(value: object) -> None:
+    """One JSON document on standard output."""
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+@contextmanager
+def failures(as_json: bool) -> Iterator[None]:
+    """Turn errors into one message and an exit status."""
+    try:
+        yield
+    except InfeasibleBudgetError as error:
+        smallest = error.smallest_budget_bytes
+        _fail(error, ExitCode.INFEASIBLE, as_json, smallest_budget_bytes=smallest)
+    except PlanFileError as error:
+        _fail(error, ExitCode.PLAN_FILE, as_json)
+    except (MemoptError, TargetError, ValueError, ImportError, OSError) as error:
+        _fail(error, ExitCode.FAILED, as_json)
+
+
+def _fail(error: Exception, code: ExitCode, as_json: bool, **more: object) -> None:
+    if as_json:
+        say_json({"error": {"type": type(error).__name__, "message": str(error), **more}})
+    else:
+        width = min(_WIDEST, shutil.get_terminal_size().columns)
+        text = textwrap.fill(
+            f"error: {error}", width, break_long_words=False, break_on_hyphens=False
+        )
+        typer.echo(text, err=True)
+    raise typer.Exit(int(code)) from error
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table as wide as the terminal, 80 columns in a pipe."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, title in enumerate(titles):
+        drawn.add_column(title, no_wrap=number == 0, overflow="fold")
+    for row in rows:
+        drawn.add_row(*(Text(cell) for cell in row))
+    Console().print(drawn)
+
+
+def plan_figures(plan: Plan) -> dict[str, Any]:
+    """A plan's figures for machines: bytes and seconds."""
+    runs = [i.op for i in plan.program or () if isinstance(i, Compute)]
+    return {
+        "strategy": plan.strategy.name,
+        "parameters": repr(plan.strategy),
+        "status": plan.status.value,
+        "budget_bytes": plan.budget,
+        "peak_bytes": plan.peak_bytes,
+        "resident_bytes": plan.resident_bytes,
+        "host_peak_bytes": plan.host_peak_bytes,
+        "step_time_s": plan.step_time_s,
+        "overhead": plan.overhead,
+        "lower_bound_s": plan.lower_bound_s,
+        "gap": plan.gap,
+        "baseline": {
+            "peak_bytes": plan.baseline.peak_bytes,
+            "step_time_s": plan.baseline.step_time_s,
+            "measured": plan.baseline.measured,
+        },
+        "operators": None if plan.graph is None else len(plan.graph.operators),
+        "recomputations": len(runs) - len(set(runs)),
+        "model": None if plan.record is None else plan.record.model,
+        "device": plan.device.name,
+        "notes": list(plan.notes),
+    }
+
+
+def device_figures(device: Device) -> dict[str, Any]:
+    """A device's figures for machines; infinite rates as null."""
+    found = {field.name: getattr(device, field.name) for field in fields(device)}
+    return {
+        name: None if isinstance(value, float) and math.isinf(value) else value
+        for name, value in found.items()
+    }

@@ -1,0 +1,93 @@
+"""`memopt plan` and `memopt show`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import memopt
+from memopt.commands.output import plan_figures, say, say_json
+from memopt.commands.profiling import Profiling
+from memopt.commands.targets import Sizes, load_target
+from memopt.plan import Plan
+
+
+def plan_command(
+    target: str,
+    *,
+    budget: str | None,
+    strategy: str,
+    out: Path | None,
+    picture: Path | None,
+    time_limit_s: float | None,
+    how: Profiling,
+    sizes: tuple[int, int],
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """See `memopt.cli.plan`."""
+    limit = read_budget(budget)
+    _writable(out)
+    _writable(picture)
+    found = load_target(target, Sizes(*sizes, meta=how.estimates))
+    made = memopt.plan(
+        found.model,
+        found.inputs,
+        budget=limit,
+        strategy=strategy,
+        loss_fn=found.loss_fn,
+        time_limit_s=time_limit_s,
+        **how.arguments(),
+        progress=not (as_json or quiet),
+    )
+    if out is not None:
+        made.save(out)
+    if picture is not None:
+        draw(made, "memory", picture)
+    if not quiet or as_json:
+        show_plan(made, as_json=as_json)
+        if not as_json:
+            for path in (out, picture):
+                if path is not None:
+                    say(f"wrote {path}")
+
+
+def read_budget(text: str | None) -> int | float | str | None:
+    """A budget as typed: whole numbers are bytes, others shares, the rest units or "min"."""
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def show_plan(plan: Plan, *, as_json: bool) -> None:
+    """Print a plan."""
+    if as_json:
+        say_json(plan_figures(plan))
+    else:
+        say(plan.summary())
+
+
+def draw(plan: Plan, kind: str, path: Path) -> None:
+    """Draw a plan to a file, without a window.
+
+    Raises:
+        ImportError: matplotlib is missing; the message names the extra.
+        ValueError: an unknown kind of plot or file.
+    """
+    from memopt.report.style import new_figure
+
+    figure, axes = new_figure()
+    plan.plot(kind, axes)
+    figure.savefig(path, dpi=150)
+
+
+def _writable(path: Path | None) -> None:
+    """Fail before the work, not after it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no folder {path.absolute().parent}")
