@@ -1,0 +1,106 @@
+"""The lanes of a step: compute, copies to the host, copies back, as spans of time.
+
+One form for predicted steps (a replay's `Timeline`) and measured ones, so that a trace shows both
+side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from memopt.models.graph import Graph
+from memopt.models.program import Compute, Instruction
+from memopt.models.replay import Direction, Timeline
+from memopt.models.steps import ChainStep
+
+
+class Lane(StrEnum):
+    """What runs in parallel."""
+
+    COMPUTE = "compute"
+    OUT = "to host"
+    IN = "from host"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that occupies a lane from start_s to end_s (half-open).
+
+    Attributes:
+        lane: where.
+        name: for people.
+        start_s: seconds from the start of the step.
+        end_s: seconds.
+        stall: whether the lane only waits for a transfer.
+    """
+
+    lane: Lane
+    name: str
+    start_s: float
+    end_s: float
+    stall: bool = False
+
+
+@dataclass(frozen=True)
+class StepLanes:
+    """One step, predicted or measured.
+
+    Attributes:
+        title: "predicted", "measured"...
+        spans: in no particular order.
+        memory: (seconds, device bytes) where the device memory changes; () if unknown.
+    """
+
+    title: str
+    spans: tuple[Span, ...]
+    memory: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def time_s(self) -> float:
+        """End of the last span, seconds."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    @property
+    def stall_s(self) -> float:
+        """Time the compute lane waits for transfers, seconds."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.stall)
+
+
+def chain_lanes(
+    timeline: Timeline, steps: Iterable[ChainStep], title: str = "predicted"
+) -> StepLanes:
+    """Lanes of a replayed chain schedule (`replay_offload`)."""
+    return _lanes(timeline, [str(step) for step in steps], lambda stage: f"x{stage}", title)
+
+
+def program_lanes(
+    timeline: Timeline, graph: Graph, program: Iterable[Instruction], title: str = "predicted"
+) -> StepLanes:
+    """Lanes of a replayed program (`replay`)."""
+    names = [
+        graph.operators[i.op].name if isinstance(i, Compute) else type(i).__name__ for i in program
+    ]
+    return _lanes(timeline, names, lambda tensor: graph.tensors[tensor].name, title)
+
+
+def _lanes(
+    timeline: Timeline, names: Sequence[str], tensor_name: Callable[[int], str], title: str
+) -> StepLanes:
+    spans: list[Span] = []
+    memory: list[tuple[float, int]] = []
+    for i, name in enumerate(names):
+        start, end, stall = timeline.start_s[i], timeline.end_s[i], timeline.stall_s[i]
+        if stall > 0:
+            # A wait comes before what waits; an instruction that takes no time is the wait.
+            begin = start - stall
+            spans.append(Span(Lane.COMPUTE, f"wait: {name}", begin, begin + stall, stall=True))
+        if end > start:
+            spans.append(Span(Lane.COMPUTE, name, start, end))
+        memory.append((start, timeline.step_bytes[i]))
+        memory.append((end, timeline.live_bytes[i]))
+    for transfer in timeline.transfers:
+        lane = Lane.OUT if transfer.direction is Direction.TO_HOST else Lane.IN
+        spans.append(Span(lane, tensor_name(transfer.tensor), transfer.start_s, transfer.end_s))
+    return StepLanes(title, tuple(spans), tuple(memory))

@@ -1,0 +1,64 @@
+"""Chrome / Perfetto traces of steps: one process per step, one thread per lane.
+
+The Trace Event Format: complete events ("X") in microseconds, metadata events ("M") for names,
+counter events ("C") for memory. Open the file in ui.perfetto.dev or chrome://tracing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from memopt.report.lanes import Lane, StepLanes
+
+LANES = (Lane.COMPUTE, Lane.OUT, Lane.IN)
+MICROSECONDS = 1e6
+
+
+def trace_events(steps: Iterable[StepLanes]) -> list[dict[str, object]]:
+    """The trace events of some steps, predicted and measured side by side."""
+    events: list[dict[str, object]] = []
+    for process, step in enumerate(steps, start=1):
+        events.append(_metadata("process_name", process, 0, step.title))
+        for thread, lane in enumerate(LANES, start=1):
+            events.append(_metadata("thread_name", process, thread, lane.value))
+        for span in sorted(step.spans, key=lambda span: (span.start_s, span.end_s)):
+            events.append(
+                {
+                    "name": span.name,
+                    "cat": "stall" if span.stall else span.lane.value,
+                    "ph": "X",
+                    "ts": span.start_s * MICROSECONDS,
+                    "dur": (span.end_s - span.start_s) * MICROSECONDS,
+                    "pid": process,
+                    "tid": LANES.index(span.lane) + 1,
+                }
+            )
+        for time_s, size_bytes in step.memory:
+            events.append(
+                {
+                    "name": "device memory",
+                    "ph": "C",
+                    "ts": time_s * MICROSECONDS,
+                    "pid": process,
+                    "tid": 0,
+                    "args": {"bytes": size_bytes},
+                }
+            )
+    return events
+
+
+def write_trace(path: str | Path, *steps: StepLanes) -> None:
+    """Write a trace file of one or several steps.
+
+    Args:
+        path: the file, ".json".
+        steps: what `memopt.report.lanes` makes, such as a predicted and a measured step.
+    """
+    content = {"traceEvents": trace_events(steps), "displayTimeUnit": "ms"}
+    Path(path).write_text(json.dumps(content), encoding="utf-8")
+
+
+def _metadata(kind: str, process: int, thread: int, name: str) -> dict[str, object]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
