@@ -133,28 +133,30 @@ class _Writer:
             if tensor in self.swapping_in:
                 self.arrive(tensor)
         text = self.call(node)
-        again = op in self.halves.repeated_random and op in self.ran
-        if again:
-            self.emit(f"now = random.enter(state_{op})")
-        elif op in self.halves.repeated_random:
-            self.emit(f"state_{op} = random.save()")
+        indent = ""
+        if op in self.halves.repeated_random and op in self.ran:
+            self.emit(f"with random.replay(state_{op}):")
+            indent = "    "
+        elif self.lowering.graph.operators[op].random:
+            self.emit("with random.lock:")
+            indent = "    "
+            if op in self.halves.repeated_random:
+                self.emit(f"    state_{op} = random.save()")
         self.ran.add(op)
         kept = unpacked(self.lowering, op, outputs)
         module = self.lowering.graph.operators[op].module
         note = f"  # {module}" if module else ""
         if len(kept) == 1 and kept[0][0] is None:
-            self.emit(f"{self.bind(kept[0][1])} = {text}{note}")
+            self.emit(f"{indent}{self.bind(kept[0][1])} = {text}{note}")
         elif len(kept) == 1:
-            self.emit(f"{self.bind(kept[0][1])} = {text}[{kept[0][0]}]{note}")
+            self.emit(f"{indent}{self.bind(kept[0][1])} = {text}[{kept[0][0]}]{note}")
         elif kept:
-            self.emit(f"result = {text}{note}")
+            self.emit(f"{indent}result = {text}{note}")
             for position, base, _ in kept:
                 self.emit(f"{self.bind(base)} = result[{position}]")
             self.emit("del result")
         else:
-            self.emit(f"{text}{note}")
-        if again:
-            self.emit("random.leave(now)")
+            self.emit(f"{indent}{text}{note}")
 
     def free(self, tensor: int) -> None:
         if tensor in self.swapping_out or tensor in self.swapping_in:
@@ -221,7 +223,7 @@ def generate(halves: Halves, swap: Any, random: Any) -> tuple[Any, Any, str]:
     Args:
         halves: the program with its captured model.
         swap: object with out/bring/wait (see `memopt.executor.swap`).
-        random: object with save/enter/leave (see `memopt.executor.random_state`).
+        random: object with lock/save/replay (see `memopt.executor.random_state`).
 
     Returns:
         (forward, backward, source): `forward(primals) -> (outputs, saved)`;

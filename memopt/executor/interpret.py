@@ -69,15 +69,15 @@ class _Machine:
                 raise InvalidProgramError("a second loss boundary")
 
     def compute(self, op: int, outputs: tuple[int, ...]) -> None:
-        repeated = op in self.halves.repeated_random
-        now = None
-        if repeated and op in self.states:
-            now = self.random.enter(self.states[op])
-        elif repeated:
-            self.states[op] = self.random.save()
-        result = self.call(self.lowering.nodes[op])
-        if now is not None:
-            self.random.leave(now)
+        node = self.lowering.nodes[op]
+        if op in self.states:
+            with self.random.replay(self.states[op]):
+                result = self.call(node)
+        else:
+            with self.random.lock:
+                if op in self.halves.repeated_random:
+                    self.states[op] = self.random.save()
+                result = self.call(node)
         for position, base, _ in unpacked(self.lowering, op, outputs):
             self.values[base] = result if position is None else result[position]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 
+from memopt.errors import ExecutionError
 from memopt.executor.codegen import generate
 from memopt.executor.guard import Guard
 from memopt.executor.interpret import interpret
@@ -80,12 +82,11 @@ class PlannedModule(nn.Module):
         self, model: nn.Module, captured: Captured, runtime: Runtime, program: Installed
     ) -> None:
         super().__init__()
-        shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-        hooks = [name for name in model.__dict__ if "state_dict" in name and "hooks" in name]
-        for name in (*shared, *hooks):
+        for name in _shared_names(model):
             self.__dict__[name] = model.__dict__[name]
         self.__dict__["_memopt"] = (model, captured, runtime, program)
-        self.__dict__["_memopt_guard"] = Guard.of(model, captured.call)
+        updates_inputs = any(captured.primals[i].kind == "input" for i in captured.mutated)
+        self.__dict__["_memopt_guard"] = Guard.of(model, captured.call, updates_inputs)
         self.training = model.training
 
     @property
@@ -107,6 +108,34 @@ class PlannedModule(nn.Module):
                 raise
             return getattr(self.original, name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedModule:
+        """The plan around a deep copy of the model.
+
+        Raises:
+            ExecutionError: the step trains or updates a tensor that the model does not register.
+        """
+        model, captured, runtime, program = self.__dict__["_memopt"]
+        for position, primal in enumerate(captured.primals):
+            constant = primal.constant
+            if constant is not None and (constant.requires_grad or position in captured.mutated):
+                raise ExecutionError(
+                    "this planned module cannot be copied: its step trains or updates a tensor "
+                    "that the model does not register as parameter or buffer; copy "
+                    "planned.original and plan the copy"
+                )
+        copied = PlannedModule(copy.deepcopy(model, memo), captured, runtime, program)
+        memo[id(self)] = copied
+        for name in self.__dict__.keys() - {"_memopt", "_memopt_guard", *_shared_names(model)}:
+            copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled: compiled code and a running model's state cannot be."""
+        raise ExecutionError(
+            "a planned module cannot be pickled or shallow-copied; save planned.state_dict() and "
+            "the plan (plan.save(path)), or pickle planned.original"
+        )
+
     def train(self, mode: bool = True) -> PlannedModule:
         """Set the mode of the planned module and of the original one."""
         self.original.train(mode)
@@ -123,6 +152,12 @@ class PlannedModule(nn.Module):
         guard.check(model, call)
         held = [_value(model, p) for p in captured.primals if p.kind != "input"]
         return runtime.run(program, held, call)
+
+
+def _shared_names(model: nn.Module) -> list[str]:
+    """Attributes that a planned module shares with its model."""
+    names = ["_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"]
+    return names + [name for name in model.__dict__ if "state_dict" in name and "hooks" in name]
 
 
 def _value(model: nn.Module, primal: Primal) -> Any:

@@ -61,6 +61,7 @@ class Runtime:
         self._states: dict[int, _State] = {}
         captured.hooks.forward = self._forward
         captured.hooks.backward = self._backward
+        captured.hooks.owner = self
 
     def __len__(self) -> int:
         """Number of steps whose backward has not run yet."""

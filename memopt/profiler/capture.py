@@ -53,10 +53,11 @@ class Primal:
 
 @dataclass(eq=False)
 class Hooks:
-    """What the compiled callable runs; set by the executor's runtime."""
+    """What the compiled callable runs; set by the executor's runtime, which `owner` is."""
 
     forward: Boxed | None = None
     backward: Boxed | None = None
+    owner: object = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
         module: GraphModule = joint.graph_module
         split = _split(module)
         names = _names(model, traced, joint)
-        with torch_private.no_donated_buffers():
+        with torch_private.no_donated_buffers(joint):
             compiled = torch_private.compile_joint(
                 joint,
                 _partitioner(split),

@@ -54,22 +54,45 @@ def to_call(inputs: Any) -> Call:
 
 def align(model: nn.Module, planned: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The call `model(*args, **kwargs)` in the planned call's form, where the two differ only in
-    passing an argument by position or by name; else the call as it is."""
+    passing an argument by position or by name, or in spelling out a default; else the call as
+    it is."""
     call = Call(args, kwargs)
     if len(args) == len(planned.args) and kwargs.keys() == planned.kwargs.keys():
         return Call(args, {name: kwargs[name] for name in planned.kwargs})
     signature = inspect.signature(model.forward)
-    try:
-        bound = signature.bind(*args, **kwargs).arguments
-        wanted = signature.bind(*planned.args, **planned.kwargs).arguments
-    except TypeError:
+    given = _by_name(signature, call)
+    wanted = _by_name(signature, planned)
+    if given is None or wanted is None:
         return call
-    if bound.keys() != wanted.keys():
-        return call
-    positional = list(wanted)[: len(planned.args)]
-    if any(name not in planned.kwargs for name in list(wanted)[len(positional) :]):
+    defaults = {name: p.default for name, p in signature.parameters.items()}
+    for name in given.keys() - wanted.keys():
+        if not _same_value(given[name], defaults.get(name, inspect.Parameter.empty)):
+            return call
+    values = {name: given.get(name, defaults.get(name)) for name in wanted}
+    if any(values[name] is inspect.Parameter.empty for name in wanted):
         return call
     return Call(
-        tuple(bound[name] for name in positional),
-        {name: bound[name] for name in planned.kwargs},
+        tuple(values[name] for name in list(wanted)[: len(planned.args)]),
+        {name: values[name] for name in planned.kwargs},
     )
+
+
+def _by_name(signature: inspect.Signature, call: Call) -> dict[str, Any] | None:
+    """Every argument by its name, positional ones first; None if some have none, or the call
+    does not fit the signature."""
+    try:
+        named = dict(signature.bind(*call.args, **call.kwargs).arguments)
+    except TypeError:
+        return None
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL and named.get(name):
+            return None
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named.update(named.pop(name, {}))
+    return named
+
+
+def _same_value(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    return not isinstance(value, Tensor) and type(value) is type(default) and value == default

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,8 +22,6 @@ _MOVED = (
 
 
 def _import(module: str, name: str) -> Any:
-    import importlib
-
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -46,7 +45,10 @@ def dynamo_capture(
         patch = config.patch(side_effect_replay_policy="warn")
     with warnings.catch_warnings(record=True) as caught, patch:
         warnings.simplefilter("always")
-        module = capture(model)(*args, **kwargs)
+        try:
+            module = capture(model)(*args, **kwargs)
+        finally:
+            _forget_compiled()
     changed: list[str] = []
     for one in caught:
         text = str(one.message)
@@ -55,6 +57,14 @@ def dynamo_capture(
         else:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
     return module, tuple(changed)
+
+
+def _forget_compiled() -> None:
+    """Dynamo leaves the compiled function, and with it the model's parameters, in the globals of
+    the module that it traced from; memopt never runs it."""
+    namespace = vars(importlib.import_module("torch._dynamo.functional_export"))
+    for name in [name for name in namespace if name.startswith("__compiled_fn_")]:
+        del namespace[name]
 
 
 def export_joint(
@@ -84,8 +94,6 @@ def compile_joint(
 
 def descriptor_types() -> Any:
     """The module of AOTAutograd's input and output descriptors."""
-    import importlib
-
     return importlib.import_module("torch._functorch._aot_autograd.descriptors")
 
 
@@ -100,9 +108,11 @@ def backward_owns_tangents() -> bool:
 
 
 @contextlib.contextmanager
-def no_donated_buffers() -> Iterator[None]:
-    """Compile so that retain_graph=True keeps working."""
+def no_donated_buffers(joint: Any) -> Iterator[None]:
+    """Compile so that retain_graph=True keeps working: AOTAutograd looks for an empty list of
+    donated buffers at run time, and leaves it None if told not to look for any."""
     import torch._functorch.config as config
 
+    joint._aot_state.fw_metadata.bw_donated_idxs = []
     with config.patch(donated_buffer=False):
         yield
