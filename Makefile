@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/python -m memopt.demo
+	$(BIN)/python -m examples.demo
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)

@@ -14,14 +14,17 @@ from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.liveness import store_all
+from memopt.models.offload_replay import has_transfers, replay_offload
 from memopt.models.presets import find_device
 from memopt.models.program import Program
 from memopt.models.replay import replay
 from memopt.models.steps import ChainStep
 from memopt.models.validate import validate
 from memopt.models.validate_chain import validate_chain
+from memopt.models.validate_offload import validate_offload
 from memopt.models.violations import Violation
 from memopt.plan import BaselineFigures, Plan
+from memopt.slack import best_that_fits, smallest_budget
 from memopt.strategies import Progress, Solution, Status, Strategy, resolve
 from memopt.strategies.store_all import chain_steps
 
@@ -168,12 +171,19 @@ def solve(
 
     if budget == MINIMUM:
         # One byte can never do: the answer names the smallest budget that does.
-        budget_bytes = attempt(1).smallest_budget_bytes
+        budget_bytes = (
+            attempt(1).smallest_budget_bytes
+            if view is None
+            else smallest_budget(view.graph, view, attempt)
+        )
         if budget_bytes is None:
             raise MemoptError(f"{strategy.name} does not know its smallest budget; name one")
     else:
         budget_bytes = parse_budget(budget, baseline.peak_bytes)
-    solution = attempt(budget_bytes)
+    if view is None or budget_bytes is None or "recompute" not in strategy.features:
+        solution = attempt(budget_bytes)
+    else:
+        solution = best_that_fits(view.graph, view, attempt, budget_bytes)
     if solution.steps is None and solution.program is None:
         raise _infeasible(solution, budget_bytes, strategy, cost_model, profiled)
     return _wrap(cost_model, view, solution, strategy, budget_bytes, baseline, device, profiled)
@@ -267,9 +277,14 @@ def judge(
         timeline = replay(cost_model, program, device)
         return None, Figures(timeline.peak_bytes, timeline.time_s, timeline.host_peak_bytes)
     assert steps is not None
-    violation = validate_chain(cost_model, steps, budget_bytes)
+    moves = has_transfers(steps)
+    check = validate_offload if moves else validate_chain
+    violation = check(cost_model, steps, budget_bytes)
     if violation is not None:
         return violation, Figures(0, 0.0, 0)
+    if moves:
+        moved = replay_offload(cost_model, steps, device)
+        return None, Figures(moved.peak_bytes, moved.time_s, moved.host_peak_bytes)
     chain_timeline = replay_chain(cost_model, steps)
     return None, Figures(chain_timeline.peak_bytes, chain_timeline.time_s, 0)
 

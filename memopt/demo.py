@@ -1,0 +1,282 @@
+"""The demo: two real models, trained eagerly and under memopt at three budgets, side by side.
+
+Weights are random, data come with installed packages: scikit-learn's digits for ResNet-50, the
+text of Python's own documentation, byte by byte, for a 12-layer GPT-2.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from memopt.models.budget import format_bytes
+from memopt.plan import Plan
+from memopt.planning import plan as make_plan
+from memopt.profiler.memory import metered
+from memopt.profiler.session import STEP_SCALARS_BYTES
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ROUNDS = 3
+SHARES = (0.6, 0.3, 0.0)
+_MISSING = "the demo needs {name}; install it with: pip install 'memopt[dev]' torchvision"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, an endless stream of batches, and its loss: `loss(model, batch)`."""
+
+    name: str
+    model: nn.Module
+    batches: Callable[[], Iterator[tuple[Tensor, Tensor]]]
+    loss: Callable[[Any, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train the task's model."""
+
+    name: str
+    budget_bytes: int | None
+    predicted_bytes: int | None
+    measured_bytes: int
+    time_ratio: float
+    difference: float | None
+    last_loss: float
+
+
+def resnet50(batch: int = 8, size: int = 96) -> Task:
+    """torchvision's ResNet-50 on scikit-learn's digits, enlarged to size x size."""
+    try:
+        from sklearn.datasets import load_digits
+        from torchvision import models
+    except ImportError as error:
+        raise ImportError(_MISSING.format(name="torchvision and scikit-learn")) from error
+    torch.manual_seed(0)
+    digits = load_digits()
+    images = torch.tensor(digits.images / 16.0, dtype=torch.float32)
+    labels = torch.tensor(digits.target)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            chosen = torch.randint(len(images), (batch,), generator=generator)
+            small = images[chosen, None].expand(-1, 3, -1, -1)
+            yield functional.interpolate(small, size=(size, size)), labels[chosen]
+
+    return Task(
+        f"ResNet-50, {batch} images of {size} x {size}",
+        models.resnet50(num_classes=10),
+        batches,
+        functional.cross_entropy,
+    )
+
+
+def gpt2(batch: int = 4, length: int = 128) -> Task:
+    """Hugging Face's GPT-2, 12 layers, d = 256, on the bytes of Python's documentation."""
+    try:
+        from transformers import GPT2Config, GPT2LMHeadModel
+    except ImportError as error:
+        raise ImportError(_MISSING.format(name="transformers")) from error
+    from pydoc_data import topics
+
+    torch.manual_seed(0)
+    text = "\n".join(topics.topics.values()).encode("ascii", "ignore")
+    tokens = torch.tensor(list(text), dtype=torch.long)
+    config = GPT2Config(
+        n_layer=12,
+        n_embd=256,
+        n_head=8,
+        n_positions=length,
+        vocab_size=256,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            starts = torch.randint(len(tokens) - length - 1, (batch,), generator=generator)
+            rows = torch.stack([tokens[s : s + length + 1] for s in starts.tolist()])
+            yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    return Task(
+        f"GPT-2, 12 layers, d=256, {batch} x {length} bytes of text",
+        GPT2LMHeadModel(config),
+        batches,
+        lambda output, target: functional.cross_entropy(output.logits.flatten(0, 1), target.flatten()),
+    )
+
+
+def _steps(task: Task, module: nn.Module, count: int) -> tuple[list[dict[str, Tensor]], float, int]:
+    """Train a few steps from the task's first weights: (gradients, last loss, peak bytes)."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    gradients, peak_bytes, value = [], 0, 0.0
+    stream = task.batches()
+    for number in range(count):
+        inputs, target = next(stream)
+        torch.manual_seed(number)
+        optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        with metered(inputs.device) as use:
+            output = module(inputs)
+            loss = task.loss(output, target)
+            loss.backward()  # type: ignore[no-untyped-call]
+        peak_bytes = max(peak_bytes, use.peak_bytes) if number else 0
+        value = float(loss)
+        del output, loss
+        gradients.append(
+            {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+        )
+        optimizer.step()
+    return gradients, value, peak_bytes
+
+
+def _times(task: Task, modules: dict[str, nn.Module]) -> dict[str, list[float]]:
+    """Seconds of a step of each module, one of each in turn."""
+    inputs, target = next(task.batches())
+    times: dict[str, list[float]] = {name: [] for name in modules}
+    for _ in range(ROUNDS):
+        for name, module in modules.items():
+            module.zero_grad(set_to_none=True)
+            begin = time.perf_counter()
+            task.loss(module(inputs), target).backward()  # type: ignore[no-untyped-call]
+            times[name].append(time.perf_counter() - begin)
+    return times
+
+
+def plans_of(task: Task, progress: bool = True) -> dict[str, Plan]:
+    """Store-all, and Rotor at floor + {0.6, 0.3, 0}·(baseline − floor)."""
+    inputs, target = next(task.batches())
+    whole = make_plan(
+        task.model,
+        inputs,
+        strategy="store-all",
+        loss_fn=task.loss,
+        targets=(target,),
+        progress=progress,
+    )
+    profiled = whole.profiled
+    least = make_plan(profiled, budget="min", strategy="rotor", progress=False)
+    assert least.budget is not None
+    plans = {"memopt, store-all": whole}
+    for share in SHARES:
+        budget = least.budget + int(share * (whole.baseline.peak_bytes - least.budget))
+        made = make_plan(profiled, budget=budget, strategy="rotor", progress=False)
+        plans[f"memopt, {format_bytes(budget)}"] = made
+    return plans
+
+
+def compare(task: Task, plans: dict[str, Plan]) -> list[Row]:
+    """Train eagerly and under each plan from the same weights; measure and compare."""
+    initial = {k: v.clone() for k, v in task.model.state_dict().items()}
+    modules: dict[str, nn.Module] = {"eager": task.model}
+    modules |= {name: plan.apply(task.model) for name, plan in plans.items()}
+    first = next(iter(plans.values()))
+    resident = first.resident_bytes - STEP_SCALARS_BYTES["cpu"]
+    results = {}
+    for name, module in modules.items():
+        task.model.load_state_dict(initial)
+        results[name] = _steps(task, module, 3)
+    times = _times(task, modules)
+    expected = results["eager"][0]
+    rows = []
+    for name in modules:
+        gradients, loss, peak_bytes = results[name]
+        pairs = zip(times[name], times["eager"], strict=True)
+        planned = plans.get(name)
+        rows.append(
+            Row(
+                name=name,
+                budget_bytes=planned.budget if planned else None,
+                predicted_bytes=planned.peak_bytes if planned else None,
+                measured_bytes=resident + peak_bytes,
+                time_ratio=statistics.median(a / b for a, b in pairs),
+                difference=_difference(expected, gradients) if planned else None,
+                last_loss=loss,
+            )
+        )
+    task.model.load_state_dict(initial)
+    return rows
+
+
+def _difference(expected: list[dict[str, Tensor]], found: list[dict[str, Tensor]]) -> float:
+    """The largest difference of any gradient in any step."""
+    return max(
+        float((one[name] - other[name]).abs().max())
+        for one, other in zip(expected, found, strict=True)
+        for name in one
+    )
+
+
+def show(console: Console, task: Task, rows: list[Row]) -> None:
+    """Print one table."""
+    from rich.table import Table
+
+    table = Table(title=task.name, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for name in ("budget", "predicted", "measured", "x eager time", "gradient diff", "loss"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.name,
+            "" if row.budget_bytes is None else format_bytes(row.budget_bytes),
+            "" if row.predicted_bytes is None else format_bytes(row.predicted_bytes),
+            format_bytes(row.measured_bytes),
+            f"{row.time_ratio:.2f}",
+            "" if row.difference is None else f"{row.difference:g}",
+            f"{row.last_loss:.4f}",
+        )
+    console.print(table)
+
+
+def draw(plans: dict[str, dict[str, Plan]], path: Path) -> None:
+    """Memory over the step at each model's smallest budget, beside the unplanned order."""
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError("the picture needs matplotlib: pip install 'memopt[plots]'") from error
+    figure, axes = pyplot.subplots(len(plans), 1, figsize=(9, 3.6 * len(plans)), squeeze=False)
+    for (name, made), ax in zip(plans.items(), axes[:, 0], strict=True):
+        list(made.values())[-1].plot(ax=ax)
+        ax.set_title(name)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main(path: Path = Path("out/demo.png")) -> None:
+    """Run the demo: two tables and one picture."""
+    from rich.console import Console
+
+    console = Console()
+    drawn: dict[str, dict[str, Plan]] = {}
+    begin = time.perf_counter()
+    for build in (gpt2, resnet50):
+        task = build()
+        console.print(f"[bold]{task.name}[/bold]: capturing, measuring, planning ...")
+        plans = plans_of(task)
+        show(console, task, compare(task, plans))
+        drawn[task.name] = plans
+    draw(drawn, path)
+    seconds = time.perf_counter() - begin
+    console.print(
+        f"Totals include parameters. 'gradient diff' is the largest difference from eager over "
+        f"three optimizer steps. Picture: {path} ({seconds:.0f} s in all)"
+    )
+
+
+if __name__ == "__main__":
+    main()

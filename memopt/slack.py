@@ -1,0 +1,95 @@
+"""Using up what the chain's accounting leaves: plans of larger chain budgets that still fit.
+
+A chain counts every stage's overheads at their worst, so the program lowered from a chain
+schedule needs at most the schedule's memory, and often less. A schedule planned for more than
+the budget may therefore fit it once lowered: the fastest such schedule is searched here, by
+bisection over the chain's budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from memopt.models.chain_replay import replay_chain
+from memopt.models.graph import Graph
+from memopt.models.linearize import Linearization
+from memopt.models.replay import replay
+from memopt.strategies import Solution, Status
+from memopt.strategies.store_all import chain_steps
+
+_PROBES = 10
+
+Attempt = Callable[[int | None], Solution]
+
+
+def lowered_peak(graph: Graph, view: Linearization, solution: Solution) -> int | None:
+    """Replayed peak of a chain solution's program, total bytes; None without a schedule."""
+    if solution.steps is None:
+        return None
+    return replay(graph, view.lower(solution.steps)).peak_bytes
+
+
+def smallest_budget(graph: Graph, view: Linearization, attempt: Attempt) -> int | None:
+    """What the strategy's smallest chain schedule needs once lowered, total bytes."""
+    least = attempt(1).smallest_budget_bytes
+    return None if least is None else lowered_peak(graph, view, attempt(least))
+
+
+def best_that_fits(
+    graph: Graph, view: Linearization, attempt: Attempt, budget_bytes: int
+) -> Solution:
+    """The fastest solution found whose program fits the budget.
+
+    Args:
+        graph: what the chain stands for.
+        view: its linearization.
+        attempt: solves the chain for a budget.
+        budget_bytes: total bytes.
+
+    Returns:
+        A solution with a schedule, or INFEASIBLE with the smallest budget known. A solution
+        planned for more than the budget is FEASIBLE and carries the trivial bound: the chain's
+        own optimum at the budget is no bound for it.
+    """
+    best = attempt(budget_bytes)
+    low = budget_bytes
+    if best.steps is None:
+        least = best.smallest_budget_bytes
+        if least is None or best.status is not Status.INFEASIBLE:
+            return best
+        smallest = attempt(least)
+        peak_bytes = lowered_peak(graph, view, smallest)
+        if peak_bytes is None or peak_bytes > budget_bytes:
+            return replace(best, smallest_budget_bytes=peak_bytes or least)
+        best, low = _looser(graph, smallest), least
+    high = replay_chain(view.chain, chain_steps(view.chain)).peak_bytes
+    for _ in range(_PROBES):
+        if high - low <= max(1, budget_bytes // 2000) or _free(graph, best):
+            break
+        middle = (low + high) // 2
+        probe = attempt(middle)
+        peak_bytes = lowered_peak(graph, view, probe)
+        if peak_bytes is None or peak_bytes > budget_bytes:
+            high = middle
+            continue
+        low = middle
+        if probe.time_s is not None and best.time_s is not None and probe.time_s < best.time_s:
+            best = _looser(graph, probe)
+    return best
+
+
+def _free(graph: Graph, solution: Solution) -> bool:
+    """Whether nothing is recomputed: no schedule is faster."""
+    return solution.time_s is not None and solution.time_s <= graph.compute_time_s * (1 + 1e-12)
+
+
+def _looser(graph: Graph, solution: Solution) -> Solution:
+    bound_s = min(graph.compute_time_s, solution.time_s or graph.compute_time_s)
+    optimal = _free(graph, solution)
+    return replace(
+        solution,
+        status=Status.OPTIMAL if optimal else Status.FEASIBLE,
+        lower_bound_s=bound_s,
+        gap=((solution.time_s or bound_s) - bound_s) / bound_s if bound_s > 0 else 0.0,
+    )
