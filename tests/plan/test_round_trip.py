@@ -1,0 +1,80 @@
+"""A plan saved, loaded in a new process and applied does the same step, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memopt
+from memopt.models.serialize import dumps
+from memopt.plan import Plan
+from memopt.strategies import STRATEGIES
+from tests.plan.tiny import MODELS, make, profiled, step_digest, tight_plan
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, tuple[str, Plan, str]]:
+    """Path → (model, plan, digest of a step in this process), every strategy on every model."""
+    folder = tmp_path_factory.mktemp("plans")
+    found = {}
+    for name in MODELS:
+        made = make(name)
+        one = profiled(made)
+        expected = step_digest(name, make(name)[0])
+        for strategy in STRATEGIES:
+            target = one.graph.to_chain() if strategy.needs == "chain" else one.graph
+            if strategy.why_not(target) is not None:
+                continue
+            plan = tight_plan(one, strategy)
+            path = folder / f"{name}-{strategy.name}.json"
+            plan.save(path)
+            # The planned step is the plain one (the families' tests say so for real models).
+            assert step_digest(name, plan.apply(make(name)[0])) == expected
+            found[path] = (name, plan, expected)
+    return found
+
+
+def test_program_is_the_same_bytes(saved: dict[Path, tuple[str, Plan, str]]) -> None:
+    assert len(saved) >= 2 * len(MODELS)
+    for path, (_, plan, _) in saved.items():
+        loaded = memopt.load(path)
+        assert plan.program is not None
+        assert loaded.program is not None
+        assert dumps(loaded.program) == dumps(plan.program)
+        assert loaded.chain_steps == plan.chain_steps
+        assert loaded.strategy == plan.strategy
+        for name in ("status", "budget", "peak_bytes", "resident_bytes", "host_peak_bytes"):
+            assert getattr(loaded, name) == getattr(plan, name), name
+        for name in ("step_time_s", "lower_bound_s", "gap", "overhead", "baseline", "notes"):
+            assert getattr(loaded, name) == getattr(plan, name), name
+        assert loaded.summary() == plan.summary()
+
+
+def test_saving_again_gives_the_same_file(
+    saved: dict[Path, tuple[str, Plan, str]], tmp_path: Path
+) -> None:
+    for path in saved:
+        again = tmp_path / "again.json"
+        memopt.load(path).save(again)
+        assert again.read_bytes() == path.read_bytes()
+
+
+def test_new_process_does_the_same_step(saved: dict[Path, tuple[str, Plan, str]]) -> None:
+    arguments = [f"{name}={path}" for path, (name, _, _) in saved.items()]
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.plan.apply_saved", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    found = json.loads(finished.stdout)
+    assert found == {str(path): digest for path, (_, _, digest) in saved.items()}
