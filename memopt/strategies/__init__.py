@@ -4,6 +4,16 @@ from memopt.strategies.base import Progress as Progress
 from memopt.strategies.base import Solution as Solution
 from memopt.strategies.base import Status as Status
 from memopt.strategies.base import Strategy as Strategy
+from memopt.strategies.offload.autoswap import AutoSwap as AutoSwap
+from memopt.strategies.offload.dynprog import DynProg as DynProg
+from memopt.strategies.offload.exact import OffloadExact as OffloadExact
+from memopt.strategies.offload.greedy import Greedy as Greedy
+from memopt.strategies.offload.tflms import Tflms as Tflms
+from memopt.strategies.offload.vdnn import Vdnn as Vdnn
+from memopt.strategies.olla.strategy import Olla as Olla
+from memopt.strategies.rotor.floating import RotorFree as RotorFree
+from memopt.strategies.rotor.floating import RotorOptimal as RotorOptimal
+from memopt.strategies.rotor.persistent import Revolve as Revolve
 from memopt.strategies.rotor.persistent import Rotor as Rotor
 from memopt.strategies.rotor.sequential import Sequential as Sequential
 from memopt.strategies.store_all import StoreAll as StoreAll
@@ -11,7 +21,17 @@ from memopt.strategies.store_all import StoreAll as StoreAll
 STRATEGIES: tuple[Strategy, ...] = (
     StoreAll(),
     Sequential(),
+    Revolve(),
     Rotor(),
+    RotorOptimal(),
+    RotorFree(),
+    Greedy(),
+    DynProg(),
+    OffloadExact(),
+    Vdnn(),
+    AutoSwap(),
+    Tflms(),
+    Olla(),
 )
 
 
