@@ -15,7 +15,9 @@ from memopt.strategies.olla import Buffer
 
 def all_orders(graph: Graph) -> Iterator[Program]:
     """Every valid program that runs each operator once, in every topological order."""
-    steps: list[int | None] = [*range(len(graph.operators)), None]
+    steps: list[int | None] = [*range(len(graph.operators))]
+    if graph.tangents or any(x.phase is not Phase.FORWARD for x in graph.operators):
+        steps.append(None)
 
     def extend(chosen: list[int | None]) -> Iterator[list[int | None]]:
         if len(chosen) == len(steps):

@@ -71,7 +71,7 @@ def program_buffers(
     """One buffer for each lifetime that begins at a Compute or SwapIn, transient outputs too.
 
     Times are instruction indices; ids are "instruction:tensor". Tangents come from outside, and
-    workspace is the kernel's own: neither is placed.
+    workspace is the kernel's own: neither is placed (nor are tangents that were swapped).
 
     Args:
         graph: the cost model of the program.
@@ -84,7 +84,7 @@ def program_buffers(
     open_: dict[int, int] = {}
 
     def add(tensor: int, begin: int, end: int) -> None:
-        if place_results or tensor not in graph.kept:
+        if tensor not in graph.tangents and (place_results or tensor not in graph.kept):
             size = graph.tensors[tensor].size_bytes
             buffers.append(Buffer(f"{begin}:{tensor}", begin, end, size, alignment))
 

@@ -13,7 +13,7 @@ from memopt.strategies.olla.greedy import greedy_placement, pyramid
 from memopt.strategies.olla.search import find_placement
 
 FIRST_ROUND_WORK = 64_000_000
-DEFAULT_WORK_LIMIT = 2_000_000_000
+DEFAULT_WORK_LIMIT = 3_000_000_000
 """Units of search work: some seconds, and the same result on every machine."""
 
 
@@ -141,8 +141,8 @@ class _Run:
         while not self.done:
             low = target = self.good_enough
             while not self.done:
-                # The target that would end it all gets the most.
-                share = limit if target == self.good_enough else limit // 2
+                # The target that would end it all gets about as much as the others together.
+                share = limit if target == self.good_enough else limit // 4
                 left = share if work_limit is None else min(share, work_limit - spent)
                 if self.out_of_time() or left <= 0:
                     return

@@ -20,9 +20,9 @@ PREFERENCES = ("WAT", "TWA", "A", "BT", "TAW")
 # ... and what the tightness of memory counts against a low offset, in quarters; -1: nothing.
 SLACK_WEIGHTS = (0, 4, -1)
 
-FIRST_WORK_PER_BUFFER = 6_000
-"""Work of each first attempt: about a thousand nodes."""
-RANDOM_PER_FIXED = 7
+NODES_PER_BUFFER = 8
+"""Nodes of the shortest attempts; a placement found without backtracking takes one per buffer."""
+RANDOM_PER_FIXED = 5
 CHUNK_WORK = 30_000_000
 """Work between two looks at the clock, some tenths of a second."""
 
@@ -71,10 +71,10 @@ def find_placement(
         return Outcome(None, True, 0, 0)
     nodes = work = 0
     for order, weight, limit in _attempts(layout, np.random.default_rng((seed, turn)), turn):
-        left = limit if work_limit is None else min(limit, work_limit - work)
-        if left <= 0 or stop():
+        left = None if work_limit is None else work_limit - work
+        if (left is not None and left <= 0) or stop():
             break
-        outcome = _attempt(layout, order, weight, capacity, left, stop)
+        outcome = _attempt(layout, order, weight, capacity, limit, left, stop)
         nodes += outcome.nodes
         work += outcome.work
         if outcome.offsets is not None or outcome.infeasible:
@@ -85,26 +85,35 @@ def find_placement(
 def _attempts(
     layout: Layout, rng: np.random.Generator, turn: int
 ) -> Iterator[tuple[Ints, int, int]]:
-    """Endless (order of preference, slack weight, work limit). Each round tries every fixed
-    preference once, deeply, and several times as many random ones, less so; limits then double."""
+    """Endless (order of preference, slack weight, node limit).
+
+    Each round tries every fixed preference once, with a limit that doubles from round to round,
+    and between them random ones, more nodes in all, most of them short (Luby's sequence):
+    their luck has heavy tails.
+    """
     keys = _keys(layout)
-    base = FIRST_WORK_PER_BUFFER * len(layout)
-    for round_ in itertools.count():
+    base = NODES_PER_BUFFER * len(layout)
+    lucky = itertools.count(1)
+    for round_ in itertools.count(turn):
         for letters, weight in itertools.product(PREFERENCES, SLACK_WEIGHTS):
             order = np.lexsort([-keys[letter] for letter in reversed(letters)])
-            yield order, weight, base << (round_ + turn)
-            for _ in range(RANDOM_PER_FIXED):
+            yield order, weight, 2 * base << round_
+            for _ in range(max(RANDOM_PER_FIXED, 2 << round_)):
                 exponents = rng.random(3) * (1.0, 1.0, 4.0)
                 score = sum(
                     exponent * np.log(keys[letter])
                     for exponent, letter in zip(exponents, "ZNT", strict=True)
                 )
-                weight = int(rng.choice((-1, 0, 2, 4, 5, 8)))
-                yield (
-                    np.argsort(-np.asarray(score), kind="stable"),
-                    weight,
-                    base << (round_ + turn // 2),
-                )
+                weight = int(rng.choice((0, 2, 4, 5, 8)))
+                limit = base * _luby(next(lucky))
+                yield np.argsort(-np.asarray(score), kind="stable"), weight, limit
+
+
+def _luby(index: int) -> int:
+    """Luby's sequence 1, 1, 2, 1, 1, 2, 4, 1, ... for index 1, 2, 3, ..."""
+    while index & (index + 1):
+        index -= (1 << (index.bit_length() - 1)) - 1
+    return (index + 1) >> 1
 
 
 def _keys(layout: Layout) -> dict[str, Ints]:
@@ -128,7 +137,8 @@ def _attempt(
     order: Ints,
     weight: int,
     capacity: int,
-    work_limit: int,
+    node_limit: int,
+    work_limit: int | None,
     stop: Callable[[], bool],
 ) -> Outcome:
     """One search with one order of preference, in chunks."""
@@ -138,8 +148,10 @@ def _attempt(
     trail = np.zeros((16 * len(layout) + 1024, 3), dtype=np.int64)
     counters = state.counters
     while True:
-        work = min(CHUNK_WORK, work_limit - int(counters[kernels.WORK]))
-        code = kernels.search(instance, state, trail, capacity, weight, work)
+        work = CHUNK_WORK
+        if work_limit is not None:
+            work = min(work, work_limit - int(counters[kernels.WORK]))
+        code = kernels.search(instance, state, trail, capacity, weight, work, node_limit)
         if code == kernels.FULL:
             trail = np.concatenate((trail, np.zeros_like(trail)))
             continue
@@ -150,7 +162,7 @@ def _attempt(
             return Outcome(offsets, False, nodes, done)
         if code == kernels.EXHAUSTED:
             return Outcome(None, True, nodes, done)
-        if done >= work_limit or stop():
+        if nodes >= node_limit or (work_limit is not None and done >= work_limit) or stop():
             return Outcome(None, False, nodes, done)
 
 

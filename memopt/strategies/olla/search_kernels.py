@@ -326,10 +326,17 @@ def _backtrack(instance: Instance, state: State, trail: Ints, depth: int, capaci
 
 @njit(cache=True)
 def search(
-    instance: Instance, state: State, trail: Ints, capacity: int, slack_weight: int, work_limit: int
+    instance: Instance,
+    state: State,
+    trail: Ints,
+    capacity: int,
+    slack_weight: int,
+    work_limit: int,
+    node_limit: int,
 ) -> int:
-    """Go on searching for about `work_limit` units of work. A fresh search has zero counters.
+    """Go on searching for about `work_limit` units of work, or until `node_limit` nodes in all.
 
+    A fresh search has zero counters.
     `slack_weight` steers the choice of the next buffer, see `_select`; -1: slack is ignored.
     Returns FOUND (offsets are in `state.offset`), EXHAUSTED (no placement within `capacity`),
     STOPPED (call again to go on) or FULL (call again with a longer trail).
@@ -342,7 +349,7 @@ def search(
             return FOUND
         _descend(state)
     stop_at = counters[WORK] + work_limit
-    while counters[WORK] < stop_at:
+    while counters[WORK] < stop_at and counters[NODES] < node_limit:
         if trail.shape[0] - counters[TRAIL_COUNT] < 6 * instance.size.shape[0] + 8:
             return FULL
         counters[NODES] += 1
