@@ -39,12 +39,18 @@ def load_config(name: str, sizes: Sizes) -> Target:
         config = transformers.AutoConfig.from_pretrained(path)
         with torch.device("meta" if sizes.meta else "cpu"):
             model = _build(transformers, config)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
-        raise TargetError(f"{path}: transformers cannot build this model: {error}") from error
+    except Exception as error:  # whatever a model class makes of a wrong configuration
+        raise TargetError(
+            f"{path}: transformers cannot build this model: {_first_line(error)}"
+        ) from error
     if hasattr(config, "use_cache"):
         # Training needs no key-value cache, which the model would return and so hold.
         config.use_cache = False
     return Target(model.train(), _inputs(model, config, sizes), _own_loss)
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _read(path: Path) -> dict[str, Any]:

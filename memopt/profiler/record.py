@@ -86,6 +86,8 @@ def _argument(value: Any) -> Argument:
         return Nest(type(value).__name__, tuple(_argument(item) for item in value))
     if type(value) is dict and all(isinstance(key, str) for key in value):
         return Nest("dict", tuple(_argument(item) for item in value.values()), tuple(value))
+    if type(value) is dict:
+        return Opaque("dict with keys that are no strings")
     return Opaque(type(value).__name__)
 
 

@@ -79,7 +79,9 @@ def memory_unit(largest_bytes: float) -> tuple[int, str]:
 
 
 def legend_beside(ax: Axes, columns: int = 1) -> None:
-    """A legend at the right of the Axes, off the data."""
+    """A legend at the right of the Axes, off the data; none where nothing has a name."""
+    if not ax.get_legend_handles_labels()[0]:
+        return
     ax.legend(
         loc="upper left",
         bbox_to_anchor=(1.01, 1.0),

@@ -1,0 +1,286 @@
+"""The command line: what it prints, writes and returns, in 80 columns and in a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import memopt
+from memopt.cli import app
+from memopt.commands.output import ExitCode
+from memopt.models.codec import Reader
+from memopt.models.encoding import read_graph
+from tests.zoo import get
+
+ROOT = Path(__file__).parent.parent
+
+MODULE = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(24, 24), nn.GELU()) for _ in range(5)])
+    return model, torch.ones(64, 24), lambda output: output.square().mean()
+
+def two():
+    return make()[:2]
+
+def fails():
+    helper = {}
+    return helper["missing"]
+
+def alone():
+    return nn.Linear(2, 2)
+
+def misfit():
+    return nn.Linear(2, 2), torch.ones(4, 3)
+
+def control():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+        def forward(self, x):
+            return self.linear(x) if x.sum().item() > 0 else x
+    return Branching(), torch.ones(4, 2)
+
+class Namespace:
+    @staticmethod
+    def make():
+        return two()
+
+number = 3
+"""
+
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 16,
+    "n_head": 2,
+    "n_layer": 2,
+    "n_positions": 16,
+    "vocab_size": 61,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's folder with their own code in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "mymodels.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text("import nosuchpackage\n")
+    (tmp_path / "gpt2.json").write_text(json.dumps(GPT2))
+    monkeypatch.delitem(sys.modules, "mymodels", raising=False)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def run_json(*arguments: str, code: ExitCode = ExitCode.OK) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def test_plan_saves_draws_and_shows() -> None:
+    result = run("plan", "mymodels:make", "--budget", "min", "--out", "p.json", "--plot", "p.png")
+    assert result.exit_code == 0, result.output
+    assert "wrote p.json" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert Path("p.png").read_bytes().startswith(b"\x89PNG")
+    plan = memopt.load("p.json")
+    shown = run("show", "p.json", "--plot", "t.svg", "--kind", "timeline")
+    assert shown.exit_code == 0
+    assert shown.stdout == plan.summary() + "\n"
+    assert "<svg" in Path("t.svg").read_text()
+    figures = run_json("show", "p.json")
+    assert figures["peak_bytes"] == plan.peak_bytes <= figures["budget_bytes"]
+    assert figures["recomputations"] > 0
+
+
+def test_plan_for_machines() -> None:
+    figures = run_json("plan", "mymodels.py:Namespace.make", "--strategy", "store-all")
+    assert figures["strategy"] == "store-all"
+    assert figures["budget_bytes"] is None
+    assert figures["baseline"]["measured"]
+
+
+def test_quiet_prints_nothing() -> None:
+    result = run("plan", "mymodels:two", "--quiet", "--out", "p.json", "--budget", "0.9")
+    assert result.exit_code == 0
+    assert result.output == ""
+    assert memopt.load("p.json").budget is not None
+
+
+def test_budget_too_small() -> None:
+    result = run("plan", "mymodels:make", "--budget", "1KiB")
+    assert result.exit_code == ExitCode.INFEASIBLE
+    assert "smallest feasible budget" in " ".join(result.stderr.split())
+    assert result.stdout == ""
+    assert max(map(len, result.stderr.splitlines())) <= 80
+    error = run_json("plan", "mymodels:make", "--budget", "1024", code=ExitCode.INFEASIBLE)["error"]
+    assert error["type"] == "InfeasibleBudgetError"
+    again = run("plan", "mymodels:make", "-q", "--budget", str(error["smallest_budget_bytes"]))
+    assert again.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("nosuch:make",), ["no module 'nosuch'", "FILE.py:FACTORY"]),
+        (("broken:make",), ["importing broken fails", "nosuchpackage"]),
+        (("nosuch.py:make",), ["no file nosuch.py"]),
+        (("mymodels:nosuch",), ["has no 'nosuch'"]),
+        (("mymodels:number",), ["not a function"]),
+        (("mymodels",), ["names no model", "MODULE:FACTORY"]),
+        (("mymodels:fails",), ["mymodels:fails() fails", "KeyError", "mymodels.py, line 15"]),
+        (("mymodels:alone",), ["returned Linear", "(model, inputs)"]),
+        (("mymodels:misfit",), ["inputs do not fit the model", "cannot be multiplied"]),
+        (("mymodels:control",), ["cannot be captured", "mymodels.py:29"]),
+        (("mymodels:make", "--strategy", "nosuch"), ["unknown strategy 'nosuch'", "rotor"]),
+        (("mymodels:make", "--budget", "much"), ["cannot read the budget 'much'", "6GiB"]),
+        (("mymodels:make", "--out", "none/p.json"), ["no folder"]),
+        (("mymodels:make", "--device", "Z80"), ["unknown device 'Z80'", "H100"]),
+        (("mymodels:make", "--mode", "guess"), ["measure", "estimate"]),
+        (("hf:none.json",), ["cannot read none.json"]),
+        (("hf:mymodels.py",), ["is no JSON"]),
+    ],
+)
+def test_failures_say_what_to_do(arguments: tuple[str, ...], parts: list[str]) -> None:
+    result = run("plan", *arguments)
+    assert result.exit_code == ExitCode.FAILED, result.output
+    assert result.stderr.startswith("error: ")
+    said = " ".join(result.stderr.split())
+    for part in parts:
+        assert part in said, said
+    assert "Traceback" not in said
+
+
+def test_wrong_usage() -> None:
+    assert run("plan").exit_code == ExitCode.USAGE
+    assert run("plan", "mymodels:make", "--nosuch").exit_code == ExitCode.USAGE
+    assert run("nosuch").exit_code == ExitCode.USAGE
+
+
+def test_damaged_plan_file() -> None:
+    Path("p.json").write_text("{}")
+    result = run("show", "p.json")
+    assert result.exit_code == ExitCode.PLAN_FILE
+    assert "not a memopt plan file" in result.stderr
+    assert run_json("show", "p.json", code=ExitCode.PLAN_FILE)["error"]["type"] == "PlanFileError"
+
+
+def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.pyplot"):
+        monkeypatch.setitem(sys.modules, name, None)
+    result = run("plan", "mymodels:make", "--plot", "p.png")
+    assert result.exit_code == ExitCode.FAILED
+    assert "pip install memopt[plots]" in result.stderr
+
+
+def test_hugging_face_config() -> None:
+    get("gpt2")  # imports torchvision's stand-in, without which transformers fails here
+    arguments = ("hf:gpt2.json", "--batch", "2", "--sequence", "12")
+    figures = run_json("plan", *arguments, "--budget", "min")
+    assert figures["model"].endswith("GPT2LMHeadModel")
+    assert figures["peak_bytes"] < figures["baseline"]["peak_bytes"]
+    assert figures["notes"] == []
+    profile = run_json("profile", *arguments)
+    assert profile["step_time_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"model_type": "nosuch"}, "model_type is 'nosuch'"),
+        ({"model_type": None}, "model_type is None"),
+        ({"n_embd": "wide"}, "cannot build this model"),
+        ({"architectures": ["GPT2Model"]}, "computes no loss"),
+    ],
+)
+def test_wrong_hugging_face_config(change: dict[str, Any], part: str) -> None:
+    get("gpt2")
+    Path("gpt2.json").write_text(json.dumps({**GPT2, **change}))
+    result = run("plan", "hf:gpt2.json", "--batch", "2")
+    assert result.exit_code == ExitCode.FAILED, result.output
+    assert part in " ".join(result.stderr.split())
+
+
+def test_profile() -> None:
+    result = run("profile", "mymodels:make", "--top", "20", "--out", "g.json")
+    assert result.exit_code == 0, result.output
+    assert "aten.addmm.default" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    graph = read_graph(Reader(json.loads(Path("g.json").read_bytes())["value"], "graph"))
+    figures = run_json("profile", "mymodels:make", "--top", "1")
+    assert figures["operators"] == len(graph.operators)
+    assert len(figures["kernels"]) == 1
+
+
+def test_strategies() -> None:
+    assert run_json("strategies") == memopt.strategies()
+    result = run("strategies")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert all(name in result.stdout for name in memopt.strategies())
+
+
+def test_devices() -> None:
+    result = run("device")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "H100" in result.stdout
+    assert any("H100" in figures["name"] for figures in run_json("device"))
+    assert run_json("device", "h100")["block_bytes"] == 512
+    assert "capacity_bytes" in run("device", "A100").stdout
+    unknown = run("device", "Z80")
+    assert unknown.exit_code == ExitCode.FAILED
+    assert "unknown device 'Z80'" in unknown.stderr
+
+
+def test_place() -> None:
+    Path("buffers.csv").write_text("id,lower,upper,size\na,0,3,4\nb,3,9,4\nc,0,9,4\n")
+    figures = run_json("place", "buffers.csv", "--out", "placed.csv")
+    assert (figures["peak_bytes"], figures["status"]) == (8, "optimal")
+    assert "offset" in Path("placed.csv").read_text()
+    assert "peak 8 bytes" in run("place", "buffers.csv").stdout
+    Path("buffers.csv").write_text("id,lower,upper\na,0,3\n")
+    assert "no column 'size'" in run("place", "buffers.csv").stderr
+
+
+def test_version() -> None:
+    assert run("version").stdout == f"{memopt.__version__}\n"
+
+
+def test_in_a_pipe_and_in_a_file(tmp_path: Path) -> None:
+    """As a real process with output to a file: plain text, no escape codes, no progress."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    del environment["COLUMNS"]
+    with open("out.txt", "w", encoding="utf-8") as out:
+        finished = subprocess.run(
+            [sys.executable, "-m", "memopt.cli", "plan", "mymodels:make", "--budget", "min"],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+            timeout=120,
+            check=False,
+        )
+    assert finished.returncode == 0, finished.stderr
+    text = Path("out.txt").read_text(encoding="utf-8")
+    assert text.startswith("strategy")
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert finished.stderr == ""
