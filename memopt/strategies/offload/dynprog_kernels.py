@@ -149,51 +149,70 @@ def evaluate(
 
 
 @njit(cache=True)
-def dominates(a: Floats, last_a: int, b: Floats, last_b: int, ratio: float, exact: bool) -> bool:
-    """Whether label a makes label b superfluous; kept(a) ≤ kept(b) is known."""
+def dominates(
+    a: Floats, last_a: int, b: Floats, last_b: int, ratio: float, exact: bool, tolerance: float
+) -> bool:
+    """Whether label a makes label b superfluous, but for `tolerance`; kept(a) ≤ kept(b)."""
     lead = b[IDLE] - a[IDLE]
     if lead < 0:
         return False
     if exact and last_a != NO_LAST and last_a != last_b:
         return False
-    gap_time = max(0.0, a[OUT] - b[OUT]) + max(0.0, a[BACK] - b[BACK]) * ratio
-    return bool(gap_time <= lead)
+    follow = max(0.0, a[OUT] - b[OUT]) + max(0.0, a[BACK] - b[BACK]) * ratio
+    return bool(follow <= lead + tolerance)
+
+
+@njit(cache=True)
+def thin(
+    states: Floats, lasts: Ints, links: Links, start: int, begin: int, end: int,
+    exact: bool, ratio: float, tolerance: float,
+) -> int:  # fmt: skip
+    """Keep in place what no label from `start` on dominates, of labels begin..end by idle time.
+
+    Returns the end of the labels kept.
+    """
+    left = begin
+    for k in range(begin, end):
+        beaten = False
+        for other in range(start, left):
+            if dominates(states[other], lasts[other], states[k], lasts[k], ratio, exact, tolerance):
+                beaten = True
+                break
+        if not beaten:
+            states[left] = states[k]
+            lasts[left], links[left] = lasts[k], links[k]
+            left += 1
+    return left
 
 
 @njit(cache=True)
 def select(
     states: Floats, lasts: Ints, links: Links, count: int, width: int, exact: bool, ratio: float
 ) -> tuple[int, int]:
-    """Drop dominated labels in place; return how many are left and how many `width` cut off.
+    """Drop dominated labels in place; return how many are left and how many `width` cost.
 
     The labels are sorted by kept data. When not exact, only labels of equal kept data are
-    compared (and the last offloaded index is ignored), and at most `width` of each are left.
+    compared (and the last offloaded index is ignored); if more than `width` of them are left,
+    those that nearly are dominated go, too, so that what stays is spread over the front.
     """
-    left, cut, begin = 0, 0, 0
-    position = 0
+    left, cut, position = 0, 0, 0
     while position < count:
         end = position
         while end < count and states[end, KEPT] == states[position, KEPT]:
             end += 1
         order = position + np.argsort(states[position:end, IDLE], kind="mergesort")
-        group = states[position:end].copy()
-        group_lasts, group_links = lasts[position:end].copy(), links[position:end].copy()
-        begin = 0 if exact else left
-        for index in order:
-            k = index - position
-            beaten = False
-            for other in range(begin, left):
-                if dominates(states[other], lasts[other], group[k], group_lasts[k], ratio, exact):
-                    beaten = True
-                    break
-            if beaten:
-                continue
-            if not exact and left - begin >= width:
-                cut += 1
-                continue
-            states[left] = group[k]
-            lasts[left], links[left] = group_lasts[k], group_links[k]
-            left += 1
+        group, size = left, end - position
+        moved, moved_lasts, moved_links = states[order], lasts[order], links[order]
+        states[group : group + size] = moved
+        lasts[group : group + size], links[group : group + size] = moved_lasts, moved_links
+        start = 0 if exact else group
+        left = thin(states, lasts, links, start, group, group + size, exact, ratio, 0.0)
+        tolerance = 1.0
+        while not exact and left - group > width:
+            before = left
+            left = thin(states, lasts, links, group, group, left, exact, ratio, tolerance)
+            cut += before - left
+            tolerance *= 2
         position = end
     return left, cut
 
