@@ -12,6 +12,8 @@ from memopt.errors import MemoptError as MemoptError
 from memopt.errors import PlanFileError as PlanFileError
 from memopt.errors import ProfileError as ProfileError
 from memopt.files import load as load
+from memopt.fits import Fits as Fits
+from memopt.fits import fits as fits
 from memopt.models.chain import Chain as Chain
 from memopt.models.chain import Stage as Stage
 from memopt.models.device import Device as Device

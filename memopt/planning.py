@@ -79,9 +79,9 @@ def plan(
     chosen = resolve(strategy)
     parse_budget(None if budget == MINIMUM else budget, 1)
     with _reporting(progress) as report:
-        target = _device(device, mode)
-        request = _Request(loss_fn, targets, mode, target, optimizer, cache)
-        profiled = _profiled(model, inputs, request, report)
+        target = planned_device(device, mode)
+        request = Request(loss_fn, targets, mode, target, optimizer, cache)
+        profiled = profiled_for(model, inputs, request, report)
         cost_model = profiled.graph if profiled is not None else model
         if budget is None and mode == "estimate":
             budget = target.capacity_bytes
@@ -98,7 +98,7 @@ def plan(
 
 
 @dataclass(frozen=True)
-class _Request:
+class Request:
     """How a module is to be profiled."""
 
     loss_fn: Callable[..., Any] | None
@@ -109,8 +109,12 @@ class _Request:
     cache: bool
 
 
-def _device(device: Device | str | None, mode: Mode) -> Device:
-    """The device of plan's and profile's arguments."""
+def planned_device(device: Device | str | None, mode: Mode) -> Device:
+    """The device of plan's and profile's arguments.
+
+    Raises:
+        ValueError: an unknown name or mode, or an estimate for no device.
+    """
     if mode not in ("measure", "estimate"):
         raise ValueError(f'mode is "measure" or "estimate", got {mode!r}')
     if isinstance(device, str):
@@ -123,7 +127,12 @@ def _device(device: Device | str | None, mode: Mode) -> Device:
     return device or Device()
 
 
-def _profiled(model: Any, inputs: Any, request: _Request, report: Progress) -> Profiled | None:
+def profiled_for(model: Any, inputs: Any, request: Request, report: Progress) -> Profiled | None:
+    """A module profiled as requested; None for a cost model, which needs no profile.
+
+    Raises:
+        ValueError: neither, or arguments that do not go together.
+    """
     if isinstance(model, (Chain, Graph)):
         module_only = (inputs, request.loss_fn, request.optimizer)
         if any(value is not None for value in module_only):
@@ -375,9 +384,9 @@ def profile(
     """Capture and price a model's training step, measured here or estimated for `device`; the
     graph can be planned, linearized (`graph.to_chain()`) and saved without torch. Arguments as in
     `plan`."""
-    request = _Request(loss_fn, targets, mode, _device(device, mode), optimizer, cache)
+    request = Request(loss_fn, targets, mode, planned_device(device, mode), optimizer, cache)
     with _reporting(progress) as report:
-        profiled = _profiled(model, inputs, request, report)
+        profiled = profiled_for(model, inputs, request, report)
     if profiled is None:
         raise ValueError("profile takes an nn.Module and its example inputs")
     return profiled.graph

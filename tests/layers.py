@@ -30,6 +30,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "memopt.plan": EVERYTHING,
     "memopt.planning": EVERYTHING,
+    "memopt.fits": EVERYTHING,
     "memopt.slack": ("memopt.models", "memopt.strategies"),
     "memopt.cli": EVERYTHING,
     "memopt.commands": EVERYTHING,

@@ -146,73 +146,88 @@ def _matmul_rate(place: torch.device, dtype: torch.dtype) -> float:
 
 def _probes(place: torch.device) -> dict[str, tuple[float, Run]]:
     """Kind of operator → operations of a run (as `flops.work` counts them) and the run."""
-    aten = torch.ops.aten
     scale = 8 if place.type == "cuda" else 1
+    return {
+        **_convolution_probes(place, scale),
+        **_image_probes(place, scale),
+        **_row_probes(place, scale),
+    }
+
+
+def _convolution_probes(place: torch.device, scale: int) -> dict[str, tuple[float, Run]]:
+    aten = torch.ops.aten
     image = torch.rand(2 * scale, 64, 56, 56, device=place)
     filters, depth = (torch.rand(64, n, 3, 3, device=place) for n in (64, 1))
-    channel = torch.ones(64, device=place)
-    rows = torch.rand(512 * scale, 768, device=place)
-    width = torch.ones(768, device=place)
-    heads = torch.rand(scale, 12, 512, 64, device=place)
-    scores = torch.rand(12 * scale, 512, 512, device=place)
-    table = torch.randint(0, 2048, (512 * scale,), device=place)
-    pooled, where = aten.max_pool2d_with_indices(image, [3, 3], [2, 2], [1, 1])
-    _, mean, deviation = aten.native_layer_norm(rows, [768], width, width, 1e-5)
     shape = [[1, 1], [1, 1], [1, 1], False, [0, 0]]
-    depthwise = 2.0 * image.numel() * 9
-    plain = depthwise * 64
-    n = float(image.numel())
+    each = 2.0 * image.numel() * 9
     both = [True, True, False]
-    every = [True, True, True]
     return {
-        "convolution": (plain, lambda: aten.convolution(image, filters, None, *shape, 1)),
-        "depthwise": (depthwise, lambda: aten.convolution(image, depth, None, *shape, 64)),
+        "convolution": (64 * each, lambda: aten.convolution(image, filters, None, *shape, 1)),
+        "depthwise": (each, lambda: aten.convolution(image, depth, None, *shape, 64)),
         "depthwise backward": (
-            2 * depthwise,
+            2 * each,
             lambda: aten.convolution_backward(image, image, depth, [0], *shape, 64, both),
         ),
-        "attention": (
-            4.0 * heads.numel() * 512,
-            lambda: torch.nn.functional.scaled_dot_product_attention(heads, heads, heads),
-        ),
+    }
+
+
+def _image_probes(place: torch.device, scale: int) -> dict[str, tuple[float, Run]]:
+    aten = torch.ops.aten
+    image = torch.rand(2 * scale, 64, 56, 56, device=place)
+    one = torch.ones(64, device=place)
+    window = [[3, 3], [2, 2], [1, 1]]
+    pooled, where = aten.max_pool2d_with_indices(image, *window)
+    n, every = float(image.numel()), [True, True, True]
+    return {
         "random": (n, lambda: aten.native_dropout(image, 0.1, True)),
         "tanh": (n, lambda: torch.tanh(image)),
-        "softmax": (float(scores.numel()), lambda: aten._safe_softmax(scores, -1)),
         "activation": (n, lambda: aten.gelu(image)),
         "batch norm": (
             n,
             lambda: aten._native_batch_norm_legit_functional(
-                image, channel, channel, channel, channel, True, 0.1, 1e-5
+                image, one, one, one, one, True, 0.1, 1e-5
             ),
         ),
         "batch norm backward": (
             n,
             lambda: aten.native_batch_norm_backward(
-                image, image, channel, channel, channel, channel, channel, True, 1e-5, every
+                image, image, one, one, one, one, one, True, 1e-5, every
             ),
         ),
-        "layer norm": (
-            float(rows.numel()),
-            lambda: aten.native_layer_norm(rows, [768], width, width, 1e-5),
+        "pool": (9.0 * pooled.numel(), lambda: aten.max_pool2d_with_indices(image, *window)),
+        "pool backward": (
+            n,
+            lambda: aten.max_pool2d_with_indices_backward(
+                pooled, image, *window, [1, 1], False, where
+            ),
         ),
+    }
+
+
+def _row_probes(place: torch.device, scale: int) -> dict[str, tuple[float, Run]]:
+    aten = torch.ops.aten
+    rows = torch.rand(512 * scale, 768, device=place)
+    width = torch.ones(768, device=place)
+    heads = torch.rand(scale, 12, 512, 64, device=place)
+    scores = torch.rand(12 * scale, 512, 512, device=place)
+    indices = torch.randint(0, 2048, (512 * scale,), device=place)
+    _, mean, deviation = aten.native_layer_norm(rows, [768], width, width, 1e-5)
+    n, every = float(rows.numel()), [True, True, True]
+    return {
+        "attention": (
+            4.0 * heads.numel() * 512,
+            lambda: torch.nn.functional.scaled_dot_product_attention(heads, heads, heads),
+        ),
+        "softmax": (float(scores.numel()), lambda: aten._safe_softmax(scores, -1)),
+        "layer norm": (n, lambda: aten.native_layer_norm(rows, [768], width, width, 1e-5)),
         "layer norm backward": (
-            float(rows.numel()),
+            n,
             lambda: aten.native_layer_norm_backward(
                 rows, rows, [768], mean, deviation, width, width, every
             ),
         ),
-        "pool": (
-            9.0 * pooled.numel(),
-            lambda: aten.max_pool2d_with_indices(image, [3, 3], [2, 2], [1, 1]),
-        ),
-        "pool backward": (
-            n,
-            lambda: aten.max_pool2d_with_indices_backward(
-                pooled, image, [3, 3], [2, 2], [1, 1], [1, 1], False, where
-            ),
-        ),
         "scatter": (
             2048.0 * 768,
-            lambda: aten.embedding_dense_backward(rows, table, 2048, -1, False),
+            lambda: aten.embedding_dense_backward(rows, indices, 2048, -1, False),
         ),
     }

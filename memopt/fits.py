@@ -1,0 +1,258 @@
+"""fits(): does it train on this device, with which strategy, how slow, and how large a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memopt.errors import InfeasibleBudgetError
+from memopt.models.budget import MINIMUM, format_bytes, parse_budget
+from memopt.models.device import Device
+from memopt.planning import Mode, Request, planned_device, profiled_for, solve
+from memopt.report.progress import reporting
+from memopt.report.standing import standing_bytes, standing_sum
+from memopt.report.texts import format_seconds
+from memopt.strategies import Progress, Strategy, resolve
+
+DEFAULT_STRATEGIES = ("store-all", "sequential", "rotor")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One strategy's answer at the asked batch. Bytes are totals, resident included.
+
+    Attributes:
+        strategy: its name.
+        fits: whether a plan fits the budget.
+        peak_bytes: the plan's peak; None without a plan.
+        step_time_s: the plan's step time; None without a plan.
+        overhead: extra time over running every operator once, as a share of that.
+        smallest_budget_bytes: the least budget the strategy is known to meet; None: unknown.
+        largest_batch: the largest batch found to fit; None: not searched, or none fits.
+        proved: whether one more was found not to fit.
+        note: why the strategy does not apply; "" if it does.
+    """
+
+    strategy: str
+    fits: bool
+    peak_bytes: int | None = None
+    step_time_s: float | None = None
+    overhead: float | None = None
+    smallest_budget_bytes: int | None = None
+    largest_batch: int | None = None
+    proved: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Fits:
+    """The table; `print` shows it.
+
+    Attributes:
+        device: for which it holds.
+        budget_bytes: total device memory allowed.
+        batch: the batch that `rows` are for; None if inputs were given as they are.
+        standing: (what, bytes) that no plan can free.
+        rows: one per strategy, in the order asked.
+        notes: what to know about the figures.
+    """
+
+    device: Device
+    budget_bytes: int
+    batch: int | None
+    standing: tuple[tuple[str, int], ...]
+    rows: tuple[Fit, ...]
+    notes: tuple[str, ...] = ()
+
+    def best(self) -> Fit | None:
+        """The fastest row that fits; None if nothing does."""
+        fitting = [row for row in self.rows if row.fits and row.step_time_s is not None]
+        return min(fitting, key=lambda row: row.step_time_s or 0.0, default=None)
+
+    def __str__(self) -> str:
+        head = ("strategy", "fits", "peak", "step time", "overhead", "smallest budget")
+        table: list[tuple[str, ...]] = [head if self.batch is None else (*head, "largest batch")]
+        table += [self._cells(row) for row in self.rows]
+        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+        lines = [
+            f"{self.device.name}: {format_bytes(self.budget_bytes)}"
+            + ("" if self.batch is None else f", batch {self.batch}"),
+            f"held whatever the plan: {standing_sum(self.standing)}",
+        ]
+        for line in table:
+            cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            lines.append("  ".join(cells).rstrip())
+        lines += [f"{row.strategy}: {row.note}" for row in self.rows if row.note]
+        return "\n".join([*lines, *self.notes])
+
+    def _cells(self, row: Fit) -> tuple[str, ...]:
+        def shown(value: Any, write: Callable[[Any], str]) -> str:
+            return "-" if value is None else write(value)
+
+        cells = (
+            row.strategy,
+            "yes" if row.fits else "no",
+            shown(row.peak_bytes, format_bytes),
+            shown(row.step_time_s, format_seconds),
+            shown(row.overhead, lambda share: f"{share:+.1%}"),
+            shown(row.smallest_budget_bytes, format_bytes),
+        )
+        if self.batch is None:
+            return cells
+        least = "" if row.proved or row.largest_batch is None else "≥ "
+        return (*cells, shown(row.largest_batch, lambda batch: f"{least}{batch}"))
+
+
+def fits(
+    model: Any,
+    inputs: Any,
+    *,
+    device: Device | str | None = None,
+    optimizer: Any = None,
+    budget: int | str | None = None,
+    strategies: Sequence[str | Strategy] = DEFAULT_STRATEGIES,
+    batch: int | None = None,
+    max_batches: int = 12,
+    loss_fn: Callable[..., Any] | None = None,
+    targets: Any = (),
+    mode: Mode = "estimate",
+    progress: bool | Progress = True,
+) -> Fits:
+    """Whether and how a model trains on a device, as one table.
+
+    Args:
+        model: the nn.Module; it may be on meta in an estimate.
+        inputs: example inputs, or a function from a batch size to inputs: then the largest batch
+            is searched, too.
+        device: a preset's name or a Device; needed for an estimate.
+        optimizer: whose state is resident; see `plan`.
+        budget: total device memory; None: the device's capacity.
+        strategies: names or instances, in the table's order.
+        batch: the batch size of the rows, with a function of inputs; None: 1.
+        max_batches: batch sizes captured at most in the search. A search that runs out of them
+            reports the largest that fitted ("≥").
+        loss_fn: your loss; its memory is charged.
+        targets: what your loss takes beside the output; a function of the batch size if inputs
+            are.
+        mode: "estimate" or "measure"; see `plan`.
+        progress: True shows a bar on a terminal; or your own callback.
+
+    Raises:
+        ValueError: no budget and no capacity; misuse. CaptureError: as in `plan`.
+    """
+    place = planned_device(device, mode)
+    budget_bytes = place.capacity_bytes if budget is None else parse_budget(budget, 1)
+    if budget_bytes is None:
+        raise ValueError(f"the device {place.name!r} has no capacity_bytes: pass budget=")
+    searched = callable(inputs)
+    if batch is not None and not searched:
+        raise ValueError("batch= goes with a function from a batch size to inputs")
+    with reporting(progress) as report:
+
+        def profiled(size: int) -> Any:
+            given, aims = (inputs(size), targets) if searched else (inputs, targets)
+            request = Request(
+                loss_fn, aims(size) if callable(aims) else aims, mode, place, optimizer, True
+            )
+            return profiled_for(model, given, request, report)
+
+        chosen = [resolve(strategy) for strategy in strategies]
+        search = _Search(profiled, place, budget_bytes, max_batches)
+        first = batch or 1
+        rows = tuple(search.row(strategy, first, searched) for strategy in chosen)
+        start = search.at(first)
+    parts = start.optimizer.parts if start.optimizer is not None else ()
+    return Fits(
+        device=place,
+        budget_bytes=budget_bytes,
+        batch=first if searched else None,
+        standing=standing_bytes(start.graph, parts),
+        rows=rows,
+        notes=start.notes,
+    )
+
+
+class _Search:
+    """Profiles by batch size, made once each, and what strategies say about them."""
+
+    def __init__(
+        self,
+        profiled: Callable[[int], Any],
+        device: Device,
+        budget_bytes: int,
+        max_batches: int,
+    ) -> None:
+        self._profiled, self._device, self._budget_bytes = profiled, device, budget_bytes
+        self._max_batches = max_batches
+        self._known: dict[int, Any] = {}
+
+    def at(self, batch: int) -> Any:
+        """The profile at a batch size."""
+        if batch not in self._known:
+            self._known[batch] = self._profiled(batch)
+        return self._known[batch]
+
+    def row(self, strategy: Strategy, batch: int, search: bool) -> Fit:
+        """A strategy's row; `search` asks for the largest batch, too."""
+        try:
+            smallest = self._smallest(strategy, batch)
+        except ValueError as error:
+            return Fit(strategy.name, False, note=str(error))
+        largest, proved = self._largest(strategy, batch, smallest) if search else (None, False)
+        common = {
+            "smallest_budget_bytes": smallest,
+            "largest_batch": largest,
+            "proved": proved,
+        }
+        try:
+            plan = self._plan(strategy, batch, self._budget_bytes)
+        except InfeasibleBudgetError:
+            return Fit(strategy.name, False, **common)  # type: ignore[arg-type]
+        return Fit(
+            strategy.name,
+            True,
+            peak_bytes=plan.peak_bytes,
+            step_time_s=plan.step_time_s,
+            overhead=plan.overhead,
+            **common,  # type: ignore[arg-type]
+        )
+
+    def _plan(self, strategy: Strategy, batch: int, budget: int | str) -> Any:
+        found = self.at(batch)
+        return solve(found.graph, budget, strategy, device=self._device, profiled=found)
+
+    def _smallest(self, strategy: Strategy, batch: int) -> int:
+        return int(self._plan(strategy, batch, MINIMUM).peak_bytes)
+
+    def _largest(self, strategy: Strategy, first: int, smallest: int) -> tuple[int | None, bool]:
+        """Secant search between a batch that fits and one that does not: memory is nearly affine
+        in the batch."""
+        sizes = {first: smallest}
+        while True:
+            fitting = [b for b, size in sizes.items() if size <= self._budget_bytes]
+            failing = [b for b, size in sizes.items() if size > self._budget_bytes]
+            low, high = max(fitting, default=0), min(failing, default=None)
+            if high == low + 1:
+                return (low or None), bool(low)
+            following = self._guess(sizes, low, high)
+            new = following not in self._known
+            if new and len(self._known) >= self._max_batches:
+                return (low or None), False
+            sizes[following] = self._smallest(strategy, following)
+
+    def _guess(self, sizes: dict[int, int], low: int, high: int | None) -> int:
+        """The next batch to try, strictly between low and high."""
+        if len(sizes) == 1:
+            (only,) = sizes
+            return 2 * only if high is None else max(1, only // 2)
+        near = sorted(sizes, key=lambda b: abs(sizes[b] - self._budget_bytes))[:2]
+        slope = (sizes[near[0]] - sizes[near[1]]) / (near[0] - near[1])
+        guess = 2 * low
+        if slope > 0:
+            guess = int(near[0] + (self._budget_bytes - sizes[near[0]]) / slope)
+        if guess == low:
+            # The secant says low is the largest: prove it.
+            guess = low + 1
+        upper = 4 * low if high is None else high - 1
+        return max(low + 1, min(guess, upper))
