@@ -31,7 +31,8 @@ class Stage:
         forward_no_save_overhead_bytes: o_f of F_∅ and F_ck, on top of their inputs and ω_a;
             None: the same as forward_overhead_bytes.
         backward_overhead_bytes: o_b, on top of the backward's inputs and outputs. It may be
-            negative (docs/decisions.md, and inputs freed before the backward's peak).
+            negative (docs/strategies/rotor.md, "Deviations", and inputs freed before the
+            backward's peak).
         parameter_gradient_bytes: g, held from this stage's backward to the end of the step.
         name: for people.
     """

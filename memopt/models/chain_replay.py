@@ -3,7 +3,7 @@
 Values are a^ℓ, ā^ℓ (contains a^ℓ) and δ^ℓ, each counted on its own. At a step, memory is
 resident + live values + the step's outputs + its overhead (Rotor Definition 3.3). δ^n, the
 gradient of the loss, is charged from the start, as the dynamic programs charge it. Parameter
-gradients g_ℓ are counted from B^ℓ on (docs/decisions.md).
+gradients g_ℓ are counted from B^ℓ on (docs/strategies/rotor.md, "Deviations").
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replay of chain schedules with transfers, under the semantics of programs (DESIGN §3).
+"""Replay of chain schedules with transfers, under the semantics of programs.
 
 The rules of `memopt.models.replay`, for chain steps: memory is resident + live values + the step's
 outputs and overhead; the compute stream takes the steps in order; a transfer starts when its
