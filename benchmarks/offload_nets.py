@@ -56,9 +56,7 @@ class Network:
         self.forward_s += time_s + kernels * self.device.launch_latency_s
         self.backward_s += 2 * time_s + 2 * kernels * self.device.launch_latency_s
 
-    def conv(
-        self, out: int, kernel: tuple[int, int], stride: int = 1, padded: bool = True
-    ) -> None:
+    def conv(self, out: int, kernel: tuple[int, int], stride: int = 1, padded: bool = True) -> None:
         """Convolution, batch norm, ReLU in place: two tensors are saved."""
         before = self.tensor_bytes()
         flops = 2.0 * self.channels * kernel[0] * kernel[1]
@@ -81,7 +79,10 @@ class Network:
         if padded:
             self.height, self.width = -(-self.height // stride), -(-self.width // stride)
         else:
-            self.height, self.width = (self.height - 3) // stride + 1, (self.width - 3) // stride + 1
+            self.height, self.width = (
+                (self.height - 3) // stride + 1,
+                (self.width - 3) // stride + 1,
+            )
         self.price(0, before + self.tensor_bytes())
         self.save(3 * self.tensor_bytes(), before)
 
