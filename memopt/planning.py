@@ -24,7 +24,7 @@ from memopt.models.validate_chain import validate_chain
 from memopt.models.validate_offload import validate_offload
 from memopt.models.violations import Violation
 from memopt.plan import BaselineFigures, Plan
-from memopt.slack import best_that_fits, smallest_budget
+from memopt.slack import PROBES, best_that_fits, smallest_budget
 from memopt.strategies import Progress, Solution, Status, Strategy, resolve
 from memopt.strategies.store_all import chain_steps
 
@@ -189,10 +189,12 @@ def solve(
             raise MemoptError(f"{strategy.name} does not know its smallest budget; name one")
     else:
         budget_bytes = parse_budget(budget, baseline.peak_bytes)
-    if view is None or budget_bytes is None or "recompute" not in strategy.features:
+    if view is None or budget_bytes is None:
         solution = attempt(budget_bytes)
     else:
-        solution = best_that_fits(view.graph, view, attempt, budget_bytes)
+        # One table of a recomputing strategy answers every budget; the others solve anew.
+        probes = PROBES if "recompute" in strategy.features else 0
+        solution = best_that_fits(view.graph, view, attempt, budget_bytes, probes)
     if solution.steps is None and solution.program is None:
         raise _infeasible(solution, budget_bytes, strategy, cost_model, profiled)
     return _wrap(cost_model, view, solution, strategy, budget_bytes, baseline, device, profiled)

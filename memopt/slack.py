@@ -18,7 +18,7 @@ from memopt.models.replay import replay
 from memopt.strategies import Solution, Status
 from memopt.strategies.store_all import chain_steps
 
-_PROBES = 10
+PROBES = 10
 
 Attempt = Callable[[int | None], Solution]
 
@@ -37,7 +37,11 @@ def smallest_budget(graph: Graph, view: Linearization, attempt: Attempt) -> int 
 
 
 def best_that_fits(
-    graph: Graph, view: Linearization, attempt: Attempt, budget_bytes: int
+    graph: Graph,
+    view: Linearization,
+    attempt: Attempt,
+    budget_bytes: int,
+    probes: int = PROBES,
 ) -> Solution:
     """The fastest solution found whose program fits the budget.
 
@@ -46,6 +50,7 @@ def best_that_fits(
         view: its linearization.
         attempt: solves the chain for a budget.
         budget_bytes: total bytes.
+        probes: larger chain budgets to try; 0 where a solve is dear.
 
     Returns:
         A solution with a schedule, or INFEASIBLE with the smallest budget known. A solution
@@ -64,7 +69,7 @@ def best_that_fits(
             return replace(best, smallest_budget_bytes=peak_bytes or least)
         best, low = _looser(graph, smallest), least
     high = replay_chain(view.chain, chain_steps(view.chain)).peak_bytes
-    for _ in range(_PROBES):
+    for _ in range(probes):
         if high - low <= max(1, budget_bytes // 2000) or _free(graph, best):
             break
         middle = (low + high) // 2
