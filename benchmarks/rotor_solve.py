@@ -1,11 +1,13 @@
 """How long Rotor's programs take on synthetic chains, compiled code apart.
 
-    python benchmarks/rotor_solve.py [--quick]
+    python benchmarks/rotor_solve.py [--quick | --quality]
 
 Each line: strategy, stages, slots, wall seconds (the least of the repeats), CPU seconds of all
 threads, size of the table, number of schedules on the curve. A solve is the whole memory-time
 trade-off: table, schedules, their replay. Chains look like a ResNet's: sizes fall by a factor 8
-from the first stage to the last, times and ā vary at random.
+from the first stage to the last, times and ā vary at random. --quality instead prints the step
+time that each strategy reaches on one chain, over the time without recomputation, at budgets
+floor + x (store-all - floor), floor being Rotor's smallest.
 """
 
 from __future__ import annotations
@@ -19,13 +21,10 @@ import numba
 import numpy as np
 
 from memopt.models.chain import Chain, Stage
-from memopt.strategies.rotor.persistent import (
-    Revolve,
-    Rotor,
-    RotorFree,
-    RotorOptimal,
-    TableStrategy,
-)
+from memopt.strategies.rotor.chain_strategy import ChainStrategy
+from memopt.strategies.rotor.floating import RotorFree, RotorOptimal
+from memopt.strategies.rotor.persistent import Revolve, Rotor, TableStrategy
+from memopt.strategies.rotor.sequential import Sequential
 
 
 def synthetic_chain(layers: int, seed: int = 0) -> Chain:
@@ -66,11 +65,37 @@ def measure(strategy: TableStrategy, layers: int, repeats: int) -> str:
     )
 
 
+def quality(layers: int) -> str:
+    """Relative step times of the strategies, one line each."""
+    chain = synthetic_chain(layers)
+    least, most = Rotor().smallest_budget(chain), Sequential(1).smallest_budget(chain)
+    strategies: dict[str, ChainStrategy] = {
+        "rotor, 500 slots": Rotor(exact_stages=0),
+        "rotor, exact": Rotor(slots=None),
+        "rotor-optimal": RotorOptimal(),
+        "rotor-free": RotorFree(),
+        "revolve": Revolve(),
+        "sequential, best": Sequential("best"),
+    }
+    shares = (0, 0.1, 0.25, 0.5, 0.75)
+    lines = [f"{layers} layers, floor {least / most:.3f} of store-all; x = {shares}"]
+    for name, strategy in strategies.items():
+        found = [strategy.solve(chain, int(least + x * (most - least))).time_s for x in shares]
+        cells = ["    -" if t is None else f"{t / chain.compute_time_s:.3f}" for t in found]
+        lines.append(f"{name:18} {'  '.join(cells)}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="leave out what takes over 10 s")
-    quick = parser.parse_args().quick
+    parser.add_argument("--quality", action="store_true", help="step times instead of solve times")
+    options = parser.parse_args()
+    if options.quality:
+        sys.stdout.write(quality(70) + "\n" + quality(200) + "\n")
+        return
+    quick = options.quick
     slotted = {"slots": 500, "exact_stages": 0}
     cases: list[tuple[TableStrategy, int, int]] = [
         *((Rotor(**slotted), layers, 3) for layers in (50, 100, 200, 339)),
@@ -82,7 +107,7 @@ def main() -> None:
         *((RotorFree(slots=None), layers, 1) for layers in (20, 40)),
     ]
     if not quick:
-        cases += [(Rotor(**slotted), 1000, 1), (RotorFree(**slotted, most_stages=100), 100, 1)]
+        cases += [(Rotor(**slotted), 1000, 1), (RotorFree(**slotted, most_stages=101), 100, 1)]
     write = sys.stdout.write
     for kind in (Rotor, Revolve, RotorOptimal, RotorFree):
         for stages in (0, 40):

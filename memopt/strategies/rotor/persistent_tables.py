@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,11 @@ from memopt.strategies.rotor.steps_kernels import Steps
 
 NO_STEPS = np.empty(0, np.int64)
 BLOCK = 8
+NEAR_FLOOR = 15
+"""Tenths of the least memory up to which finer slots are used, NEAR_SLOTS of them."""
+NEAR_SLOTS = 160
+NEAR_STAGES = 250
+"""Longer chains do without the finer slots, which would double their solve time."""
 
 
 def persistent_plans(
@@ -49,26 +55,67 @@ def persistent_plans(
     c = chain_arrays(chain, scale)
     n = c.length
     floor, high = memory_bounds(c, 1, c.output_bytes, c.saved_bytes, split_saving)
+    candidates: list[tuple[int, float, Codes]] = []
     complete = True
+    cells = 0
     try:
         if exact:
             table = _exact_table(c, floor, high, split_saving, limits)
             start = table.offset[1, n]
             budgets = [int(m) for m in table.at[start : start + table.steps[1, n]]]
+            candidates += _traced_table(chain, c, table, floor, split_saving, budgets)
+            cells = int(table.values.size)
         else:
-            table = _slot_table(c, split_saving, limits)
-            low, top = int(table.low[1, n]), int(table.high[1, n])
-            budgets = [m * c.slot for m in _budgets(table.values[table.offset[1, n] :], low, top)]
-            budgets.insert(0, int(floor[1, n]))
+            for part in _scales(scale, n, int(floor[1, n])):
+                fine = chain_arrays(chain, part.scale)
+                try:
+                    table = _slot_table(fine, split_saving, limits, part)
+                except TooLarge:
+                    if part.last_slot is None:
+                        raise
+                    break  # the finer slots only help: do without
+                budgets = [int(floor[1, n]), *_budgets(fine, table, part.last_slot)]
+                candidates += _traced_table(chain, fine, table, floor, split_saving, budgets)
+                cells += int(table.values.size)
     except Stopped:
         complete = False
-        table = _nothing_known(c, floor, high)
         budgets = [int(floor[1, n]), int(high[1, n])]
-    candidates = traced(chain, c, budgets, lambda m: trace(c, table, floor, m, split_saving))
-    stats = {"mode": "exact" if exact else "slots", "cells": int(table.values.size)}
+        table = _nothing_known(floor)
+        candidates += _traced_table(chain, c, table, floor, split_saving, budgets)
+    stats: dict[str, object] = {"mode": "exact" if exact else "slots", "cells": cells}
     if not exact:
-        stats |= {"slot_bytes": c.slot}
+        stats["slot_bytes"] = scale.slot_bytes
     return plan_set(candidates, optimal=exact and complete, complete=complete, stats=stats)
+
+
+class Part(NamedTuple):
+    """One table of slots: its scale, its last slot (None: all), its share of the progress."""
+
+    scale: SlotScale
+    last_slot: int | None
+    begin: float
+    end: float
+
+
+def _scales(scale: SlotScale, stages: int, floor_bytes: int) -> list[Part]:
+    """The slots asked for, and finer ones near the least memory, where few slots fit."""
+    near_bytes = NEAR_FLOOR * floor_bytes // 10
+    fine_bytes = max(1, near_bytes // NEAR_SLOTS)
+    if stages > NEAR_STAGES or 2 * fine_bytes > scale.slot_bytes or near_bytes <= 0:
+        return [Part(scale, None, 0.0, 1.0)]
+    fine = Part(SlotScale(fine_bytes), near_bytes // fine_bytes, 0.75, 1.0)
+    return [Part(scale, None, 0.0, 0.75), fine]
+
+
+def _traced_table(
+    chain: Chain,
+    c: ChainArrays,
+    table: Rows,
+    floor: Int64Array,
+    split_saving: bool,
+    budgets: list[int],
+) -> list[tuple[int, float, Codes]]:
+    return traced(chain, c, budgets, lambda m: trace(c, table, floor, m, split_saving))
 
 
 def traced(
@@ -85,16 +132,24 @@ def traced(
     return candidates
 
 
-def _budgets(row: np.ndarray, low: int, high: int) -> list[int]:
-    """Slots at which the row falls; the schedules between them are the same or luckier ones."""
-    values = row[: high - low + 1]
+def _budgets(c: ChainArrays, table: Rows, last_slot: int | None) -> list[int]:
+    """Bytes at which the root's row falls; the schedules between them are the same or luckier."""
+    n = c.length
+    low, high = int(table.low[1, n]), int(table.high[1, n])
+    if last_slot is not None:
+        high = min(high, last_slot)
+    start = table.offset[1, n]
+    values = table.values[start : start + high - low + 1]
     falls = np.flatnonzero(np.diff(values, prepend=np.inf) < 0)
-    return [low + int(index) for index in falls]
+    return [(low + int(index)) * c.slot for index in falls]
 
 
-def _slot_table(c: ChainArrays, split_saving: bool, limits: SolveLimits) -> Rows:
+def _slot_table(c: ChainArrays, split_saving: bool, limits: SolveLimits, part: Part) -> Rows:
     n = c.length
     low, high = memory_bounds(c, c.slot, c.output, c.saved, split_saving)
+    if part.last_slot is not None:
+        # Beyond its end a row counts as constant: an upper bound, for budgets up to last_slot.
+        high = np.maximum(low, np.minimum(high, part.last_slot + 1))
     offset, total = row_offsets(n, low, high)
     limits.check_bytes(8 * total)
     table = Rows(np.empty(total), offset, low, high, NO_STEPS, low)
@@ -103,7 +158,8 @@ def _slot_table(c: ChainArrays, split_saving: bool, limits: SolveLimits) -> Rows
     with ThreadPoolExecutor(thread_count()) as threads:
         for distance in range(blocks):
             # A diagonal has (blocks - d) blocks of about d splits.
-            limits.report((distance / blocks) ** 2 * (3 - 2 * distance / blocks), "rotor: table")
+            share = (distance / blocks) ** 2 * (3 - 2 * distance / blocks)
+            limits.report(part.begin + (part.end - part.begin) * share, "rotor: table")
             starts = range(1, 1 + (blocks - distance) * BLOCK, BLOCK)
             right = [s0 + distance * BLOCK for s0 in starts]
             fixed = (repeat(c), repeat(table), repeat(need))
@@ -131,7 +187,7 @@ def _exact_table(
     return Rows(pool.value[:used], offset, floor, high, pool.at[:used], count)
 
 
-def _nothing_known(c: ChainArrays, floor: Int64Array, high: Int64Array) -> Rows:
+def _nothing_known(floor: Int64Array) -> Rows:
     """A table of zeros: its traces fit their budget and prefer F_all."""
     zeros = np.zeros_like(floor)
     return Rows(np.zeros(1), zeros, zeros, zeros, np.zeros(1, np.int64), zeros + 1)
