@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+import torch
 from torch.fx import GraphModule, Node
 
 _ROOT = re.compile(r"^L\['self'\]\.?|^L__self___?|_export_root\.?")
+_SUM = torch.ops.aten.add.Tensor
 _ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 
 
@@ -20,8 +22,10 @@ def _clean(path: str) -> str:
 
 def module_paths(module: GraphModule) -> dict[Node, str]:
     """Node → dotted path of the module it comes from; a backward node takes the path of the
-    forward node with its sequence number."""
+    forward node with its sequence number, and autograd's own sums of gradients, whose number is
+    that of the last forward node, the path of the gradient that completes them."""
     paths: dict[Node, str] = {}
+    order = {node: position for position, node in enumerate(module.graph.nodes)}
     by_sequence: dict[int, str] = {}
     for node in module.graph.nodes:
         if node.op != "call_function":
@@ -32,6 +36,9 @@ def module_paths(module: GraphModule) -> dict[Node, str]:
             path = _clean(next(reversed(stack.values()))[0])
             if sequence is not None:
                 by_sequence.setdefault(sequence, path)
+        elif node.meta.get("partitioner_tag") == "is_backward" and node.target is _SUM:
+            latest = max(node.all_input_nodes, key=order.__getitem__)
+            path = paths.get(latest, "")
         elif node.meta.get("partitioner_tag") == "is_backward":
             path = by_sequence.get(sequence, "") if sequence is not None else ""
         else:
