@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -122,13 +123,20 @@ def _trace(model: nn.Module, call: Call) -> Any:
         module, changed = torch_private.dynamo_capture(model, call.args, call.kwargs)
     except TorchDynamoException as error:
         raise CaptureError(_explain(error)) from error
+    except AssertionError as error:
+        raise CaptureError(
+            f"what the model takes or returns cannot be captured: {str(error).strip()}. memopt takes "
+            "tensors, numbers, strings, None and pytrees of them: register your own class with "
+            "torch.export.register_dataclass, or return a tuple or a dict"
+        ) from error
     check_side_effects(model, call, changed)
     return module
 
 
 def _explain(error: Exception) -> str:
     stack = getattr(error, "real_stack", None)
-    frames = [f for f in stack or () if f.filename and "torch/" not in f.filename]
+    home = os.path.dirname(torch.__file__)
+    frames = [f for f in stack or () if f.filename and not f.filename.startswith(home)]
     where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.executor.apply import runtime_of
 from memopt.executor.module import PlannedModule, install
-from memopt.models.graph import Graph, Phase
+from memopt.models.graph import Graph
 from memopt.models.liveness import computes, store_all, with_frees
 from memopt.models.program import (
     Compute,
@@ -133,14 +133,6 @@ def prepare(model: nn.Module, inputs: Any) -> Prepared:
     return Prepared(model, captured, build(model, captured))
 
 
-def every_way(model: nn.Module, inputs: Any) -> Iterator[tuple[str, PlannedModule]]:
-    """The model under every program, generated and interpreted."""
-    prepared = prepare(model, inputs)
-    for name in PROGRAMS:
-        for interpreted in (False, True):
-            yield f"{name}{' interpreted' * interpreted}", prepared.planned(name, interpreted)
-
-
 def sum_of_outputs(output: Any) -> Tensor:
     """A scalar that gives every differentiable output another gradient."""
     total = torch.zeros(())
@@ -190,7 +182,7 @@ def run_steps(case: Case, module: nn.Module, model: nn.Module) -> Record:
                     if isinstance(leaf, Tensor) and leaf.is_floating_point():
                         leaf.mul_(1.25)
         with case.context():
-            output = module(*called(call, leaves).args, **called(call, leaves).kwargs)
+            output = module(*call.args, **call.kwargs)
         record += [(f"step {step} {name}", v) for name, v in describe_output(output, call)]
         case.loss(output).backward()
         record += [(f"step {step} input {i}", v) for i, v in enumerate(snapshot(before))]
@@ -210,12 +202,6 @@ def run_steps(case: Case, module: nn.Module, model: nn.Module) -> Record:
         ]
         record.append((f"step {step} random state", torch.random.get_rng_state()))
     return record
-
-
-def called(call: Call, leaves: list[Tensor]) -> Call:
-    """The call; a hook for cases that hand over non-leaf tensors."""
-    del leaves
-    return call
 
 
 def snapshot(values: list[Any]) -> list[Any]:
@@ -288,15 +274,3 @@ def check(case: Case) -> None:
         found = run_steps(case, planned, model)
         assert_same(found, expected, label)
         assert prepared.waiting == 0, f"{label}: the state of a step is left behind"
-
-
-def backward_reads(prepared: Prepared) -> set[str]:
-    """Names of the forward tensors that backward operators read."""
-    graph = prepared.graph
-    return {
-        graph.tensors[t].name
-        for operator in graph.operators
-        if operator.phase is not Phase.FORWARD
-        for t in operator.reads
-        if graph.producer.get(t, graph.first_backward) < graph.first_backward
-    }
