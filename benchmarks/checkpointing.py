@@ -105,12 +105,12 @@ def resnet50(batch: int, size: int) -> Contest:
     return Contest(f"ResNet-50, {batch} x {size}", module, (images,), peers)
 
 
-def plan_at(first: Plan, contest: Contest, peak_bytes: int) -> tuple[Plan, Step]:
-    """Rotor's plan whose measured peak above the resident bytes is at most `peak_bytes`."""
+def plan_at(first: Plan, contest: Contest, peak_bytes: int) -> Step:
+    """Steps under Rotor's plan for a peak of `peak_bytes` above the resident bytes."""
     budget = first.resident_bytes + peak_bytes
     plan = memopt.plan(first.profiled, budget=budget, strategy="rotor", progress=False)
     planned = plan.apply(contest.module)
-    return plan, lambda: run(planned, contest.inputs)
+    return lambda: run(planned, contest.inputs)
 
 
 def main() -> None:
@@ -134,7 +134,7 @@ def report(contest: Contest, rounds: int) -> None:
         steps[peer] = step
         peak = peak_of(contest.module, step, CPU)
         try:
-            plan, planned = plan_at(first, contest, peak)
+            planned = plan_at(first, contest, peak)
         except memopt.InfeasibleBudgetError as error:
             print(f"{peer}: {error}")
             continue

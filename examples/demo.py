@@ -6,9 +6,8 @@ declared before it can be imported; the shim does that, only where it is needed.
 
 from __future__ import annotations
 
-from tests.zoo import torchvision_shim  # noqa: F401  (declares what torchvision misses)
-
 from memopt.demo import main
+from tests.zoo import torchvision_shim  # noqa: F401  (declares what torchvision misses)
 
 if __name__ == "__main__":
     main()

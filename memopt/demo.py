@@ -10,6 +10,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from torch.nn import functional
 from memopt.models.budget import format_bytes
 from memopt.plan import Plan
 from memopt.planning import plan as make_plan
-from memopt.profiler.memory import metered
+from memopt.profiler.memory import MemoryUse, metered
 from memopt.profiler.session import STEP_SCALARS_BYTES
 
 if TYPE_CHECKING:
@@ -58,8 +59,9 @@ class Row:
 def resnet50(batch: int = 8, size: int = 96) -> Task:
     """torchvision's ResNet-50 on scikit-learn's digits, enlarged to size x size."""
     try:
-        from sklearn.datasets import load_digits
-        from torchvision import models
+        # Neither package has type information.
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+        from torchvision import models  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError(_MISSING.format(name="torchvision and scikit-learn")) from error
     torch.manual_seed(0)
@@ -115,8 +117,12 @@ def gpt2(batch: int = 4, length: int = 128) -> Task:
         f"GPT-2, 12 layers, d=256, {batch} x {length} bytes of text",
         GPT2LMHeadModel(config),
         batches,
-        lambda output, target: functional.cross_entropy(output.logits.flatten(0, 1), target.flatten()),
+        _token_loss,
     )
+
+
+def _token_loss(output: Any, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
 
 
 def _steps(task: Task, module: nn.Module, count: int) -> tuple[list[dict[str, Tensor]], float, int]:
@@ -129,12 +135,14 @@ def _steps(task: Task, module: nn.Module, count: int) -> tuple[list[dict[str, Te
         torch.manual_seed(number)
         optimizer.zero_grad(set_to_none=True)
         gc.collect()
-        with metered(inputs.device) as use:
+        # Metering slows a step down, so only the last one is metered.
+        meter = metered(inputs.device) if number == count - 1 else nullcontext(MemoryUse())
+        with meter as use:
             output = module(inputs)
             loss = task.loss(output, target)
             loss.backward()  # type: ignore[no-untyped-call]
-        peak_bytes = max(peak_bytes, use.peak_bytes) if number else 0
-        value = float(loss)
+        peak_bytes = use.peak_bytes
+        value = loss.item()
         del output, loss
         gradients.append(
             {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
