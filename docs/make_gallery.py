@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from matplotlib import style
 import torch
+from matplotlib import style
 from matplotlib.axes import Axes
 
 ROOT = Path(__file__).parent.parent
