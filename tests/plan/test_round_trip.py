@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, tuple[str, Plan, str]]:
-    """Path → (model, plan, digest of a step in this process), every strategy on every model."""
+    """Path → (model, plan, digest of an unplanned step), every strategy on every model."""
     folder = tmp_path_factory.mktemp("plans")
     found = {}
     for name in MODELS:
@@ -36,8 +36,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, tuple[str, Pla
             plan = _planned(one, strategy)
             path = folder / f"{name}-{strategy.name}.json"
             plan.save(path)
-            # The planned step is the plain one (the families' tests say so for real models).
-            assert step_digest(name, plan.apply(make(name)[0])) == expected
             found[path] = (name, plan, expected)
     return found
 
