@@ -7,6 +7,7 @@ backward has run, unless the graph is retained.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
@@ -110,7 +111,20 @@ class Runtime:
                     "and its backward; the gradients would be wrong. Update parameters after "
                     "backward()"
                 )
+        saved = state.saved
         if keeps_graph():
-            return program.backward(state.primals, args, list(state.saved))
-        del self._states[key]
-        return program.backward(state.primals, args, state.saved)
+            saved = list(saved)
+        else:
+            del self._states[key]
+        with _autocast_off():
+            return program.backward(state.primals, args, saved)
+
+
+def _autocast_off() -> contextlib.ExitStack:
+    """The casts are in the graph, so kernels run as they are even in a backward that the user
+    calls under autocast."""
+    stack = contextlib.ExitStack()
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack

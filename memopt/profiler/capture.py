@@ -125,9 +125,9 @@ def _trace(model: nn.Module, call: Call) -> Any:
         raise CaptureError(_explain(error)) from error
     except AssertionError as error:
         raise CaptureError(
-            f"what the model takes or returns cannot be captured: {str(error).strip()}. memopt takes "
-            "tensors, numbers, strings, None and pytrees of them: register your own class with "
-            "torch.export.register_dataclass, or return a tuple or a dict"
+            f"what the model takes or returns cannot be captured: {str(error).strip()}. memopt "
+            "takes tensors, numbers, strings, None and pytrees of them: register your own class "
+            "with torch.export.register_dataclass, or return a tuple or a dict"
         ) from error
     check_side_effects(model, call, changed)
     return module

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from memopt.errors import CaptureError
 from tests.executor.harness import Case, check, prepare
 
-Pair = namedtuple("Pair", "y hidden")  # noqa: PYI024  # what users write
+Pair = namedtuple("Pair", "y hidden")  # what users write
 
 
 @dataclass

@@ -172,7 +172,7 @@ def test_inputs(model: type[nn.Module], inputs: Callable[[], Any]) -> None:
 
 def test_gradient_flows_on_to_what_made_the_input() -> None:
     model, start = Layers(), torch.randn(4, 6, requires_grad=True)
-    model((start * 2)).sum().backward()
+    model(start * 2).sum().backward()
     expected, start.grad = start.grad, None
     planned = prepare(model, (torch.randn(4, 6, requires_grad=True),)).planned("recompute_late")
     planned(start * 2).sum().backward()

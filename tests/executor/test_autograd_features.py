@@ -1,0 +1,241 @@
+"""no_grad regions, user autograd functions, checkpointing inside, autocast, layouts, norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tests.executor.harness import PROGRAMS, Case, check, prepare
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6)
+
+
+class NoGrad(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.a(x).softmax(-1)
+        y = self.b(x)
+        with torch.no_grad():
+            z = y * 2
+            with torch.enable_grad():
+                w = self.a(z).tanh()
+        return y * target + w * z
+
+
+class Detached(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return self.b(y.detach() * y)
+
+
+class OwnGradient(torch.autograd.Function):
+    """Its gradients are wrong on purpose, to see that they are used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient * w * 7, (gradient * x).sum(0) * 3
+
+
+class UserFunction(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(OwnGradient.apply(self.a(x), self.b.bias))
+
+
+class Checkpointed(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        def part(t: Tensor) -> Tensor:
+            return functional.dropout(self.a(t).tanh(), 0.5).exp()
+
+        return self.b(checkpoint(part, x, use_reentrant=False))
+
+
+class AutocastInside(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.b(functional.gelu(self.a(x)))
+        return functional.layer_norm(y.float(), (6,))
+
+
+class Mixed(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(functional.gelu(self.a(x)))
+        return functional.layer_norm(y, (6,)).softmax(-1)
+
+
+class Attention(Layers):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = (layer(x).view(2, 2, 2, 3).transpose(1, 2) for layer in (self.a, self.b))
+        attend = functional.scaled_dot_product_attention
+        return attend(q, k, q, is_causal=True, dropout_p=0.1), attend(q, k, q, is_causal=True)
+
+
+class Spectrum(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(self.a(x)).abs() + self.b(x)[:, :4]
+
+
+class Doubles(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh()).double().sum(-1)
+
+
+def rows() -> tuple[Tensor]:
+    return (torch.randn(4, 6),)
+
+
+MODELS = [NoGrad, Detached, UserFunction, Checkpointed, AutocastInside, Spectrum, Doubles]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
+def test_features(model: type[nn.Module]) -> None:
+    check(Case(model, rows))
+
+
+def test_attention() -> None:
+    check(Case(Attention, lambda: (torch.randn(2, 2, 6),)))
+
+
+def test_user_function_is_really_used() -> None:
+    model, x = UserFunction(), torch.randn(4, 6)
+    prepared = prepare(model, x)
+    prepared.planned("recompute_late")(x).sum().backward()
+    y = model.a(x).detach()
+    upstream = torch.ones(4, 6) @ model.b.weight.detach()
+    expected = (upstream * y).sum(0) * 3 + 4
+    torch.testing.assert_close(model.b.bias.grad, expected)
+
+
+def test_autocast_around_the_step() -> None:
+    check(Case(Mixed, rows, context=lambda: torch.autocast("cpu", torch.bfloat16)))
+
+
+def test_backward_inside_autocast_runs_what_was_planned() -> None:
+    model, x = Mixed(), torch.randn(4, 6)
+    model(x)[:, 0].sum().backward()
+    expected = model.a.weight.grad
+    planned = prepare(model, x).planned("recompute_late")
+    model.zero_grad()
+    loss = planned(x)[:, 0].sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+    assert torch.equal(model.a.weight.grad, expected)
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, groups=8)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(self.first(x)).relu()
+        return self.second(functional.max_pool2d(y, 2)), y
+
+
+def test_channels_last() -> None:
+    def inputs() -> tuple[Tensor]:
+        return (torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last),)
+
+    check(Case(Convolutions, inputs))
+
+
+class Normed(nn.Module):
+    """One batch norm used twice; a layer in eval mode inside a model in train mode."""
+
+    def __init__(self, *, keep: bool = True, frozen: bool = False) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.linear = nn.Linear(6, 6)
+        self.shared = nn.BatchNorm1d(6, track_running_stats=keep)
+        self.last = nn.BatchNorm1d(6)
+
+    def train(self, mode: bool = True) -> Normed:
+        super().train(mode)
+        if self.frozen:
+            self.last.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.shared(self.linear(x)).relu()
+        return self.last(self.linear(self.shared(y)).exp())
+
+
+@pytest.mark.parametrize(
+    ("keep", "frozen", "training"),
+    [(True, False, True), (True, False, False), (True, True, True), (False, False, True)],
+    ids=["train", "eval", "partly-eval", "no-statistics"],
+)
+def test_batch_norm(keep: bool, frozen: bool, training: bool) -> None:
+    check(Case(lambda: Normed(keep=keep, frozen=frozen), rows, training=training))
+
+
+def test_statistics_move_once_however_often_a_norm_runs() -> None:
+    model, x = Normed(), torch.randn(4, 6)
+    graph = prepare(model, x).graph
+    norms = [i for i, o in enumerate(graph.operators) if "batch_norm" in o.target]
+    assert any(graph.operators[i].recomputable for i in norms)
+    before = int(model.last.num_batches_tracked)
+    prepare(model, x).planned("recompute_late")(x).sum().backward()
+    assert int(model.last.num_batches_tracked) == before + 1
+
+
+class InstanceNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3)
+        self.norm = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
+        self.group = nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group(self.norm(self.convolution(x)).relu())
+
+
+def test_other_norms() -> None:
+    check(Case(InstanceNormed, lambda: (torch.randn(2, 3, 8, 8),)))
+
+
+class Draws(Layers):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.b(functional.dropout(self.a(x), 0.5)) * torch.rand_like(x) + torch.randn(6)
+        picked = torch.multinomial(self.a(x).softmax(-1), 2)
+        return (
+            functional.rrelu(y, training=True).gather(1, picked),
+            functional.gumbel_softmax(y, hard=True),
+            torch.bernoulli(x.sigmoid()),
+        )
+
+
+def test_random_operators() -> None:
+    check(Case(Draws, rows))
+
+
+def test_every_random_operator_is_marked() -> None:
+    graph = prepare(Draws(), torch.randn(4, 6)).graph
+    random = [o.target for o in graph.operators if o.random]
+    assert len(random) == 7, random
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_steps_draw_new_numbers(program: str) -> None:
+    planned = prepare(Checkpointed(), torch.randn(4, 6)).planned(program)
+    x = torch.randn(4, 6)
+    first, second = planned(x), planned(x)
+    assert not torch.equal(first, second)
