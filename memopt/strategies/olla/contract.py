@@ -87,7 +87,7 @@ def expand_order(tasks: Tasks, original: Sequence[int], order: Sequence[int]) ->
 
     def run(task: int) -> None:
         result.append(task)
-        ready = []
+        ready: list[int] = []
         for other in tasks.following[task]:
             waiting[other] -= 1
             if waiting[other] == 0 and other not in planned:

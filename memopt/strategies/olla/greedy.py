@@ -68,3 +68,41 @@ def greedy_placement(
                 best = peak, f"{name}, {'best' if best_fit else 'first'} fit", offsets
     assert best is not None
     return best[1], best[2]
+
+
+def promoted_placement(
+    layout: Layout,
+    target: int,
+    *,
+    rounds: int = 60,
+    seed: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[str, Ints]:
+    """The best of repeated first fits: whoever ends above the target is placed earlier next time.
+
+    Args:
+        layout: buffers of positive size.
+        target: bytes; a placement of at most this peak ends it.
+        rounds: repetitions for each order of the portfolio.
+        seed: of how much earlier.
+        stop: looked at between two repetitions.
+    """
+    from memopt.strategies.olla.greedy_kernels import place_in_order
+
+    columns = (layout.size, layout.alignment, layout.first, layout.last)
+    starts = [(name, np.argsort(order).astype(float)) for name, order in orders(layout)]
+    rngs = [np.random.default_rng((seed, index)) for index in range(len(starts))]
+    best_peak, best_name, best = np.iinfo(np.int64).max, "", np.zeros(0, dtype=np.int64)
+    for _ in range(rounds):
+        for (name, rank), rng in zip(starts, rngs, strict=True):
+            offsets: Ints = place_in_order(np.argsort(rank, kind="stable"), *columns, False)
+            tops = offsets + layout.size
+            if tops.max() < best_peak:
+                best_peak, best_name, best = tops.max(), f"{name}, promoted", offsets
+            if best_peak <= target or stop():
+                return best_name, best
+            above = np.flatnonzero(tops > target)
+            # Some go to the very front, the others part of the way.
+            rank[above] *= 0.7 * rng.random(len(above))
+            rank[above] -= rng.random(len(above)) < 0.3
+    return best_name, best

@@ -7,7 +7,7 @@ from numba import njit
 
 from memopt.strategies.olla.buffers import Ints
 
-UNBOUNDED = np.int64(1) << np.int64(61)
+UNBOUNDED = 1 << 61
 
 
 @njit(cache=True)
@@ -43,7 +43,7 @@ def maximum_flow(
     queue = np.empty(nodes, np.int64)
     next_arc = np.empty(nodes, np.int64)
     path = np.empty(nodes, np.int64)
-    total = np.int64(0)
+    total = 0
     while True:
         _levels(source, start, heads, capacity, level, queue)
         if level[sink] < 0:

@@ -9,7 +9,7 @@ from math import gcd
 from memopt.strategies.base import Status
 from memopt.strategies.olla.buffers import Buffer, Ints, Layout, Placement, peak_of
 from memopt.strategies.olla.feasibility import solve_capacity
-from memopt.strategies.olla.greedy import greedy_placement, pyramid
+from memopt.strategies.olla.greedy import greedy_placement, promoted_placement, pyramid
 from memopt.strategies.olla.search import find_placement
 
 FIRST_ROUND_WORK = 64_000_000
@@ -31,7 +31,7 @@ def place(
 ) -> Placement:
     """Place buffers so that those live at the same time do not overlap, with a small peak.
 
-    Greedy placements first; then depth-first search at the lower bound (the most bytes live at
+    Greedy placements first, repaired by placing earlier what ends too high; then depth-first search at the lower bound (the most bytes live at
     once) and, while that fails, at capacities between the bound and the best peak, with growing
     limits; then CP-SAT if asked for. It stops at the bound, at `capacity`, or at a limit.
     KeyboardInterrupt stops it too: the best placement so far is returned.
@@ -52,7 +52,7 @@ def place(
     """
     run = _Run(tuple(buffers), capacity, time_limit_s, on_improvement)
     try:
-        run.greedy()
+        run.greedy(seed)
         run.search(work_limit, seed)
         if cp_sat:
             run.cp_sat(use_pyramid, num_workers, seed)
@@ -123,10 +123,15 @@ class _Run:
         if len(self.layout):
             self.offer(self.layout.size.cumsum() - self.layout.size, "stacked")
 
-    def greedy(self) -> None:
-        """The greedy portfolio."""
+    def greedy(self, seed: int) -> None:
+        """The greedy portfolio, then its repair."""
         if not self.done:
             name, offsets = greedy_placement(self.layout, self.good_enough, self.out_of_time)
+            self.offer(offsets, name)
+        if not self.done:
+            name, offsets = promoted_placement(
+                self.layout, self.good_enough, seed=seed, stop=self.out_of_time
+            )
             self.offer(offsets, name)
 
     def search(self, work_limit: int | None, seed: int) -> None:

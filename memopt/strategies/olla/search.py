@@ -88,8 +88,8 @@ def _attempts(
     """Endless (order of preference, slack weight, node limit).
 
     Each round tries every fixed preference once, with a limit that doubles from round to round,
-    and between them random ones, more nodes in all, most of them short (Luby's sequence):
-    their luck has heavy tails.
+    and between them random ones, more nodes in all: short ones, whose luck has a heavy tail,
+    and among them longer ones by Luby's sequence.
     """
     keys = _keys(layout)
     base = NODES_PER_BUFFER * len(layout)
@@ -105,7 +105,8 @@ def _attempts(
                     for exponent, letter in zip(exponents, "ZNT", strict=True)
                 )
                 weight = int(rng.choice((0, 2, 4, 5, 8)))
-                limit = base * _luby(next(lucky))
+                attempt = next(lucky)
+                limit = base if attempt % 4 else base * _luby(attempt // 4)
                 yield np.argsort(-np.asarray(score), kind="stable"), weight, limit
 
 

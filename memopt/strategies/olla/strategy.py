@@ -9,6 +9,7 @@ from typing import ClassVar
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.liveness import store_all
+from memopt.models.program import Program
 from memopt.models.replay import replay
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 from memopt.strategies.olla.ordering import DEFAULT_STATES
@@ -77,40 +78,12 @@ class Olla(Strategy):
         stats: dict[str, object] = {"framework_peak_bytes": replay(graph, program).peak_bytes}
         proved = True
         if self.order:
-            program, ordering = order_program(
-                graph,
-                program,
-                time_limit_s=share_s,
-                max_states=self.max_states,
-                on_improvement=_listener(progress, 0.0, "ordering"),
-            )
-            stats |= {f"order_{key}": value for key, value in ordering.stats.items()}
-            stats |= {"order_bound_bytes": ordering.bound, "order_gap": ordering.gap}
-            proved = ordering.status is Status.OPTIMAL
+            program, proved = self._order(graph, program, share_s, progress, stats)
         unplaced_bytes = replay(graph, program).peak_bytes
         peak_bytes, chosen = unplaced_bytes, program
         if self.place:
-            placed, placement = place_program(
-                graph,
-                program,
-                alignment=self.alignment,
-                place_results=self.place_results,
-                time_limit_s=share_s,
-                work_limit=self.work_limit,
-                seed=self.seed,
-                cp_sat=self.cp_sat,
-                num_workers=self.num_workers,
-                on_improvement=_listener(progress, 0.5, "placing"),
-            )
-            stats |= {f"place_{key}": value for key, value in placement.stats.items()}
-            stats |= {
-                "arena_bytes": placement.peak,
-                "arena_bound_bytes": placement.bound,
-                "fragmentation": placement.fragmentation,
-            }
-            total = replay(graph, placed).placed_peak_bytes
-            assert total is not None
-            proved = proved and placement.status is Status.OPTIMAL
+            placed, total, placement_proved = self._place(graph, program, share_s, progress, stats)
+            proved = proved and placement_proved
             # Workspace lies outside the arena, so the two together may just miss a budget that
             # the caching allocator would meet.
             if budget_bytes is None or total <= budget_bytes or unplaced_bytes > budget_bytes:
@@ -131,6 +104,57 @@ class Olla(Strategy):
             gap=0.0,
             stats=stats,
         )
+
+    def _order(
+        self,
+        graph: Graph,
+        program: Program,
+        time_limit_s: float | None,
+        progress: Progress | None,
+        stats: dict[str, object],
+    ) -> tuple[Program, bool]:
+        """(the program reordered, whether its order is proved best)."""
+        ordered, ordering = order_program(
+            graph,
+            program,
+            time_limit_s=time_limit_s,
+            max_states=self.max_states,
+            on_improvement=_listener(progress, 0.0, "ordering"),
+        )
+        stats |= {f"order_{key}": value for key, value in ordering.stats.items()}
+        stats |= {"order_bound_bytes": ordering.bound, "order_gap": ordering.gap}
+        return ordered, ordering.status is Status.OPTIMAL
+
+    def _place(
+        self,
+        graph: Graph,
+        program: Program,
+        time_limit_s: float | None,
+        progress: Progress | None,
+        stats: dict[str, object],
+    ) -> tuple[Program, int, bool]:
+        """(the program with offsets, bytes of the arena and all outside it, whether proved)."""
+        placed, placement = place_program(
+            graph,
+            program,
+            alignment=self.alignment,
+            place_results=self.place_results,
+            time_limit_s=time_limit_s,
+            work_limit=self.work_limit,
+            seed=self.seed,
+            cp_sat=self.cp_sat,
+            num_workers=self.num_workers,
+            on_improvement=_listener(progress, 0.5, "placing"),
+        )
+        stats |= {f"place_{key}": value for key, value in placement.stats.items()}
+        stats |= {
+            "arena_bytes": placement.peak,
+            "arena_bound_bytes": placement.bound,
+            "fragmentation": placement.fragmentation,
+        }
+        total = replay(graph, placed).placed_peak_bytes
+        assert total is not None
+        return placed, total, placement.status is Status.OPTIMAL
 
 
 def _listener(progress: Progress | None, fraction: float, what: str) -> Improvement | None:
