@@ -1,7 +1,7 @@
 """Measuring the present machine: link, memory bandwidth, and rates by kind of operator.
 
-Each figure is the best of several short runs on tensors of a few MiB, as operators of a training
-step find them. On a CPU "host" and "device" are the same memory; a transfer is a copy.
+Each figure is the best of several short runs on tensors of a few MiB. On a CPU "host" and "device"
+are the same memory; a transfer is a copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memopt.profiler.measure import environment
 
 _BUDGET_S = 0.05
 _COPY_BYTES = 64 * 2**20
-_STREAM_ELEMENTS = 2**19
+_STREAM_ELEMENTS, _STREAMS = 2**19, 16
 _SQUARE = 512
 
 Run = Callable[[], Any]
@@ -111,10 +111,13 @@ def _link(place: torch.device) -> tuple[float, float, bool]:
 
 
 def _bandwidth(place: torch.device) -> float:
-    elements = _STREAM_ELEMENTS * (64 if place.type == "cuda" else 1)
-    left = torch.rand(elements, device=place)
-    right = torch.rand(elements, device=place)
-    return 12 * elements / best_s(place, lambda: left + right)
+    """Bytes per second of adding tensors of a usual size, many in turn and the results kept, as in
+    a step: together they are more than any cache holds."""
+    elements = _STREAM_ELEMENTS * (16 if place.type == "cuda" else 1)
+    left = [torch.rand(elements, device=place) for _ in range(_STREAMS)]
+    right = [torch.rand(elements, device=place) for _ in range(_STREAMS)]
+    moved = 12 * elements * _STREAMS
+    return moved / best_s(place, lambda: [a + b for a, b in zip(left, right, strict=True)])
 
 
 def _launch(place: torch.device) -> float:

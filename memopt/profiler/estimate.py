@@ -44,7 +44,7 @@ from memopt.profiler.measure import replace_graph, with_costs
 from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, replayed_baseline
-from memopt.profiler.signature import describe, signature
+from memopt.profiler.signature import describe_value, signature
 from memopt.profiler.workspace import cublas_workspace_bytes, workspace_bytes
 
 Progress = Callable[[float, str], None]
@@ -91,7 +91,7 @@ def estimate_costs(lowering: Lowering, device: Device) -> list[Cost]:
     known: dict[str, Cost] = {}
     costs = []
     for node in lowering.nodes:
-        call, outputs = signature(node), describe(node)
+        call, outputs = signature(node), describe_value(node)
         if call.text not in known:
             known[call.text] = Cost(
                 work_time_s(work(call, outputs), device),
@@ -111,7 +111,7 @@ def _result_bytes(name: str, outputs: Any, device: Device) -> tuple[int, ...]:
     found = list(tensors_of(outputs))
     sizes = [t.storage_bytes for t in found]
     if device.block_bytes > 1 and name == _FLASH_FORWARD:
-        batch, rows, heads = found[1].shape
+        batch, heads, rows = found[1].shape
         sizes[1] = 4 * batch * heads * (-(-rows // _ROWS_TILE) * _ROWS_TILE) + _PHILOX_BYTES
     return tuple(device.allocated_bytes(size) for size in sizes)
 

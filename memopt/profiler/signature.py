@@ -49,9 +49,10 @@ def _describe(value: Any) -> Any:
     return value
 
 
-def describe(node: Node) -> Any:
-    """A node's results, as arguments are described: a TensorArgument, or a list of them."""
-    return _describe(node)
+def describe_value(value: Any) -> Any:
+    """A call's arguments or a node's results: tensors and nodes become TensorArguments, in any
+    nest of lists, tuples and dicts."""
+    return _replace(value, _describe)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from memopt.profiler.signature import Signature, TensorArgument
 
 _CHANNEL_BLOCK = 16
 """oneDNN's blocked layout of AVX-512 (nChw16c)."""
-_PLAIN_CHANNELS = 4
+_PLAIN_CHANNELS = 8
 """Images of so few channels are read as they are."""
 _KEYS_BLOCK = 512
 _HALF = (torch.float16, torch.bfloat16)
@@ -113,13 +113,21 @@ def _layer_norm(name: str, reads: list[TensorArgument]) -> int:
     return _dense(reads[0]) + _dense(reads[1]) + (2 * _bytes(weight) if weight else 0)
 
 
-def _blocked(tensor: TensorArgument, channel_axis: int) -> int:
+def _padded(channels: int) -> int:
+    return -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
+
+
+def _blocked(tensor: TensorArgument) -> int:
     """Bytes in the blocked layout: channels padded to the block."""
-    channels = tensor.shape[channel_axis]
-    if channels <= _PLAIN_CHANNELS:
-        return 0
-    padded = -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
-    return _bytes(tensor) // channels * padded
+    channels = tensor.shape[1]
+    return _bytes(tensor) // channels * _padded(channels)
+
+
+def _blocked_weight(weight: TensorArgument) -> int:
+    """Both channel dimensions are padded, those of few inputs to nothing."""
+    out, inner = weight.shape[:2]
+    few = inner <= _PLAIN_CHANNELS // 2
+    return _bytes(weight) // (out * inner) * _padded(out) * (inner if few else _padded(inner))
 
 
 def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda: bool) -> int:
@@ -140,20 +148,45 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda:
     pointwise = math.prod(weight.shape[2:]) == 1 and set(padding) == {0}
     if pointwise and not strided:
         return 0
+    # The side that the window slides over.
+    image, other = (result, given) if transposed else (given, result)
+    plain = image.shape[1] <= _PLAIN_CHANNELS and weight.shape[1] > 1
+    image_bytes, other_bytes = _bytes(image) if plain else _blocked(image), _blocked(other)
+    weight_bytes = _blocked_weight(weight)
+    padding_bytes = weight_bytes - _bytes(weight)
     if name == "convolution":
-        reordered = max(_blocked(given, 1) + _bytes(weight), _blocked(result, 1))
-        if transposed:
-            return max(reordered, 2 * _bytes(result))
-        # The strided pointwise kernel gathers one image's points.
-        gathers = pointwise and len(given.shape) == 4
-        points = _bytes(given) // given.shape[0] // _product(stride)
-        return reordered + (points if gathers else 0)
+        return _forward(
+            given, result, image_bytes, other_bytes, weight_bytes, transposed, plain
+        ) + (
+            # The strided pointwise kernel gathers one image's points.
+            _bytes(given) // given.shape[0] // _product(stride)
+            if pointwise and len(given.shape) == 4
+            else 0
+        )
     if weight.shape[1] == 1 and math.prod(weight.shape[2:]) > 9:
         return _bytes(given)
-    reordered = max(_blocked(given, 1) + _blocked(result, 1), _bytes(weight))
+    if plain and not transposed and not call.args[10][0]:
+        image_bytes = 0
+    reordered = max(image_bytes + other_bytes + padding_bytes, weight_bytes)
     if strided and not transposed and weight.shape[1] > 1:
-        reordered = max(reordered, 2 * _bytes(given) - _bytes(weight))
+        reordered = max(reordered, 2 * image_bytes - _bytes(weight))
     return reordered + _dense(result)
+
+
+def _forward(
+    given: TensorArgument,
+    result: TensorArgument,
+    image_bytes: int,
+    other_bytes: int,
+    weight_bytes: int,
+    transposed: bool,
+    plain: bool,
+) -> int:
+    """x' and w' are there while y' is computed, then y' while it is reordered to y."""
+    if transposed:
+        return max(other_bytes + weight_bytes + image_bytes - _bytes(result), 2 * _bytes(result))
+    before = 0 if plain else image_bytes
+    return max(before + weight_bytes + other_bytes - _bytes(result), other_bytes)
 
 
 def _attention(name: str, call: Signature, cuda: bool) -> int:

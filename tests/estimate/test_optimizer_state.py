@@ -1,0 +1,78 @@
+"""Optimizer state: names by hand, torch's optimizers by what they really allocate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memopt.profiler.optimizer_state import optimizer_state
+
+
+def parameters(dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Parameter]:
+    return [
+        torch.nn.Parameter(torch.zeros(100, 100, dtype=dtype)),
+        torch.nn.Parameter(torch.zeros(100, dtype=dtype)),
+        torch.nn.Parameter(torch.zeros(7, dtype=dtype), requires_grad=False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sgd", 0),
+        ("sgd-momentum", 2 * 10100),
+        ("adam", 4 * 10100),
+        ("AdamW", 4 * 10100),
+        ("adamw-fp32", 12 * 10100),
+        # Below 4096 elements the moments stay fp32.
+        ("adamw-8bit", 2 * (10000 + 4 * 40) + 8 * 100),
+    ],
+)
+def test_bytes_by_name(name: str, expected: int) -> None:
+    state = optimizer_state(name, parameters())
+    assert state.bytes_total == expected == sum(size for _, size in state.parts)
+
+
+def test_fp32_parameters_need_no_master_copy() -> None:
+    assert optimizer_state("adamw-fp32", parameters(torch.float32)).bytes_total == 8 * 10100
+
+
+def test_blocks_and_tied_parameters() -> None:
+    one = torch.nn.Parameter(torch.zeros(10))
+    assert optimizer_state("sgd-momentum", [one, one], block_bytes=512).bytes_total == 512
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adam(p, amsgrad=True),
+        lambda p: torch.optim.AdamW(p),
+        lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+        lambda p: torch.optim.Adagrad(p),
+    ],
+    ids=["sgd", "momentum", "amsgrad", "adamw", "rmsprop", "adagrad"],
+)
+def test_instances_before_and_after_a_step(make) -> None:
+    held = [p for p in parameters(torch.float32) if p.requires_grad]
+    optimizer = make(held)
+    before = optimizer_state(optimizer, held).bytes_total
+    for parameter in held:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    tensors = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim() > 0
+    ]
+    assert before == sum(t.nbytes for t in tensors)
+    assert optimizer_state(optimizer, held).bytes_total == before
+
+
+def test_unknown_optimizers_are_told_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown optimizer 'lion'; memopt knows sgd"):
+        optimizer_state("lion", parameters())
+    with pytest.raises(ValueError, match="run one step before planning"):
+        optimizer_state(torch.optim.Adamax(parameters()), parameters())

@@ -1,0 +1,32 @@
+"""Presets: found by name, sane, and torch-free."""
+
+from __future__ import annotations
+
+import pytest
+
+from memopt.models.presets import ALIASES, PRESETS, find_device
+from memopt.models.serialize import dumps, loads
+
+
+@pytest.mark.parametrize("device", PRESETS, ids=lambda d: d.name)
+def test_every_preset_has_figures_and_a_source(device) -> None:
+    assert find_device(device.name.upper()) is device
+    assert device.source
+    assert device.flops_per_s["float32"] > 1e9
+    assert device.launch_latency_s > 0
+    if device.block_bytes == 512:
+        assert device.capacity_bytes is not None
+        assert device.capacity_bytes > 15 * 2**30
+        assert device.memory_bytes_per_s > 10 * device.to_host_bytes_per_s
+    assert loads(dumps(device)) == device
+
+
+def test_short_names() -> None:
+    assert find_device(" h100 ").name == "H100-SXM-80GB"
+    assert all(device in PRESETS for device in ALIASES.values())
+    assert find_device("V100").to_host_bytes_per_s == 12.2e9
+
+
+def test_an_unknown_device_is_told_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown device 'B200'; memopt knows H100, H200, A100"):
+        find_device("B200")
