@@ -22,7 +22,8 @@ PERSISTENT, REVOLVE, OPTIMAL, FREE, LAZY = range(5)
 ā^ℓ is held; any value may be dropped at any time (F_∅ is then F_ck and a drop); the same, but a
 forward only runs on from the highest value below what the next backward lacks."""
 
-WIDTH = 8
+WIDTH = 12
+"""Bits of a set: stages 0 to 11."""
 MASK = (1 << WIDTH) - 1
 LABEL = types.UniTuple(types.float64, 2)
 
