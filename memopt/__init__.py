@@ -3,6 +3,9 @@
 Importing memopt imports neither torch nor a solver: cost models can be built and planned without.
 """
 
+from memopt.comparing import compare as compare
+from memopt.comparison import Cell as Cell
+from memopt.comparison import Comparison as Comparison
 from memopt.errors import CaptureError as CaptureError
 from memopt.errors import ExecutionError as ExecutionError
 from memopt.errors import GuardError as GuardError

@@ -13,22 +13,17 @@ from memopt.models.chain import Chain
 from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.judge import judge
 from memopt.models.liveness import store_all
-from memopt.models.offload_replay import has_transfers, replay_offload
 from memopt.models.presets import find_device
-from memopt.models.program import Program
 from memopt.models.replay import replay
-from memopt.models.steps import ChainStep
-from memopt.models.validate import validate
-from memopt.models.validate_chain import validate_chain
-from memopt.models.validate_offload import validate_offload
-from memopt.models.violations import Violation
 from memopt.plan import BaselineFigures, Plan
-from memopt.slack import PROBES, best_that_fits, smallest_budget
 from memopt.strategies import Progress, Solution, Status, Strategy, resolve
+from memopt.strategies.slack import PROBES, best_that_fits, smallest_budget
 from memopt.strategies.store_all import chain_steps
 
 if TYPE_CHECKING:
+    from memopt.models.linearize import Linearization
     from memopt.profiler.session import Profiled
 
 Mode: TypeAlias = Literal["measure", "estimate"]
@@ -161,10 +156,12 @@ def solve(
     profiled: Profiled | None = None,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
+    linearization: Linearization | None = None,
 ) -> Plan:
-    """Solve, validate, replay and wrap; see `plan`."""
-    baseline = _baseline(cost_model, profiled)
-    target, view = _target(cost_model, strategy)
+    """Solve, validate, replay and wrap; see `plan`. A caller with many solves of one graph passes
+    its `linearization`, to have it made once."""
+    baseline = baseline_figures(cost_model, profiled)
+    target, view = _target(cost_model, strategy, linearization)
     reason = strategy.why_not(target)
     if reason is not None:
         raise ValueError(f"strategy {strategy.name!r} cannot plan this model: {reason}")
@@ -200,17 +197,20 @@ def solve(
     return _wrap(cost_model, view, solution, strategy, budget_bytes, baseline, device, profiled)
 
 
-def _target(cost_model: Chain | Graph, strategy: Strategy) -> tuple[Chain | Graph, Any]:
+def _target(
+    cost_model: Chain | Graph, strategy: Strategy, known: Linearization | None
+) -> tuple[Chain | Graph, Linearization | None]:
     """What the strategy solves, and the linearization to lower its schedule with."""
     if strategy.needs == "chain" and isinstance(cost_model, Graph):
         from memopt.models.linearize import linearize
 
-        view = linearize(cost_model)
+        view = known or linearize(cost_model)
         return view.chain, view
     return cost_model, None
 
 
-def _baseline(cost_model: Chain | Graph, profiled: Profiled | None) -> BaselineFigures:
+def baseline_figures(cost_model: Chain | Graph, profiled: Profiled | None) -> BaselineFigures:
+    """The step without memopt: the profile's, or the cost model's own order replayed."""
     if profiled is not None:
         base = profiled.baseline
         return BaselineFigures(base.peak_bytes, base.step_time_s, base.measured)
@@ -257,47 +257,6 @@ def _standing(cost_model: Chain | Graph, profiled: Profiled | None) -> str:
     state = profiled.optimizer
     parts = standing_bytes(cost_model, state.parts if state is not None else ())
     return f"; before any activation, {standing_sum(parts)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What replaying a plan gives: bytes are totals, resident included."""
-
-    peak_bytes: int
-    time_s: float
-    host_peak_bytes: int
-
-
-def judge(
-    cost_model: Chain | Graph,
-    steps: tuple[ChainStep, ...] | None,
-    program: Program | None,
-    budget_bytes: int | None,
-    device: Device,
-) -> tuple[Violation | None, Figures]:
-    """Validate and replay a plan: the program of a Graph, or the schedule of a bare Chain.
-
-    Raises:
-        InvalidProgramError: it cannot be replayed (the validator's verdict comes first).
-    """
-    if isinstance(cost_model, Graph):
-        assert program is not None
-        violation = validate(cost_model, program, budget_bytes)
-        if violation is not None:
-            return violation, Figures(0, 0.0, 0)
-        timeline = replay(cost_model, program, device)
-        return None, Figures(timeline.peak_bytes, timeline.time_s, timeline.host_peak_bytes)
-    assert steps is not None
-    moves = has_transfers(steps)
-    check = validate_offload if moves else validate_chain
-    violation = check(cost_model, steps, budget_bytes)
-    if violation is not None:
-        return violation, Figures(0, 0.0, 0)
-    if moves:
-        moved = replay_offload(cost_model, steps, device)
-        return None, Figures(moved.peak_bytes, moved.time_s, moved.host_peak_bytes)
-    chain_timeline = replay_chain(cost_model, steps)
-    return None, Figures(chain_timeline.peak_bytes, chain_timeline.time_s, 0)
 
 
 def _wrap(

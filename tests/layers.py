@@ -31,7 +31,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "memopt.plan": EVERYTHING,
     "memopt.planning": EVERYTHING,
     "memopt.fits": EVERYTHING,
-    "memopt.slack": ("memopt.models", "memopt.strategies"),
+    "memopt.comparison": EVERYTHING,
+    "memopt.comparing": EVERYTHING,
     "memopt.cli": EVERYTHING,
     "memopt.commands": EVERYTHING,
     "memopt.demo": EVERYTHING,
@@ -39,11 +40,18 @@ LAYERS: dict[str, tuple[str, ...]] = {
 }
 
 # What a layer may name in annotations only, under `if TYPE_CHECKING:`.
-FOR_TYPES: dict[str, tuple[str, ...]] = {"memopt.executor": ("memopt.plan",)}
+FOR_TYPES: dict[str, tuple[str, ...]] = {
+    "memopt.executor": ("memopt.plan",),
+    "memopt.report": ("memopt.comparison",),
+}
 
 # Inside memopt.strategies: what every strategy shares, and the composite strategies, which may
 # import the public classes of other folders.
-SHARED_BY_STRATEGIES = ("memopt.strategies.base",)
+SHARED_BY_STRATEGIES = (
+    "memopt.strategies.base",
+    "memopt.strategies.slack",
+    "memopt.strategies.store_all",
+)
 COMPOSITES = ("memopt.strategies", "memopt.strategies.auto", "memopt.strategies.monet")
 
 NO_TORCH = ("memopt.errors", "memopt.models", "memopt.strategies")

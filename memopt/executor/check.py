@@ -37,22 +37,22 @@ def measure_step(
 
     def step() -> Any:
         output = planned(*call.args, **call.kwargs)
-        loss = _sum(output) if loss_fn is None else loss_fn(output, *targets)
+        loss = summed(output) if loss_fn is None else loss_fn(output, *targets)
         loss.backward()
         return output
 
     times: list[float] = []
     with untouched(model, call):
-        _clear(model, call.tensors())
+        clear_gradients(model, call.tensors())
         step()
-        _clear(model, call.tensors())
+        clear_gradients(model, call.tensors())
         with metered(device) as use:
             # Kept until the meter stops: a user's step holds its output, too.
             output = step()
         del output
         while len(times) < _MINIMUM_STEPS or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
-            _clear(model, call.tensors())
-            times.append(_timed(step, device))
+            clear_gradients(model, call.tensors())
+            times.append(timed(step, device))
     # The loss and the runtime's token are charged as resident, and metered: count them once.
     resident_bytes = plan.resident_bytes - STEP_SCALARS_BYTES[device.type]
     return resident_bytes + use.peak_bytes, statistics.median(times)
@@ -73,7 +73,8 @@ class _Sum(torch.autograd.Function):
         return torch.ones(shape, dtype=dtype, device=device)
 
 
-def _sum(output: Any) -> torch.Tensor:
+def summed(output: Any) -> torch.Tensor:
+    """The sum of all differentiable outputs, handing a real tangent to each."""
     total = torch.zeros(())
     for value in differentiable(output):
         part: torch.Tensor = _Sum.apply(value)  # type: ignore[no-untyped-call]  # torch's own
@@ -81,13 +82,15 @@ def _sum(output: Any) -> torch.Tensor:
     return total
 
 
-def _clear(model: nn.Module, inputs: list[torch.Tensor]) -> None:
+def clear_gradients(model: nn.Module, inputs: list[torch.Tensor]) -> None:
+    """No gradients on parameters and inputs, as before a step."""
     for tensor in (*model.parameters(), *inputs):
         if tensor.is_leaf:
             tensor.grad = None
 
 
-def _timed(step: Callable[[], object], device: torch.device) -> float:
+def timed(step: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one step, the device's queue emptied before and after."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin = time.perf_counter()

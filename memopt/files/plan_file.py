@@ -27,12 +27,12 @@ from memopt.models.encoding import (
 )
 from memopt.models.encoding import steps as encode_steps
 from memopt.models.graph import Graph
+from memopt.models.judge import Figures, judge
 from memopt.models.program import Program
 from memopt.models.record_json import encode_record, read_record
 from memopt.models.steps import ChainStep
 from memopt.models.violations import Violation
 from memopt.plan import BaselineFigures, Plan
-from memopt.planning import Figures, judge
 from memopt.strategies.base import Status
 
 FileName: TypeAlias = str | PathLike[str]

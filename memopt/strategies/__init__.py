@@ -1,5 +1,6 @@
 """Every strategy memopt knows by name, in plain sight."""
 
+from memopt.strategies.auto.strategy import Auto as Auto
 from memopt.strategies.base import Progress as Progress
 from memopt.strategies.base import Solution as Solution
 from memopt.strategies.base import Status as Status
@@ -32,6 +33,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     AutoSwap(),
     Tflms(),
     Olla(),
+    Auto(),
 )
 
 

@@ -15,7 +15,7 @@ from memopt.models.chain_replay import replay_chain
 from memopt.models.graph import Graph
 from memopt.models.linearize import Linearization
 from memopt.models.replay import replay
-from memopt.strategies import Solution, Status
+from memopt.strategies.base import Solution, Status
 from memopt.strategies.store_all import chain_steps
 
 PROBES = 10

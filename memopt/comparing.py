@@ -1,0 +1,307 @@
+"""compare(): fills a Comparison, one profile for all its cells, and runs the plans if asked."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from memopt.comparison import Cell, Comparison
+from memopt.errors import InfeasibleBudgetError, MemoptError
+from memopt.models.budget import MINIMUM, parse_budget
+from memopt.models.chain import Chain
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.plan import BaselineFigures, Plan
+from memopt.planning import (
+    Mode,
+    Request,
+    baseline_figures,
+    planned_device,
+    profiled_for,
+    solve,
+)
+from memopt.report.progress import reporting
+from memopt.strategies import STRATEGIES, Progress, Status, Strategy, resolve
+
+if TYPE_CHECKING:
+    from memopt.models.linearize import Linearization
+    from memopt.profiler.session import Profiled
+
+FAST = (
+    "store-all",
+    "sequential",
+    "revolve",
+    "rotor",
+    "rotor-optimal",
+    "greedy",
+    "vdnn",
+    "dynprog",
+    "tflms",
+)
+"""What is compared unless told otherwise: seconds for a model, not minutes."""
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""The default budgets: so far from the smallest feasible one to the baseline's peak."""
+
+Budget = int | float | str | None
+
+
+def compare(
+    model: Any,
+    inputs: Any = None,
+    *,
+    budgets: Sequence[Budget] | None = None,
+    strategies: Sequence[str | Strategy] | None = None,
+    run: bool = False,
+    loss_fn: Callable[..., Any] | None = None,
+    targets: tuple[Any, ...] = (),
+    device: Device | str | None = None,
+    mode: Mode = "measure",
+    optimizer: Any = None,
+    time_limit_s: float | None = None,
+    cache: bool = True,
+    progress: bool | Progress = True,
+) -> Comparison:
+    """Plan one model with several strategies at several budgets. It is profiled once.
+
+    Ctrl-C ends the comparison and returns what is done (`complete` is False then). A solver that
+    is under way may take it as its own limit and give its best plan first.
+
+    Args:
+        model: as `memopt.plan`: an nn.Module (with `inputs`), a profiled model, a Chain, a Graph.
+        inputs: example inputs.
+        budgets: each as for `memopt.plan` ("min": the smallest that any of the strategies can
+            meet); None: five, from that smallest one to the baseline's peak.
+        strategies: names or instances; None: the fast ones that can plan this model, those that
+            move data only for a device whose link is known.
+        run: also run every plan on the real model, in turn with each other and with the unplanned
+            step, and measure peak and step time. The model is left as it was.
+        loss_fn, targets, device, mode, optimizer, cache: as for `memopt.plan`.
+        time_limit_s: seconds for each cell.
+        progress: True shows a bar on a terminal; or your own callback.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+        ValueError: unreadable budget, unknown strategy, misuse; the message has the remedy.
+    """
+    target = planned_device(device, mode)
+    chosen = None if strategies is None else tuple(resolve(one) for one in strategies)
+    for budget in budgets or ():
+        parse_budget(None if budget == MINIMUM else budget, 1)
+    with reporting(progress) as report:
+        request = Request(loss_fn, targets, mode, target, optimizer, cache)
+        planning_share = 0.3 if run else 0.8
+        profiled = profiled_for(model, inputs, request, lambda f, what: report(0.2 * f, what))
+        real = _real_model(profiled) if run else None
+        cost_model: Chain | Graph = profiled.graph if profiled is not None else model
+        table = _Table(cost_model, profiled, target, time_limit_s, chosen)
+
+        def planning(fraction: float, what: str) -> None:
+            report(0.2 + planning_share * fraction, what)
+
+        made = table.fill(budgets, planning)
+        if real is None or not made.complete:
+            return made
+        return _measured(made, real, loss_fn, targets, lambda f, w: report(0.5 + 0.5 * f, w))
+
+
+def default_strategies(
+    cost_model: Chain | Graph, chain: Chain | None, device: Device
+) -> tuple[Strategy, ...]:
+    """The fast strategies that can plan this; moving data only over a link that is known.
+
+    Args:
+        cost_model: what is planned.
+        chain: a graph's chain; None for a chain, and for a graph that has none.
+        device: with its link; over one of unknown speed every transfer would look free.
+    """
+    linked = math.isfinite(device.to_host_bytes_per_s)
+    fast = [one for one in STRATEGIES if one.name in FAST]
+    found = []
+    for one in fast:
+        on_chain = one.needs == "chain" and isinstance(cost_model, Graph)
+        solved = chain if on_chain else cost_model
+        if solved is None or ("offload" in one.features and not linked):
+            continue
+        if one.why_not(solved) is None:
+            found.append(one)
+    return tuple(found)
+
+
+class _Table:
+    """The cells in the making: what all of them share."""
+
+    def __init__(
+        self,
+        cost_model: Chain | Graph,
+        profiled: Profiled | None,
+        device: Device,
+        time_limit_s: float | None,
+        chosen: tuple[Strategy, ...] | None,
+    ) -> None:
+        self.cost_model, self.profiled, self.device = cost_model, profiled, device
+        self.time_limit_s = time_limit_s
+        self.baseline = baseline_figures(cost_model, profiled)
+        self.view = _linearization(cost_model)
+        chain = None if self.view is None else self.view.chain
+        self.strategies = (
+            default_strategies(cost_model, chain, device) if chosen is None else chosen
+        )
+        if not self.strategies:
+            raise ValueError("compare: no strategy to compare; name some in strategies=")
+        names = [one.name for one in self.strategies]
+        self.labels = [
+            one.name if names.count(one.name) == 1 else repr(one) for one in self.strategies
+        ]
+
+    def fill(self, budgets: Sequence[Budget] | None, progress: Progress) -> Comparison:
+        """Every cell; those done when interrupted."""
+        cells: list[Cell] = []
+        complete = True
+        try:
+            sizes = self._budgets(budgets, progress)
+            total = len(sizes) * len(self.strategies)
+            for strategy, label in zip(self.strategies, self.labels, strict=True):
+                for size in sizes:
+                    done = len(cells) / total
+                    report = _within(progress, done, 1 / total, label)
+                    report(0.0, "planning")
+                    cells.append(self._cell(strategy, label, size, report))
+            progress(1.0, "planned")
+        except KeyboardInterrupt:
+            complete = False
+        return Comparison(
+            tuple(cells), self.baseline, self.cost_model.compute_time_s, complete=complete
+        )
+
+    def _budgets(self, budgets: Sequence[Budget] | None, progress: Progress) -> list[int | None]:
+        peak = self.baseline.peak_bytes
+        floor = None
+        if budgets is None or MINIMUM in budgets:
+            floor = self._floor(progress)
+        if budgets is None:
+            assert floor is not None
+            above = max(0, peak - floor)
+            return list(dict.fromkeys(floor + math.floor(share * above) for share in SHARES))
+        sizes = [floor if b == MINIMUM else parse_budget(b, peak) for b in budgets]
+        return list(dict.fromkeys(sizes))
+
+    def _floor(self, progress: Progress) -> int:
+        """The smallest budget that any of the strategies can meet."""
+        floors = []
+        for strategy, label in zip(self.strategies, self.labels, strict=True):
+            report = _within(progress, 0.0, 0.0, label)
+            report(0.0, "smallest budget")
+            cell = self._cell(strategy, label, MINIMUM, report)
+            if cell.budget_bytes is not None and cell.plan is not None:
+                floors.append(cell.budget_bytes)
+        if not floors:
+            raise ValueError("compare: no strategy knows its smallest budget; pass budgets=")
+        return min(floors)
+
+    def _cell(
+        self, strategy: Strategy, label: str, budget: int | str | None, progress: Progress
+    ) -> Cell:
+        size = None if isinstance(budget, str) else budget
+        begin = time.perf_counter()
+
+        def empty(status: Status, note: str, smallest_bytes: int | None = None) -> Cell:
+            spent_s = time.perf_counter() - begin
+            return Cell(
+                label, size, status, spent_s, smallest_budget_bytes=smallest_bytes, note=note
+            )
+
+        on_chain = strategy.needs == "chain" and self.view is not None
+        reason = strategy.why_not(self.view.chain if on_chain and self.view else self.cost_model)
+        if reason is not None:
+            return empty(Status.UNKNOWN, reason)
+        try:
+            plan = solve(
+                self.cost_model,
+                budget,
+                strategy,
+                device=self.device,
+                profiled=self.profiled,
+                time_limit_s=self.time_limit_s,
+                progress=progress,
+                linearization=self.view,
+            )
+        except InfeasibleBudgetError as error:
+            return empty(Status.INFEASIBLE, "", error.smallest_budget_bytes)
+        except (MemoptError, MemoryError) as error:
+            return empty(Status.UNKNOWN, str(error))
+        return Cell(
+            label,
+            plan.budget,
+            plan.status,
+            time.perf_counter() - begin,
+            plan.peak_bytes,
+            plan.step_time_s,
+            plan.overhead,
+            plan.lower_bound_s,
+            plan.gap,
+            plan=plan,
+        )
+
+
+def _linearization(cost_model: Chain | Graph) -> Linearization | None:
+    from memopt.models.linearize import linearize
+    from memopt.models.stage_map import has_updates
+
+    if isinstance(cost_model, Chain) or has_updates(cost_model):
+        return None
+    return linearize(cost_model)
+
+
+def _within(progress: Progress, start: float, share: float, label: str) -> Progress:
+    return lambda fraction, what: progress(start + share * fraction, f"{label}: {what}")
+
+
+def _real_model(profiled: Profiled | None) -> Any:
+    """The module to run the plans on."""
+    if profiled is None:
+        raise ValueError("run=True runs a model: pass an nn.Module and inputs, not a cost model")
+    if not profiled.baseline.measured:
+        raise ValueError('run=True runs the model here: compare with mode="measure"')
+    model = profiled.captured.model()
+    if model is None:
+        raise ValueError("run=True: the profiled model is gone; keep a reference to it")
+    return model
+
+
+def _measured(
+    made: Comparison,
+    model: Any,
+    loss_fn: Callable[..., Any] | None,
+    targets: tuple[Any, ...],
+    progress: Progress,
+) -> Comparison:
+    """The comparison with what real steps need; each different program runs once per round."""
+    from memopt.executor.interleaved import measure_in_turn
+
+    plans: list[Plan] = []
+    number: dict[int, int] = {}
+    for index, cell in enumerate(made.cells):
+        if cell.plan is None:
+            continue
+        same = (i for i, plan in enumerate(plans) if plan.program == cell.plan.program)
+        number[index] = next(same, len(plans))
+        if number[index] == len(plans):
+            plans.append(cell.plan)
+    if not plans:
+        return made
+    try:
+        unplanned, figures = measure_in_turn(
+            plans, model, loss_fn=loss_fn, targets=targets, progress=progress
+        )
+    except KeyboardInterrupt:
+        return replace(made, complete=False)
+    cells = list(made.cells)
+    for index, which in number.items():
+        peak, seconds = figures[which]
+        cells[index] = replace(cells[index], measured_peak_bytes=peak, measured_time_s=seconds)
+    baseline = BaselineFigures(*unplanned, measured=True)
+    return replace(made, cells=tuple(cells), measured_baseline=baseline)

@@ -1,0 +1,81 @@
+"""Measuring several plans of one model, and the model without a plan, step by step in turn."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from memopt.executor.apply import apply_plan, planned_call
+from memopt.executor.check import clear_gradients, summed, timed
+from memopt.profiler.baseline import untouched
+from memopt.profiler.memory import metered
+from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
+
+if TYPE_CHECKING:
+    from memopt.plan import Plan
+
+Measured = tuple[int, float]
+"""(total peak bytes, median seconds) of a step."""
+
+
+def measure_in_turn(
+    plans: Sequence[Plan],
+    model: nn.Module,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    targets: tuple[Any, ...] = (),
+    rounds: int = 5,
+    progress: Callable[[float, str], None] | None = None,
+) -> tuple[Measured, tuple[Measured, ...]]:
+    """The unplanned step's peak and time, and each plan's, of the planned example inputs.
+
+    Every round runs each of them once, so that what disturbs the machine disturbs all alike. The
+    model's parameters, buffers, gradients and random state are left as they were.
+
+    Args:
+        plans: at least one, all of this model.
+        model: the planned module.
+        loss_fn: the loss, `loss_fn(output, *targets)`; None: the sum of all outputs.
+        targets: what the loss takes beside the output.
+        rounds: timed rounds, at least 1; a metered one, which also warms up, comes first.
+        progress: called after every step; may raise KeyboardInterrupt.
+    """
+    call = planned_call(plans[0])
+    device = device_of(model, call)
+    modules = [model, *(apply_plan(plan, model) for plan in plans)]
+    # The loss and the runtime's token are charged as resident, and metered: count them once.
+    resident_bytes = plans[0].resident_bytes - STEP_SCALARS_BYTES[device.type]
+    report = progress or (lambda _fraction, _what: None)
+    total = len(modules) * (rounds + 1)
+
+    def step(module: nn.Module) -> Any:
+        output = module(*call.args, **call.kwargs)
+        loss = summed(output) if loss_fn is None else loss_fn(output, *targets)
+        loss.backward()
+        return output
+
+    peaks: list[int] = []
+    times: list[list[float]] = [[] for _ in modules]
+    with untouched(model, call):
+        for module in modules:
+            clear_gradients(model, call.tensors())
+            step(module)
+            clear_gradients(model, call.tensors())
+            with metered(device) as use:
+                # Kept until the meter stops: a user's step holds its output, too.
+                output = step(module)
+            del output
+            peaks.append(resident_bytes + use.peak_bytes)
+            report(len(peaks) / total, "measuring peaks")
+        for done in range(1, rounds + 1):
+            for seconds, module in zip(times, modules, strict=True):
+                clear_gradients(model, call.tensors())
+                seconds.append(timed(partial(step, module), device))
+            report((done + 1) / (rounds + 1), "measuring step times")
+    medians = [statistics.median(seconds) for seconds in times]
+    baseline, *planned = zip(peaks, medians, strict=True)
+    return baseline, tuple(planned)

@@ -1,0 +1,59 @@
+"""The last word on a plan, whoever made it: validated, then replayed under the one semantics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memopt.models.chain import Chain
+from memopt.models.chain_replay import replay_chain
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.offload_replay import has_transfers, replay_offload
+from memopt.models.program import Program
+from memopt.models.replay import replay
+from memopt.models.steps import ChainStep
+from memopt.models.validate import validate
+from memopt.models.validate_chain import validate_chain
+from memopt.models.validate_offload import validate_offload
+from memopt.models.violations import Violation
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What replaying a plan gives: bytes are totals, resident included."""
+
+    peak_bytes: int
+    time_s: float
+    host_peak_bytes: int
+
+
+def judge(
+    cost_model: Chain | Graph,
+    steps: tuple[ChainStep, ...] | None,
+    program: Program | None,
+    budget_bytes: int | None,
+    device: Device,
+) -> tuple[Violation | None, Figures]:
+    """Validate and replay a plan: the program of a Graph, or the schedule of a bare Chain.
+
+    Raises:
+        InvalidProgramError: it cannot be replayed (the validator's verdict comes first).
+    """
+    if isinstance(cost_model, Graph):
+        assert program is not None
+        violation = validate(cost_model, program, budget_bytes)
+        if violation is not None:
+            return violation, Figures(0, 0.0, 0)
+        timeline = replay(cost_model, program, device)
+        return None, Figures(timeline.peak_bytes, timeline.time_s, timeline.host_peak_bytes)
+    assert steps is not None
+    moves = has_transfers(steps)
+    check = validate_offload if moves else validate_chain
+    violation = check(cost_model, steps, budget_bytes)
+    if violation is not None:
+        return violation, Figures(0, 0.0, 0)
+    if moves:
+        moved = replay_offload(cost_model, steps, device)
+        return None, Figures(moved.peak_bytes, moved.time_s, moved.host_peak_bytes)
+    chain_timeline = replay_chain(cost_model, steps)
+    return None, Figures(chain_timeline.peak_bytes, chain_timeline.time_s, 0)

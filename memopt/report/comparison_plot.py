@@ -1,0 +1,125 @@
+"""A comparison as the papers draw it: step time against peak memory, one line per strategy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memopt.report.rotor_plots import CURVE_COLOURS, MARKERS
+from memopt.report.style import (
+    GREY,
+    legend_beside,
+    memory_unit,
+    new_axes,
+    text_color,
+    time_unit,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from memopt.comparison import Cell, Comparison
+
+LINE_STYLES = ("-", "--", ":")
+BOUND_OPACITY = 0.3
+
+
+def plot_comparison(comparison: Comparison, ax: Axes | None = None) -> Axes:
+    """See `Comparison.plot`. Lines differ in colour, marker and, past seven, in their dashes.
+
+    Measured figures are drawn where the plans were run. The bound is one on predicted times, so
+    it is shaded only beside those.
+    """
+    axes = new_axes(ax)
+    beside = comparison.measured_baseline
+    baseline = beside or comparison.baseline
+    points = {name: _points(comparison, name, beside is not None) for name in comparison.strategies}
+    drawn = [point for line in points.values() for point in line]
+    drawn.append((baseline.peak_bytes, baseline.step_time_s))
+    size, size_unit = memory_unit(max(peak for peak, _ in drawn))
+    scale, seconds_unit = time_unit(max(time_s for _, time_s in drawn))
+    for number, (name, line) in enumerate(points.items()):
+        if not line:
+            continue
+        axes.plot(
+            [peak / size for peak, _ in line],
+            [time_s * scale for _, time_s in line],
+            color=CURVE_COLOURS[number % len(CURVE_COLOURS)],
+            marker=MARKERS[number % len(MARKERS)],
+            linestyle=LINE_STYLES[number // len(CURVE_COLOURS) % len(LINE_STYLES)],
+            # Later lines are thinner, so that those that coincide are all seen.
+            linewidth=max(1.2, 4.0 - 0.6 * number),
+            markersize=max(4.0, 10.0 - number),
+            label=name,
+            zorder=3,
+        )
+    axes.plot(
+        [baseline.peak_bytes / size],
+        [baseline.step_time_s * scale],
+        color=text_color(),
+        marker="*",
+        markersize=9,
+        linestyle="none",
+        label=f"without memopt ({'measured' if baseline.measured else 'predicted'})",
+        zorder=4,
+    )
+    if beside is None:
+        _shade_bound(comparison, axes, size, scale)
+    how = "measured" if beside is not None else "predicted"
+    axes.set_xlabel(f"peak memory, {how} ({size_unit})")
+    axes.set_ylabel(f"step time, {how} ({seconds_unit})")
+    legend_beside(axes)
+    return axes
+
+
+def _points(comparison: Comparison, name: str, measured: bool) -> list[tuple[int, float]]:
+    """(peak in bytes, seconds) of a strategy's plans, by peak, each once."""
+    found = set()
+    for cell in comparison.cells:
+        figures = _figures(cell, measured)
+        if cell.strategy == name and figures is not None:
+            found.add(figures)
+    return sorted(found)
+
+
+def _figures(cell: Cell, measured: bool) -> tuple[int, float] | None:
+    peak = cell.measured_peak_bytes if measured else cell.peak_bytes
+    time_s = cell.measured_time_s if measured else cell.step_time_s
+    return None if peak is None or time_s is None else (peak, time_s)
+
+
+def bounds(comparison: Comparison) -> list[tuple[int, float]]:
+    """(budget in bytes, seconds): no plan of the compared strategies within the budget is faster,
+    by budget."""
+    found: dict[int, float] = {}
+    for cell in comparison.cells:
+        if cell.budget_bytes is not None and cell.lower_bound_s is not None:
+            least = found.get(cell.budget_bytes, cell.lower_bound_s)
+            found[cell.budget_bytes] = min(least, cell.lower_bound_s)
+    return sorted(found.items())
+
+
+def _shade_bound(comparison: Comparison, axes: Axes, size: int, scale: float) -> None:
+    steps = bounds(comparison)
+    if not steps:
+        return
+    # A bound for a budget holds for every peak up to it, down to the next smaller budget.
+    left = min(axes.get_xlim()[0], steps[0][0] / size)
+    right = max(axes.get_xlim()[1], steps[-1][0] / size)
+    lowest = min(time_s for _, time_s in steps) * scale
+    bottom = lowest - 0.15 * max(axes.get_ylim()[1] - lowest, 0.1 * lowest)
+    edges = [left, *(budget / size for budget, _ in steps), right]
+    levels = [time_s * scale for _, time_s in steps]
+    # Beyond the largest budget only what every step takes is known.
+    levels.append(min(levels[-1], comparison.compute_time_s * scale))
+    axes.stairs(
+        levels,
+        edges,
+        baseline=bottom,
+        fill=True,
+        color=GREY,
+        alpha=BOUND_OPACITY,
+        label="faster than the bound",
+        zorder=1,
+    )
+    axes.set_xlim(left, right)
+    axes.set_ylim(bottom=bottom)

@@ -1,0 +1,141 @@
+"""A comparison as text, Markdown, HTML and a data frame."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from memopt.models.budget import format_bytes
+from memopt.report.texts import format_seconds
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from memopt.comparison import Cell, Comparison
+
+_HEAD = ("strategy", "budget", "status", "peak", "step time", "overhead", "bound", "gap", "solve")
+_MEASURED_HEAD = ("measured peak", "measured time", "measured overhead")
+
+
+def text(comparison: Comparison) -> str:
+    """Aligned columns, the baseline above, notes below."""
+    table = [_head(comparison), *(_row(comparison, cell) for cell in comparison.cells)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(entry.ljust(width) for entry, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    ]
+    return "\n".join([*_above(comparison), *lines, *_notes(comparison)])
+
+
+def markdown(comparison: Comparison) -> str:
+    """A Markdown table, the baseline above, notes below."""
+    head = _head(comparison)
+    rows = [head, tuple("---" for _ in head)]
+    rows += [_row(comparison, cell) for cell in comparison.cells]
+    lines = ["| " + " | ".join(entry.replace("|", "\\|") for entry in row) + " |" for row in rows]
+    notes = [f"- {note}" for note in _notes(comparison)]
+    above = "  \n".join(_above(comparison))
+    return "\n".join([above, "", *lines, *(["", *notes] if notes else [])])
+
+
+def html(comparison: Comparison) -> str:
+    """An HTML table for notebooks, each budget's fastest plan in bold; no script."""
+    bold = _fastest(comparison)
+    rows = ["".join(f"<th>{escape(entry)}</th>" for entry in _head(comparison))]
+    for cell in comparison.cells:
+        style = ' style="font-weight:bold"' if id(cell) in bold else ""
+        entries = _row(comparison, cell)
+        rows.append("".join(f"<td{style}>{escape(entry)}</td>" for entry in entries))
+    paragraphs = "".join(f"<p>{escape(line)}</p>" for line in _above(comparison))
+    notes = "".join(f"<p>{escape(note)}</p>" for note in _notes(comparison))
+    table = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<div>{paragraphs}<table>{table}</table>{notes}</div>"
+
+
+def data_frame(comparison: Comparison, names: tuple[str, ...]) -> DataFrame:
+    """See `Comparison.to_dataframe`; `names` are the attributes of a cell to show."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError(
+            "to_dataframe needs pandas, which is not installed: pip install memopt[plots]"
+        ) from error
+    rows = [[getattr(cell, name) for name in names] for cell in comparison.cells]
+    frame = pandas.DataFrame(rows, columns=list(names))
+    frame["status"] = [str(status.value) for status in frame["status"]]
+    whole = [name for name in names if name.endswith("_bytes")]
+    # Nullable integers: bytes stay whole beside cells that have none.
+    return frame.astype(dict.fromkeys(whole, "Int64"))
+
+
+def _head(comparison: Comparison) -> tuple[str, ...]:
+    return _HEAD if comparison.measured_baseline is None else (*_HEAD, *_MEASURED_HEAD)
+
+
+def _row(comparison: Comparison, cell: Cell) -> tuple[str, ...]:
+    budget = "no limit" if cell.budget_bytes is None else format_bytes(cell.budget_bytes)
+    entries: tuple[str, ...] = (
+        cell.strategy,
+        budget,
+        cell.status.value,
+        "-" if cell.peak_bytes is None else format_bytes(cell.peak_bytes),
+        _seconds(cell.step_time_s),
+        _share(cell.overhead),
+        _seconds(cell.lower_bound_s),
+        "-" if cell.gap is None else f"{cell.gap:.1%}",
+        format_seconds(cell.solve_time_s),
+    )
+    if cell.plan is None and cell.smallest_budget_bytes is not None:
+        least = f"needs {format_bytes(cell.smallest_budget_bytes)}"
+        entries = (*entries[:3], least, *entries[4:])
+    baseline = comparison.measured_baseline
+    if baseline is None:
+        return entries
+    peak, seconds = cell.measured_peak_bytes, cell.measured_time_s
+    slower = None if seconds is None else seconds / baseline.step_time_s - 1
+    peak_text = "-" if peak is None else format_bytes(peak)
+    return (*entries, peak_text, _seconds(seconds), _share(slower))
+
+
+def _above(comparison: Comparison) -> list[str]:
+    base = comparison.baseline
+    how = "measured" if base.measured else "predicted"
+    lines = [
+        f"without memopt ({how}): {format_bytes(base.peak_bytes)}, "
+        f"{format_seconds(base.step_time_s)}"
+    ]
+    beside = comparison.measured_baseline
+    if beside is not None:
+        lines.append(
+            f"without memopt (measured beside the plans): {format_bytes(beside.peak_bytes)}, "
+            f"{format_seconds(beside.step_time_s)}"
+        )
+    return lines
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    notes = dict.fromkeys(f"{cell.strategy}: {cell.note}" for cell in comparison.cells if cell.note)
+    if not comparison.complete:
+        notes["interrupted: the comparison is not complete"] = None
+    return list(notes)
+
+
+def _fastest(comparison: Comparison) -> set[int]:
+    """The ids of each budget's fastest cells, as predicted."""
+    found = set()
+    for budget in comparison.budgets:
+        row = [
+            c for c in comparison.cells if c.budget_bytes == budget and c.step_time_s is not None
+        ]
+        best = min((c.step_time_s or 0.0 for c in row), default=0.0)
+        found |= {id(cell) for cell in row if cell.step_time_s == best}
+    return found
+
+
+def _seconds(time_s: float | None) -> str:
+    return "-" if time_s is None else format_seconds(time_s)
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:+.1%}"

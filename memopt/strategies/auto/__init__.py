@@ -1,0 +1,1 @@
+"""The auto strategy: several strategies, and the fastest valid plan among theirs."""

@@ -1,0 +1,169 @@
+"""One strategy as a member of auto: solved, lowered, validated and replayed as `plan` does it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from memopt.errors import MemoptError
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.judge import judge
+from memopt.models.linearize import Linearization, linearize
+from memopt.models.program import Program
+from memopt.models.stage_map import has_updates
+from memopt.models.steps import ChainStep
+from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+from memopt.strategies.slack import PROBES, best_that_fits
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one member did. Byte figures are totals, as replayed.
+
+    Attributes:
+        name: the strategy's.
+        status: as its solution says, UNKNOWN also where it failed.
+        seconds: how long it took.
+        given_s: how long it might take.
+        time_s: replayed step time; 0 without a plan.
+        peak_bytes: replayed peak; 0 without a plan.
+        bound_s: no schedule of its class within the budget is faster; infinity if there is none.
+            None: no bound, as for a graph's chain, whose accounting counts more memory than the
+            program needs: a faster program may still fit.
+        smallest_budget_bytes: when there is no plan, the smallest budget known to be feasible.
+        steps: the schedule of a bare chain's plan.
+        program: the program of a graph's plan.
+        note: why there is no valid plan.
+        stats: the solver's own.
+    """
+
+    name: str
+    status: Status
+    seconds: float
+    given_s: float
+    time_s: float = 0.0
+    peak_bytes: int = 0
+    bound_s: float | None = None
+    smallest_budget_bytes: int | None = None
+    steps: tuple[ChainStep, ...] | None = None
+    program: Program | None = None
+    note: str = ""
+    stats: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def plans(self) -> bool:
+        """Whether there is a valid plan within the budget."""
+        return self.steps is not None or self.program is not None
+
+    @property
+    def line(self) -> tuple[str, str, float | None, float, str]:
+        """(name, status, step time in s, seconds spent, note), for the stats."""
+        time_s = self.time_s if self.plans else None
+        return self.name, str(self.status), time_s, self.seconds, self.note
+
+
+@dataclass(frozen=True)
+class Member:
+    """A strategy that fits, and the linearization its chain comes from, if it needs one."""
+
+    strategy: Strategy
+    view: Linearization | None = None
+
+    def run(
+        self,
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        device: Device,
+        share_s: float,
+        progress: Progress | None,
+    ) -> Outcome:
+        """Solve within `share_s` seconds, as far as the strategy can stop, and judge the plan."""
+        begin = time.monotonic()
+        name = self.strategy.name
+        target = cost_model if self.view is None else self.view.chain
+
+        def attempt(limit_bytes: int | None) -> Solution:
+            # The probes of one member share its time.
+            left_s = max(0.0, begin + share_s - time.monotonic())
+            return self.strategy.solve(
+                target, limit_bytes, device=device, time_limit_s=left_s, progress=progress
+            )
+
+        try:
+            if self.view is None or budget_bytes is None:
+                solution = attempt(budget_bytes)
+            else:
+                probes = PROBES if "recompute" in self.strategy.features else 0
+                solution = best_that_fits(self.view.graph, self.view, attempt, budget_bytes, probes)
+        except (MemoptError, MemoryError) as error:
+            # One member that gives up (a host budget, a table too large) does not stop the rest.
+            seconds = time.monotonic() - begin
+            return Outcome(name, Status.UNKNOWN, seconds, share_s, note=str(error))
+        return self._judged(cost_model, solution, budget_bytes, device, begin, share_s)
+
+    def _judged(
+        self,
+        cost_model: CostModel,
+        solution: Solution,
+        budget_bytes: int | None,
+        device: Device,
+        begin: float,
+        share_s: float,
+    ) -> Outcome:
+        name, program, steps = self.strategy.name, solution.program, solution.steps
+        if self.view is not None and steps is not None:
+            program, steps = self.view.lower(steps), None
+        if program is None and steps is None:
+            status = solution.status
+            proved = status is Status.INFEASIBLE and self.view is None
+            return Outcome(
+                name,
+                status,
+                time.monotonic() - begin,
+                share_s,
+                bound_s=float("inf") if proved else None,
+                smallest_budget_bytes=solution.smallest_budget_bytes,
+                stats=solution.stats,
+            )
+        violation, figures = judge(cost_model, steps, program, budget_bytes, device)
+        seconds = time.monotonic() - begin
+        if violation is not None:
+            note = f"invalid plan: {violation}"
+            return Outcome(name, Status.UNKNOWN, seconds, share_s, note=note, stats=solution.stats)
+        return Outcome(
+            name,
+            solution.status,
+            seconds,
+            share_s,
+            time_s=figures.time_s,
+            peak_bytes=figures.peak_bytes,
+            bound_s=None if self.view is not None else solution.lower_bound_s,
+            steps=steps,
+            program=program,
+            stats=solution.stats,
+        )
+
+
+def fitting(
+    cost_model: CostModel, strategies: Sequence[Strategy]
+) -> tuple[tuple[Member, ...], tuple[str, ...]]:
+    """The strategies that can plan this cost model, and why the others cannot."""
+    view: Linearization | None = None
+    members: list[Member] = []
+    refused: list[str] = []
+    for strategy in strategies:
+        if strategy.needs == "chain" and isinstance(cost_model, Graph):
+            if has_updates(cost_model):
+                refused.append(f"{strategy.name}: the step updates parameters, a chain cannot")
+                continue
+            view = view or linearize(cost_model)
+            reason, member = strategy.why_not(view.chain), Member(strategy, view)
+        else:
+            reason, member = strategy.why_not(cost_model), Member(strategy)
+        if reason is None:
+            members.append(member)
+        else:
+            refused.append(reason)
+    return tuple(members), tuple(refused)

@@ -1,0 +1,169 @@
+"""auto: the strategies that fit, one after the other, and the fastest valid plan of them all."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+from memopt.models.chain import Chain
+from memopt.models.device import Device
+from memopt.strategies.auto.members import Outcome, fitting
+from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+
+DEFAULT_TIME_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Auto(Strategy):
+    """Every strategy that fits, under one time limit; the fastest plan within the budget.
+
+    All plans are validated and replayed with the same semantics before they are compared, and no
+    plan is slower than that of a single strategy in the time it had here. The solution's stats
+    say what each of them did ("tried"), who won ("chosen") and why ("reason"). A plan in which
+    nothing runs twice or waits ends the search: there is no faster one. Of equally fast plans
+    the one of the strategy asked first is taken.
+
+    With a time limit that stops a member, another run may give another plan; "tried" says how
+    long each took.
+
+    Attributes:
+        members: what to try, in this order; empty: all strategies of `memopt.strategies()`, those
+            that move data only for a device whose link is known.
+        time_limit_s: seconds for all of them together, where `solve` is given no limit.
+    """
+
+    members: tuple[Strategy, ...] = ()
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S
+
+    name: ClassVar[str] = "auto"
+    needs: ClassVar[str] = "any"
+    features: ClassVar[frozenset[str]] = frozenset(
+        {"recompute", "offload", "order", "place", "implementations"}
+    )
+
+    def __post_init__(self) -> None:
+        if not self.time_limit_s > 0:
+            raise ValueError(f"Auto: time_limit_s must be positive, got {self.time_limit_s!r}")
+        if any(isinstance(member, Auto) for member in self.members):
+            raise ValueError("Auto: an auto cannot be a member of an auto")
+
+    def candidates(self, device: Device | None) -> tuple[Strategy, ...]:
+        """What will be tried, in order, before it is known whether it fits the cost model."""
+        if self.members:
+            return self.members
+        from memopt.strategies import STRATEGIES
+
+        # Over a link of unknown speed every transfer would look free.
+        linked = device is not None and math.isfinite(device.to_host_bytes_per_s)
+        return tuple(
+            member
+            for member in STRATEGIES
+            if not isinstance(member, Auto) and (linked or "offload" not in member.features)
+        )
+
+    def solve(
+        self,
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
+        started = time.monotonic()
+        deadline = started + (self.time_limit_s if time_limit_s is None else time_limit_s)
+        members, refused = fitting(cost_model, self.candidates(device))
+        least_s = least_time_s(cost_model)
+        outcomes: list[Outcome] = []
+        for index, member in enumerate(members):
+            now = time.monotonic()
+            if now >= deadline:
+                break
+            # What a member leaves over is shared by those after it.
+            share_s = (deadline - now) / (len(members) - index)
+            report = _part(progress, index, len(members), member.strategy.name)
+            try:
+                outcome = member.run(cost_model, budget_bytes, device or Device(), share_s, report)
+            except KeyboardInterrupt:
+                break
+            outcomes.append(outcome)
+            if outcome.plans and outcome.time_s <= least_s * (1 + 1e-9):
+                break
+        tried = tuple(outcome.line for outcome in outcomes)
+        left = tuple(m.strategy.name for m in members[len(outcomes) :])
+        stats: dict[str, object] = {"tried": tried, "not_tried": left, "refused": refused}
+        stats["solve_s"] = time.monotonic() - started
+        best = min((o for o in outcomes if o.plans), key=lambda o: o.time_s, default=None)
+        if best is None:
+            return _without_plan(outcomes, bool(left), stats)
+        return _with_plan(best, outcomes, bool(left), least_s, stats)
+
+
+def least_time_s(cost_model: CostModel) -> float:
+    """Every operator once, each in its fastest implementation, seconds: no step is faster."""
+    if isinstance(cost_model, Chain):
+        return cost_model.compute_time_s
+    return sum(
+        min((operator.time_s, *(other.time_s for other in operator.implementations)))
+        for operator in cost_model.operators
+    )
+
+
+def _part(progress: Progress | None, index: int, count: int, name: str) -> Progress | None:
+    if progress is None:
+        return None
+    told = progress
+    return lambda fraction, what: told((index + fraction) / count, f"{name}: {what}")
+
+
+def _without_plan(outcomes: list[Outcome], left: bool, stats: dict[str, object]) -> Solution:
+    known = [o.smallest_budget_bytes for o in outcomes if o.smallest_budget_bytes is not None]
+    proved = not left and all(outcome.status is Status.INFEASIBLE for outcome in outcomes)
+    return Solution(
+        Status.INFEASIBLE if proved and known else Status.UNKNOWN,
+        smallest_budget_bytes=min(known, default=None),
+        stats=stats,
+    )
+
+
+def _with_plan(
+    best: Outcome,
+    outcomes: list[Outcome],
+    left: bool,
+    least_s: float,
+    stats: dict[str, object],
+) -> Solution:
+    """The winner's plan; the bound holds for the members' classes together."""
+    complete = not left and all(outcome.bound_s is not None for outcome in outcomes)
+    bounds = [outcome.bound_s for outcome in outcomes if outcome.bound_s is not None]
+    bound_s = min(best.time_s, max(least_s, min(bounds)) if complete else least_s)
+    slower = sorted(
+        (o for o in outcomes if o.plans and o is not best), key=lambda outcome: outcome.time_s
+    )
+    if best.time_s <= least_s * (1 + 1e-9):
+        reason = f"{best.name}: nothing runs twice or waits, so no plan is faster"
+    elif slower and slower[0].time_s > best.time_s:
+        ratio = slower[0].time_s / best.time_s - 1
+        reason = f"{best.name}: the fastest; next is {slower[0].name}, {ratio:.2%} slower"
+    elif slower:
+        reason = f"{best.name}: the fastest, as is {slower[0].name}"
+    else:
+        reason = f"{best.name}: the only one with a plan within the budget"
+    proved = best.time_s <= bound_s * (1 + 1e-12)
+    return Solution(
+        Status.OPTIMAL if proved else Status.FEASIBLE,
+        steps=best.steps,
+        program=best.program,
+        peak_bytes=best.peak_bytes,
+        time_s=best.time_s,
+        lower_bound_s=bound_s,
+        gap=(best.time_s - bound_s) / bound_s if bound_s > 0 else 0.0,
+        stats={
+            "chosen": best.name,
+            "reason": reason,
+            **stats,
+            **{f"{best.name}_{key}": value for key, value in best.stats.items()},
+        },
+    )
