@@ -20,7 +20,7 @@ from memopt.strategies.olla.contract import (
     without_free_tasks,
 )
 from memopt.strategies.olla.exact_models import solve_joint, solve_order
-from memopt.strategies.olla.mincut import forced_live, minimum_cut
+from memopt.strategies.olla.mincut import forced_live, last_task_bound, minimum_cut
 from memopt.strategies.olla.orders import greedy_orders
 from memopt.strategies.olla.tasks import Tasks
 from tests.olla.oracles import all_orders, best_order_bytes
@@ -114,6 +114,7 @@ def test_bounds_hold_and_the_cut_is_the_stronger_one() -> None:
     for _ in range(120):
         tasks = random_tasks(rng, rng.randint(2, 9))
         best = exhaustive_peak(tasks)
+        assert last_task_bound(tasks) <= best
         forced = forced_live(tasks)
         for task in range(len(tasks)):
             bound, executed = minimum_cut(tasks, task)

@@ -40,6 +40,20 @@ def forced_live(tasks: Tasks) -> list[int]:
     return bounds
 
 
+def last_task_bound(tasks: Tasks) -> int:
+    """A bound from the end of every order: some task without successors runs last, beside
+    everything that is kept, with what it consumes and its transient bytes."""
+    kept = tasks.base + sum(value.size for value in tasks.values if value.kept)
+    beside = [
+        tasks.transient[task]
+        + sum(tasks.values[v].size for v in tasks.consumed[task] if not tasks.values[v].kept)
+        + sum(tasks.values[v].size for v in tasks.produced[task] if not tasks.values[v].kept)
+        for task in range(len(tasks))
+        if not tasks.following[task]
+    ]
+    return kept + min(beside, default=0)
+
+
 def minimum_cut(tasks: Tasks, task: int) -> tuple[int, int]:
     """(a bound on the memory while `task` runs in any order, the set X that attains it).
 

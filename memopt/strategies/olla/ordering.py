@@ -18,7 +18,7 @@ from memopt.strategies.olla.contract import (
     independent_parts,
     without_free_tasks,
 )
-from memopt.strategies.olla.mincut import forced_live, minimum_cut
+from memopt.strategies.olla.mincut import forced_live, last_task_bound, minimum_cut
 from memopt.strategies.olla.orders import greedy_orders
 from memopt.strategies.olla.tasks import Tasks
 from memopt.strategies.olla.window_search import Window
@@ -167,7 +167,7 @@ class _Run:
         """Minimum cuts where they promise most: at the incumbent's highest tasks and at those
         with the largest forced-live bound."""
         forced = forced_live(self.tasks)
-        self.raise_bound(max(forced, default=self.tasks.base))
+        self.raise_bound(max(last_task_bound(self.tasks), *forced, self.tasks.base))
         highest = sorted(range(len(self.order)), key=lambda i: -self.profile[i])[:count]
         tasks = [self.order[i] for i in highest]
         tasks += sorted(range(len(self.tasks)), key=lambda task: -forced[task])[:count]

@@ -31,9 +31,10 @@ def place(
 ) -> Placement:
     """Place buffers so that those live at the same time do not overlap, with a small peak.
 
-    Greedy placements first, repaired by placing earlier what ends too high; then depth-first search at the lower bound (the most bytes live at
-    once) and, while that fails, at capacities between the bound and the best peak, with growing
-    limits; then CP-SAT if asked for. It stops at the bound, at `capacity`, or at a limit.
+    Greedy placements first, repaired by placing earlier what ends too high; then depth-first
+    search at the lower bound (the most bytes live at once) and, while that fails, at capacities
+    between the bound and the best peak, with growing limits; then CP-SAT if asked for. It stops
+    at the bound, at `capacity`, or at a limit.
     KeyboardInterrupt stops it too: the best placement so far is returned.
 
     Args:
