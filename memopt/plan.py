@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch import nn
 
+    from memopt.profiler.inputs import Call
     from memopt.profiler.session import Profiled
     from memopt.report.step_check import StepCheck
 
@@ -103,7 +104,12 @@ class Plan:
         return install(profiled.captured, profiled.lowering, self.program).source
 
     def apply(
-        self, model: nn.Module, inputs: Any = None, *, interpreted: bool = False
+        self,
+        model: nn.Module,
+        inputs: Any = None,
+        *,
+        interpreted: bool = False,
+        otherwise: str = "error",
     ) -> nn.Module:
         """The model as a drop-in module whose training step runs under the plan.
 
@@ -116,6 +122,9 @@ class Plan:
             inputs: example inputs of the planned shapes, to capture the model with; None: those
                 of planning (zeros, if the plan is from a file).
             interpreted: run instruction by instruction (slower; for debugging).
+            otherwise: what a call with other shapes, dtypes or modes does: "error" raises
+                GuardError; "original" runs the unplanned model; "replan" plans for it, once,
+                within the same budget (the loss is charged as in this plan).
 
         Raises:
             PlanFileError: the model, its mode or the inputs are not the planned ones; the
@@ -123,8 +132,38 @@ class Plan:
             ValueError: the plan is of a bare Chain or Graph.
         """
         from memopt.executor.apply import apply_plan
+        from memopt.executor.otherwise import behaviour
 
-        return apply_plan(self, model, inputs, interpreted=interpreted)
+        return apply_plan(
+            self,
+            model,
+            inputs,
+            interpreted=interpreted,
+            otherwise=behaviour(otherwise, self._plan_again),
+        )
+
+    def _plan_again(self, model: nn.Module, call: Call) -> nn.Module:
+        """The model under a plan for another call, within the same budget."""
+        from memopt.planning import plan
+        from memopt.profiler.measure import replace_graph
+        from memopt.profiler.session import profile_model
+
+        assert self.graph is not None
+        profiled = profile_model(model, call)
+        optimizer = self.profiled.optimizer if self.profiled is not None else None
+        extra_bytes = optimizer.bytes_total if optimizer is not None else 0
+        graph = replace_graph(
+            profiled.graph,
+            boundary_bytes=self.graph.boundary_bytes,
+            extra_resident_bytes=profiled.graph.extra_resident_bytes + extra_bytes,
+        )
+        return plan(
+            replace(profiled, graph=graph),
+            budget=self.budget,
+            strategy=self.strategy,
+            device=self.device,
+            progress=False,
+        ).apply(model)
 
     def check(
         self,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memopt.errors import PlanFileError
-from memopt.executor.module import PlannedModule, install
+from memopt.executor.module import Otherwise, PlannedModule, install
 from memopt.executor.runtime import Runtime
 from memopt.models.record import difference
 from memopt.models.serialize import fingerprint
@@ -29,9 +29,16 @@ def runtime_of(captured: Captured) -> Runtime:
 
 
 def apply_plan(
-    plan: Plan, model: nn.Module, inputs: Any = None, *, interpreted: bool = False
+    plan: Plan,
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    interpreted: bool = False,
+    otherwise: Otherwise | None = None,
 ) -> PlannedModule:
-    """See `Plan.apply`."""
+    """See `Plan.apply`; `otherwise`: what to do with other calls, None: raise."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"a plan is applied to an nn.Module, got {type(model).__name__}")
     if plan.program is None or (plan.profiled is None and plan.record is None):
         raise ValueError(
             "this plan was made from a cost model, not from a module: it cannot run; "
@@ -39,7 +46,7 @@ def apply_plan(
         )
     captured, lowering = _captured(plan, model, inputs)
     installed = install(captured, lowering, plan.program, interpreted=interpreted)
-    return PlannedModule(model, captured, runtime_of(captured), installed)
+    return PlannedModule(model, captured, runtime_of(captured), installed, otherwise)
 
 
 def planned_call(plan: Plan, inputs: Any = None) -> Call:

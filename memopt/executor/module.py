@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from memopt.errors import ExecutionError
+from memopt.errors import ExecutionError, GuardError
 from memopt.executor.codegen import generate
 from memopt.executor.guard import Guard
 from memopt.executor.interpret import interpret
@@ -19,7 +20,10 @@ from memopt.executor.values import Halves
 from memopt.models.program import Program
 from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured, Primal
-from memopt.profiler.inputs import align
+from memopt.profiler.inputs import Call, align
+
+Otherwise: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
+"""(the user's model, a call that is not the planned one, what differs) → the module to call."""
 
 
 def install(
@@ -79,12 +83,18 @@ class PlannedModule(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, captured: Captured, runtime: Runtime, program: Installed
+        self,
+        model: nn.Module,
+        captured: Captured,
+        runtime: Runtime,
+        program: Installed,
+        otherwise: Otherwise | None = None,
     ) -> None:
         super().__init__()
         for name in _shared_names(model):
             self.__dict__[name] = model.__dict__[name]
         self.__dict__["_memopt"] = (model, captured, runtime, program)
+        self.__dict__["_memopt_otherwise"] = otherwise
         updates_inputs = any(captured.primals[i].kind == "input" for i in captured.mutated)
         self.__dict__["_memopt_guard"] = Guard.of(model, captured.call, updates_inputs)
         self.training = model.training
@@ -123,9 +133,11 @@ class PlannedModule(nn.Module):
                     "that the model does not register as parameter or buffer; copy "
                     "planned.original and plan the copy"
                 )
-        copied = PlannedModule(copy.deepcopy(model, memo), captured, runtime, program)
+        otherwise = self.__dict__["_memopt_otherwise"]
+        copied = PlannedModule(copy.deepcopy(model, memo), captured, runtime, program, otherwise)
         memo[id(self)] = copied
-        for name in self.__dict__.keys() - {"_memopt", "_memopt_guard", *_shared_names(model)}:
+        own = {"_memopt", "_memopt_guard", "_memopt_otherwise", *_shared_names(model)}
+        for name in self.__dict__.keys() - own:
             copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
         return copied
 
@@ -135,6 +147,16 @@ class PlannedModule(nn.Module):
             "a planned module cannot be pickled or shallow-copied; save planned.state_dict() and "
             "the plan (plan.save(path)), or pickle planned.original"
         )
+
+    def accepts(self, call: Call) -> bool:
+        """Whether a call, as it would be made now, is the planned one."""
+        model, captured = self.__dict__["_memopt"][:2]
+        guard: Guard = self.__dict__["_memopt_guard"]
+        try:
+            guard.check(model, align(model, captured.call, call.args, call.kwargs))
+        except GuardError:
+            return False
+        return True
 
     def train(self, mode: bool = True) -> PlannedModule:
         """Set the mode of the planned module and of the original one."""
@@ -149,7 +171,14 @@ class PlannedModule(nn.Module):
         if guard.evaluating(model):
             return model(*args, **kwargs)
         call = align(model, captured.call, args, kwargs)
-        guard.check(model, call)
+        try:
+            guard.check(model, call)
+        except GuardError as error:
+            otherwise: Otherwise | None = self.__dict__["_memopt_otherwise"]
+            if otherwise is None:
+                raise
+            instead = otherwise(model, call, error)
+            return instead(*args, **kwargs)
         held = [_value(model, p) for p in captured.primals if p.kind != "input"]
         return runtime.run(program, held, call)
 

@@ -43,6 +43,8 @@ def profiled_of(
         )
     if inputs is None:
         raise ValueError("plan(model, inputs): example inputs are needed to capture the model")
+    if loss_fn is None and targets:
+        raise ValueError("targets go with loss_fn=: loss_fn(output, *targets)")
     loss = None if loss_fn is None else Loss(loss_fn, tuple(targets))
     if estimate_for is not None:
         return estimate_model(

@@ -30,6 +30,30 @@ class Loss:
     function: Callable[..., torch.Tensor]
     targets: tuple[Any, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(
+                f"loss_fn must be callable as loss_fn(output, *targets), got {self.function!r}"
+            )
+
+    def value(self, output: Any) -> torch.Tensor:
+        """The loss of an output.
+
+        Raises:
+            ValueError: it is no scalar tensor with a gradient.
+        """
+        found = self.function(output, *self.targets)
+        if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
+            shown = type(found).__name__
+            if isinstance(found, torch.Tensor):
+                gradient = "" if found.requires_grad else " without a gradient"
+                shown = f"a tensor of shape {list(found.shape)}{gradient}"
+            raise ValueError(
+                "loss_fn(output, *targets) must return one number that depends on the output, "
+                f"such as loss.mean(), got {shown}"
+            )
+        return found
+
 
 @dataclass(frozen=True)
 class Baseline:
@@ -73,7 +97,7 @@ def differentiable(output: Any) -> list[torch.Tensor]:
 def backward(output: Any, loss: Loss | None) -> None:
     """The step after the forward: the user's loss, or unit tangents for every output."""
     if loss is not None:
-        loss.function(output, *loss.targets).backward()  # type: ignore[no-untyped-call]
+        loss.value(output).backward()  # type: ignore[no-untyped-call]
         return
     tensors = differentiable(output)
     torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
@@ -141,7 +165,7 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
         del output, leaves
         again = pytree.tree_unflatten(cut, spec)
         with metered(device) as use:
-            value = loss.function(again, *loss.targets)
+            value = loss.value(again)
             value.backward()  # type: ignore[no-untyped-call]
         tangents = [t.grad for t in cut if isinstance(t, torch.Tensor) and t.grad is not None]
         held = sum(t.untyped_storage().nbytes() for t in tangents)

@@ -210,6 +210,11 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> No
         if not isinstance(value, torch.Tensor):
             held_list.append(None)
             continue
+        if value.layout is not torch.strided:
+            raise CaptureError(
+                f"{node.target!s} makes a sparse tensor, which memopt cannot plan; use dense "
+                "gradients (nn.Embedding(sparse=False)) and dense tensors"
+            )
         index = builder.find(value)
         if index is None:
             name = f"{node.name}.{position}" if multiple else node.name

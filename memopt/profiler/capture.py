@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -154,12 +155,24 @@ def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
             joint = torch_private.export_joint(stack, traced, call.args, call.kwargs)
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            where = _shape_from_data(traced)
+            if where is not None:
+                raise CaptureError(
+                    f"a shape depends on the values of a tensor{where}: {first}. memopt needs the "
+                    "same shapes in every step: multiply by a mask or use torch.where instead of "
+                    "selecting by a condition (y[mask], nonzero, unique)"
+                ) from error
             raise CaptureError(
                 f"the model's backward cannot be traced: {first}. Look for operators without a "
                 "derivative, in-place updates of leaf parameters, or double backward in the forward"
             ) from error
         module: GraphModule = joint.graph_module
         split = _split(module)
+        if not split.tangents:
+            raise CaptureError(
+                "nothing to train: no output of the model has a gradient (all are detached, "
+                "integers, or computed under no_grad)"
+            )
         names = _names(model, traced, joint)
         with torch_private.no_donated_buffers(joint):
             compiled = torch_private.compile_joint(
@@ -182,6 +195,20 @@ def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
         hooks=hooks,
         model=weakref.ref(model),
     )
+
+
+def _shape_from_data(traced: GraphModule) -> str | None:
+    """The line that makes a tensor whose shape dynamo left open; None if there is none."""
+    for node in traced.graph.nodes:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if isinstance(value, torch.Tensor) and any(
+            isinstance(size, torch.SymInt) for size in value.shape
+        ):
+            places = re.findall(
+                r'File "([^"]+)", line (\d+).*\n\s*(.*)', node.meta.get("stack_trace") or ""
+            )
+            return " at {}:{} ({})".format(*places[-1]) if places else ""
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,295 @@
+"""Every misuse is said so, with its remedy."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt
+from memopt.models.chain import Stage
+from memopt.models.graph import Operator
+
+
+def plan(model: Any, inputs: Any = None, **options: Any) -> memopt.Plan:
+    return memopt.plan(
+        model, torch.randn(4, 6) if inputs is None else inputs, progress=False, **options
+    )
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+
+
+class Item(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if y.sum().item() > 0:
+            return y
+        return -y
+
+
+class Truth(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return y if y.sum() > 0 else -y
+
+
+class Lstm(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.recurrent(self.a(x)[None])[0]
+
+
+class Gru(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.recurrent(self.a(x)[None])[0]
+
+
+class Selects(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return y[y > 0]
+
+
+class Nonzero(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return y[(y > 0).nonzero()[:, 0]]
+
+
+class Prints(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        print("rows", x.shape[0])
+        return y
+
+
+class Branches(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 1, lambda t: self.a(t).sin(), lambda t: self.a(t).cos(), (x,))
+
+
+class Underivable(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.igamma(self.a(x).exp(), x.exp())
+
+
+class Detached(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).detach()
+
+
+class Integers(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).argmax(-1)
+
+
+class Fails(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x[:, :3])
+
+
+HERE = re.escape(__file__)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Item, rf"one graph at {HERE}:\d+ \(if y\.sum\(\)\.item\(\) > 0:\).*torch\.where"),
+        (Truth, rf"one graph at {HERE}:\d+ \(return y if y\.sum\(\) > 0 else -y\).*torch\.where"),
+        (Lstm, rf"{HERE}:\d+ \(return self\.recurrent.*LSTM.*an unrolled cell"),
+        (Gru, rf"{HERE}:\d+ \(return self\.recurrent.*GRU.*an unrolled cell"),
+        (Selects, rf"depends on the values of a tensor at {HERE}:\d+ \(return y\[y > 0\]\).*mask"),
+        (Nonzero, rf"a tensor at {HERE}:\d+ \(return .*nonzero.*\).*torch\.where"),
+        (Prints, rf"{HERE}:\d+ \(print\(.*\)"),
+        (Branches, r"higher-order operator .*replace torch\.cond"),
+        (Underivable, r"backward cannot be traced: .*igamma.*without a derivative"),
+        (Detached, "nothing to train: no output of the model has a gradient"),
+        (Integers, "nothing to train: no output of the model has a gradient"),
+    ],
+    ids=lambda p: getattr(p, "__name__", ""),
+)
+def test_model_that_cannot_be_captured(model: type[nn.Module], message: str) -> None:
+    with pytest.raises(memopt.CaptureError, match=message):
+        plan(model())
+
+
+def test_nothing_requires_a_gradient() -> None:
+    with pytest.raises(memopt.CaptureError, match=r"nothing to train.*requires_grad_\(\)"):
+        plan(two_layers().requires_grad_(False))
+
+
+def test_sparse_gradients() -> None:
+    model = nn.Embedding(10, 6, sparse=True)
+    with pytest.raises(memopt.CaptureError, match=r"sparse tensor.*sparse=False"):
+        plan(model, torch.tensor([1, 2]))
+
+
+def test_failing_capture_leaves_the_model_as_it_was() -> None:
+    model = Item()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    with pytest.raises(memopt.CaptureError):
+        plan(model, torch.ones(4, 6))
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ("text", r"inputs must be a tensor, a tuple .* got str"),
+        (3, r"inputs must be a tensor, a tuple .* got int"),
+        ({1: torch.ones(1)}, r"keyword arguments need names, got the key 1"),
+        ({"y": torch.ones(4, 6)}, r"missing a required argument: 'input'"),
+        ((torch.ones(4, 6), 2), r"too many positional arguments"),
+        (torch.ones(4, 7), r"without memopt it fails, too.*mat1 and mat2"),
+        (torch.ones(4, 6, dtype=torch.long), r"without memopt it fails, too.*dtype"),
+    ],
+)
+def test_inputs_that_do_not_fit(inputs: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(two_layers(), inputs)
+
+
+def test_model_that_fails_by_itself() -> None:
+    with pytest.raises(ValueError, match="without memopt it fails, too"):
+        plan(Fails())
+
+
+class Casts(Layers):
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.a(x).to(dtype)
+
+
+def test_other_arguments() -> None:
+    with pytest.raises(memopt.CaptureError, match=r"called with a dtype.*as attributes"):
+        plan(Casts(), (torch.randn(4, 6), torch.float64))
+
+
+def test_missing_inputs() -> None:
+    with pytest.raises(ValueError, match="example inputs are needed"):
+        memopt.plan(two_layers(), progress=False)
+
+
+def test_not_a_model() -> None:
+    with pytest.raises(ValueError, match=r"takes an nn\.Module .* or a memopt Chain or Graph, got"):
+        plan(lambda x: x)
+
+
+def test_mixed_devices() -> None:
+    with pytest.raises(ValueError, match="on one device, found cpu, meta; move them"):
+        plan(two_layers(), torch.ones(4, 6, device="meta"))
+
+
+@pytest.mark.parametrize(
+    "budget",
+    ["6 gigs", "", "6", "-5GiB", "1e9", "max", 0, -1, 0.0, 1.5, math.nan, math.inf, True, b"6GiB"],
+)
+def test_unreadable_budget(budget: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r'whole number of bytes.*\(0, 1\].*"6GiB".*"min", or None'
+    ):
+        plan(two_layers(), budget=budget)
+
+
+@pytest.mark.parametrize("strategy", ["store-all", "sequential", "rotor"])
+def test_budget_too_small(strategy: str) -> None:
+    model = two_layers()
+    with pytest.raises(memopt.InfeasibleBudgetError) as caught:
+        plan(model, budget=100, strategy=strategy)
+    smallest = caught.value.smallest_budget_bytes
+    assert smallest is not None
+    assert caught.value.budget_bytes == 100
+    assert re.search(
+        rf"{strategy} cannot train within 100 bytes.*smallest feasible budget is {smallest} bytes",
+        str(caught.value),
+    )
+    found = plan(model, budget=smallest, strategy=strategy)
+    assert found.peak_bytes <= smallest
+    with pytest.raises(memopt.InfeasibleBudgetError):
+        plan(model, budget=smallest - 1, strategy=strategy)
+
+
+def test_unknown_strategy_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown strategy 'rotr'") as caught:
+        plan(two_layers(), strategy="rotr")
+    assert all(name in str(caught.value) for name in memopt.strategies())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "targets", "message"),
+    [
+        (3, (), r"loss_fn must be callable as loss_fn\(output, \*targets\), got 3"),
+        (lambda y: y, (), r"must return one number.*got a tensor of shape \[4, 6\]"),
+        (lambda y: y.detach().sum(), (), r"must return one number.*without a gradient"),
+        (lambda y: 0.5, (), r"must return one number.*got float"),
+        (None, (1,), r"targets go with loss_fn="),
+    ],
+)
+def test_loss(loss_fn: Any, targets: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(two_layers(), loss_fn=loss_fn, targets=targets)
+
+
+def chain() -> memopt.Chain:
+    return memopt.Chain(1, [Stage(1, 1, 1, 1, 1), Stage(0, 0, 0, 0, 0)])
+
+
+def test_inputs_with_a_cost_model() -> None:
+    with pytest.raises(ValueError, match="go with a module"):
+        plan(chain())
+
+
+def test_plan_of_a_cost_model_cannot_run() -> None:
+    made = memopt.plan(chain(), progress=False)
+    with pytest.raises(ValueError, match=r"from a cost model.*memopt\.plan\(model, inputs"):
+        made.apply(two_layers())
+
+
+STAGE = {"forward_time_s": 1.0, "backward_time_s": 1.0, "output_bytes": 1, "saved_bytes": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Stage(**{**STAGE, "forward_time_s": math.nan}, gradient_bytes=1), "finite.*nan"),
+        (lambda: Stage(**{**STAGE, "backward_time_s": math.inf}, gradient_bytes=1), "finite.*inf"),
+        (lambda: Stage(**{**STAGE, "forward_time_s": -1}, gradient_bytes=1), "at least 0, got -1"),
+        (lambda: Stage(**{**STAGE, "output_bytes": -1}, gradient_bytes=1), "output_bytes.*got -1"),
+        (lambda: Stage(**{**STAGE, "saved_bytes": 1.5}, gradient_bytes=1), "whole number.*1.5"),
+        (lambda: Operator("x", (), (0,), math.nan), "Operator 'x': time_s .*finite.*nan"),
+        (lambda: Operator("x", (), (0,), -0.5), "Operator 'x': time_s .*at least 0, got -0.5"),
+        (lambda: Operator("x", (), (0,), 1.0, workspace_bytes=-3), "workspace_bytes .*got -3"),
+        (lambda: memopt.Tensor("t", -4), "Tensor 't': size_bytes .*got -4"),
+    ],
+)
+def test_impossible_costs(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_errors_share_a_base() -> None:
+    names = [n for n in dir(memopt) if n.endswith("Error")]
+    assert len(names) >= 8
+    assert all(issubclass(getattr(memopt, n), memopt.MemoptError) for n in names)
