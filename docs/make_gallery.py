@@ -26,6 +26,7 @@ from tests.zoo import get
 GALLERY = ROOT / "docs" / "gallery"
 DOTS_PER_INCH = 110
 DEVICE = "A100"
+RECOMPUTING = ("store-all", "sequential", "revolve", "rotor", "rotor-optimal", "rotor-free")
 
 
 def planned(name: str, strategy: str | memopt.Strategy, share: float, batch: int) -> Plan:
@@ -41,6 +42,21 @@ def planned(name: str, strategy: str | memopt.Strategy, share: float, batch: int
     return memopt.plan(model, inputs, budget=budget, **options)
 
 
+def compared(name: str, batch: int) -> memopt.Comparison:
+    """The strategies that recompute, on a model, at the default budgets."""
+    family = get(name)
+    with torch.device("meta"):
+        model = family.build("paper")
+    return memopt.compare(
+        model,
+        family.inputs("paper", batch=batch),
+        strategies=RECOMPUTING,
+        device=DEVICE,
+        mode="estimate",
+        progress=False,
+    )
+
+
 def draw(name: str, plot: Callable[[Axes], Axes], height_inches: float = 3.4) -> None:
     """One picture; `plot` draws on the Axes it is given."""
     figure, axes = new_figure(height_inches)
@@ -48,6 +64,14 @@ def draw(name: str, plot: Callable[[Axes], Axes], height_inches: float = 3.4) ->
     path = GALLERY / f"{name}.png"
     figure.savefig(path, dpi=DOTS_PER_INCH)
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KiB")
+
+
+def draw_comparison() -> None:
+    """Strategies against each other, on a light and on a dark page."""
+    table = compared("resnet50", batch=64)
+    draw("comparison", table.plot)
+    with style.context("dark_background"):
+        draw("comparison-dark", table.plot)
 
 
 def main() -> None:
@@ -60,6 +84,7 @@ def main() -> None:
     resnet = planned("resnet50", DynProg(), 0.3, batch=64)
     draw("offload-memory", lambda ax: resnet.plot("memory", ax))
     draw("timeline", lambda ax: resnet.plot("timeline", ax), 2.2)
+    draw_comparison()
     toy = memopt.plan(rotor_toy(), budget="min")
     draw("chain-schedule", lambda ax: toy.plot("schedule", ax), 4.0)
     draw("chain-memory", lambda ax: toy.plot("memory", ax))

@@ -47,8 +47,8 @@ def plot_comparison(comparison: Comparison, ax: Axes | None = None) -> Axes:
             marker=MARKERS[number % len(MARKERS)],
             linestyle=LINE_STYLES[number // len(CURVE_COLOURS) % len(LINE_STYLES)],
             # Later lines are thinner, so that those that coincide are all seen.
-            linewidth=max(1.2, 4.0 - 0.6 * number),
-            markersize=max(4.0, 10.0 - number),
+            linewidth=max(1.2, 3.0 - 0.4 * number),
+            markersize=max(4.0, 8.0 - 0.8 * number),
             label=name,
             zorder=3,
         )
