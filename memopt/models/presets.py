@@ -7,7 +7,7 @@ Peaks are the makers' data sheets. What of them is achieved comes from public me
   same" tera-operations per second;
 - fused attention: FlashAttention-2 (arXiv:2307.08691) reaches 50 to 73% of an A100's peak, and 35%
   of an H100's (arXiv:2407.08608, abstract);
-- convolutions: NVIDIA's ResNet-50 v1.5 for PyTorch (DeepLearningExamples, 21.03) trains 938 images/s
+- convolutions: NVIDIA's ResNet-50 v1.5 for PyTorch (DeepLearningExamples) trains 938 images/s
   in TF32 and 2,470 in mixed precision on an A100 80 GB, 1,200 in mixed precision on a V100 16 GB:
   the rates below are those at which the estimate of ResNet-50 takes just as long; on Hopper the
   same shares of the peak are assumed;

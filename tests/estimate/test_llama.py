@@ -65,6 +65,7 @@ def test_one_layer_of_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_llama_7b_on_one_h100() -> None:
     found = run(32, "sgd", "adamw-8bit", "adamw-fp32")
     assert found["parameters"] == 6_738_415_616
