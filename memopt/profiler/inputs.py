@@ -68,8 +68,9 @@ def align(model: nn.Module, planned: Call, args: tuple[Any, ...], kwargs: dict[s
     for name in given.keys() - wanted.keys():
         if not _same_value(given[name], defaults.get(name, inspect.Parameter.empty)):
             return call
-    values = {name: given.get(name, defaults.get(name)) for name in wanted}
-    if any(values[name] is inspect.Parameter.empty for name in wanted):
+    absent = inspect.Parameter.empty
+    values = {name: given.get(name, defaults.get(name, absent)) for name in wanted}
+    if any(value is absent for value in values.values()):
         return call
     return Call(
         tuple(values[name] for name in list(wanted)[: len(planned.args)]),

@@ -37,7 +37,9 @@ class MemoryUse:
 def metered(device: torch.device) -> Iterator[MemoryUse]:
     """Measure the device memory of a block.
 
-    Everything the process allocates on the device counts, from any thread.
+    On CUDA everything that the process allocates counts. On CPU torch's profiler sees what this
+    thread allocates (the backward runs on it, too), and frees of what it saw allocated: memory
+    from before the block that is freed inside does not lower the level.
     """
     use = MemoryUse()
     if device.type == "cuda":

@@ -1,0 +1,189 @@
+"""The captured graph: what its inputs are, what it holds, which module each operator is from."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from memopt.models.graph import Phase, TensorKind
+from memopt.models.liveness import store_all
+from memopt.models.replay import replay
+from memopt.profiler import torch_private
+from memopt.profiler.build import Lowering, build
+from memopt.profiler.capture import Captured, capture
+from memopt.profiler.inputs import to_call
+
+
+def captured(model: nn.Module, *inputs: Tensor) -> tuple[Captured, Lowering]:
+    found = capture(model, to_call(inputs))
+    return found, build(model, found)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.layers[1].weight = self.layers[0].weight
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x))
+        for layer in self.layers:
+            y = functional.dropout(layer(y).relu(), 0.5)
+        return y
+
+
+def test_primals_are_named() -> None:
+    found, _ = captured(Block(), torch.randn(4, 6))
+    by_kind: dict[str, list[str]] = {}
+    for primal in found.primals:
+        by_kind.setdefault(primal.kind, []).append(primal.name)
+    assert sorted(by_kind["parameter"]) == [
+        "first.bias",
+        "first.weight",
+        "layers.0.bias",
+        "layers.0.weight",
+        "layers.1.bias",
+        "norm.bias",
+        "norm.weight",
+    ]
+    assert sorted(by_kind["buffer"]) == [
+        "norm.num_batches_tracked",
+        "norm.running_mean",
+        "norm.running_var",
+    ]
+    assert by_kind["input"] == ["input0"]
+    assert sorted(found.primals[i].name for i in found.mutated) == sorted(by_kind["buffer"])
+
+
+def test_graph_is_forward_then_backward() -> None:
+    _, lowering = captured(Block(), torch.randn(4, 6))
+    graph = lowering.graph
+    phases = [o.phase for o in graph.operators]
+    assert phases == sorted(phases, key=lambda p: p is not Phase.FORWARD)
+    assert phases.count(Phase.FORWARD) > 5
+    assert len({o.name for o in graph.operators}) == len(graph.operators)
+    # Every trainable parameter has its gradient, the shared weight one.
+    assert len(graph.gradients) == 7
+    assert len(graph.tangents) == 1
+
+
+def test_operators_know_their_module() -> None:
+    _, lowering = captured(Block(), torch.randn(4, 6))
+    modules = {o.target: o.module for o in lowering.graph.operators if "batch_norm" in o.target}
+    assert set(modules.values()) == {"norm"}
+    products = [o.module for o in lowering.graph.operators if o.target == "aten.addmm.default"]
+    assert products == ["first", "layers.0", "layers.1"]
+
+
+def test_resident_bytes_count_everything_once() -> None:
+    model, x = Block(), torch.randn(4, 6)
+    _, lowering = captured(model, x)
+    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers(), x)}
+    expected = sum(t.untyped_storage().nbytes() for t in tensors.values())
+    assert lowering.graph.resident_bytes == expected
+
+
+def test_blocks_round_sizes_up() -> None:
+    model, x = Block(), torch.randn(4, 6)
+    found = capture(model, to_call(x))
+    graph = build(model, found, block_bytes=512).graph
+    assert all(t.size_bytes % 512 == 0 for t in graph.tensors)
+
+
+def test_views_are_no_operators() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x).view(2, 12).t()[1:].unsqueeze(0).expand(3, -1, -1)
+
+    _, lowering = captured(Views(), torch.randn(4, 6))
+    forward = [o.target for o in lowering.graph.operators if o.phase is Phase.FORWARD]
+    assert forward == ["aten.addmm.default"]
+    (output,) = lowering.graph.outputs
+    assert lowering.graph.tensors[output].size_bytes == 4 * 6 * 4
+    assert lowering.graph.tensors[output].kind is TensorKind.OUTPUT
+
+
+def test_dead_code_is_left_out_but_draws_stay() -> None:
+    class Dead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.exp()
+            torch.rand(3)
+            return self.a(x)
+
+    _, lowering = captured(Dead(), torch.randn(4, 6))
+    targets = [o.target for o in lowering.graph.operators]
+    assert "aten.exp.default" not in targets
+    assert "aten.rand.default" in targets
+
+
+def test_graph_can_be_replayed() -> None:
+    _, lowering = captured(Block(), torch.randn(4, 6))
+    timeline = replay(lowering.graph, store_all(lowering.graph))
+    assert timeline.peak_bytes > lowering.graph.resident_bytes
+
+
+def test_capture_computes_nothing_and_changes_nothing() -> None:
+    model, x = Block(), torch.randn(4, 6)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    captured(model, x)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_capture_under_no_grad_is_of_the_training_step() -> None:
+    with torch.no_grad():
+        _, lowering = captured(Block(), torch.randn(4, 6))
+    assert lowering.graph.gradients
+
+
+def test_same_model_gives_the_same_graph() -> None:
+    torch.manual_seed(0)
+    graphs = [captured(Block(), torch.randn(4, 6))[1].graph for _ in range(2)]
+    assert graphs[0] == graphs[1]
+
+
+def test_missing_private_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._functorch.aot_autograd as aot
+
+    monkeypatch.delattr(aot, "aot_export_joint_with_descriptors")
+    with pytest.raises(
+        torch_private.CaptureError, match=r"has no torch\._functorch.*supports torch"
+    ):
+        captured(Block(), torch.randn(4, 6))
+
+
+def test_the_models_own_warnings_are_passed_on() -> None:
+    class Warns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        captured(Warns(), torch.randn(4, 6))
+
+
+def test_nothing_is_left_in_dynamos_globals() -> None:
+    import torch._dynamo.functional_export as module
+
+    captured(Block(), torch.randn(4, 6))
+    assert not [name for name in vars(module) if name.startswith("__compiled_fn")]

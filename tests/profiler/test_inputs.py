@@ -1,0 +1,88 @@
+"""Example inputs as calls, and later calls in their form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt.profiler.inputs import Call, align, to_call
+
+X, Y = torch.zeros(2), torch.ones(2)
+
+
+class Model(nn.Module):
+    def forward(
+        self, x: Tensor, y: Tensor | None = None, *rest: Tensor, scale: float = 1.0, **more: Any
+    ) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("inputs", "args", "kwargs"),
+    [
+        (X, (X,), {}),
+        ((X, Y), (X, Y), {}),
+        ([X], (X,), {}),
+        ({"x": X, "scale": 2.0}, (), {"x": X, "scale": 2.0}),
+    ],
+)
+def test_to_call(inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    call = to_call(inputs)
+    assert [id(v) for v in call.args] == [id(v) for v in args]
+    assert call.kwargs.keys() == kwargs.keys()
+    assert to_call(call) is call
+
+
+def test_leaves_keep_none() -> None:
+    call = Call((X, None), {"d": {"b": Y, "a": [1, "t"]}})
+    assert len(call.leaves) == 5
+    assert call.leaves[1] is None
+    assert [id(t) for t in call.tensors()] == [id(X), id(Y)]
+
+
+@pytest.mark.parametrize(
+    ("planned", "given"),
+    [
+        (Call((X,), {}), Call((), {"x": Y})),
+        (Call((), {"x": X}), Call((Y,), {})),
+        (Call((X,), {}), Call((Y, None), {})),
+        (Call((X,), {}), Call((Y,), {"scale": 1.0})),
+        (Call((X, None), {}), Call((Y,), {})),
+        (Call((), {"scale": 1.0, "x": X}), Call((Y,), {})),
+        (Call((), {"extra": 3, "x": X}), Call((Y,), {"extra": 3})),
+        (Call((), {"x": X, "scale": 2.0}), Call((), {"scale": 2.0, "x": Y})),
+    ],
+)
+def test_align(planned: Call, given: Call) -> None:
+    found = align(Model(), planned, given.args, given.kwargs)
+    assert found.spec == planned.spec
+    assert list(found.kwargs) == list(planned.kwargs)
+    assert [v for v in found.leaves if not isinstance(v, Tensor)] == [
+        v for v in planned.leaves if not isinstance(v, Tensor)
+    ]
+    assert [id(t) for t in found.tensors()] == [id(Y)]
+
+
+@pytest.mark.parametrize(
+    ("planned", "given"),
+    [
+        (Call((X,), {}), Call((X,), {"scale": 2.0})),
+        (Call((X,), {}), Call((X, Y), {})),
+        (Call((X,), {}), Call((X, None, Y), {})),
+        (Call((X,), {}), Call((X,), {"unknown": 1})),
+        (Call((X, Y), {}), Call((), {})),
+        (Call((), {"extra": 3, "x": X}), Call((X,), {})),
+    ],
+)
+def test_calls_that_differ_stay_as_they_are(planned: Call, given: Call) -> None:
+    found = align(Model(), planned, given.args, given.kwargs)
+    assert found.spec != planned.spec
+    assert [id(v) for v in found.args] == [id(v) for v in given.args]
+
+
+def test_a_tensor_is_never_a_default() -> None:
+    found = align(Model(), Call((X,), {}), (X,), {"scale": torch.tensor(1.0)})
+    assert "scale" in found.kwargs
