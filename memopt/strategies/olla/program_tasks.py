@@ -26,16 +26,19 @@ class ProgramTasks:
     """A program as an ordering problem.
 
     Attributes:
+        graph: what the program is for.
         tasks: one task per instruction, frees left out (a free is a task only where it ends a
             lifetime that is copied to the host, since it waits for the copy).
         instructions: the instruction of each task.
-        lives: (tensor, value index) of every value, for writing the frees back.
+        tensors: the tensor of each value.
+        unread: for each task, tensors it makes that are freed at once; transient in `tasks`.
     """
 
     graph: Graph
     tasks: Tasks
     instructions: tuple[Instruction, ...]
     tensors: tuple[int, ...]
+    unread: tuple[tuple[int, ...], ...]
 
     def program(self, order: Sequence[int]) -> Program:
         """The program in another order: each tensor freed after its last reader."""
@@ -49,10 +52,7 @@ class ProgramTasks:
                 value = self.tasks.values[index]
                 if left[index] == 0 and not value.kept and not isinstance(instruction, Free):
                     listed.append(Free(self.tensors[index]))
-            for index in self.tasks.produced[task]:
-                value = self.tasks.values[index]
-                if not value.consumers and not value.kept:
-                    listed.append(Free(self.tensors[index]))
+            listed.extend(Free(tensor) for tensor in self.unread[task])
         return Program(listed)
 
 
@@ -179,7 +179,13 @@ class _Reader:
             self.after[task].add(self.boundary)
 
     def result(self) -> ProgramTasks:
-        lives = [*self.closed, *self.open.values()]
+        unread: list[list[int]] = [[] for _ in self.tasks]
+        lives = [life for life in self.closed if life.readers]
+        for life in self.closed:
+            if not life.readers:
+                unread[life.producer].append(life.tensor)
+                self.transient[life.producer] += self.graph.tensors[life.tensor].size_bytes
+        lives += self.open.values()
         lives.sort(key=lambda life: (life.producer, life.tensor))
         values = tuple(
             Value(
@@ -197,5 +203,9 @@ class _Reader:
             self.graph.resident_bytes,
         )
         return ProgramTasks(
-            self.graph, tasks, tuple(self.tasks), tuple(life.tensor for life in lives)
+            self.graph,
+            tasks,
+            tuple(self.tasks),
+            tuple(life.tensor for life in lives),
+            tuple(tuple(sorted(tensors)) for tensors in unread),
         )
