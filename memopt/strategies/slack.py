@@ -53,11 +53,13 @@ def best_that_fits(
         probes: larger chain budgets to try; 0 where a solve is dear.
 
     Returns:
-        A solution with a schedule, or INFEASIBLE with the smallest budget known. A solution
-        planned for more than the budget is FEASIBLE and carries the trivial bound: the chain's
-        own optimum at the budget is no bound for it.
+        A solution with a schedule, or INFEASIBLE with the smallest budget known. Unless nothing is
+        recomputed it is FEASIBLE and carries the trivial bound: the chain's own optimum at the
+        budget does not bound programs, which need less memory than their schedules.
     """
     best = attempt(budget_bytes)
+    if best.steps is not None:
+        best = _looser(graph, best)
     low = budget_bytes
     if best.steps is None:
         least = best.smallest_budget_bytes

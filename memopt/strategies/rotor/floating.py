@@ -29,11 +29,15 @@ class FloatingStrategy(TableStrategy):
     def plan_set(
         self, chain: Chain, deadline_s: float | None = None, progress: Progress | None = None
     ) -> PlanSet:
+        rotor = Rotor(self.slots, table_bytes=self.table_bytes)
         if len(chain) <= self.most_stages:
-            return super().plan_set(chain, deadline_s, progress)
+            plans = super().plan_set(chain, deadline_s, progress)
+            if plans.optimal or self.exact_stages >= rotor.exact_stages:
+                return plans
+            # Rotor may be exact where this table is in slots.
+            return merged(plans, rotor.plan_set(chain, deadline_s, progress))
         from memopt.strategies.rotor.grouping import expand, group_ends, grouped
 
-        rotor = Rotor(self.slots, table_bytes=self.table_bytes)
         persistent = rotor.plan_set(chain, deadline_s, progress)
         if not persistent.complete:
             return persistent
