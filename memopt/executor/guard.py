@@ -71,6 +71,17 @@ def _constants(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     return tuple((name, value) for name, value in pairs if isinstance(value, _PLAIN))
 
 
+def _registered(modules: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, under all their names; cheaper than `named_parameters`."""
+    return {
+        f"{path}.{name}" if path else name: tensor
+        for path, module in modules.items()
+        for registry in (module._parameters, module._buffers)
+        for name, tensor in registry.items()
+        if tensor is not None
+    }
+
+
 def _identities(leaves: Iterable[Any], parameters: dict[int, str]) -> tuple[Any, ...]:
     """For each argument that is a parameter, its name; that is an earlier argument, its index."""
     seen: dict[int, int] = {}
@@ -117,7 +128,8 @@ class Guard:
             call: the captured call.
             updates_inputs: whether the step updates an input in place.
         """
-        named = [*model.named_parameters(), *model.named_buffers()]
+        modules = dict(model.named_modules())
+        named = list(_registered(modules).items())
         return Guard(
             spec=call.spec,
             text=_call_text(call),
@@ -125,7 +137,7 @@ class Guard:
             same=_identities(call.leaves, {id(tensor): name for name, tensor in named}),
             separate=updates_inputs,
             modules=tuple(
-                (name, type(m), m.training, _constants(m)) for name, m in model.named_modules()
+                (name, type(m), m.training, _constants(m)) for name, m in modules.items()
             ),
             parameters=tuple((name, _describe(tensor)) for name, tensor in named),
             autocast=_autocast(),
@@ -152,18 +164,18 @@ class Guard:
                 raise GuardError(
                     f"argument {i}: planned {_text(planned)}, got {_text(found)}; {_REMEDY}"
                 )
-        self._check_modules(model)
-        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        modules = dict(model.named_modules())
+        self._check_modules(modules)
+        tensors = _registered(modules)
         self._check_parameters(tensors)
         self._check_identities(leaves, tensors)
         if _autocast() != self.autocast:
             raise GuardError(f"autocast: planned {self.autocast}, got {_autocast()}; {_REMEDY}")
 
-    def _check_modules(self, model: nn.Module) -> None:
-        modules = dict(model.named_modules())
+    def _check_modules(self, modules: dict[str, nn.Module]) -> None:
         for name, kind, training, constants in self.modules:
             where = f"module {name!r}" if name else "the model"
-            module: nn.Module | None = modules.get(name)
+            module = modules.get(name)
             if module is None or type(module) is not kind:
                 found = "nothing" if module is None else type(module).__name__
                 raise GuardError(f"{where}: planned {kind.__name__}, got {found}; {_REMEDY}")

@@ -166,3 +166,26 @@ def test_tangents_without_memory_of_their_own() -> None:
             loss=torch.sum,
         )
     )
+
+
+def test_tangents_of_another_layout_are_taken_in_the_outputs_layout() -> None:
+    """AOTAutograd traces the backward for tangents laid out as the outputs; others are copied.
+    Kernels that sum in memory order may then round differently from the unplanned model's."""
+    torch.manual_seed(0)
+    model, x = nn.Conv2d(3, 4, 1), torch.randn(2, 3, 16, 16)
+    y = model(x)
+    tangent = torch.randn(2, 16, 16, 4).permute(0, 3, 1, 2)
+    results = []
+    planned = prepare(model, x).planned("recompute_all")
+    for module, gradient in (
+        (model, tangent.contiguous()),
+        (planned, tangent),
+        (model, tangent),
+    ):
+        model.zero_grad()
+        module(x).backward(gradient)
+        results.append([p.grad.clone() for p in model.parameters()])
+    assert y.stride() != tangent.stride()
+    assert all(map(torch.equal, results[0], results[1]))
+    for found, expected in zip(results[1], results[2], strict=True):
+        torch.testing.assert_close(found, expected)

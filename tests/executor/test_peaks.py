@@ -70,10 +70,16 @@ def class_loss(output: Tensor) -> Tensor:
     return functional.cross_entropy(output, targets)
 
 
+WEIGHTS = torch.randn(64, 512)
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], Callable[..., Tensor]]] = {
     "perceptron": (Perceptron, lambda: torch.randn(512, 64), class_loss),
     "images": (Images, lambda: torch.randn(8, 3, 32, 32), class_loss),
     "sum-of-squares": (Perceptron, lambda: torch.randn(512, 64), lambda y: y.square().sum()),
+    # The tangent arrives transposed, and autograd's copy of it in the output's layout is charged.
+    "transposed": (
+        Perceptron, lambda: torch.randn(512, 64), lambda y: (y.t() * WEIGHTS).sum()
+    ),
     "loss-and-logits": (
         LossAndLogits, lambda: torch.randint(0, 500, (8, 32)), lambda y: y["loss"]
     ),
