@@ -113,6 +113,11 @@ def no_donated_buffers(joint: Any) -> Iterator[None]:
     donated buffers at run time, and leaves it None if told not to look for any."""
     import torch._functorch.config as config
 
-    joint._aot_state.fw_metadata.bw_donated_idxs = []
+    try:
+        metadata = joint._aot_state.fw_metadata
+    except AttributeError as error:
+        name = "JointWithDescriptors._aot_state.fw_metadata"
+        raise CaptureError(_MOVED.format(version=torch.__version__, name=name)) from error
+    metadata.bw_donated_idxs = []
     with config.patch(donated_buffer=False):
         yield
