@@ -1,6 +1,6 @@
 """How long Rotor's programs take on synthetic chains, compiled code apart.
 
-    python benchmarks/rotor_solve.py [--quick | --quality]
+    python -m benchmarks.rotor_solve [--quick | --quality]
 
 Each line: strategy, stages, slots, wall seconds (the least of the repeats), CPU seconds of all
 threads, size of the table, number of schedules on the curve. A solve is the whole memory-time
