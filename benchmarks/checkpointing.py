@@ -1,6 +1,6 @@
 """memopt's Rotor against per-block checkpointing, at the same measured peak, interleaved.
 
-    .venv/bin/python -m benchmarks.checkpointing [--rounds 7] [--threads 2]
+    .venv/bin/python -m benchmarks.checkpointing [--rounds 7] [--threads 2] [--only gpt2|resnet50]
 
 GPT-2 (12 layers, d = 256, batch 4 x 128) against Hugging Face's gradient checkpointing, and
 ResNet-50 against the best `checkpoint_sequential`. Peaks exclude what is resident.
@@ -118,10 +118,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only", choices=("gpt2", "resnet50"), default=None)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    for contest in (gpt2(1000), gpt2(50257), resnet50(8, 128)):
-        report(contest, options.rounds)
+    if options.only != "resnet50":
+        report(gpt2(1000), options.rounds)
+        report(gpt2(50257), options.rounds)
+    if options.only != "gpt2":
+        report(resnet50(8, 128), options.rounds)
 
 
 def report(contest: Contest, rounds: int) -> None:
