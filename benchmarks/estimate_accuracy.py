@@ -247,11 +247,11 @@ def main() -> None:
         rows.append(row(family, options.size, batch, device))
         print(" | ".join(rows[-1].cells()), flush=True)
         gc.collect()
-    text = table(rows, options.size, device)
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text, encoding="utf-8")
+        if options.out:
+            # After every family: a long run that is cut short leaves what it has.
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(table(rows, options.size, device), encoding="utf-8")
+    print(table(rows, options.size, device))
 
 
 if __name__ == "__main__":
