@@ -28,7 +28,7 @@ from memopt.profiler.session import STEP_SCALARS_BYTES
 if TYPE_CHECKING:
     from rich.console import Console
 
-ROUNDS = 3
+ROUNDS = 2
 SHARES = (0.6, 0.3, 0.0)
 _MISSING = "the demo needs {name}; install it with: pip install 'memopt[dev]' torchvision"
 
@@ -56,7 +56,7 @@ class Row:
     last_loss: float
 
 
-def resnet50(batch: int = 8, size: int = 96) -> Task:
+def resnet50(batch: int = 4, size: int = 64) -> Task:
     """torchvision's ResNet-50 on scikit-learn's digits, enlarged to size x size."""
     try:
         # Neither package has type information.
