@@ -18,6 +18,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "memopt.errors": (),
     "memopt.models": ("memopt.errors",),
     "memopt.profiler": ("memopt.errors", "memopt.models"),
+    "memopt.implementations": ("memopt.errors", "memopt.models", "memopt.profiler"),
     "memopt.executor": ("memopt.errors", "memopt.models", "memopt.profiler"),
     "memopt.strategies": ("memopt.errors", "memopt.models"),
     "memopt.report": ("memopt.errors", "memopt.models", "memopt.plan"),

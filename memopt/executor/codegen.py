@@ -19,6 +19,7 @@ from torch.fx import Node
 from memopt.errors import InvalidProgramError
 from memopt.executor.values import Halves, kernel_of, unpacked
 from memopt.models.program import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
+from memopt.models.variants import variant
 
 _COUNTER = itertools.count()
 
@@ -104,8 +105,8 @@ class _Writer:
 
     def instruction(self, instruction: Instruction) -> None:
         match instruction:
-            case Compute(op, outputs, _):
-                self.compute(op, outputs)
+            case Compute(op, outputs, implementation):
+                self.compute(op, outputs, implementation)
             case Free(tensor):
                 self.free(tensor)
             case SwapOut(tensor):
@@ -127,9 +128,9 @@ class _Writer:
             self.swapping_out.discard(tensor)
             self.emit(f"swap.wait(host_{tensor})")
 
-    def compute(self, op: int, outputs: tuple[int, ...]) -> None:
-        node = self.lowering.nodes[op]
-        for tensor in self.lowering.graph.operators[op].reads:
+    def compute(self, op: int, outputs: tuple[int, ...], implementation: str | None) -> None:
+        node = self.lowering.node_of(op, implementation)
+        for tensor in variant(self.lowering.graph.operators[op], implementation).reads:
             if tensor in self.swapping_in:
                 self.arrive(tensor)
         text = self.call(node)
@@ -143,7 +144,7 @@ class _Writer:
             if op in self.halves.repeated_random:
                 self.emit(f"    state_{op} = random.save()")
         self.ran.add(op)
-        kept = unpacked(self.lowering, op, outputs)
+        kept = unpacked(self.lowering, node, outputs)
         module = self.lowering.graph.operators[op].module
         note = f"  # {module}" if module else ""
         if len(kept) == 1 and kept[0][0] is None:

@@ -51,8 +51,8 @@ class _Machine:
     def step(self, instruction: Instruction) -> None:
         bases = self.lowering.bases
         match instruction:
-            case Compute(op, outputs, _):
-                self.compute(op, outputs)
+            case Compute(op, outputs, implementation):
+                self.compute(op, outputs, self.lowering.node_of(op, implementation))
             case Free(tensor):
                 if tensor in self.host:
                     self.swap.wait(self.host[tensor])
@@ -68,8 +68,7 @@ class _Machine:
             case _:
                 raise InvalidProgramError("a second loss boundary")
 
-    def compute(self, op: int, outputs: tuple[int, ...]) -> None:
-        node = self.lowering.nodes[op]
+    def compute(self, op: int, outputs: tuple[int, ...], node: Node) -> None:
         if op in self.states:
             with self.random.replay(self.states[op]):
                 result = self.call(node)
@@ -78,7 +77,7 @@ class _Machine:
                 if op in self.halves.repeated_random:
                     self.states[op] = self.random.save()
                 result = self.call(node)
-        for position, base, _ in unpacked(self.lowering, op, outputs):
+        for position, base, _ in unpacked(self.lowering, node, outputs):
             self.values[base] = result if position is None else result[position]
 
 

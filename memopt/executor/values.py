@@ -21,6 +21,7 @@ from memopt.models.program import (
     SwapIn,
     SwapOut,
 )
+from memopt.models.variants import variant
 from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured
 
@@ -71,8 +72,8 @@ class Halves:
         wanted: set[int] = set()
         for instruction in self.backward:
             match instruction:
-                case Compute(op, _, _):
-                    wanted.update(self.lowering.graph.operators[op].reads)
+                case Compute(op, _, name):
+                    wanted.update(variant(self.lowering.graph.operators[op], name).reads)
                 case SwapOut(tensor):
                     wanted.add(tensor)
                 case _:
@@ -126,7 +127,7 @@ class Halves:
             tensor
             for i in self.backward
             if isinstance(i, Compute)
-            for tensor in self.lowering.graph.operators[i.op].reads
+            for tensor in variant(self.lowering.graph.operators[i.op], i.implementation).reads
         }
         return frozenset(
             position
@@ -144,9 +145,9 @@ def kernel_of(lowering: Lowering, node: Node) -> Node | None:
     return None
 
 
-def unpacked(lowering: Lowering, op: int, kept: Iterable[int]) -> list[tuple[Any, Node, int]]:
-    """(position in the kernel's result or None, the node that names it, tensor) of kept outputs."""
-    node = lowering.nodes[op]
+def unpacked(lowering: Lowering, node: Node, kept: Iterable[int]) -> list[tuple[Any, Node, int]]:
+    """(position in the kernel's result or None, the node that names it, tensor) of kept outputs
+    of the kernel call `node`."""
     multiple = isinstance(node.meta.get("val"), (tuple, list))
     wanted = set(kept)
     found = []

@@ -40,6 +40,7 @@ class Lowering:
         views: nodes that only look into existing storages, or unpack results.
         bases: tensor index → the node whose value is the storage's first tensor; None if the
             graph never names it (an unused output).
+        alternatives: (operator index, implementation) → the node that stands in for it.
     """
 
     graph: Graph
@@ -47,6 +48,11 @@ class Lowering:
     storages: dict[Node, tuple[int | None, ...]]
     views: frozenset[Node]
     bases: dict[int, Node]
+    alternatives: dict[tuple[int, str], Node] = field(default_factory=dict)
+
+    def node_of(self, op: int, implementation: str | None) -> Node:
+        """The kernel call that runs an operator under an implementation (None: its own)."""
+        return self.nodes[op] if implementation is None else self.alternatives[op, implementation]
 
 
 @dataclass

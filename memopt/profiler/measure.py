@@ -7,10 +7,11 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.fx import Node
 
 from memopt.errors import ProfileError
 from memopt.models.graph import Graph, Tensor
@@ -34,11 +35,13 @@ class MeasureOptions:
         cap_s: stop repeating after this many seconds in all.
         max_rounds: samples per kernel call at most.
         cache: where costs are kept; None: nowhere.
+        renew: whether to measure again, and replace, what the cache has.
     """
 
     cap_s: float = 15.0
     max_rounds: int = 25
     cache: ProfileCache | None = None
+    renew: bool = False
 
 
 def environment(device: torch.device) -> str:
@@ -72,11 +75,22 @@ def measure(
     stand-in data: one warm-up, then interleaved rounds until the median's standard error is
     within 5% or the cap is reached. Random state is left as it was.
     """
-    signatures = [signature(node) for node in lowering.nodes]
+    return with_costs(lowering, costs_of(lowering.nodes, device, options, progress))
+
+
+def costs_of(
+    nodes: Sequence[Node],
+    device: torch.device,
+    options: MeasureOptions,
+    progress: Progress | None = None,
+) -> list[Cost]:
+    """The measured cost of each kernel call; see `measure`."""
+    signatures = [signature(node) for node in nodes]
     distinct = {s.text: s for s in signatures}
     place = environment(device)
     keys = {text: f"{place}|{text}" for text in distinct}
-    known = options.cache.load(list(keys.values())) if options.cache else {}
+    readable = None if options.renew else options.cache
+    known = readable.load(list(keys.values())) if readable else {}
     missing = [s for text, s in distinct.items() if keys[text] not in known]
     if missing:
         with torch.random.fork_rng(), torch.no_grad():
@@ -85,8 +99,7 @@ def measure(
         if options.cache:
             options.cache.store(fresh_by_key)
         known = {**known, **fresh_by_key}
-    costs = [known[keys[s.text]] for s in signatures]
-    return with_costs(lowering, costs)
+    return [known[keys[s.text]] for s in signatures]
 
 
 def with_costs(lowering: Lowering, costs: list[Cost]) -> Graph:

@@ -1,0 +1,106 @@
+"""All families of implementations, and the pass that attaches and prices them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from memopt.implementations import activations, clipped, dropout, pooling
+from memopt.implementations.site import Attach, Sites
+from memopt.models.device import Device
+from memopt.models.graph import Graph, Tensor
+from memopt.profiler.build import Lowering
+from memopt.profiler.estimate import work_time_s
+from memopt.profiler.flops import work
+from memopt.profiler.measure import MeasureOptions, costs_of, replace_graph
+from memopt.profiler.session import Profiled
+from memopt.profiler.signature import describe_value, signature
+
+FAMILIES: tuple[tuple[str, Attach], ...] = (
+    ("clipped", clipped.attach),
+    ("dropout", dropout.attach),
+    ("pooling", pooling.attach),
+    ("activations", activations.attach),
+)
+"""(name, what attaches it): adding a family is a file and a row here."""
+
+
+def attach(
+    lowering: Lowering,
+    *,
+    families: Iterable[tuple[str, Attach]] = FAMILIES,
+    exact_only: bool = False,
+    block_bytes: int = 1,
+) -> Lowering:
+    """A lowering whose operators have alternatives, unpriced. Deterministic: the same lowering
+    and families give the same tensors and names."""
+    sites = Sites(lowering, exact_only=exact_only, block_bytes=block_bytes)
+    for _, add in families:
+        add(sites)
+    return sites.lowering()
+
+
+def with_implementations(
+    profiled: Profiled,
+    *,
+    families: Iterable[tuple[str, Attach]] = FAMILIES,
+    exact_only: bool = False,
+    device: Device | None = None,
+    options: MeasureOptions | None = None,
+) -> Profiled:
+    """A profiled model whose operators have priced alternatives.
+
+    Args:
+        profiled: what `profile_model` or `estimate_model` returned; it is left as it is.
+        families: rows like those of FAMILIES; add your own.
+        exact_only: leave out alternatives that change rounding.
+        device: estimate for it, as `estimate_model` does; None: measure on the model's device.
+        options: how hard to measure.
+    """
+    if device is not None:
+        block_bytes = device.block_bytes
+    else:
+        block_bytes = 512 if profiled.torch_device.type == "cuda" else 1
+    lowering = attach(
+        profiled.lowering, families=families, exact_only=exact_only, block_bytes=block_bytes
+    )
+    figures = _figures(lowering, profiled.torch_device, device, options)
+    graph = _priced(profiled.graph, lowering, figures)
+    return replace(profiled, graph=graph, lowering=lowering)
+
+
+def _figures(
+    lowering: Lowering,
+    torch_device: torch.device,
+    device: Device | None,
+    options: MeasureOptions | None,
+) -> dict[tuple[int, str], tuple[float, int | None]]:
+    """(operator, name) → seconds and workspace bytes (None: as declared)."""
+    nodes = lowering.alternatives
+    if device is None:
+        costs = costs_of(list(nodes.values()), torch_device, options or MeasureOptions())
+        return {
+            key: (cost.time_s, cost.workspace_bytes) for key, cost in zip(nodes, costs, strict=True)
+        }
+    return {
+        key: (work_time_s(work(signature(node), describe_value(node)), device), None)
+        for key, node in nodes.items()
+    }
+
+
+def _priced(
+    graph: Graph, lowering: Lowering, figures: dict[tuple[int, str], tuple[float, int | None]]
+) -> Graph:
+    """The priced graph with the lowering's extra tensors and alternatives."""
+    extras: tuple[Tensor, ...] = lowering.graph.tensors[len(graph.tensors) :]
+    operators = []
+    for i, (old, new) in enumerate(zip(graph.operators, lowering.graph.operators, strict=True)):
+        choices = []
+        for choice in new.implementations:
+            time_s, workspace = figures[i, choice.name]
+            known = choice.workspace_bytes if workspace is None else workspace
+            choices.append(replace(choice, time_s=time_s, workspace_bytes=known))
+        operators.append(replace(old, implementations=tuple(choices)))
+    return replace_graph(graph, tensors=(*graph.tensors, *extras), operators=operators)

@@ -1,0 +1,122 @@
+"""ReLU and its kin: the backward needs one bit per element, or the output, or the input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from memopt.implementations.bits import pack, packed_bytes, unpack
+from memopt.implementations.kernel import Kernel
+from memopt.implementations.site import Sites, value_of
+
+ATEN = torch.ops.aten
+
+
+def _relu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = ATEN.relu(x)
+    # A NaN passes its gradient on, as in threshold_backward: not (y <= 0).
+    return y, pack((y <= 0).logical_not_())
+
+
+def _hardtanh(
+    x: torch.Tensor, low: float = -1.0, high: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y = ATEN.hardtanh(x, low, high)
+    return y, pack(((y <= low) | (y >= high)).logical_not_())
+
+
+def _leaky(x: torch.Tensor, slope: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
+    return ATEN.leaky_relu(x, slope), pack(x > 0)
+
+
+def _masked(g: torch.Tensor, bits: torch.Tensor) -> Any:
+    return torch.where(unpack(bits, g.shape), g, 0)
+
+
+def _scaled(g: torch.Tensor, bits: torch.Tensor, slope: float) -> Any:
+    return torch.where(unpack(bits, g.shape), g, g * slope)
+
+
+def _from_output(g: torch.Tensor, y: torch.Tensor, low: float, high: float) -> Any:
+    return ATEN.hardtanh_backward(g, y, low, high)
+
+
+def _leaky_from_output(g: torch.Tensor, y: torch.Tensor, slope: float) -> Any:
+    return ATEN.leaky_relu_backward(g, y, slope, True)
+
+
+def _relu_from_input(g: torch.Tensor, x: torch.Tensor) -> Any:
+    return ATEN.threshold_backward(g, x, 0)
+
+
+RELU = Kernel("relu.bitmask", _relu)
+HARDTANH = Kernel("hardtanh.bitmask", _hardtanh)
+LEAKY = Kernel("leaky_relu.bitmask", _leaky)
+MASKED = Kernel("masked_gradient.bitmask", _masked)
+SCALED = Kernel("scaled_gradient.bitmask", _scaled)
+HARDTANH_OUTPUT = Kernel("hardtanh_backward.output", _from_output)
+LEAKY_OUTPUT = Kernel("leaky_relu_backward.output", _leaky_from_output)
+RELU_INPUT = Kernel("relu_backward.input", _relu_from_input)
+
+
+def _bits(sites: Sites, forward: Node, kernel: Kernel) -> Node:
+    y = value_of(forward)
+    bits = sites.extra(
+        f"{forward.name}__bits", y.new_empty((packed_bytes(y.numel()),), dtype=torch.uint8)
+    )
+    # The comparison's masks, then the shifted eighth.
+    sites.add(
+        forward, "bitmask", kernel, forward.args, (forward, bits), workspace_bytes=3 * y.numel()
+    )
+    return bits
+
+
+def _dense_gradient(backward: Node) -> bool:
+    """The operator's result is laid out as ours is: contiguous, from contiguous arguments."""
+    return bool(value_of(backward).is_contiguous() and value_of(backward.args[0]).is_contiguous())
+
+
+def attach(sites: Sites) -> None:
+    """ReLU, hardtanh (ReLU6) and leaky ReLU."""
+    _attach_relu(sites)
+    for backward in sites.calls(
+        "aten.hardtanh_backward.default", "aten.leaky_relu_backward.default"
+    ):
+        relu6 = str(backward.target).startswith("aten.hardtanh")
+        kernel = "aten.hardtanh.default" if relu6 else "aten.leaky_relu.default"
+        g, x, *rest = backward.args
+        limits: list[Any] = list(rest)
+        if not relu6 and (limits[0] <= 0 or limits[1]):
+            continue
+        forward = next((n for n in sites.calls(kernel) if n.args[0] is x), None)
+        if (
+            forward is None
+            or not _dense_gradient(backward)
+            or not value_of(forward).is_contiguous()
+        ):
+            continue
+        bits = _bits(sites, forward, HARDTANH if relu6 else LEAKY)
+        scratch = 2 * value_of(forward).numel()
+        if relu6:
+            sites.add(backward, "bitmask", MASKED, (g, bits), workspace_bytes=scratch)
+            sites.add(backward, "output", HARDTANH_OUTPUT, (g, forward, *limits))
+        else:
+            scratch += value_of(forward).untyped_storage().nbytes()
+            sites.add(backward, "bitmask", SCALED, (g, bits, limits[0]), workspace_bytes=scratch)
+            sites.add(backward, "output", LEAKY_OUTPUT, (g, forward, limits[0]))
+
+
+def _attach_relu(sites: Sites) -> None:
+    for backward in sites.calls("aten.threshold_backward.default"):
+        g, y, threshold = backward.args
+        forward = sites.producer(y)
+        if forward is None or str(forward.target) != "aten.relu.default" or threshold != 0:
+            continue
+        if not _dense_gradient(backward) or not value_of(forward).is_contiguous():
+            continue
+        bits = _bits(sites, forward, RELU)
+        scratch = 2 * value_of(forward).numel()
+        sites.add(backward, "bitmask", MASKED, (g, bits), workspace_bytes=scratch)
+        sites.add(backward, "input", RELU_INPUT, (g, forward.args[0]))

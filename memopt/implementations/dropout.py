@@ -1,0 +1,57 @@
+"""Dropout: the boolean mask, the mask in bits, or the mask drawn again from the random state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memopt.implementations.bits import pack, packed_bytes, unpack
+from memopt.implementations.kernel import Kernel
+from memopt.implementations.site import Sites, value_of
+
+ATEN = torch.ops.aten
+
+
+def _forward(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    y, mask = ATEN.native_dropout(x, p, train)
+    return y, pack(mask)
+
+
+def _backward(g: torch.Tensor, bits: torch.Tensor, scale: float) -> Any:
+    return ATEN.native_dropout_backward(g, unpack(bits, g.shape), scale)
+
+
+FORWARD = Kernel("dropout.bitmask", _forward)
+BACKWARD = Kernel("dropout_backward.bitmask", _backward)
+
+
+def attach(sites: Sites) -> None:
+    """`native_dropout` in training mode. Drawing the mask again needs no implementation: it is
+    the operator recomputed with only its mask kept (the executor restores the random state)."""
+    for backward in sites.calls("aten.native_dropout_backward.default"):
+        g, mask, scale = backward.args
+        forward = sites.producer(mask)
+        if forward is None or str(forward.target) != "aten.native_dropout.default":
+            continue
+        result = sites.result(forward, 0)
+        held = value_of(forward)[1]
+        if result is None or not held.is_contiguous():
+            continue
+        bits = sites.extra(
+            f"{forward.name}__bits",
+            held.new_empty((packed_bytes(held.numel()),), dtype=torch.uint8),
+        )
+        size = held.numel()
+        value_bytes = value_of(result).untyped_storage().nbytes()
+        sites.add(
+            forward,
+            "bitmask",
+            FORWARD,
+            forward.args,
+            (result, bits),
+            workspace_bytes=value_bytes + size,
+        )
+        sites.add(
+            backward, "bitmask", BACKWARD, (g, bits, scale), workspace_bytes=value_bytes + size
+        )

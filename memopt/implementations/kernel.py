@@ -1,0 +1,32 @@
+"""A kernel of memopt's own: a named function that a plan runs in place of an ATen operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A callable with a name, as generated code and the profiler's cache know it.
+
+    Attributes:
+        name: "family.variant", unique; change it when the function changes, so that measured
+            costs are not reused.
+        function: takes and returns what the operator does, without writing to its arguments.
+    """
+
+    name: str
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the kernel."""
+        return self.function(*args, **kwargs)
+
+    def __str__(self) -> str:
+        return f"memopt.{self.name}"
+
+    @property
+    def __name__(self) -> str:
+        return self.name.replace(".", "_")

@@ -1,0 +1,141 @@
+"""Where implementations are attached: the operators of a captured step, and what they save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph as FxGraph
+from torch.fx import Node
+
+from memopt.implementations.kernel import Kernel
+from memopt.models.graph import Implementation, Tensor
+from memopt.profiler.build import Lowering
+from memopt.profiler.measure import replace_graph
+
+Attach = Callable[["Sites"], None]
+"""Adds one family's alternatives wherever they fit."""
+
+
+def value_of(node: Any) -> Any:
+    """The fake value of an FX node, or of an argument that is one."""
+    return node.meta["val"]
+
+
+class Sites:
+    """A Lowering under extension: operators are found by target, alternatives added by name.
+
+    Every alternative is an FX node of its own (outside the joint graph) whose arguments are nodes
+    of the joint graph, so the profiler and the executor treat it as they treat the operator's.
+    """
+
+    def __init__(self, lowering: Lowering, *, exact_only: bool, block_bytes: int) -> None:
+        self._lowering = lowering
+        self._exact_only = exact_only
+        self._block_bytes = block_bytes
+        self._fx = FxGraph()
+        self._tensors = list(lowering.graph.tensors)
+        self._choices: dict[int, list[Implementation]] = {}
+        self._nodes = dict(lowering.alternatives)
+        self._storages = dict(lowering.storages)
+        self._bases = dict(lowering.bases)
+        self._operator = {node: i for i, node in enumerate(lowering.nodes)}
+
+    def calls(self, *targets: str) -> Iterator[Node]:
+        """Kernel calls of the given targets, "aten.relu.default", in the graph's order."""
+        for node in self._lowering.nodes:
+            if str(node.target) in targets:
+                yield node
+
+    def producer(self, node: Any) -> Node | None:
+        """The kernel call whose result `node` is, or looks into, with the same shape and strides;
+        None for resident tensors and other views."""
+        if not isinstance(node, Node):
+            return None
+        tensor = self._storages[node][0]
+        operator = self._lowering.graph.producer.get(tensor) if tensor is not None else None
+        if tensor is None or operator is None:
+            return None
+        base, here = self._bases[tensor].meta["val"], node.meta["val"]
+        same = base.shape == here.shape and base.stride() == here.stride()
+        return self._lowering.nodes[operator] if same else None
+
+    def result(self, node: Node, position: int = 0) -> Node | None:
+        """The node that names one result of a kernel call; None if nothing does."""
+        tensor = self._storages[node][position]
+        return None if tensor is None else self._bases.get(tensor)
+
+    def extra(self, name: str, value: torch.Tensor) -> Node:
+        """A tensor that only alternatives write and read, like `value` (a fake tensor)."""
+        node = self._fx.placeholder(name)
+        node.meta["val"] = value
+        size = value.untyped_storage().nbytes()
+        rounded = -(-size // self._block_bytes) * self._block_bytes
+        self._storages[node] = (len(self._tensors),)
+        self._bases[len(self._tensors)] = node
+        self._tensors.append(Tensor(name, rounded))
+        return node
+
+    def add(
+        self,
+        operator: Node,
+        name: str,
+        kernel: Kernel,
+        args: tuple[Any, ...],
+        results: tuple[Node | None, ...] | None = None,
+        *,
+        workspace_bytes: int = 0,
+        exact: bool = True,
+    ) -> None:
+        """One alternative of a kernel call.
+
+        Args:
+            operator: the call it stands in for.
+            name: unique within the operator.
+            kernel: what runs.
+            args: its arguments; nodes are tensors it reads.
+            results: for each element of its tuple of results the node that names the tensor
+                (None: dropped); None: it returns exactly what the operator does.
+            workspace_bytes: for estimates: scratch memory beside the results; measured otherwise.
+            exact: whether results are the operator's bit for bit.
+        """
+        if self._exact_only and not exact:
+            return
+        call = self._fx.call_function(kernel, args, name=f"{operator.name}__{name}")
+        if results is None:
+            call.meta["val"] = operator.meta["val"]
+            self._storages[call] = self._storages[operator]
+        else:
+            call.meta["val"] = tuple(None if r is None else r.meta["val"] for r in results)
+            self._storages[call] = tuple(
+                None if r is None else self._storages[r][0] for r in results
+            )
+        index = self._operator[operator]
+        resident = self._lowering.graph.resident
+        reads = dict.fromkeys(
+            t for node in call.all_input_nodes for t in self._storages[node] if t is not None
+        )
+        writes = (t for t in self._storages[call] if t is not None and t not in resident)
+        self._nodes[index, name] = call
+        self._choices.setdefault(index, []).append(
+            Implementation(
+                name, 0.0, workspace_bytes, tuple(reads), tuple(dict.fromkeys(writes)), exact
+            )
+        )
+
+    def lowering(self) -> Lowering:
+        """The extended lowering; its Graph has the alternatives, unpriced."""
+        graph = self._lowering.graph
+        operators = [
+            replace(o, implementations=(*o.implementations, *self._choices.get(i, ())))
+            for i, o in enumerate(graph.operators)
+        ]
+        return replace(
+            self._lowering,
+            graph=replace_graph(graph, tensors=self._tensors, operators=operators),
+            storages=self._storages,
+            bases=self._bases,
+            alternatives=self._nodes,
+        )

@@ -1,0 +1,171 @@
+"""Programs that choose implementations run, exactly, at the predicted memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from memopt.executor.apply import runtime_of
+from memopt.executor.module import PlannedModule, install
+from memopt.implementations import FAMILIES, with_implementations
+from memopt.models.graph import Graph
+from memopt.models.liveness import computes, with_frees
+from memopt.models.program import Compute, Program
+from memopt.models.replay import replay
+from memopt.models.validate import validate
+from memopt.profiler.measure import MeasureOptions
+from memopt.profiler.memory import metered
+from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, profile_model
+
+QUICK = MeasureOptions(cap_s=0.1, max_rounds=1)
+
+
+class Cnn(nn.Module):
+    """Every family that a small CNN can have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, padding=1),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.ReLU6(),
+            nn.Dropout(0.3),
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.LeakyReLU(0.1),
+            nn.MaxPool2d(2),
+            nn.Dropout(0.2),
+            nn.Flatten(),
+            nn.Linear(256, 10),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.body(x)
+        return result
+
+
+class Block(nn.Module):
+    """A transformer block with attention written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        weights = self.drop((q @ k.transpose(-1, -2)).softmax(-1))
+        x = self.norm(x + weights @ v)
+        result: torch.Tensor = x + self.drop(self.down(torch.relu(self.up(x)).tanh()))
+        return result
+
+
+def cnn() -> tuple[nn.Module, torch.Tensor]:
+    return Cnn(), torch.rand(4, 3, 16, 16)
+
+
+def transformer() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(Block(), Block()), torch.rand(2, 12, 16)
+
+
+def choosing(graph: Graph, wanted: tuple[str, ...]) -> tuple[Program, set[str]]:
+    """Every operator once, in the first of the wanted implementations it has."""
+    steps = []
+    used = set()
+    for step in computes(graph, range(len(graph.operators))):
+        if isinstance(step, Compute):
+            names = [choice.name for choice in graph.operators[step.op].implementations]
+            name = next((name for name in wanted if name in names), None)
+            if name is not None:
+                used.add(f"{graph.operators[step.op].target} {name}")
+            step = Compute(step.op, (), name)
+        steps.append(step)
+    return Program(with_frees(graph, steps)), used
+
+
+def three_steps(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Losses and parameters of three optimizer steps."""
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = module(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach().clone())
+    found += [p.detach().clone() for p in module.parameters()]
+    found += [b.detach().clone() for b in module.buffers()]
+    return found
+
+
+def planned(profiled: Profiled, model: nn.Module, program: Program, interpreted: bool) -> nn.Module:
+    captured = profiled.captured
+    installed = install(captured, profiled.lowering, program, interpreted=interpreted)
+    return PlannedModule(model, captured, runtime_of(captured), installed)
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+@pytest.mark.parametrize("make", [cnn, transformer])
+def test_chosen_implementations_train_exactly(
+    make: Callable[[], tuple[nn.Module, torch.Tensor]], interpreted: bool
+) -> None:
+    torch.manual_seed(0)
+    model, x = make()
+    other = copy.deepcopy(model)
+    profiled = with_implementations(
+        profile_model(model, x, options=QUICK), exact_only=True, options=QUICK
+    )
+    seen: set[str] = set()
+    expected = three_steps(other, x)
+    start = copy.deepcopy(model.state_dict())
+    for wanted in [("bitmask", "index8", "input"), ("output", "shape only"), ("input",)]:
+        program, used = choosing(profiled.graph, wanted)
+        seen |= used
+        assert validate(profiled.graph, program) is None
+        model.load_state_dict(start)
+        found = three_steps(planned(profiled, model, program, interpreted), x)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), wanted
+    assert len(seen) >= (12 if make is cnn else 6), sorted(seen)
+
+
+@pytest.mark.parametrize("make", [cnn, transformer])
+def test_memory_is_as_replayed(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> None:
+    model, x = make()
+    profiled = with_implementations(profile_model(model, x, options=QUICK), options=QUICK)
+    for wanted in [(), ("bitmask", "index8", "input"), ("output", "shape only")]:
+        program, _ = choosing(profiled.graph, wanted)
+        module = planned(profiled, model, program, False)
+
+        def step(module: nn.Module = module) -> torch.Tensor:
+            y: torch.Tensor = module(x)
+            y.backward(torch.ones_like(y))
+            return y
+
+        model.zero_grad()
+        step()
+        model.zero_grad()
+        with metered(torch.device("cpu")) as use:
+            y = step()
+        del y
+        resident = profiled.graph.resident_bytes - STEP_SCALARS_BYTES["cpu"]
+        predicted = replay(profiled.graph, program).peak_bytes
+        assert abs(resident + use.peak_bytes - predicted) <= 0.01 * predicted, wanted
+
+
+def test_the_graph_is_unchanged_unless_asked() -> None:
+    model, x = cnn()
+    profiled = profile_model(model, x, options=QUICK)
+    priced = with_implementations(profiled, options=QUICK)
+    assert not any(o.implementations for o in profiled.graph.operators)
+    assert priced.graph.tensors[: len(profiled.graph.tensors)] == profiled.graph.tensors
+    assert len({name for name, _ in FAMILIES}) == len(FAMILIES)
