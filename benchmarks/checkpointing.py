@@ -89,9 +89,10 @@ def resnet50(batch: int, size: int) -> Contest:
     torch.manual_seed(0)
     model = models.resnet50()
     images, classes = torch.randn(batch, 3, size, size), torch.arange(batch)
-    stem = [model.conv1, model.bn1, model.relu, model.maxpool]
+    # One module: a segment must not start at the stem's in-place ReLU, which overwrites its input.
+    stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
     blocks = [*model.layer1, *model.layer2, *model.layer3, *model.layer4]
-    layers = nn.Sequential(*stem, *blocks, model.avgpool, nn.Flatten(1), model.fc)
+    layers = nn.Sequential(stem, *blocks, model.avgpool, nn.Flatten(1), model.fc)
     module = WithLoss(layers, lambda logits: functional.cross_entropy(logits, classes))
 
     def segmented(count: int) -> Callable[[], None]:

@@ -1,0 +1,40 @@
+"""Costs from a busy moment do not stay in the cache."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from memopt.profiler.cache import ProfileCache
+from memopt.profiler.measure import MeasureOptions
+from memopt.profiler.session import profile_model
+
+
+def _poison(directory: Path) -> None:
+    """Every kernel's time in the cache a thousand times too long, the step's left alone."""
+    (file,) = directory.glob("*.sqlite")
+    with closing(sqlite3.connect(file)) as connection, connection:
+        rows = connection.execute("SELECT key, value FROM costs").fetchall()
+        for key, text in rows:
+            value = json.loads(text)
+            if "|baseline " not in key:
+                value["time_s"] *= 1000
+            connection.execute("UPDATE costs SET value = ? WHERE key = ?", (json.dumps(value), key))
+
+
+def test_kernels_that_outlast_the_step_are_measured_again(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    inputs = torch.randn(512, 256)
+    options = MeasureOptions(cap_s=0.5, max_rounds=3, cache=ProfileCache(tmp_path))
+    first = profile_model(model, inputs, options=options)
+    _poison(tmp_path)
+    again = profile_model(model, inputs, options=options)
+    poisoned = 1000 * sum(operator.time_s for operator in first.graph.operators)
+    assert sum(operator.time_s for operator in again.graph.operators) < poisoned / 10
+    third = profile_model(model, inputs, options=options)
+    assert third.graph == again.graph  # the cache has the new costs
