@@ -8,6 +8,7 @@ from memopt.strategies.base import Strategy as Strategy
 from memopt.strategies.offload.autoswap import AutoSwap as AutoSwap
 from memopt.strategies.offload.dynprog import DynProg as DynProg
 from memopt.strategies.offload.exact import OffloadExact as OffloadExact
+from memopt.strategies.offload.graph import OffloadGraph as OffloadGraph
 from memopt.strategies.offload.greedy import Greedy as Greedy
 from memopt.strategies.offload.tflms import Tflms as Tflms
 from memopt.strategies.offload.vdnn import Vdnn as Vdnn
@@ -29,6 +30,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Greedy(),
     DynProg(),
     OffloadExact(),
+    OffloadGraph(),
     Vdnn(),
     AutoSwap(),
     Tflms(),

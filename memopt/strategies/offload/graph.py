@@ -1,0 +1,277 @@
+"""offload-graph: which tensors of any graph to move, and when."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from memopt.errors import InfeasibleBudgetError
+from memopt.models.checks import check_bytes
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.linearize import has_updates, linearize
+from memopt.models.liveness import store_all
+from memopt.models.program import Program
+from memopt.models.replay import Timeline, replay
+from memopt.models.validate import validate
+from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+from memopt.strategies.offload.chain_offload import PAPER
+from memopt.strategies.offload.dynprog import DynProg
+from memopt.strategies.offload.graph_problem import Gap, GraphProblem, graph_problem
+from memopt.strategies.offload.graph_schedule import Timing, schedule
+from memopt.strategies.offload.greedy import Greedy
+from memopt.strategies.slack import best_that_fits
+
+TIMINGS = tuple(
+    Timing(lead, waits, at_once)
+    for lead in (math.inf, 2.0, 1.0)
+    for waits in (True, False)
+    for at_once in (False, True)
+)
+
+Score = Callable[[GraphProblem, Gap], tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class OffloadGraph(Strategy):
+    """Which saved tensors of any graph to move to the host, and when: no chain is needed.
+
+    Operators keep the graph's order and run once. Several covers of the excess are made and
+    scheduled, the chain offloaders' plans join where the graph has a chain, the replay chooses
+    the fastest, and a local search drops and exchanges gaps.
+
+    Attributes:
+        host_budget_bytes: the most that may be on the host at once; None: no limit.
+        moves: schedules that the local search may try.
+        chain: whether `dynprog` and `greedy`, lowered to the graph, are candidates too.
+    """
+
+    host_budget_bytes: int | None = None
+    moves: int = 60
+    chain: bool = True
+
+    name: ClassVar[str] = "offload-graph"
+    needs: ClassVar[str] = "graph"
+    features: ClassVar[frozenset[str]] = frozenset({"offload"})
+    references: ClassVar[tuple[str, ...]] = (PAPER,)
+
+    def __post_init__(self) -> None:
+        check_bytes("OffloadGraph", moves=self.moves)
+        if self.host_budget_bytes is not None:
+            check_bytes("OffloadGraph", host_budget_bytes=self.host_budget_bytes)
+
+    def solve(
+        self,
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
+        started = time.perf_counter()
+        reason = self.why_not(cost_model)
+        if reason is not None or not isinstance(cost_model, Graph):
+            raise ValueError(reason or f"{self.name} plans a graph")
+        if device is None:
+            raise ValueError(
+                f"{self.name} moves data: pass device=memopt.Device(to_host_bytes_per_s=...)"
+            )
+        problem = graph_problem(cost_model, device)
+        budget = problem.peak_bytes if budget_bytes is None else budget_bytes
+        if budget < problem.floor_bytes:
+            return Solution(Status.INFEASIBLE, smallest_budget_bytes=problem.floor_bytes)
+        search = _Search(problem, budget, self.host_budget_bytes)
+        if problem.peak_bytes <= budget:
+            search.offer(store_all(cost_model), "nothing moves")
+        else:
+            deadline = math.inf if time_limit_s is None else started + time_limit_s
+            for gaps in covers(problem, budget):
+                search.gaps(gaps)
+                if time.perf_counter() > deadline:
+                    break
+            if self.chain and time.perf_counter() <= deadline:
+                search.chains(self.host_budget_bytes)
+            search.improve(self.moves, deadline, progress)
+        return search.solution(self.name, started)
+
+
+class _Search:
+    """The fastest program offered so far, and the gaps it came from."""
+
+    def __init__(self, problem: GraphProblem, budget_bytes: int, host_bytes: int | None) -> None:
+        self.problem = problem
+        self.budget_bytes = budget_bytes
+        self.host_bytes = math.inf if host_bytes is None else host_bytes
+        self.best: tuple[Program, Timeline, str] | None = None
+        self.start: tuple[tuple[Gap, ...], Timing] | None = None
+        self.start_s = math.inf
+        self.least_host_bytes = 0
+        self.bound_s = problem.lower_bound_s(budget_bytes)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing can be faster."""
+        return self.best is not None and self.best[1].time_s <= self.bound_s * (1 + 1e-12)
+
+    def offer(self, program: Program, source: str) -> float:
+        """Replay a program and keep it if it is the fastest; its time, infinite if it breaks
+        the host budget."""
+        timeline = replay(self.problem.graph, program, self.problem.device)
+        host = timeline.host_peak_bytes
+        self.least_host_bytes = min(self.least_host_bytes or host, host)
+        if host > self.host_bytes:
+            return math.inf
+        if self.best is None or timeline.time_s < self.best[1].time_s:
+            self.best = program, timeline, source
+        return timeline.time_s
+
+    def gaps(self, gaps: tuple[Gap, ...], timings: tuple[Timing, ...] = TIMINGS) -> float:
+        """Schedule a set of gaps with several timings; the least time."""
+        least_s = math.inf
+        for timing in timings:
+            if self.done:
+                break
+            made = schedule(self.problem, self.budget_bytes, gaps, timing)
+            time_s = self.offer(made.program, "gaps")
+            least_s = min(least_s, time_s)
+            if time_s < self.start_s:
+                self.start, self.start_s = (made.used, timing), time_s
+        return least_s
+
+    def chains(self, host_budget_bytes: int | None) -> None:
+        """Offer the chain offloaders' plans, lowered, where there are any within the budget."""
+        graph, device = self.problem.graph, self.problem.device
+        if has_updates(graph):
+            return  # no chain expresses parameter updates
+        view = linearize(graph)
+        for strategy in (DynProg(host_budget_bytes), Greedy(host_budget_bytes)):
+            if self.done or strategy.why_not(view.chain) is not None:
+                continue
+
+            def attempt(budget_bytes: int | None, strategy: Strategy = strategy) -> Solution:
+                return strategy.solve(view.chain, budget_bytes, device=device)
+
+            try:
+                found = best_that_fits(graph, view, attempt, self.budget_bytes, 0)
+            except InfeasibleBudgetError:
+                continue  # the chain's plan needs more host memory than there is
+            if found.steps is None:
+                continue
+            program = view.lower(found.steps)
+            if validate(graph, program, self.budget_bytes) is None:
+                self.offer(program, strategy.name)
+
+    def improve(self, moves: int, deadline: float, progress: Progress | None) -> None:
+        """Drop gaps, and exchange gaps for others, while that is faster."""
+        tried = 0
+        while self.start is not None and not self.done:
+            gaps, timing = self.start
+            before_s = self.start_s
+            for changed in _neighbours(self.problem, self.budget_bytes, gaps):
+                if tried >= moves or self.done or time.perf_counter() > deadline:
+                    return
+                tried += 1
+                if progress is not None:
+                    progress(tried / moves, "exchanging tensors")
+                if self.gaps(changed, (timing,)) < before_s:
+                    break
+            else:
+                return
+
+    def solution(self, name: str, started: float) -> Solution:
+        if self.best is None:
+            raise InfeasibleBudgetError(
+                f"{name}: host_budget_bytes={self.host_bytes} is too small: the plans known for a "
+                f"device budget of {self.budget_bytes} bytes put at least {self.least_host_bytes} "
+                "bytes on the host; raise either",
+                self.budget_bytes,
+                None,
+            )
+        program, timeline, source = self.best
+        bound_s = min(self.bound_s, timeline.time_s)
+        return Solution(
+            Status.OPTIMAL if self.done else Status.FEASIBLE,
+            program=program,
+            peak_bytes=timeline.peak_bytes,
+            time_s=timeline.time_s,
+            lower_bound_s=bound_s,
+            gap=(timeline.time_s - bound_s) / bound_s if bound_s > 0 else 0.0,
+            stats={
+                "source": source,
+                "gaps": len(self.problem.gaps),
+                "stall_s": timeline.total_stall_s,
+                "host_peak_bytes": timeline.host_peak_bytes,
+                "solve_s": time.perf_counter() - started,
+            },
+        )
+
+
+def covers(problem: GraphProblem, budget_bytes: int) -> Iterator[tuple[Gap, ...]]:
+    """Sets of gaps whose bytes cover the excess of every slot: all of them, then one per score."""
+    yield problem.gaps
+    for score in SCORES:
+        yield _cover(problem, budget_bytes, score)
+
+
+def _earliest(problem: GraphProblem, gap: Gap) -> tuple[float, ...]:
+    return (gap.after, -gap.before)
+
+
+def _longest(problem: GraphProblem, gap: Gap) -> tuple[float, ...]:
+    return (gap.after - gap.before, gap.after)
+
+
+def _largest(problem: GraphProblem, gap: Gap) -> tuple[float, ...]:
+    return (-problem.size_bytes(gap), gap.after)
+
+
+def _area(problem: GraphProblem, gap: Gap) -> tuple[float, ...]:
+    return (-problem.size_bytes(gap) * (gap.before - gap.after), gap.after)
+
+
+SCORES: tuple[Score, ...] = (_earliest, _longest, _largest, _area)
+
+
+def _cover(problem: GraphProblem, budget_bytes: int, score: Score) -> tuple[Gap, ...]:
+    """Gaps taken by score while they help an uncovered slot; then what is superfluous goes."""
+    lacking = problem.need_bytes - budget_bytes
+    taken: list[Gap] = []
+    for gap in sorted(problem.gaps, key=lambda gap: (score(problem, gap), gap)):
+        inside = slice(gap.after + 1, gap.before)
+        if (lacking[inside] > 0).any():
+            lacking[inside] -= problem.size_bytes(gap)
+            taken.append(gap)
+    for gap in reversed(taken.copy()):
+        inside = slice(gap.after + 1, gap.before)
+        if int(lacking[inside].max()) + problem.size_bytes(gap) <= 0:
+            lacking[inside] += problem.size_bytes(gap)
+            taken.remove(gap)
+    return tuple(sorted(taken))
+
+
+def _neighbours(
+    problem: GraphProblem, budget_bytes: int, gaps: tuple[Gap, ...]
+) -> Iterator[tuple[Gap, ...]]:
+    """Sets that still cover: one gap less, or one gap for another; large gaps first."""
+    lacking = problem.need_bytes - problem.relieved_bytes(gaps) - budget_bytes
+    others = sorted(set(problem.gaps) - set(gaps), key=lambda g: (problem.size_bytes(g), g))
+    for gap in sorted(gaps, key=lambda g: (-problem.size_bytes(g), g)):
+        without = lacking.copy()
+        without[gap.after + 1 : gap.before] += problem.size_bytes(gap)
+        rest = tuple(other for other in gaps if other != gap)
+        short = np.flatnonzero(without > 0)
+        if not len(short):
+            yield rest
+            continue
+        wanted = int(without.max())
+        for other in others:
+            if problem.size_bytes(other) < wanted:
+                continue
+            if other.after < short[0] and short[-1] < other.before:
+                yield tuple(sorted((*rest, other)))

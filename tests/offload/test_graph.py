@@ -1,0 +1,190 @@
+"""offload-graph on random training graphs: valid, within the budget, above its bound, and beside
+an exhaustive search of programs that keep the graph's order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from memopt.errors import InfeasibleBudgetError
+from memopt.models.device import Device
+from memopt.models.generate import random_graph
+from memopt.models.graph import Graph
+from memopt.models.linearize import has_updates, linearize
+from memopt.models.liveness import with_frees
+from memopt.models.program import (
+    Compute,
+    DropHost,
+    Free,
+    Instruction,
+    LossBoundary,
+    Program,
+    SwapIn,
+    SwapOut,
+)
+from memopt.models.replay import replay
+from memopt.models.validate import validate
+from memopt.strategies.base import Solution, Status
+from memopt.strategies.offload.dynprog import DynProg
+from memopt.strategies.offload.graph import OffloadGraph
+from memopt.strategies.offload.graph_problem import Gap, GraphProblem, graph_problem
+from memopt.strategies.offload.greedy import Greedy
+from memopt.strategies.slack import best_that_fits
+
+SHARES = (0.0, 0.3, 0.7)
+
+
+def random_device(rng: Random) -> Device:
+    return Device(
+        to_host_bytes_per_s=rng.choice([0.5, 1.0, 2.0, 5.0]),
+        from_host_bytes_per_s=rng.choice([None, 1.0, 3.0]),
+        duplex=rng.random() < 0.5,
+        transfer_latency_s=rng.choice([0.0, 0.0, 0.5]),
+    )
+
+
+def budgets(problem: GraphProblem) -> Iterator[int]:
+    for share in SHARES:
+        yield problem.floor_bytes + int(share * (problem.peak_bytes - problem.floor_bytes))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_valid_within_the_budget_and_above_the_bound(seed: int) -> None:
+    rng = Random(seed)
+    graph, device = random_graph(rng, rng.randint(3, 14), updates=seed % 3 == 0), random_device(rng)
+    problem = graph_problem(graph, device)
+    for budget in budgets(problem):
+        solution = OffloadGraph(moves=20).solve(graph, budget, device=device)
+        assert solution.program is not None
+        assert validate(graph, solution.program, budget) is None
+        timeline = replay(graph, solution.program, device)
+        assert solution.time_s == pytest.approx(timeline.time_s)
+        assert solution.peak_bytes == timeline.peak_bytes <= budget
+        assert solution.lower_bound_s is not None
+        assert solution.lower_bound_s <= timeline.time_s * (1 + 1e-9)
+        for chain in () if has_updates(graph) else (DynProg(), Greedy()):
+            time_s = lowered_s(graph, chain, budget, device)
+            assert timeline.time_s <= time_s * (1 + 1e-9)
+
+
+def lowered_s(graph: Graph, strategy: DynProg | Greedy, budget: int, device: Device) -> float:
+    """Time of a chain offloader's plan as the planner would lower it; infinite without one."""
+    view = linearize(graph)
+
+    def attempt(budget_bytes: int | None) -> Solution:
+        return strategy.solve(view.chain, budget_bytes, device=device)
+
+    found = best_that_fits(graph, view, attempt, budget, 0)
+    if found.steps is None:
+        return math.inf
+    program = view.lower(found.steps)
+    if validate(graph, program, budget) is not None:
+        return math.inf
+    return replay(graph, program, device).time_s
+
+
+def test_below_the_floor_names_it() -> None:
+    graph, device = random_graph(Random(3), 8), Device(to_host_bytes_per_s=1.0)
+    floor = graph_problem(graph, device).floor_bytes
+    assert floor < graph_problem(graph, device).peak_bytes
+    solution = OffloadGraph().solve(graph, floor - 1, device=device)
+    assert (solution.status, solution.smallest_budget_bytes) == (Status.INFEASIBLE, floor)
+
+
+def test_host_budget() -> None:
+    graph, device = random_graph(Random(3), 8), Device(to_host_bytes_per_s=1.0)
+    problem = graph_problem(graph, device)
+    with pytest.raises(InfeasibleBudgetError, match="host_budget_bytes=0 is too small"):
+        OffloadGraph(host_budget_bytes=0).solve(graph, problem.floor_bytes, device=device)
+    free = OffloadGraph().solve(graph, problem.floor_bytes, device=device)
+    assert free.program is not None
+    host = replay(graph, free.program, device).host_peak_bytes
+    same = OffloadGraph(host_budget_bytes=host).solve(graph, problem.floor_bytes, device=device)
+    assert same.program is not None
+    assert replay(graph, same.program, device).host_peak_bytes <= host
+
+
+def test_same_graph_same_plan() -> None:
+    graph, device = random_graph(Random(5), 12), Device(to_host_bytes_per_s=1.0)
+    budget = next(budgets(graph_problem(graph, device)))
+    plans = [OffloadGraph().solve(graph, budget, device=device).program for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+def test_a_device_is_needed() -> None:
+    with pytest.raises(ValueError, match="pass device="):
+        OffloadGraph().solve(random_graph(Random(0), 4), 10)
+
+
+Choice = tuple[int, int, int]
+"""Slots: copied out after the first, freed before the second, fetched before the third."""
+
+
+def choices(problem: GraphProblem, gap: Gap) -> list[Choice | None]:
+    found: list[Choice | None] = [None]
+    for out in range(problem.produced[gap.tensor], gap.before - 1):
+        for free in range(max(out, gap.after) + 1, gap.before):
+            found += [(out, free, back) for back in range(free + 1, gap.before + 1)]
+    return found
+
+
+def program_of(problem: GraphProblem, chosen: dict[Gap, Choice]) -> Program:
+    instructions: list[Instruction] = []
+    for slot, operator in enumerate(problem.operators):
+        for gap, (_, free, _) in sorted(chosen.items(), key=lambda item: item[1][0]):
+            if free == slot:
+                instructions.append(Free(gap.tensor))
+        for gap, (_, _, back) in sorted(chosen.items(), key=lambda item: item[0].before):
+            if back == slot:
+                instructions.append(SwapIn(gap.tensor))
+        instructions.append(LossBoundary() if operator is None else Compute(operator, ()))
+        instructions += [DropHost(gap.tensor) for gap in sorted(chosen) if gap.before == slot]
+        leaving = [gap for gap in sorted(chosen) if chosen[gap][0] == slot]
+        leaving.sort(key=lambda gap: chosen[gap][1])
+        instructions += [SwapOut(gap.tensor) for gap in leaving]
+    return Program(with_frees(problem.graph, instructions))
+
+
+def exhaustive_s(problem: GraphProblem, budget: int) -> float:
+    """The least time of all choices, one fixed order among instructions of one slot."""
+    best = math.inf
+    for combination in itertools.product(*(choices(problem, gap) for gap in problem.gaps)):
+        chosen = {g: c for g, c in zip(problem.gaps, combination, strict=True) if c is not None}
+        program = program_of(problem, chosen)
+        timeline = replay(problem.graph, program, problem.device)
+        if timeline.peak_bytes <= budget:
+            best = min(best, timeline.time_s)
+    return best
+
+
+def tiny(seed: int) -> GraphProblem | None:
+    """A problem small enough for the exhaustive search, one gap to a tensor."""
+    rng = Random(seed)
+    problem = graph_problem(random_graph(rng, rng.randint(2, 4)), random_device(rng))
+    size = math.prod(len(choices(problem, gap)) for gap in problem.gaps)
+    single = len({gap.tensor for gap in problem.gaps}) == len(problem.gaps)
+    if not single or not 1 < size <= 4000 or problem.floor_bytes == problem.peak_bytes:
+        return None
+    return problem
+
+
+def test_against_exhaustive_search() -> None:
+    """The bound holds for the optimum, and the strategy is close to it."""
+    ratios = []
+    for problem in filter(None, map(tiny, range(400))):
+        budget = next(budgets(problem))
+        found = OffloadGraph().solve(problem.graph, budget, device=problem.device)
+        optimum_s = exhaustive_s(problem, budget)
+        assert found.time_s is not None
+        assert found.lower_bound_s is not None
+        assert math.isfinite(optimum_s)
+        assert found.lower_bound_s <= optimum_s * (1 + 1e-9)
+        ratios.append(found.time_s / optimum_s if optimum_s > 0 else 1.0)
+    assert len(ratios) >= 50
+    assert min(ratios) >= 1 - 1e-9
+    assert sum(ratios) / len(ratios) <= 1.01
+    assert max(ratios) <= 1.1
