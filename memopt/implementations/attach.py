@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from memopt.implementations import activations, clipped, dropout, pooling
+from memopt.implementations import (
+    activations,
+    clipped,
+    convolution,
+    cross_entropy,
+    dropout,
+    norms,
+    pooling,
+)
 from memopt.implementations.site import Attach, Sites
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Tensor
@@ -23,6 +31,9 @@ FAMILIES: tuple[tuple[str, Attach], ...] = (
     ("dropout", dropout.attach),
     ("pooling", pooling.attach),
     ("activations", activations.attach),
+    ("norms", norms.attach),
+    ("convolution", convolution.attach),
+    ("cross-entropy", cross_entropy.attach),
 )
 """(name, what attaches it): adding a family is a file and a row here."""
 

@@ -162,6 +162,97 @@ def test_memory_is_as_replayed(make: Callable[[], tuple[nn.Module, torch.Tensor]
         assert abs(resident + use.peak_bytes - predicted) <= 0.01 * predicted, wanted
 
 
+class Head(nn.Module):
+    """A language model's head with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(500, 16), nn.LayerNorm(16)
+        self.head = nn.Linear(16, 500, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.norm(self.embed(ids)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_the_logits_never_exist_whole() -> None:
+    torch.manual_seed(0)
+    model = Head()
+    ids = torch.randint(0, 500, (4, 32))
+    labels = torch.randint(0, 500, (4, 32))
+    labels[0, :5] = -100
+    inputs = (ids, labels)
+    expected = _gradients(model, model, inputs)
+    profiled = with_implementations(profile_model(model, inputs, options=QUICK), options=QUICK)
+    graph = profiled.graph
+    chunked = [o for o in graph.operators if "chunked" in {c.name for c in o.implementations}]
+    assert len(chunked) == 3
+    skipped = ("mm", "_log_softmax", "nll_loss_backward", "_log_softmax_backward_data")
+    steps = []
+    for step in computes(graph, range(len(graph.operators))):
+        if isinstance(step, Compute):
+            operator = graph.operators[step.op]
+            if operator in chunked:
+                step = Compute(step.op, (), "chunked")
+            elif operator.target.split(".")[1] in skipped:
+                continue
+        steps.append(step)
+    program = Program(with_frees(graph, steps))
+    assert validate(graph, program) is None
+    logits_bytes = 4 * 128 * 500
+    whole, _ = choosing(graph, ())
+    assert replay(graph, program).peak_bytes < replay(graph, whole).peak_bytes - logits_bytes
+    for interpreted in (False, True):
+        found = _gradients(planned(profiled, model, program, interpreted), model, inputs)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def _gradients(
+    module: nn.Module, model: nn.Module, inputs: tuple[torch.Tensor, ...]
+) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = module(*inputs)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def test_inexact_implementations_are_close_and_gradients_split() -> None:
+    torch.manual_seed(0)
+    model, x = cnn()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    expected = _gradients(nn.Sequential(model, Square()), model, (x,))
+    profiled = with_implementations(profile_model(model, x, options=QUICK), options=QUICK)
+    graph = profiled.graph
+    for wanted in [("split 2", "output", "statistics"), ("split 8", "input gradient")]:
+        steps = []
+        for step in computes(graph, range(len(graph.operators))):
+            if isinstance(step, Compute):
+                names = [choice.name for choice in graph.operators[step.op].implementations]
+                name = next((name for name in wanted if name in names), None)
+                if name == "statistics":
+                    name = None
+                step = Compute(step.op, (), name)
+                if name == "input gradient":
+                    steps.append(Compute(step.op, (), "weight gradient"))
+            steps.append(step)
+        program = Program(with_frees(graph, steps))
+        assert validate(graph, program) is None
+        module = planned(profiled, model, program, False)
+        found = _gradients(nn.Sequential(module, Square()), model, (x,))
+        for a, b in zip(found, expected, strict=True):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-6), wanted
+
+
+class Square(nn.Module):
+    """The loss."""
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return y.square().mean()
+
+
 def test_the_graph_is_unchanged_unless_asked() -> None:
     model, x = cnn()
     profiled = profile_model(model, x, options=QUICK)
