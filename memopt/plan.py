@@ -17,9 +17,11 @@ from memopt.models.steps import ChainStep
 from memopt.strategies.base import Status, Strategy
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.axes import Axes
     from torch import nn
 
+    from memopt.executor.train_step import TrainStep
     from memopt.profiler.inputs import Call
     from memopt.profiler.session import Profiled
     from memopt.report.step_check import StepCheck
@@ -141,6 +143,31 @@ class Plan:
             interpreted=interpreted,
             otherwise=behaviour(otherwise, self._plan_again),
         )
+
+    def train_step(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+        *,
+        interpreted: bool = False,
+    ) -> TrainStep:
+        """The whole step, updates included, under the plan: `step(*inputs, targets=...) -> loss`.
+
+        The plan must have been made with `loss_fn=` and an optimizer instance.
+
+        Args:
+            model: the planned model.
+            loss_fn: the planned loss.
+            optimizer: the planned optimizer, or one over the same parameters.
+            interpreted: run instruction by instruction (slower; for debugging).
+
+        Raises:
+            ValueError: the plan is not of this step, or the optimizer cannot be split.
+        """
+        from memopt.executor.train_step import train_step
+
+        return train_step(self, model, loss_fn, optimizer, interpreted=interpreted)
 
     def _plan_again(self, model: nn.Module, call: Call) -> nn.Module:
         """The model under a plan for another call, within the same budget."""

@@ -17,6 +17,7 @@ from memopt.models.judge import judge
 from memopt.models.liveness import store_all
 from memopt.models.presets import find_device
 from memopt.models.replay import replay
+from memopt.models.stage_map import has_updates
 from memopt.plan import BaselineFigures, Plan
 from memopt.strategies import Progress, Solution, Status, Strategy, resolve
 from memopt.strategies.slack import PROBES, best_that_fits, smallest_budget
@@ -61,7 +62,8 @@ def plan(
         mode: "measure" runs the model's kernels here; "estimate" computes nothing and prices
             them for `device` (the model may be on meta).
         optimizer: charge its state as resident: a torch.optim instance, or a name such as
-            "sgd", "adamw", "adamw-fp32", "adamw-8bit".
+            "sgd", "adamw", "adamw-fp32", "adamw-8bit". An instance together with `loss_fn`
+            (not in estimates): plan the whole step, updates included (`Plan.train_step`).
         time_limit_s: stop the solver after so many seconds with its best plan and bound.
         cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
         progress: True shows a bar on a terminal; or your own callback.
@@ -309,7 +311,7 @@ def _notes(cost_model: Chain | Graph, profiled: Profiled | None) -> tuple[str, .
     state = profiled.optimizer
     if state is not None and state.bytes_total:
         notes = (f"Resident: {format_bytes(state.bytes_total)} of {state.name} state.", *notes)
-    if isinstance(cost_model, Graph) and cost_model.boundary_bytes:
+    if isinstance(cost_model, Graph) and (cost_model.boundary_bytes or has_updates(cost_model)):
         return notes
     module_only = (
         "The budget covers the module; pass loss_fn= to have the memory of your loss charged too."

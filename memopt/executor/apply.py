@@ -17,6 +17,7 @@ from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.session import device_of
+from memopt.profiler.step_session import ProfiledStep
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -43,6 +44,11 @@ def apply_plan(
         raise ValueError(
             "this plan was made from a cost model, not from a module: it cannot run; "
             "call memopt.plan(model, inputs, ...)"
+        )
+    if isinstance(plan.profiled, ProfiledStep):
+        raise ValueError(
+            "this plan is of a whole step: run plan.train_step(model, loss_fn, optimizer). For a "
+            'drop-in module plan with the optimizer\'s name (optimizer="adamw"), not an instance'
         )
     captured, lowering = _captured(plan, model, inputs)
     installed = install(captured, lowering, plan.program, interpreted=interpreted)

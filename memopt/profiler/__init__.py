@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from memopt.models.device import Device
 from memopt.profiler.baseline import Loss as Loss
@@ -15,6 +16,7 @@ from memopt.profiler.estimate import estimate_model as estimate_model
 from memopt.profiler.measure import MeasureOptions as MeasureOptions
 from memopt.profiler.session import Profiled as Profiled
 from memopt.profiler.session import profile_model as profile_model
+from memopt.profiler.step_session import profile_step as profile_step
 
 
 def profiled_of(
@@ -50,11 +52,9 @@ def profiled_of(
         return estimate_model(
             model, inputs, estimate_for, loss=loss, optimizer=optimizer, progress=progress
         )
+    options = MeasureOptions(cache=ProfileCache() if cache else None)
+    if loss is not None and isinstance(optimizer, Optimizer):
+        return profile_step(model, inputs, loss, optimizer, options=options, progress=progress)
     return profile_model(
-        model,
-        inputs,
-        loss=loss,
-        optimizer=optimizer,
-        options=MeasureOptions(cache=ProfileCache() if cache else None),
-        progress=progress,
+        model, inputs, loss=loss, optimizer=optimizer, options=options, progress=progress
     )

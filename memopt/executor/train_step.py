@@ -1,0 +1,156 @@
+"""A whole planned training step: `step(*inputs, targets=...) -> loss`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memopt.errors import ExecutionError
+from memopt.executor.guard import Guard
+from memopt.executor.module import install
+from memopt.profiler.inputs import Call, align
+from memopt.profiler.step_optimizer import check_splittable, update_one
+from memopt.profiler.step_session import ProfiledStep
+
+if TYPE_CHECKING:
+    from memopt.plan import Plan
+
+
+class TrainStep:
+    """Runs forward, loss, backward and all parameter updates under a plan.
+
+    Equal to `loss_fn(model(*inputs), *targets).backward(); optimizer.step()` and then
+    `zero_grad()`, bit for bit on CPU. A step that fails before its first update leaves
+    parameters, optimizer state and buffers as they were (the random state has moved); one that
+    fails later leaves the parameters updated so far updated, and says how many; buffers change
+    only when the step is complete.
+    """
+
+    def __init__(
+        self, plan: Plan, optimizer: torch.optim.Optimizer, *, interpreted: bool = False
+    ) -> None:
+        profiled = plan.profiled
+        assert isinstance(profiled, ProfiledStep)
+        assert profiled.parts is not None
+        assert plan.program is not None
+        self._optimizer = optimizer
+        self._parts = profiled.parts
+        self._captured = profiled.captured
+        self._user_call = profiled.user_call
+        self._program = install(
+            profiled.captured, profiled.lowering, plan.program, interpreted=interpreted
+        )
+        self._guard = Guard.of(self._parts.module, self._parts.call)
+        self._parameters = dict(self._parts.module.named_parameters(remove_duplicate=False))
+
+    @property
+    def code(self) -> str:
+        """The generated source that runs; "" when interpreted."""
+        return self._program.source
+
+    def __call__(self, *args: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
+        """Train on one batch and return its loss (detached).
+
+        Raises:
+            GuardError: another call than the planned one.
+            ExecutionError: a gradient from before is still there, or the step failed after
+                some updates.
+        """
+        given = targets if isinstance(targets, tuple) else (targets,)
+        model = self._parts.module.model
+        assert self._user_call is not None
+        call = align(model, self._user_call, args, kwargs)
+        call = Call((given, *call.args), call.kwargs)
+        self._parts.module.training = model.training
+        self._guard.check(self._parts.module, call)
+        check_splittable(self._optimizer, model)
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                raise ExecutionError(
+                    f"{name.removeprefix('model.')} has a gradient from before: train steps do "
+                    "not accumulate; call optimizer.zero_grad(set_to_none=True) first"
+                )
+        return self._run(call)
+
+    def _run(self, call: Call) -> torch.Tensor:
+        updated: list[str] = []
+
+        def update(name: str, gradient: torch.Tensor) -> None:
+            update_one(self._optimizer, self._parameters[name], gradient)
+            updated.append(name)
+
+        target = self._parts.update
+        if target.run is not None:
+            raise ExecutionError("this plan's train step is running already")
+        target.run = update
+        try:
+            with torch.no_grad():
+                return self._step(call)
+        except Exception as error:
+            if not updated:
+                raise
+            raise ExecutionError(
+                f"the step failed after {len(updated)} of {len(self._parts.sites)} parameters had "
+                f"been updated ({error}); restore a checkpoint before going on"
+            ) from error
+        finally:
+            target.run = None
+
+    def _step(self, call: Call) -> torch.Tensor:
+        captured = self._captured
+        primals = self._primals(call)
+        outputs, saved = self._program.forward(list(primals))
+        unit = [torch.ones_like(outputs[-1]) for _ in captured.tangents]
+        loss: torch.Tensor = outputs.pop()
+        results = self._program.backward(list(primals), [None, *unit], saved)
+        del unit
+        for position, value in zip(captured.mutated, outputs, strict=True):
+            primals[position].copy_(value)
+        for primal, gradient in zip(captured.primals, results, strict=True):
+            if gradient is not None and primal.name in self._parameters:
+                self._parameters[primal.name].grad = gradient
+        return loss
+
+    def _primals(self, call: Call) -> list[Any]:
+        leaves = call.leaves
+        module = self._parts.module
+        values = []
+        for primal in self._captured.primals:
+            if primal.kind == "input":
+                assert primal.index is not None
+                value = leaves[primal.index]
+            elif primal.constant is not None:
+                value = primal.constant
+            else:
+                path, _, name = primal.name.rpartition(".")
+                value = getattr(module.get_submodule(path), name)
+            values.append(value.detach() if isinstance(value, torch.Tensor) else value)
+        return values
+
+
+def train_step(
+    plan: Plan,
+    model: nn.Module,
+    loss_fn: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    interpreted: bool = False,
+) -> TrainStep:
+    """See `Plan.train_step`."""
+    profiled = plan.profiled
+    if not isinstance(profiled, ProfiledStep) or profiled.parts is None:
+        raise ValueError(
+            "this plan is not of a whole step; plan with memopt.plan(model, inputs, loss_fn=..., "
+            "targets=..., optimizer=<torch.optim instance>)"
+        )
+    if profiled.parts.module.model is not model or profiled.parts.module.loss_fn is not loss_fn:
+        raise ValueError("a train step runs the model and loss it was planned with; plan again")
+    check_splittable(optimizer, model)
+    planned = {site.name for site in profiled.parts.sites}
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in profiled.parts.module.named_parameters():
+        if (name in planned) > (id(parameter) in trained):
+            raise ValueError(f"{name.removeprefix('model.')} is not in this optimizer; plan again")
+    return TrainStep(plan, optimizer, interpreted=interpreted)

@@ -1,0 +1,164 @@
+"""Capture of a whole training step: forward, loss, backward, and one operator per update.
+
+Model and loss are captured as one module with a scalar output, whose tangent is 1. Each gradient
+of a trained parameter is read by an UPDATE operator instead of being a result of the step, so it
+is free as soon as its parameter is updated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from memopt.models.graph import Operator, Phase
+from memopt.profiler.baseline import Loss
+from memopt.profiler.build import Lowering, build
+from memopt.profiler.capture import Captured, capture
+from memopt.profiler.inputs import Call
+from memopt.profiler.measure import replace_graph
+from memopt.profiler.step_optimizer import Update
+
+
+class StepModule(nn.Module):
+    """A model and its loss as one module: `forward(targets, *args, **kwargs)` is the loss."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.training = model.training
+
+    def forward(self, targets: tuple[Any, ...], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The loss of one batch."""
+        loss: torch.Tensor = self.loss_fn(self.model(*args, **kwargs), *targets)
+        return loss
+
+
+@dataclass(frozen=True)
+class UpdateSite:
+    """One update operator.
+
+    Attributes:
+        name: the parameter's name in the StepModule.
+        gradient: the node whose value is its gradient.
+        reads: tensors of the graph: the gradient's storage and the parameter's.
+    """
+
+    name: str
+    gradient: Node
+    reads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """A captured step before its updates are added.
+
+    Attributes:
+        module: model and loss; kept alive, the capture refers to it weakly.
+        call: the example call of `module`.
+        captured: its joint graph; all gradients are results.
+        lowering: of that joint graph.
+        update: the target that all update operators call.
+        sites: the updates, in the optimizer's order.
+    """
+
+    module: StepModule
+    call: Call
+    captured: Captured
+    lowering: Lowering
+    update: Update
+    sites: tuple[UpdateSite, ...]
+
+
+def capture_step(
+    model: nn.Module,
+    call: Call,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    block_bytes: int,
+) -> StepParts:
+    """Capture forward, loss and backward, and find where each parameter is updated.
+
+    Raises:
+        CaptureError: as `capture`; or the loss is no scalar that can be trained.
+    """
+    module = StepModule(model, loss.function)
+    step_call = Call((loss.targets, *call.args), call.kwargs)
+    captured = capture(module, step_call)
+    lowering = build(module, captured, block_bytes)
+    parameters = dict(module.named_parameters())
+    trained = {id(p): i for i, p in enumerate(_trained(optimizer))}
+    found: list[tuple[int, UpdateSite]] = []
+    for primal, gradient in zip(captured.primals, captured.gradients, strict=True):
+        if not isinstance(gradient, Node) or primal.name not in parameters:
+            continue
+        rank = trained.get(id(parameters[primal.name]))
+        if rank is None:
+            continue
+        held = (*lowering.storages[gradient], *lowering.storages[primal.node])
+        reads = tuple(dict.fromkeys(t for t in held if t is not None))
+        found.append((rank, UpdateSite(primal.name, gradient, reads)))
+    found.sort(key=lambda pair: pair[0])
+    sites = tuple(site for _, site in found)
+    return StepParts(module, step_call, captured, lowering, Update(), sites)
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def with_updates(
+    parts: StepParts, lowering: Lowering, costs: dict[str, tuple[float, int]]
+) -> tuple[Captured, Lowering]:
+    """The step with its update operators at the end, as the framework runs them.
+
+    Args:
+        parts: the captured step.
+        lowering: `parts.lowering`, its graph priced or not.
+        costs: parameter name → (seconds, workspace bytes) of its update.
+    """
+    sites = parts.sites
+    gone = {site.gradient for site in sites}
+    updated = {site.name for site in sites}
+    gradients = tuple(
+        None if p.name in updated and g in gone else g
+        for p, g in zip(parts.captured.primals, parts.captured.gradients, strict=True)
+    )
+    captured = replace(parts.captured, gradients=gradients)
+    fx_graph = captured.module.graph
+    output = next(n for n in reversed(fx_graph.nodes) if n.op == "output")
+    nodes, operators, storages = [], [], dict(lowering.storages)
+    for site in sites:
+        with fx_graph.inserting_before(output):
+            node = fx_graph.create_node(
+                "call_function", parts.update, (site.name, site.gradient), name="update"
+            )
+        storages[node] = ()
+        nodes.append(node)
+        time_s, workspace_bytes = costs.get(site.name, (0.0, 0))
+        operators.append(
+            Operator(
+                name=f"update.{site.name.removeprefix('model.')}",
+                reads=site.reads,
+                writes=(),
+                time_s=time_s,
+                workspace_bytes=workspace_bytes,
+                phase=Phase.UPDATE,
+                recomputable=False,
+                module=site.name.removeprefix("model.").rpartition(".")[0],
+                target="update",
+            )
+        )
+    graph = lowering.graph
+    held = [lowering.storages[g] for g in gradients if isinstance(g, Node)]
+    remaining = dict.fromkeys(t for group in held for t in group if t is not None)
+    graph = replace_graph(
+        graph, operators=(*graph.operators, *operators), gradients=tuple(remaining)
+    )
+    return captured, replace(
+        lowering, graph=graph, nodes=(*lowering.nodes, *nodes), storages=storages
+    )

@@ -1,0 +1,168 @@
+"""Profiling a whole training step: kernels, updates and the unplanned step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.profiler.baseline import Baseline, Loss, untouched
+from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.measure import MeasureOptions, measure, replace_graph
+from memopt.profiler.memory import metered
+from memopt.profiler.misfit import check_arguments, diagnosed
+from memopt.profiler.optimizer_state import optimizer_state
+from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, Progress, device_of
+from memopt.profiler.step_capture import StepParts, capture_step, with_updates
+from memopt.profiler.step_optimizer import check_splittable, optimizer_untouched, update_one
+
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class ProfiledStep(Profiled):
+    """A whole training step ready to be planned.
+
+    Attributes:
+        parts: the captured step and its updates.
+        user_call: the user's own example call of the model.
+    """
+
+    parts: StepParts | None = None
+    user_call: Call | None = None
+
+
+def profile_step(
+    model: nn.Module,
+    inputs: Any,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    *,
+    options: MeasureOptions | None = None,
+    progress: Progress | None = None,
+) -> ProfiledStep:
+    """Capture forward, loss, backward and updates, and measure what they cost.
+
+    Parameters, optimizer state, buffers, gradients and random state are put back.
+
+    Raises:
+        CaptureError, ProfileError: see `capture_step`, `measure`.
+        ValueError: the optimizer cannot be split (named), or the inputs do not fit.
+    """
+    check_splittable(optimizer, model)
+    call = to_call(inputs)
+    device = device_of(model, call)
+    chosen = options or MeasureOptions()
+    report = progress or (lambda _fraction, _what: None)
+    report(0.0, "capturing the step")
+    check_arguments(model, call)
+    block_bytes = 512 if device.type == "cuda" else 1
+    with diagnosed(model, call):
+        parts = capture_step(model, call, loss, optimizer, block_bytes)
+        report(0.2, "measuring kernels")
+        priced = measure(
+            parts.lowering, device, chosen, lambda f, what: report(0.2 + 0.5 * f, what)
+        )
+    report(0.7, "measuring updates")
+    costs = _update_costs(parts, optimizer, device)
+    _, lowering = with_updates(parts, replace(parts.lowering, graph=priced), costs)
+    captured, unpriced = with_updates(parts, parts.lowering, {})
+    state = optimizer_state(optimizer, model.parameters(), block_bytes)
+    graph = replace_graph(
+        lowering.graph,
+        extra_resident_bytes=lowering.graph.extra_resident_bytes
+        + state.bytes_total
+        + STEP_SCALARS_BYTES[device.type],
+    )
+    report(0.8, "measuring the unplanned step")
+    baseline = measure_step_baseline(model, call, loss, optimizer, graph.resident_bytes)
+    report(1.0, "profiled")
+    return ProfiledStep(
+        graph, unpriced, captured, baseline, device, optimizer=state, parts=parts, user_call=call
+    )
+
+
+def _update_costs(
+    parts: StepParts, optimizer: torch.optim.Optimizer, device: torch.device
+) -> dict[str, tuple[float, int]]:
+    """Seconds and workspace bytes of each update, measured once per shape and group."""
+    parameters = dict(parts.module.named_parameters())
+    known: dict[tuple[Any, ...], tuple[float, int]] = {}
+    costs = {}
+    for site in parts.sites:
+        parameter = parameters[site.name]
+        group = next(
+            i
+            for i, g in enumerate(optimizer.param_groups)
+            if any(p is parameter for p in g["params"])
+        )
+        gradient = site.gradient.meta["val"]
+        strides = (parameter.stride(), tuple(gradient.stride()))
+        key = (group, tuple(parameter.shape), parameter.dtype, strides)
+        if key not in known:
+            options = {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
+            known[key] = _update_cost(type(optimizer), options, parameter, strides[1], device)
+        costs[site.name] = known[key]
+    return costs
+
+
+def _update_cost(
+    kind: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    like: torch.Tensor,
+    gradient_stride: tuple[int, ...],
+    device: torch.device,
+) -> tuple[float, int]:
+    """Update a stand-in parameter, its state already there."""
+    stand_in = torch.nn.Parameter(torch.zeros_like(like))
+    gradient = torch.empty_strided(like.shape, gradient_stride, dtype=like.dtype, device=device)
+    gradient.zero_()
+    optimizer = kind([stand_in])  # type: ignore[call-arg]  # all in PER_PARAMETER have a default lr
+    optimizer.param_groups[0].update(options)
+    update_one(optimizer, stand_in, gradient)
+    with metered(device) as use:
+        update_one(optimizer, stand_in, gradient)
+    times = []
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        update_one(optimizer, stand_in, gradient)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times), max(0, use.peak_bytes - max(0, use.end_bytes))
+
+
+def measure_step_baseline(
+    model: nn.Module,
+    call: Call,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    resident_bytes: int,
+) -> Baseline:
+    """The unplanned step, metered: forward, loss, backward, `optimizer.step()`, `zero_grad()`."""
+
+    def step() -> None:
+        loss.value(model(*call.args, **call.kwargs)).backward()  # type: ignore[no-untyped-call]
+        # Of a scheduler's wrapper around step() nothing must notice.
+        type(optimizer).step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+
+    device = device_of(model, call)
+    times = []
+    with untouched(model, call), optimizer_untouched(model, optimizer):
+        for parameter in model.parameters():
+            parameter.grad = None
+        step()
+        with metered(device) as use:
+            step()
+        for _ in range(_ROUNDS):
+            begin = time.perf_counter()
+            step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begin)
+    return Baseline(resident_bytes + use.peak_bytes, statistics.median(times), measured=True)
