@@ -111,7 +111,8 @@ class _Writer:
                 self.free(tensor)
             case SwapOut(tensor):
                 base = self.value(self.lowering.bases[tensor])
-                self.emit(f"host_{tensor} = swap.out({base})")
+                address = self.halves.host_placement.offsets[tensor]
+                self.emit(f"host_{tensor} = swap.out({base}, {address}, lease)")
                 self.swapping_out.add(tensor)
             case SwapIn(tensor):
                 self.emit(f"{self.bind(self.lowering.bases[tensor])} = swap.bring(host_{tensor})")
@@ -183,6 +184,8 @@ def _attribute(halves: Halves, node: Node) -> Any:
 def _forward(halves: Halves, names: dict[Any, str], globals_: dict[str, Any]) -> _Writer:
     writer = _Writer(halves, names, globals_)
     writer.unpack([p.node for p in halves.captured.primals], "primals")
+    if halves.host_placement.offsets:
+        writer.emit("lease = swap.lease()")
     for instruction in halves.forward:
         writer.instruction(instruction)
     outputs = [writer.argument(o) for o in halves.captured.forward_outputs]
@@ -190,6 +193,8 @@ def _forward(halves: Halves, names: dict[Any, str], globals_: dict[str, Any]) ->
     saved = [writer.value(b) for b in bases if b is not None]
     saved += [f"host_{t}" for t in halves.hosted_at_boundary]
     saved += [f"state_{op}" for op in halves.saved_states]
+    if halves.swaps_out_late:
+        saved.append("lease")
     writer.emit(f"return [{', '.join(outputs)}], [{', '.join(saved)}]")
     return writer
 
@@ -208,6 +213,8 @@ def _backward(forward: _Writer, names: dict[Any, str], globals_: dict[str, Any])
     targets = [writer.bind(b) for b in bases if b is not None]
     targets += [f"host_{t}" for t in halves.hosted_at_boundary]
     targets += [f"state_{op}" for op in halves.saved_states]
+    if halves.swaps_out_late:
+        targets.append("lease")
     if targets:
         writer.emit(f"{', '.join(targets)}, = saved")
     writer.emit("saved.clear()")
@@ -223,7 +230,7 @@ def generate(halves: Halves, swap: Any, random: Any) -> tuple[Any, Any, str]:
 
     Args:
         halves: the program with its captured model.
-        swap: object with out/bring/wait (see `memopt.executor.swap`).
+        swap: object with lease/out/bring/wait (see `memopt.executor.swap`).
         random: object with lock/save/replay (see `memopt.executor.random_state`).
 
     Returns:

@@ -16,6 +16,7 @@ from memopt.executor.interpret import interpret
 from memopt.executor.random_state import RandomStates
 from memopt.executor.runtime import Installed, Runtime
 from memopt.executor.swap import ThreadSwap
+from memopt.executor.swap_streams import CudaStreams, StreamSwap
 from memopt.executor.values import Halves
 from memopt.models.program import Program
 from memopt.profiler.build import Lowering
@@ -32,7 +33,7 @@ def install(
     program: Program,
     *,
     interpreted: bool = False,
-    swap: ThreadSwap | None = None,
+    swap: ThreadSwap | StreamSwap | None = None,
 ) -> Installed:
     """Make a program runnable in its captured model.
 
@@ -41,11 +42,12 @@ def install(
         lowering: its Graph and node map; the program's indices refer to it.
         program: a valid program.
         interpreted: run instruction by instruction instead of by generated code.
-        swap: how host copies are made; None: worker threads.
+        swap: how host copies are made; None: streams on CUDA, else worker threads.
     """
     halves = Halves(captured, lowering, program)
-    mover = ThreadSwap() if swap is None else swap
-    random = RandomStates(_device(captured))
+    device = _device(captured)
+    mover = _mover(halves, device) if swap is None else swap
+    random = RandomStates(device)
     if interpreted:
         forward, backward = interpret(halves, mover, random)
         source = ""
@@ -64,6 +66,13 @@ def install(
         names=tuple(p.name or p.node.name for p in captured.primals),
         source=source,
     )
+
+
+def _mover(halves: Halves, device: torch.device) -> ThreadSwap | StreamSwap:
+    pool_bytes = halves.host_placement.extent_bytes
+    if device.type == "cuda" and pool_bytes:
+        return StreamSwap(CudaStreams(device), pool_bytes)
+    return ThreadSwap()
 
 
 def _device(captured: Captured) -> torch.device:

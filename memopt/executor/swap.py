@@ -69,8 +69,11 @@ class ThreadSwap:
         self.account = HostAccount()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memopt-swap")
 
-    def out(self, tensor: torch.Tensor) -> HostCopy:
-        """Start copying `tensor`'s storage to the host."""
+    def lease(self) -> None:
+        """Nothing: numpy buffers need no pool (see `memopt.executor.swap_streams`)."""
+
+    def out(self, tensor: torch.Tensor, address: int | None = None, lease: None = None) -> HostCopy:
+        """Start copying `tensor`'s storage to the host; address and lease are not used."""
         source = _bytes_of(tensor)
         copy = HostCopy(
             buffer=np.empty(source.nbytes, dtype=np.uint8),

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from memopt.executor.host_pool import HostPlacement, place_host_copies
 from memopt.models.program import (
     Compute,
     DropHost,
@@ -112,6 +113,16 @@ class Halves:
                 case _:
                     pass
         return tuple(sorted(hosted))
+
+    @cached_property
+    def host_placement(self) -> HostPlacement:
+        """Addresses of the host copies in the pool."""
+        return place_host_copies(self.lowering.graph, self.program)
+
+    @cached_property
+    def swaps_out_late(self) -> bool:
+        """Whether the backward half moves something to the host."""
+        return any(isinstance(i, SwapOut) for i in self.backward)
 
     @cached_property
     def saved_states(self) -> tuple[int, ...]:

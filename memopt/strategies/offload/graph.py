@@ -14,10 +14,11 @@ from memopt.errors import InfeasibleBudgetError
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.linearize import has_updates, linearize
+from memopt.models.linearize import linearize
 from memopt.models.liveness import store_all
 from memopt.models.program import Program
 from memopt.models.replay import Timeline, replay
+from memopt.models.stage_map import has_updates
 from memopt.models.validate import validate
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 from memopt.strategies.offload.chain_offload import PAPER

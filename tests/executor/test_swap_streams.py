@@ -1,0 +1,184 @@
+"""The order of copies on streams: by a stand-in whose copies happen as late as the events allow,
+so that a missing wait shows as wrong bits; and the same on a GPU where there is one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+import torch
+
+from memopt.executor.apply import runtime_of
+from memopt.executor.host_pool import place_host_copies
+from memopt.executor.module import PlannedModule, install
+from memopt.executor.swap_streams import StreamSwap
+from memopt.models.generate_programs import random_program
+from memopt.models.program import DropHost, LossBoundary, SwapOut
+from memopt.models.replay import replay
+from tests.executor.harness import Case, Prepared, assert_same, run_steps, swap_all
+from tests.executor.test_swap import prepared_block, rows
+
+Event = tuple[str, int]
+
+
+class LateStreams:
+    """Copies are queued and run only when an event of them is waited for. A copy whose device
+    memory is gone by then fails: it was freed before the copy's end."""
+
+    def __init__(self) -> None:
+        self.queues: dict[str, list[tuple[torch.Tensor, torch.Tensor, list[Event]]]] = {
+            "out": [],
+            "in": [],
+        }
+        self.done = {"out": 0, "in": 0}
+        self.dead: list[str] = []
+        self.copies = 0
+
+    def mark(self) -> Event:
+        return ("compute", 0)  # the compute stream runs at once: its events are over
+
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, outward: bool, after: Sequence[Event]
+    ) -> Event:
+        name = "out" if outward else "in"
+        # What the copy's owner holds may die; the queue must not keep it alive by itself.
+        device = source if outward else target
+        host = target if outward else source
+        self.queues[name].append((weakref.ref(device), host, list(after)))  # type: ignore[arg-type]  # the device side is weak
+        self.copies += 1
+        return (name, len(self.queues[name]))
+
+    def wait(self, event: Event) -> None:
+        name, position = event
+        if name == "compute":
+            return
+        while self.done[name] < position:
+            weak, host, after = self.queues[name][self.done[name]]
+            self.done[name] += 1
+            for other in after:
+                self.wait(other)
+            device = weak()  # type: ignore[operator]  # a weak reference
+            if device is None:
+                self.dead.append(f"{name} {self.done[name]}")
+            elif name == "out":
+                host.copy_(device)
+            else:
+                device.copy_(host)
+
+    def device_bytes(self, size_bytes: int) -> torch.Tensor:
+        return torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+
+    def host_bytes(self, size_bytes: int) -> torch.Tensor:
+        return torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+
+
+def planned_with(
+    prepared: Prepared, program: object, streams: LateStreams, interpreted: bool = False
+) -> tuple[PlannedModule, StreamSwap]:
+    placement = place_host_copies(prepared.graph, program)  # type: ignore[arg-type]  # a Program
+    swap = StreamSwap(streams, placement.extent_bytes)
+    installed = install(
+        prepared.captured,
+        prepared.lowering,
+        program,  # type: ignore[arg-type]  # a Program
+        interpreted=interpreted,
+        swap=swap,
+    )
+    runtime = runtime_of(prepared.captured)
+    return PlannedModule(prepared.model, prepared.captured, runtime, installed), swap
+
+
+@pytest.mark.parametrize("interpreted", [False, True], ids=["generated", "interpreted"])
+def test_no_read_before_its_event_and_no_free_before_the_copy(interpreted: bool) -> None:
+    prepared = prepared_block(random=True)
+    case = Case(lambda: prepared.model, rows)
+    start = {name: value.clone() for name, value in prepared.model.state_dict().items()}
+    torch.manual_seed(1)
+    expected = run_steps(case, prepared.model, prepared.model)
+    moved = 0
+    for seed in range(20):
+        program = random_program(Random(seed), prepared.graph, recomputations=4, swaps=8)
+        prepared.model.load_state_dict(start)
+        streams = LateStreams()
+        planned, swap = planned_with(prepared, program, streams, interpreted)
+        torch.manual_seed(1)
+        assert_same(run_steps(case, planned, prepared.model), expected, f"seed {seed}")
+        gc.collect()
+        assert streams.dead == []
+        assert swap.account.now_bytes == 0
+        moved += streams.copies
+    assert moved > 100
+
+
+def test_one_pool_for_all_steps_and_two_for_two_at_once() -> None:
+    prepared = prepared_block(random=False)
+    program = swap_all(prepared.graph)
+    streams = LateStreams()
+    planned, swap = planned_with(prepared, program, streams)
+    for _ in range(3):
+        planned(*rows())[0].sum().backward()
+        gc.collect()
+        assert len(swap._free) == 1
+    assert swap.account.peak_bytes == replay(prepared.graph, program).host_peak_bytes
+    first, second = planned(*rows())[0].sum(), planned(*rows())[0].sum()
+    first.backward()
+    second.backward()
+    del first, second
+    gc.collect()
+    assert len(swap._free) == 2
+
+
+def test_a_skipped_backward_gives_everything_back() -> None:
+    prepared = prepared_block(random=False)
+    streams = LateStreams()
+    planned, swap = planned_with(prepared, swap_all(prepared.graph), streams)
+    outputs = planned(*rows())
+    assert swap.account.now_bytes > 0
+    del outputs
+    gc.collect()
+    assert swap.account.now_bytes == 0
+    assert len(swap._free) == 1
+    assert streams.dead == []
+
+
+def test_host_copies_never_overlap_and_nothing_comes_over_what_a_retained_graph_reads() -> None:
+    prepared = prepared_block(random=False)
+    for seed in range(30):
+        program = random_program(Random(seed), prepared.graph, swaps=8, recomputations=4)
+        placement = place_host_copies(prepared.graph, program)
+        live: dict[int, tuple[int, int]] = {}
+        crossed: dict[int, tuple[int, int]] = {}
+        for instruction in program:
+            if isinstance(instruction, SwapOut):
+                low = placement.offsets[instruction.tensor]
+                high = low + prepared.graph.tensors[instruction.tensor].size_bytes
+                for other, (a, b) in {**crossed, **live}.items():
+                    assert other == instruction.tensor or high <= a or b <= low
+                assert high <= placement.extent_bytes
+                live[instruction.tensor] = (low, high)
+            elif isinstance(instruction, DropHost):
+                del live[instruction.tensor]
+            elif isinstance(instruction, LossBoundary):
+                crossed = dict(live)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    from memopt.executor.swap_streams import CudaStreams
+
+    device = torch.device("cuda")
+    swap = StreamSwap(CudaStreams(device), 1 << 24)
+    lease = swap.lease()
+    tensors = [torch.randn(1 << 18, device=device) for _ in range(8)]
+    expected = [t.clone() for t in tensors]
+    copies = [swap.out(t, i << 20, lease) for i, t in enumerate(tensors)]
+    for copy in copies:
+        swap.wait(copy)
+    tensors.clear()
+    back = [swap.bring(copy) for copy in copies]
+    for copy in copies:
+        swap.wait(copy)
+    assert all(map(torch.equal, back, expected))
