@@ -11,7 +11,9 @@ from memopt.executor.apply import runtime_of
 from memopt.executor.module import PlannedModule, install
 from memopt.executor.swap import ThreadSwap
 from memopt.models.device import Device
+from memopt.models.liveness import store_all
 from memopt.models.program import SwapOut
+from memopt.models.replay import replay
 from memopt.plan import Plan
 from memopt.profiler.session import STEP_SCALARS_BYTES
 from tests.families.harness import PEAK_TOLERANCE, Subject, compare, subject, train
@@ -53,8 +55,10 @@ def check_shares(family: Family, strategy: str, shares: tuple[float, ...]) -> No
     for share in shares:
         plan = offloaded(one, strategy, floor + int(share * max(0, base - floor)))
         check_offloaded(one, plan)
-        if share == 0.0:
-            assert plan.program is not None
+        graph = one.profiled.graph
+        assert plan.program is not None and plan.budget is not None
+        # VGG's floor is what its step needs in any case: there is nothing to gain.
+        if replay(graph, store_all(graph)).peak_bytes > plan.budget:
             assert any(isinstance(i, SwapOut) for i in plan.program)
 
 
