@@ -19,7 +19,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "memopt.models": ("memopt.errors",),
     "memopt.profiler": ("memopt.errors", "memopt.models"),
     "memopt.implementations": ("memopt.errors", "memopt.models", "memopt.profiler"),
-    "memopt.executor": ("memopt.errors", "memopt.models", "memopt.profiler"),
+    "memopt.executor": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.profiler",
+        "memopt.implementations",
+    ),
     "memopt.strategies": ("memopt.errors", "memopt.models"),
     "memopt.report": ("memopt.errors", "memopt.models", "memopt.plan"),
     "memopt.files": (

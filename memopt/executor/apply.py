@@ -10,6 +10,7 @@ from torch import nn
 from memopt.errors import PlanFileError
 from memopt.executor.module import Otherwise, PlannedModule, install
 from memopt.executor.runtime import Runtime
+from memopt.models.program import Compute
 from memopt.models.record import difference
 from memopt.models.serialize import fingerprint
 from memopt.profiler.build import Lowering, build
@@ -88,7 +89,31 @@ def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowe
         block_bytes = 512 if device_of(model, call).type == "cuda" else 1
     lowering = build(model, captured, block_bytes)
     _check_fingerprint(plan, fingerprint(lowering.graph))
-    return captured, lowering
+    return captured, _with_implementations(plan, lowering, block_bytes)
+
+
+def _with_implementations(plan: Plan, lowering: Lowering, block_bytes: int) -> Lowering:
+    """The lowering with the alternatives that the plan chooses from, if it chooses any."""
+    assert plan.program is not None
+    chosen = {
+        (i.op, i.implementation)
+        for i in plan.program
+        if isinstance(i, Compute) and i.implementation is not None
+    }
+    if not chosen:
+        return lowering
+    from memopt.implementations import attach
+
+    tensors = [t.name for t in plan.graph.tensors] if plan.graph is not None else []
+    for exact_only in (False, True):
+        extended = attach(lowering, exact_only=exact_only, block_bytes=block_bytes)
+        same = [t.name for t in extended.graph.tensors] == tensors
+        if same and chosen <= extended.alternatives.keys():
+            return extended
+    raise PlanFileError(
+        "this plan chooses implementations that memopt does not have here (your own families?): "
+        f"apply it in the process and to the model it was made for. {again(plan)}"
+    )
 
 
 def _check_fingerprint(plan: Plan, found: str) -> None:

@@ -50,4 +50,5 @@ def attach(sites: Sites) -> None:
                 kernel,
                 (backward.args[0], forward.args[0], *more),
                 workspace_bytes=size,
+                like=((forward, 1.0), (backward, 1.0)),
             )

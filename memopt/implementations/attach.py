@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
+from torch.fx import Node
 
 from memopt.implementations import (
     activations,
@@ -95,10 +96,16 @@ def _figures(
         return {
             key: (cost.time_s, cost.workspace_bytes) for key, cost in zip(nodes, costs, strict=True)
         }
-    return {
-        key: (work_time_s(work(signature(node), describe_value(node)), device), None)
-        for key, node in nodes.items()
-    }
+    return {key: (_estimated_s(node, device), None) for key, node in nodes.items()}
+
+
+def _estimated_s(node: Node, device: Device) -> float:
+    """Roofline time of an alternative, seconds: of the calls it is like, or of its own bytes."""
+    like = node.meta["memopt_like"] or ((node, 1.0),)
+    return sum(
+        share * work_time_s(work(signature(one), describe_value(one)), device)
+        for one, share in like
+    )
 
 
 def _priced(

@@ -58,6 +58,7 @@ def attach(sites: Sites) -> None:
                     (parts, *forward.args),
                     workspace_bytes=part_bytes,
                     exact=False,
+                    like=((forward, 1.0),),
                 )
     for backward in sites.calls("aten.convolution_backward.default"):
         *arguments, mask = backward.args
@@ -66,7 +67,8 @@ def attach(sites: Sites) -> None:
         given = tuple(arguments)
         results = [sites.result(backward, i) for i in range(2 + bool(mask[2]))]  # type: ignore[index]  # as above
         bias = len(results) == 3
-        sites.add(backward, "input gradient", INPUT, given, (results[0],), exact=False)
+        half = ((backward, 0.5),)
+        sites.add(backward, "input gradient", INPUT, given, (results[0],), exact=False, like=half)
         sites.add(
             backward,
             "weight gradient",
@@ -74,4 +76,5 @@ def attach(sites: Sites) -> None:
             (bias, *given),
             (results[1], results[2] if bias else None),
             exact=False,
+            like=half,
         )

@@ -144,10 +144,10 @@ def attach(sites: Sites) -> None:
         product = _behind(sites, softmax.args[0])
         if product is None or softmax.args[1] not in (1, -1) or not _same_rows(product, softmax):
             continue
-        _attach_one(sites, backward, forward, product)
+        _attach_one(sites, backward, forward, product, softmax)
 
 
-def _attach_one(sites: Sites, backward: Node, forward: Node, product: Node) -> None:
+def _attach_one(sites: Sites, backward: Node, forward: Node, product: Node, softmax: Node) -> None:
     g, _, target, _, reduction, ignore, count = backward.args
     hidden, weight = product.args
     loss = sites.result(forward, 0)
@@ -155,7 +155,7 @@ def _attach_one(sites: Sites, backward: Node, forward: Node, product: Node) -> N
         return
     chunk_bytes = -(-value_of(product).numel() // CHUNKS) * 4
     given = (hidden, weight, target, reduction, ignore)
-    scratch = {"workspace_bytes": 3 * chunk_bytes, "exact": False}
+    scratch = 3 * chunk_bytes
     softmax_backward = next(
         (
             n
@@ -170,7 +170,24 @@ def _attach_one(sites: Sites, backward: Node, forward: Node, product: Node) -> N
     shape = value_of(hidden).shape
     if len(products) != 2 or any(not value_of(n).is_contiguous() for n, _ in products):
         return
-    sites.add(forward, "chunked", LOSS, given, (loss, count), **scratch)
+    sites.add(
+        forward,
+        "chunked",
+        LOSS,
+        given,
+        (loss, count),
+        workspace_bytes=scratch,
+        exact=False,
+        like=tuple((n, 1.0) for n in (product, softmax, forward)),
+    )
     for node, _ in products:
         kernel = HIDDEN if value_of(node).shape == shape else WEIGHT
-        sites.add(node, "chunked", kernel, (g, *given, count), **scratch)
+        sites.add(
+            node,
+            "chunked",
+            kernel,
+            (g, *given, count),
+            workspace_bytes=scratch,
+            exact=False,
+            like=tuple((n, 1.0) for n in (product, softmax, backward, softmax_backward, node)),
+        )

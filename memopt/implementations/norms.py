@@ -81,7 +81,15 @@ def _attach_batch(sites: Sites) -> None:
         size = value_of(y).untyped_storage().nbytes()
         bias = forward.args[2]
         args = (g, y, weight, bias, mean, inverse, eps, mask)
-        sites.add(backward, "output", BATCH_OUTPUT, args, workspace_bytes=2 * size, exact=False)
+        sites.add(
+            backward,
+            "output",
+            BATCH_OUTPUT,
+            args,
+            workspace_bytes=2 * size,
+            exact=False,
+            like=((backward, 1.3),),
+        )
         sites.add(
             forward, "statistics", BATCH_AGAIN, (x, weight, bias, mean, inverse), (y,), exact=False
         )
@@ -96,7 +104,15 @@ def _attach_layer(sites: Sites) -> None:
             continue
         size = value_of(y).untyped_storage().nbytes()
         args = (g, y, shape, mean, inverse, weight, bias, mask)
-        sites.add(backward, "output", LAYER_OUTPUT, args, workspace_bytes=size, exact=False)
+        sites.add(
+            backward,
+            "output",
+            LAYER_OUTPUT,
+            args,
+            workspace_bytes=size,
+            exact=False,
+            like=((backward, 1.3),),
+        )
 
 
 def attach(sites: Sites) -> None:

@@ -88,6 +88,7 @@ class Sites:
         *,
         workspace_bytes: int = 0,
         exact: bool = True,
+        like: tuple[tuple[Node, float], ...] = (),
     ) -> None:
         """One alternative of a kernel call.
 
@@ -100,6 +101,8 @@ class Sites:
                 (None: dropped); None: it returns exactly what the operator does.
             workspace_bytes: for estimates: scratch memory beside the results; measured otherwise.
             exact: whether results are the operator's bit for bit.
+            like: for estimates: the calls whose work it does, and the share of each; (): its
+                time is that of moving its arguments and results.
         """
         if self._exact_only and not exact:
             return
@@ -112,6 +115,7 @@ class Sites:
             self._storages[call] = tuple(
                 None if r is None else self._storages[r][0] for r in results
             )
+        call.meta["memopt_like"] = like
         index = self._operator[operator]
         resident = self._lowering.graph.resident
         reads = dict.fromkeys(

@@ -14,9 +14,11 @@ from memopt.executor.module import PlannedModule, install
 from memopt.implementations import FAMILIES, with_implementations
 from memopt.models.graph import Graph
 from memopt.models.liveness import computes, with_frees
+from memopt.models.presets import find_device
 from memopt.models.program import Compute, Program
 from memopt.models.replay import replay
 from memopt.models.validate import validate
+from memopt.profiler.estimate import estimate_model
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, profile_model
@@ -260,3 +262,14 @@ def test_the_graph_is_unchanged_unless_asked() -> None:
     assert not any(o.implementations for o in profiled.graph.operators)
     assert priced.graph.tensors[: len(profiled.graph.tensors)] == profiled.graph.tensors
     assert len({name for name, _ in FAMILIES}) == len(FAMILIES)
+
+
+def test_estimates_price_every_alternative() -> None:
+    model, x = cnn()
+    device = find_device("H100")
+    profiled = with_implementations(estimate_model(model, x, device), device=device)
+    named = {c.name: (c, o) for o in profiled.graph.operators for c in o.implementations}
+    assert len(named) >= 8
+    assert all(c.time_s > 0 for c, _ in named.values())
+    choice, operator = named["split 2"]
+    assert choice.time_s >= operator.time_s

@@ -1,0 +1,168 @@
+"""Every implementation alone against the operator it stands in for, on random inputs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import Interpreter, Node
+from torch.fx.node import map_arg
+
+from memopt.implementations import attach
+from memopt.implementations.bits import pack, packed_bytes, unpack
+from memopt.profiler.build import Lowering, build
+from memopt.profiler.capture import Captured, capture
+from memopt.profiler.inputs import to_call
+
+F64 = torch.float64
+
+
+class _All(Interpreter):
+    """Keeps every value of the joint graph."""
+
+    def __init__(self, captured: Captured) -> None:
+        super().__init__(captured.module, garbage_collect_values=False)
+        self.values: dict[Node, Any] = {}
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        self.values[n] = value
+        return value
+
+
+def _run(model: nn.Module, x: torch.Tensor, seed: int) -> tuple[Lowering, dict[Node, Any]]:
+    """The lowering with alternatives, and the value of every node and alternative."""
+    captured = capture(model, to_call(x))
+    lowering = attach(build(model, captured))
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    given = [x if p.kind == "input" else state[p.name].detach() for p in captured.primals]
+    torch.manual_seed(seed)
+    fakes = [t.meta["val"] for t in captured.tangents]
+    tangents = [torch.randn(v.shape, dtype=torch.float32).to(v.dtype) for v in fakes]
+    runner = _All(captured)
+    with torch.no_grad():
+        torch.manual_seed(seed)
+        runner.run(given, tangents)
+    return lowering, runner.values
+
+
+def _check(model: nn.Module, x: torch.Tensor, seed: int) -> set[str]:
+    """Compare every alternative of a model's step; the names of those that were."""
+    lowering, values = _run(model, x, seed)
+    seen = set()
+    for (op, name), node in lowering.alternatives.items():
+        operator = lowering.graph.operators[op]
+        choice = next(c for c in operator.implementations if c.name == name)
+        expected = values[lowering.nodes[op]]
+        if operator.random:
+            torch.manual_seed(seed)
+        before = {n: values[n]._version for n in node.all_input_nodes}
+        with torch.no_grad():
+            found = node.target(*map_arg(node.args, values.__getitem__))  # type: ignore[operator]  # a kernel
+        assert all(values[n]._version == v for n, v in before.items()), "changed its argument"
+        by_tensor = dict(zip(lowering.storages[lowering.nodes[op]], _tuple(expected), strict=True))
+        for tensor, value in zip(lowering.storages[node], _tuple(found), strict=True):
+            if tensor is None:
+                continue
+            if tensor not in by_tensor:
+                extra = lowering.bases[tensor]
+                values[extra] = value
+                declared = lowering.graph.tensors[tensor].size_bytes
+                assert value.untyped_storage().nbytes() == declared
+                continue
+            _compare(value, by_tensor[tensor], choice.exact)
+        seen.add(f"{operator.target.split('.')[1]} {name}")
+    return seen
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor, exact: bool) -> None:
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert found.stride() == expected.stride()
+    if exact:
+        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+        return
+    # The stated bound, relative to the tensor's largest value: see docs/strategies.
+    scale = expected.abs().max().item() + 1e-30
+    bound = {torch.float32: 2e-4, F64: 1e-11}[found.dtype]
+    assert (found - expected).abs().max().item() <= bound * scale
+
+
+DTYPES = [torch.float32, F64, torch.bfloat16]
+CLIPPED = [nn.ReLU(), nn.ReLU6(), nn.Hardtanh(-0.3, 0.4), nn.LeakyReLU(0.2), nn.Tanh()]
+
+
+class Scaled(nn.Module):
+    """A parameter before and after, so that nothing is trivial."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.tensor(1.3, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x * self.scale) * self.scale
+        return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [*CLIPPED, nn.Sigmoid(), nn.Softmax(-1), nn.Dropout(0.3)])
+def test_elementwise(inner: nn.Module, dtype: torch.dtype) -> None:
+    rng = random.Random(str(inner))
+    names: set[str] = set()
+    for seed in (0, 1, 3):
+        shape = [rng.randint(1, 7) for _ in range(rng.randint(1, 4))]
+        x = torch.randn(shape).to(dtype)
+        if seed == 1:
+            x.view(-1)[0] = 0.0
+            x.view(-1)[-1] = float("nan")
+        if seed == 3:
+            x = torch.randn([*shape, 2]).to(dtype)[..., 0]
+        names |= _check(Scaled(inner, dtype), x, seed)
+    assert names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize(
+    "window", [(2, 2, 0, 1), (3, 2, 1, 1), (3, 1, 1, 2), ((2, 3), (1, 2), 0, 1)]
+)
+def test_max_pool(window: tuple[Any, ...], dtype: torch.dtype) -> None:
+    size, stride, padding, dilation = window
+    for seed, ceil in enumerate((False, True)):
+        pool = nn.MaxPool2d(size, stride, padding, dilation, ceil_mode=ceil)
+        names = _check(Scaled(pool, dtype), torch.randn(3, 2, 11, 9 + seed, dtype=dtype), seed)
+        assert len(names) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_norms_and_convolutions(dtype: torch.dtype) -> None:
+    rng = random.Random(1)
+    names: set[str] = set()
+    for seed in range(3):
+        channels, groups = rng.choice([(4, 1), (4, 2), (4, 4)])
+        norm = nn.BatchNorm2d(8)
+        nn.init.uniform_(norm.weight, 0.5, 2.0)
+        nn.init.uniform_(norm.bias, -1.0, 1.0)
+        layer = nn.LayerNorm(6, bias=seed != 1)
+        nn.init.uniform_(layer.weight, -2.0, -0.5)
+        convolution = nn.Conv2d(
+            2 * channels, 8, 3, padding=1, groups=groups, bias=seed != 2, dtype=dtype
+        )
+        x = torch.randn(9, 2 * channels, 5, 6, dtype=dtype)
+        names |= _check(Scaled(nn.Sequential(convolution, norm.to(dtype)), dtype), x, seed)
+        names |= _check(Scaled(layer.to(dtype), dtype), x, seed)
+    assert len(names) == 7, names
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 64, 1001])
+def test_bits(count: int) -> None:
+    mask = torch.rand(count) < 0.5
+    packed = pack(mask)
+    assert packed.numel() == packed_bytes(count)
+    assert torch.equal(unpack(packed, mask.shape), mask)
