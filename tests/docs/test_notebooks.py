@@ -1,0 +1,45 @@
+"""The notebooks run from top to bottom, the quickstart in every run of the tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.zoo import torchvision_shim
+
+NOTEBOOKS = Path(__file__).parent.parent.parent / "docs" / "notebooks"
+QUICK = ("own-strategy",)
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Execute in a new kernel with no profile cached."""
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(folder))
+    # transformers imports torchvision where it is installed, which needs this beside a CPU torch.
+    assert torchvision_shim.__file__ is not None
+    monkeypatch.setenv("PYTHONSTARTUP", os.path.abspath(torchvision_shim.__file__))
+    NotebookClient(
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(NOTEBOOKS)}},
+    ).execute()
+
+
+ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name in QUICK])
+def test_quick_notebook(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run(name, monkeypatch, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name in ALL if name not in QUICK])
+def test_notebook(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run(name, monkeypatch, tmp_path)
