@@ -56,7 +56,8 @@ def check_shares(family: Family, strategy: str, shares: tuple[float, ...]) -> No
         plan = offloaded(one, strategy, floor + int(share * max(0, base - floor)))
         check_offloaded(one, plan)
         graph = one.profiled.graph
-        assert plan.program is not None and plan.budget is not None
+        assert plan.program is not None
+        assert plan.budget is not None
         # VGG's floor is what its step needs in any case: there is nothing to gain.
         if replay(graph, store_all(graph)).peak_bytes > plan.budget:
             assert any(isinstance(i, SwapOut) for i in plan.program)
