@@ -62,8 +62,10 @@ def plan(
         mode: "measure" runs the model's kernels here; "estimate" computes nothing and prices
             them for `device` (the model may be on meta).
         optimizer: charge its state as resident: a torch.optim instance, or a name such as
-            "sgd", "adamw", "adamw-fp32", "adamw-8bit". An instance together with `loss_fn`
-            (not in estimates): plan the whole step, updates included (`Plan.train_step`).
+            "sgd", "adamw", "adamw-fp32", "adamw-8bit". An instance together with `loss_fn`,
+            and a strategy for graphs that recomputes nothing ("olla", "store-all",
+            "offload-graph"): plan the whole step, updates included, for `Plan.train_step` (not
+            in estimates).
         time_limit_s: stop the solver after so many seconds with its best plan and bound.
         cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
         progress: True shows a bar on a terminal; or your own callback.
@@ -77,7 +79,9 @@ def plan(
     parse_budget(None if budget == MINIMUM else budget, 1)
     with _reporting(progress) as report:
         target = planned_device(device, mode)
-        request = Request(loss_fn, targets, mode, target, optimizer, cache)
+        # A chain has no place for updates, and re-running beside them is not built yet.
+        whole = chosen.needs != "chain" and "recompute" not in chosen.features
+        request = Request(loss_fn, targets, mode, target, optimizer, cache, whole_step=whole)
         profiled = profiled_for(model, inputs, request, report)
         cost_model = profiled.graph if profiled is not None else model
         if budget is None and mode == "estimate":
@@ -104,6 +108,7 @@ class Request:
     device: Device
     optimizer: Any
     cache: bool
+    whole_step: bool = False
 
 
 def planned_device(device: Device | str | None, mode: Mode) -> Device:
@@ -145,6 +150,7 @@ def profiled_for(model: Any, inputs: Any, request: Request, report: Progress) ->
         optimizer=request.optimizer,
         estimate_for=request.device if request.mode == "estimate" else None,
         cache=request.cache,
+        whole_step=request.whole_step,
         progress=report,
     )
 

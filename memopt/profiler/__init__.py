@@ -28,10 +28,11 @@ def profiled_of(
     optimizer: Any,
     estimate_for: Device | None,
     cache: bool,
+    whole_step: bool = False,
     progress: Callable[[float, str], None],
 ) -> Profiled:
     """What `memopt.plan` takes as a model, profiled: a Profiled as it is, a module measured, or
-    estimated for a device.
+    estimated for a device; with `whole_step`, a loss and an optimizer instance, updates included.
 
     Raises:
         ValueError: something else, or a module without inputs.
@@ -53,7 +54,7 @@ def profiled_of(
             model, inputs, estimate_for, loss=loss, optimizer=optimizer, progress=progress
         )
     options = MeasureOptions(cache=ProfileCache() if cache else None)
-    if loss is not None and isinstance(optimizer, Optimizer):
+    if whole_step and loss is not None and isinstance(optimizer, Optimizer):
         return profile_step(model, inputs, loss, optimizer, options=options, progress=progress)
     return profile_model(
         model, inputs, loss=loss, optimizer=optimizer, options=options, progress=progress

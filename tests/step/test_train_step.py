@@ -148,6 +148,24 @@ def test_strategies_and_interpreter(strategy: str, interpreted: bool) -> None:
     assert_same(model.state_dict(), expected_model.state_dict())
 
 
+def test_swapping_step_equals_eager() -> None:
+    make = MAKES["momentum"]
+    expected_model, _, expected_losses = eager(make)
+    model, optimizer, plan = planned(make, "offload-graph", budget="min")
+    _, _, unlimited = planned(make, "store-all")
+    assert plan.peak_bytes < unlimited.peak_bytes
+    step = plan.train_step(model, nn.functional.cross_entropy, optimizer)
+    assert_same(run(step, optimizer), expected_losses)
+    assert_same(model.state_dict(), expected_model.state_dict())
+
+
+def test_recomputing_strategies_plan_the_module_alone() -> None:
+    model, optimizer, plan = planned(MAKES["momentum"], "rotor")
+    plan.apply(model)
+    with pytest.raises(ValueError, match="not of a whole step"):
+        plan.train_step(model, nn.functional.cross_entropy, optimizer)
+
+
 def test_planning_changes_nothing() -> None:
     torch.manual_seed(0)
     fresh = Residual()

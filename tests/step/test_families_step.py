@@ -1,0 +1,72 @@
+"""Train steps of real architectures: bitwise equal to eager, and of the planned peak."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from memopt.profiler.inputs import to_call
+from memopt.profiler.memory import metered
+from tests import zoo
+
+PEAK_TOLERANCE = 0.005
+CASES = [
+    pytest.param("resnet50", "momentum"),
+    pytest.param("gpt2", "adamw"),
+    *(
+        pytest.param(name, kind, marks=pytest.mark.slow)
+        for name in ("resnet50", "vgg16", "mobilenet_v2", "gpt2", "bert", "llama", "vit_b_16")
+        for kind in ("momentum", "adamw")
+        if (name, kind) not in {("resnet50", "momentum"), ("gpt2", "adamw")}
+    ),
+]
+
+
+def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "momentum":
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=0.001)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_three_steps_equal_eager_within_the_planned_peak(name: str, kind: str) -> None:
+    family = zoo.get(name)
+    torch.manual_seed(0)
+    model = family.build("tiny")
+    twin = copy.deepcopy(model)
+    inputs = family.inputs("tiny")
+    call = to_call(inputs)
+    optimizer, expected = optimizer_of(kind, model), optimizer_of(kind, twin)
+    plan = memopt.plan(
+        model, inputs, loss_fn=family.loss, optimizer=optimizer, strategy="olla",
+        cache=False, progress=False,
+    )  # fmt: skip
+    step = plan.train_step(model, family.loss, optimizer)
+    for number in range(3):
+        torch.manual_seed(number)
+        with metered(torch.device("cpu")) as use:
+            loss = step(*call.args, **call.kwargs)
+        torch.manual_seed(number)
+        wanted = family.loss(twin(*call.args, **call.kwargs))
+        wanted.backward()  # type: ignore[no-untyped-call]
+        expected.step()
+        expected.zero_grad()
+        assert torch.equal(loss, wanted)
+        del wanted
+    for (key, found), value in zip(
+        model.state_dict().items(), twin.state_dict().values(), strict=True
+    ):
+        assert torch.equal(found, value), key
+    states, others = optimizer.state_dict()["state"], expected.state_dict()["state"]
+    assert states.keys() == others.keys()
+    for index, state in others.items():
+        for key, value in state.items():
+            same = torch.equal(states[index][key], value) if value is not None else True
+            assert same, (index, key)
+    planned_bytes = plan.peak_bytes - plan.resident_bytes
+    assert use.peak_bytes <= planned_bytes * (1 + PEAK_TOLERANCE)
+    assert plan.peak_bytes < plan.baseline.peak_bytes
