@@ -1,0 +1,50 @@
+"""`make bench`: every benchmark of this folder in turn. `python -m benchmarks [--gpu] [NAME ...]`
+
+Each runs in a process of its own; one that fails does not stop the others, and fails the whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+
+CPU = (
+    "rotor_solve",
+    "checkpointing",
+    "rotor_families",
+    "rotor_paper",
+    "offload_paper",
+    "olla_graphs",
+    "minimalloc",
+    "monet_menus",
+    "llama_7b",
+    "estimate_accuracy",
+)
+GPU = ("gpu",)
+
+
+def main() -> int:
+    """Run what is named, or everything; the number of benchmarks that failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--gpu", action="store_true", help="those that need a CUDA device")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*CPU, *GPU)))
+    options = parser.parse_args()
+    names = options.names or (GPU if options.gpu else CPU)
+    unknown = [name for name in names if name not in (*CPU, *GPU)]
+    if unknown:
+        parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join((*CPU, *GPU))}")
+    outcomes = []
+    for name in names:
+        print(f"== python -m benchmarks.{name}", flush=True)
+        begin = time.perf_counter()
+        code = subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode
+        outcomes.append((name, code, time.perf_counter() - begin))
+    for name, code, seconds in outcomes:
+        print(f"{name:20} {'ok' if code == 0 else f'exit {code}':8} {seconds:7.0f} s")
+    return sum(code != 0 for _, code, _ in outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
