@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 from memopt.models.graph import Graph, Operator, Phase
 from memopt.models.program import Compute, DropHost, Free, Instruction, Program, SwapIn, SwapOut
 from memopt.models.stage_costs import stage_name
+from memopt.models.variants import variant
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Coarsening:
         fine: list[Instruction] = []
         passing: set[int] = set()
         for i in group:
-            operator = self.fine.operators[i]
+            operator = variant(self.fine.operators[i], instruction.implementation)
             needed = [t for t in operator.writes if t in kept or (t in last and t not in live)]
             fine.append(Compute(i, tuple(needed), instruction.implementation))
             passing.update(set(needed) - kept)

@@ -5,6 +5,10 @@ from memopt.strategies.base import Progress as Progress
 from memopt.strategies.base import Solution as Solution
 from memopt.strategies.base import Status as Status
 from memopt.strategies.base import Strategy as Strategy
+from memopt.strategies.monet.menus import RotorMenus as RotorMenus
+from memopt.strategies.monet.strategy import Checkmate as Checkmate
+from memopt.strategies.monet.strategy import CheckmateRounding as CheckmateRounding
+from memopt.strategies.monet.strategy import Monet as Monet
 from memopt.strategies.offload.autoswap import AutoSwap as AutoSwap
 from memopt.strategies.offload.dynprog import DynProg as DynProg
 from memopt.strategies.offload.exact import OffloadExact as OffloadExact
@@ -34,6 +38,10 @@ STRATEGIES: tuple[Strategy, ...] = (
     Vdnn(),
     AutoSwap(),
     Tflms(),
+    RotorMenus(),
+    Checkmate(),
+    CheckmateRounding(),
+    Monet(),
     Olla(),
     Auto(),
 )

@@ -1,0 +1,169 @@
+"""A thin layer over the solvers: 0-1 programs in CP-SAT, their linear relaxation in GLOP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from memopt.strategies.base import Progress, Status
+
+Term = tuple[int, int]
+"""(coefficient, variable)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Σ terms ≤ bound, plus the peak variable if `memory`; only where `when` holds, if given."""
+
+    terms: tuple[Term, ...]
+    bound: int
+    memory: bool = False
+    when: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a solver found: values of the variables (empty without a solution), objective and a
+    bound on it in the units of `Model.costs` (or bytes when the peak was minimised)."""
+
+    status: Status
+    values: tuple[bool, ...]
+    objective: float
+    bound: float
+
+
+@dataclass
+class Model:
+    """A 0-1 program that minimises Σ costs under rows, or the peak of its memory rows."""
+
+    costs: dict[int, float] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    fixed: dict[int, bool] = field(default_factory=dict)
+    count: int = 0
+
+    def variable(self, cost: float = 0.0) -> int:
+        """A new 0-1 variable."""
+        self.count += 1
+        if cost:
+            self.costs[self.count - 1] = cost
+        return self.count - 1
+
+    def add(self, terms: Iterable[Term], bound: int) -> None:
+        """Σ terms ≤ bound."""
+        self.rows.append(Row(tuple(terms), bound))
+
+    def implies_any(self, left: int, right: Iterable[int]) -> None:
+        """left ≤ Σ right."""
+        self.add([(1, left), *((-1, v) for v in right)], 0)
+
+    def exactly_one(self, variables: Sequence[int]) -> None:
+        """Σ variables = 1."""
+        self.add([(1, v) for v in variables], 1)
+        self.add([(-1, v) for v in variables], -1)
+
+    def memory(self, constant: int, terms: Iterable[Term], when: int | None = None) -> None:
+        """constant + Σ terms ≤ peak, only where `when` holds."""
+        self.rows.append(Row(tuple(t for t in terms if t[0]), -constant, True, when))
+
+    def solve(
+        self,
+        limit_bytes: int | None,
+        *,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+        workers: int = 1,
+        seed: int = 0,
+    ) -> Answer:
+        """CP-SAT: the least cost with a peak of at most `limit_bytes`; None: the least peak."""
+        from ortools.sat.python import cp_model
+
+        model = cp_model.CpModel()
+        variables = [model.new_bool_var("") for _ in range(self.count)]
+        for index, value in self.fixed.items():
+            model.add(variables[index] == int(value))
+        highest = max((self._worst(row) for row in self.rows if row.memory), default=0)
+        limit = highest if limit_bytes is None else min(highest, limit_bytes)
+        if limit < 0:
+            return Answer(Status.INFEASIBLE, (), 0.0, 0.0)
+        peak = model.new_int_var(0, limit, "peak")
+        for row in self.rows:
+            left = sum(c * variables[v] for c, v in row.terms)
+            constraint = model.add(left <= (row.bound + peak if row.memory else row.bound))
+            if row.when is not None:
+                constraint.only_enforce_if(variables[row.when])
+        scale = _scale(self.costs.values())
+        if limit_bytes is None:
+            model.minimize(peak)
+            scale = 1.0
+        else:
+            model.minimize(sum(int(cost * scale) * variables[v] for v, cost in self.costs.items()))
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = workers
+        solver.parameters.random_seed = seed
+        if time_limit_s is not None:
+            solver.parameters.max_time_in_seconds = max(0.01, time_limit_s)
+
+        class Listener(cp_model.CpSolverSolutionCallback):
+            def on_solution_callback(self) -> None:
+                """Report, and stop where the caller interrupts; the best plan is kept."""
+                try:
+                    if progress is not None:
+                        gap = f"{self.objective_value / scale:.6g}, bound "
+                        progress(0.5, f"ilp: {gap}{self.best_objective_bound / scale:.6g}")
+                except KeyboardInterrupt:
+                    self.stop_search()
+
+        code = solver.solve(model, Listener())
+        status = {
+            cp_model.OPTIMAL: Status.OPTIMAL,
+            cp_model.FEASIBLE: Status.FEASIBLE,
+            cp_model.INFEASIBLE: Status.INFEASIBLE,
+        }.get(code, Status.UNKNOWN)
+        if status not in (Status.OPTIMAL, Status.FEASIBLE):
+            return Answer(status, (), 0.0, solver.best_objective_bound / scale)
+        values = tuple(bool(solver.value(v)) for v in variables)
+        # Costs are rounded down to the solver's whole numbers, so its bound stays one.
+        return Answer(
+            status, values, solver.objective_value / scale, solver.best_objective_bound / scale
+        )
+
+    def relax(self, limit_bytes: int, time_limit_s: float | None = None) -> tuple[float, ...]:
+        """GLOP: the linear relaxation's values; () if it is infeasible or was stopped.
+
+        Raises:
+            ValueError: the program has conditional rows, which have no plain relaxation.
+        """
+        from ortools.linear_solver import pywraplp
+
+        solver = pywraplp.Solver.CreateSolver("GLOP")
+        if time_limit_s is not None:
+            solver.SetTimeLimit(int(1000 * max(0.01, time_limit_s)))
+        variables = [solver.NumVar(0.0, 1.0, "") for _ in range(self.count)]
+        for index, value in self.fixed.items():
+            variables[index].SetBounds(float(value), float(value))
+        unit = max(1, limit_bytes)
+        for row in self.rows:
+            if row.when is not None:
+                raise ValueError("relax: conditional rows have no linear relaxation")
+            share = unit if row.memory else 1
+            top = (row.bound + limit_bytes if row.memory else row.bound) / share
+            constraint = solver.Constraint(-solver.infinity(), top)
+            for coefficient, v in row.terms:
+                constraint.SetCoefficient(variables[v], coefficient / share)
+        for v, cost in self.costs.items():
+            solver.Objective().SetCoefficient(variables[v], cost)
+        solver.Objective().SetMinimization()
+        if solver.Solve() != pywraplp.Solver.OPTIMAL:
+            return ()
+        return tuple(v.solution_value() for v in variables)
+
+    def _worst(self, row: Row) -> int:
+        return sum(c for c, _ in row.terms if c > 0) - row.bound
+
+
+def _scale(costs: Iterable[float]) -> float:
+    """What turns seconds into the solver's whole numbers: 1 if they are whole already."""
+    values = list(costs)
+    if all(value == int(value) for value in values) and sum(values) < 2**40:
+        return 1.0
+    return 2.0**32 / max(sum(values), 1e-30)

@@ -1,0 +1,128 @@
+"""Checkmate's 0-1 program (Jain et al., 2020) with exact lifetimes, and its two-phase rounding.
+
+Stage t runs operator t for the first time, after any earlier operators that run again, in order.
+
+Variables: R[t,i]   operator i runs in stage t (i ≤ t)
+    L[t,i,v] tensor v is in memory before operator i's turn in stage t; L[t,0,v] is Checkmate's
+             S[t,v]. They take the place of its U, FREE and number-of-hazards variables.
+Constraints: R[t,t] = 1 (frontier-advancing, eq. 8a); R[t,i] ≤ L[t,i,v] for what i reads (1b)
+    L[t,i+1,v] ≤ L[t,i,v] + [i writes v] R[t,i] (1c); S[t+1] is L[t] after the last turn
+    memory at a turn ≤ budget (eq. 2-4): Σ_v L[t,i,v] |v| + R[t,i] (written + workspace)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memopt.models.graph import Graph
+from memopt.models.liveness import with_frees
+from memopt.models.program import Compute, Instruction, LossBoundary, Program
+from memopt.strategies.monet.backend import Model
+
+
+@dataclass
+class CheckmateModel:
+    """The program of a graph, default implementations only."""
+
+    graph: Graph
+
+    def __post_init__(self) -> None:
+        self.model = Model()
+        self.size = [tensor.size_bytes for tensor in self.graph.tensors]
+        self.again: list[dict[int, int]] = []
+        """R: stage → operator → variable."""
+        self.before: list[dict[int, int]] = []
+        """S: stage → tensor → variable."""
+        live: dict[int, int] = {}
+        for t in range(len(self.graph.operators)):
+            live = self._stage(t, live)
+
+    def _useful(self, t: int) -> set[int]:
+        """Ancestors of the operators from t on: no other is run again in stage t."""
+        found: set[int] = set()
+        operators, producer = self.graph.operators, self.graph.producer
+        stack = [v for j in range(t, len(operators)) for v in operators[j].reads]
+        while stack:
+            i = producer.get(stack.pop())
+            if i is not None and i not in found:
+                found.add(i)
+                stack.extend(operators[i].reads)
+        return {i for i in found if i < t and operators[i].recomputable}
+
+    def _stage(self, t: int, live: dict[int, int]) -> dict[int, int]:
+        """The variables and rows of stage t; gives what is live after it."""
+        graph, model = self.graph, self.model
+        if t == graph.first_backward:
+            at_boundary = sum(self.size[v] for v in graph.tangents) + graph.boundary_bytes
+            model.memory(at_boundary, [(self.size[v], x) for v, x in live.items()])
+            live = dict(live)
+            for v in graph.tangents:
+                live[v] = model.variable()
+                model.fixed[live[v]] = True
+        self.before.append(live)
+        again: dict[int, int] = {}
+        for i in [*sorted(self._useful(t)), t]:
+            operator = graph.operators[i]
+            again[i] = run = model.variable(operator.time_s)
+            if i == t:
+                model.fixed[run] = True
+            for v in operator.reads:
+                if v not in graph.resident:
+                    model.implies_any(run, [live[v]])
+            own = sum(self.size[v] for v in operator.writes) + operator.workspace_bytes
+            model.memory(0, [(own, run), *((self.size[v], x) for v, x in live.items())])
+            following: dict[int, int] = {}
+            for v in dict.fromkeys((*live, *operator.writes)):
+                following[v] = kept = model.variable()
+                sources = [live[v]] if v in live else []
+                model.implies_any(kept, [*sources, *([run] if v in operator.writes else [])])
+                if v in graph.kept:
+                    model.fixed[kept] = True
+            live = following
+        self.again.append(again)
+        if t == len(graph.operators) - 1 and graph.first_backward > t and graph.tangents:
+            at_boundary = sum(self.size[v] for v in graph.tangents) + graph.boundary_bytes
+            model.memory(at_boundary, [(self.size[v], x) for v, x in live.items()])
+        return live
+
+    def program(self, values: tuple[bool, ...]) -> Program:
+        """The program of a solution."""
+        return self._lowered(
+            [[i for i, run in again.items() if values[run]] for again in self.again]
+        )
+
+    def rounded(self, values: tuple[float, ...]) -> Program:
+        """Two-phase rounding (Checkmate §5): S above a half is saved, then R is what that needs."""
+        operators, producer = self.graph.operators, self.graph.producer
+        saved = [{v for v, x in stage.items() if values[x] > 0.5} for stage in self.before]
+        have: set[int] = set()
+        stages: list[list[int]] = []
+        for t, stage in enumerate(saved):
+            have = have & stage | set(self.graph.kept if t else ()) & have
+            have |= set(self.graph.tangents) if t >= self.graph.first_backward else set()
+            wanted = saved[t + 1] if t + 1 < len(saved) else set()
+            run = {t}
+            stack = [*operators[t].reads, *(v for v in wanted if producer.get(v, t) < t)]
+            while stack:
+                v = stack.pop()
+                i = producer.get(v)
+                if v in have or i is None or i in run:
+                    continue
+                if not operators[i].recomputable:
+                    return self._lowered([[i] for i in range(len(operators))])
+                run.add(i)
+                stack.extend(operators[i].reads)
+            stages.append(sorted(run))
+            have |= {v for i in run for v in operators[i].writes}
+        return self._lowered(stages)
+
+    def _lowered(self, stages: list[list[int]]) -> Program:
+        instructions: list[Instruction] = []
+        boundary = bool(self.graph.tangents) or self.graph.first_backward < len(stages)
+        for t, stage in enumerate(stages):
+            if boundary and t == self.graph.first_backward:
+                instructions.append(LossBoundary())
+            instructions.extend(Compute(i, ()) for i in stage)
+        if boundary and self.graph.first_backward >= len(stages):
+            instructions.append(LossBoundary())
+        return Program(with_frees(self.graph, instructions))

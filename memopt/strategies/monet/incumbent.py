@@ -1,0 +1,55 @@
+"""Plans to start from, and the last polish: Rotor's plan of the chain, the fastest kernels."""
+
+from __future__ import annotations
+
+from memopt.models.graph import Graph
+from memopt.models.linearize import linearize
+from memopt.models.liveness import store_all
+from memopt.models.program import Compute, Instruction, Program
+from memopt.models.replay import replay
+from memopt.models.stage_map import has_updates
+from memopt.models.variants import variant
+from memopt.strategies.rotor.persistent import Rotor
+from memopt.strategies.slack import best_that_fits, smallest_budget
+
+
+def rotor_program(graph: Graph, budget_bytes: int | None) -> tuple[Program | None, int | None]:
+    """(Rotor's program within the budget or None, its smallest budget if known)."""
+    everything = store_all(graph)
+    peak_bytes = replay(graph, everything).peak_bytes
+    if budget_bytes is None or peak_bytes <= budget_bytes:
+        return everything, peak_bytes
+    if has_updates(graph):
+        return None, peak_bytes
+    view = linearize(graph)
+
+    def attempt(limit_bytes: int | None):  # type: ignore[no-untyped-def]  # Solution
+        return Rotor().solve(view.chain, limit_bytes)
+
+    found = best_that_fits(graph, view, attempt, budget_bytes)
+    if found.steps is None:
+        return None, smallest_budget(graph, view, attempt)
+    program = view.lower(found.steps)
+    return program, replay(graph, program).peak_bytes
+
+
+def fastest_kernels(graph: Graph, program: Program, budget_bytes: int | None) -> Program:
+    """Each run of an operator by its fastest exact implementation of the same reads and writes
+    that the budget leaves room for (MONeT appendix D's post-optimisation, Checkmate-O)."""
+    instructions: list[Instruction] = list(program.instructions)
+    rows = replay(graph, program).step_bytes
+    for position, instruction in enumerate(instructions):
+        if not isinstance(instruction, Compute):
+            continue
+        operator = graph.operators[instruction.op]
+        current = variant(operator, instruction.implementation)
+        room = None if budget_bytes is None else budget_bytes - rows[position]
+        first = current.workspace_bytes
+        for choice in operator.implementations:
+            other = variant(operator, choice.name)
+            same = set(other.reads) == set(current.reads) and other.writes == current.writes
+            fits = room is None or other.workspace_bytes - first <= room
+            if choice.exact and same and fits and other.time_s < current.time_s:
+                instructions[position] = Compute(instruction.op, instruction.outputs, choice.name)
+                current = other
+    return Program(instructions)

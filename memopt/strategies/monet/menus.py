@@ -1,0 +1,229 @@
+"""Rotor with stage menus: the chain's program, with cheap recomputation inside each backward."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from memopt.models.chain import Chain
+from memopt.models.chain_replay import replay_chain
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.linearize import Linearization, linearize
+from memopt.models.liveness import with_frees
+from memopt.models.lower import without_unread_reruns
+from memopt.models.program import Compute, Instruction, LossBoundary, Program
+from memopt.models.replay import replay
+from memopt.models.stage_map import has_updates
+from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+from memopt.strategies.monet.incumbent import rotor_program
+from memopt.strategies.monet.stage_options import Option, menus
+from memopt.strategies.store_all import chain_steps
+
+SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class RotorMenus(Strategy):
+    """Rotor's persistent program with a menu of ways to save each stage; never worse than Rotor.
+
+    Attributes:
+        slots: memory is counted in so many slots of twice the budget, sizes rounded up.
+    """
+
+    slots: int = 400
+
+    name: ClassVar[str] = "rotor-menus"
+    needs: ClassVar[str] = "graph"
+    features: ClassVar[frozenset[str]] = frozenset({"recompute"})
+
+    def why_not(self, cost_model: CostModel) -> str | None:
+        if isinstance(cost_model, Graph) and has_updates(cost_model):
+            return "rotor-menus plans steps without parameter updates: profile without optimizer"
+        return super().why_not(cost_model)
+
+    def solve(
+        self,
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
+        reason = self.why_not(cost_model)
+        if reason is not None or not isinstance(cost_model, Graph):
+            raise ValueError(reason)
+        graph, begin = cost_model, time.monotonic()
+        best, smallest = rotor_program(graph, budget_bytes)
+        stats: dict[str, object] = {"rotor_found": best is not None}
+        best_s = replay(graph, best).time_s if best is not None else float("inf")
+        stats["rotor_s"] = best_s
+        if budget_bytes is not None and best_s > graph.compute_time_s * (1 + SAME):
+            view = linearize(graph)
+            stats["stages"] = len(view.chain)
+            table = MenuTable(view, budget_bytes, self.slots)
+            stats["options"] = sum(map(len, table.options))
+            found, least = table.best(budget_bytes)
+            smallest = min(x for x in (smallest, least) if x) if smallest or least else None
+            if found is not None:
+                took_s = replay(graph, found).time_s
+                stats["menus_s"] = took_s
+                if took_s < best_s * (1 - SAME):
+                    best, best_s = found, took_s
+        stats["solve_s"] = time.monotonic() - begin
+        if best is None:
+            return Solution(Status.INFEASIBLE, smallest_budget_bytes=smallest, stats=stats)
+        least_s = min(best_s, graph.compute_time_s)
+        gap = (best_s - least_s) / least_s if least_s > 0 else 0.0
+        return Solution(
+            Status.OPTIMAL if gap <= SAME else Status.FEASIBLE,
+            program=best,
+            peak_bytes=replay(graph, best).peak_bytes,
+            time_s=best_s,
+            lower_bound_s=least_s,
+            gap=gap,
+            stats=stats,
+        )
+
+
+class MenuTable:
+    """One table for all budgets up to twice the one given, and its programs."""
+
+    def __init__(self, view: Linearization, budget_bytes: int, slots: int) -> None:
+        self.view, self.graph = view, view.graph
+        self.options = menus(view)
+        chain = view.chain
+        fixed = chain.resident_bytes + chain.input_bytes
+        whole = replay_chain(chain, chain_steps(chain)).peak_bytes
+        most = max(1, min(whole, 2 * budget_bytes) - fixed)
+        self.slot = -(-most // slots)
+        self.slots = slots
+        self.fixed = fixed
+        self.table, self.choice, self.output, self.saved = _filled(
+            chain, self.options, self.slot, slots
+        )
+
+    def best(self, budget_bytes: int) -> tuple[Program | None, int | None]:
+        """(the fastest program found that fits, the smallest peak seen)."""
+        n = len(self.view.chain)
+        feasible = [m for m in range(self.slots + 1) if self.table[1, n, m] < float("inf")]
+        if not feasible:
+            return None, None
+        program = self.program(feasible[0])
+        least = replay(self.graph, program).peak_bytes
+        if least > budget_bytes:
+            return None, least
+        best, best_s = program, replay(self.graph, program).time_s
+        low, high = 0, len(feasible)
+        while high - low > 1:
+            # Programs need less than the chain counts: look for the largest count that fits.
+            middle = (low + high) // 2
+            program = self.program(feasible[middle])
+            timeline = replay(self.graph, program)
+            if timeline.peak_bytes > budget_bytes:
+                high = middle
+                continue
+            low = middle
+            if timeline.time_s < best_s:
+                best, best_s = program, timeline.time_s
+        return best, least
+
+    def program(self, slots: int) -> Program:
+        """The program of the table's schedule for so many slots."""
+        order: list[tuple[int, Option | None]] = []
+        stack: list[Any] = [(1, len(self.view.chain), slots)]
+        while stack:
+            item = stack.pop()
+            if isinstance(item[1], Option):
+                order.append(item)
+                continue
+            s, t, m = item
+            pick = int(self.choice[s, t, m])
+            if pick > 0:
+                order += [(j, None) for j in range(s, pick)]
+                stack.append((s, pick - 1, m))
+                stack.append((pick, t, m - int(self.output[pick - 1])))
+            else:
+                option = -pick - 1
+                order.append((s, None))
+                stack.append((s, self.options[s - 1][option]))
+                if s < t:
+                    stack.append((s + 1, t, m - int(self.saved[s, option])))
+        return self._lowered(order)
+
+    def _lowered(self, order: list[tuple[int, Option | None]]) -> Program:
+        instructions: list[Instruction] = []
+        begun: set[int] = set()
+        trains = self.graph.first_backward < len(self.graph.operators)
+        for stage, option in order:
+            if stage > len(self.view.stages):
+                if option is not None and (trains or self.graph.tangents):
+                    instructions.append(LossBoundary())
+                continue
+            own = self.view.stages[stage - 1]
+            if option is not None:
+                operators = option.backward
+            else:
+                operators = own.rerun if stage in begun else own.forward
+                begun.add(stage)
+            instructions.extend(Compute(i, ()) for i in operators)
+        instructions = without_unread_reruns(self.graph, instructions)
+        return Program(with_frees(self.graph, instructions))
+
+
+def _filled(
+    chain: Chain, options: list[list[Option]], slot: int, slots: int
+) -> tuple[Any, Any, Any, Any]:
+    """The table, its choices, and the sizes in slots that a trace needs."""
+    import numpy as np
+
+    from memopt.strategies.monet.menu_kernels import fill
+
+    n = len(chain)
+    most = max(map(len, options))
+    later = [0] * (n + 2)
+    for k in range(n - 1, -1, -1):
+        later[k] = later[k + 1] + chain.stages[k].parameter_gradient_bytes
+
+    def up(size: int) -> int:
+        return -(-size // slot)
+
+    output = np.array([up(chain.activation_bytes(k)) for k in range(n + 1)], np.int64)
+    # While δ^t is live so are the parameter gradients of the stages above t.
+    grad_bytes = [chain.gradient_bytes(k) + later[k] for k in range(n + 1)]
+    gradient = np.array([up(size) for size in grad_bytes], np.int64)
+    saved = np.zeros((n + 1, most), np.int64)
+    save_need = np.zeros((n + 1, most), np.int64)
+    back_need = np.zeros((n + 1, most), np.int64)
+    seconds = np.zeros((n + 1, most))
+    count = np.array([0, *map(len, options)], np.int64)
+    for k, stage in enumerate(chain.stages, start=1):
+        for o, option in enumerate(options[k - 1]):
+            saved[k, o] = up(option.saved_bytes)
+            save_need[k, o] = up(option.saved_bytes + option.forward_overhead_bytes)
+            back_need[k, o] = up(
+                grad_bytes[k]
+                + chain.gradient_bytes(k - 1)
+                + stage.parameter_gradient_bytes
+                + option.saved_bytes
+                + option.backward_overhead_bytes
+            )
+            seconds[k, o] = stage.forward_time_s + option.backward_time_s
+    walk = np.zeros((n + 2, n + 2), np.int64)
+    for s in range(1, n + 1):
+        need = 0
+        for split in range(s + 1, n + 1):
+            stage = chain.stages[split - 2]
+            before = 0 if split - 1 == s else chain.activation_bytes(split - 2)
+            need = max(need, before + stage.output_bytes + stage.no_save_overhead_bytes)
+            walk[s, split] = up(need)
+    forward_sum = np.cumsum([0.0, *(stage.forward_time_s for stage in chain.stages)])
+    table = np.full((n + 2, n + 2, slots + 1), np.inf)
+    choice = np.zeros((n + 2, n + 2, slots + 1), np.int64)
+    fill(
+        table, choice, slots, output, saved, save_need, back_need, gradient, walk, seconds,
+        count, forward_sum,
+    )  # fmt: skip
+    return table, choice, output, saved

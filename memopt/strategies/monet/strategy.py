@@ -1,0 +1,317 @@
+"""MONeT, and Checkmate exact and rounded, as strategies on a coarsened graph."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from memopt.models.bounds import memory_lower_bound, time_lower_bound
+from memopt.models.coarsen import coarsen
+from memopt.models.device import Device
+from memopt.models.graph import Graph, Operator
+from memopt.models.program import Program
+from memopt.models.replay import replay
+from memopt.models.variants import variant
+from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+from memopt.strategies.monet.backend import Answer
+from memopt.strategies.monet.checkmate import CheckmateModel
+from memopt.strategies.monet.ilp import MonetModel
+from memopt.strategies.monet.incumbent import fastest_kernels, rotor_program
+
+DEFAULT_TIME_LIMIT_S = 60.0
+SAME = 1e-9
+MONET_PAPER = (
+    "Shah, Wu, Mohan, Chidambaram, Krähenbühl: Memory Optimization for Deep Networks, 2021"
+)
+CHECKMATE_PAPER = "Jain et al.: Checkmate: Breaking the Memory Wall, MLSys 2020"
+
+
+class Choices(StrEnum):
+    """Which implementations the solver may choose (MONeT figure 4's ablation)."""
+
+    NONE = "none"
+    CONV = "conv"
+    OUTPUT = "output"
+    INTERMEDIATE = "intermediate"
+    ALL = "all"
+
+
+@dataclass(frozen=True)
+class _GraphStrategy(Strategy):
+    """What they share: coarsening, the incumbent, polish, statuses.
+
+    Attributes:
+        max_operators: the graph is coarsened to about so many operators for the solver.
+        exact_only: leave out implementations that change rounding.
+        start: begin from Rotor's plan, and keep it where the solver finds none faster.
+        workers: solver threads; with more than one the same input may give another plan.
+        seed: the solver's.
+    """
+
+    max_operators: int = 48
+    exact_only: bool = False
+    start: bool = True
+    workers: int = 1
+    seed: int = 0
+
+    needs: ClassVar[str] = "graph"
+
+    @abstractmethod
+    def search(
+        self, graph: Graph, budget_bytes: int, limit_s: float, progress: Progress | None
+    ) -> tuple[Status, Program | None, float | None]:
+        """(status, program, a bound in s valid for the strategy's class) on the coarse graph."""
+
+    def least(self, graph: Graph, limit_s: float) -> Program | None:
+        """The program of the smallest peak the search's class finds."""
+        return None
+
+    def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
+        """The last step, on the whole graph."""
+        return program
+
+    def solve(
+        self,
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
+        reason = self.why_not(cost_model)
+        if reason is not None or not isinstance(cost_model, Graph):
+            raise ValueError(reason)
+        graph, begin = cost_model, time.monotonic()
+        limit_s = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
+        limit_bytes = 2**62 if budget_bytes is None else budget_bytes
+        stats: dict[str, object] = {}
+        best, smallest = rotor_program(graph, budget_bytes) if self.start else (None, None)
+        if best is not None:
+            best = self.polish(graph, best, budget_bytes)
+            stats["incumbent_s"] = replay(graph, best).time_s
+        coarse = coarsen(graph, self.max_operators)
+        stats["operators"] = len(coarse.graph.operators)
+        status, found, bound_s = Status.UNKNOWN, None, None
+        left_s = limit_s - (time.monotonic() - begin)
+        if memory_lower_bound(graph) <= limit_bytes and left_s > 0:
+            status, found, bound_s = self.search(coarse.graph, limit_bytes, left_s, progress)
+            stats["solver"] = str(status)
+        if found is not None:
+            program = self.polish(graph, coarse.expand(found), budget_bytes)
+            took_s = replay(graph, program).time_s
+            stats["solver_s"] = took_s
+            if best is None or took_s < replay(graph, best).time_s * (1 - SAME):
+                best = program
+                stats["chosen"] = self.name
+        if best is None:
+            left_s = max(1.0, limit_s - (time.monotonic() - begin))
+            return self._none(graph, coarse.expand, coarse.graph, status, smallest, left_s, stats)
+        if "chosen" not in stats:
+            # The solver's bound on memory may not be able to represent it: kept all the same.
+            stats["chosen"] = "rotor" if found is None or best is not None else self.name
+            stats["outside_the_program"] = found is None and status is Status.INFEASIBLE
+        timeline = replay(graph, best)
+        stats["solve_s"] = time.monotonic() - begin
+        return self._solution(
+            graph, best, timeline.time_s, timeline.peak_bytes, bound_s, status, stats
+        )
+
+    def _solution(
+        self,
+        graph: Graph,
+        program: Program,
+        time_s: float,
+        peak_bytes: int,
+        bound_s: float | None,
+        status: Status,
+        stats: dict[str, object],
+    ) -> Solution:
+        least_s = time_lower_bound(graph)
+        # A bound of the coarse program holds for the class on the coarse graph only: said in
+        # the docs. Plans outside the class (Rotor's, polished ones) may be faster.
+        bound_s = min(time_s, max(least_s, bound_s or 0.0))
+        if status is not Status.OPTIMAL:
+            bound_s = min(bound_s, time_s)
+        gap = (time_s - bound_s) / bound_s if bound_s > 0 else 0.0
+        return Solution(
+            Status.OPTIMAL if gap <= SAME else Status.FEASIBLE,
+            program=program,
+            peak_bytes=peak_bytes,
+            time_s=time_s,
+            lower_bound_s=bound_s,
+            gap=gap,
+            stats=stats,
+        )
+
+    def _none(
+        self,
+        graph: Graph,
+        expand: Callable[[Program], Program],
+        coarse: Graph,
+        status: Status,
+        smallest: int | None,
+        left_s: float,
+        stats: dict[str, object],
+    ) -> Solution:
+        program = self.least(coarse, left_s)
+        if program is not None:
+            peak_bytes = replay(graph, expand(program)).peak_bytes
+            smallest = peak_bytes if smallest is None else min(smallest, peak_bytes)
+        return Solution(Status.INFEASIBLE, smallest_budget_bytes=smallest, stats=stats)
+
+
+@dataclass(frozen=True)
+class Monet(_GraphStrategy):
+    """Recomputation and operator implementations chosen together, exactly (MONeT).
+
+    Attributes:
+        choices: which implementations may be chosen, for the ablation.
+    """
+
+    choices: Choices = Choices.ALL
+
+    name: ClassVar[str] = "monet"
+    features: ClassVar[frozenset[str]] = frozenset({"recompute", "implementations"})
+    references: ClassVar[tuple[str, ...]] = (MONET_PAPER,)
+
+    def allowed(self, operator: Operator, name: str) -> bool:
+        """Whether the solver may run `operator` by its implementation `name`.
+
+        By what it does to the dependences: the same reads and writes (algorithms of a
+        convolution), tensors of its own (intermediate-activated), or other operands.
+        """
+        choice = next(c for c in operator.implementations if c.name == name)
+        if self.exact_only and not choice.exact:
+            return False
+        if self.choices is Choices.ALL:
+            return True
+        if self.choices is Choices.NONE:
+            return False
+        return _kind(operator, name) is self.choices
+
+    def model(self, graph: Graph) -> MonetModel:
+        """The program of a graph under these choices."""
+        return MonetModel(graph, self.allowed)
+
+    def search(
+        self, graph: Graph, budget_bytes: int, limit_s: float, progress: Progress | None
+    ) -> tuple[Status, Program | None, float | None]:
+        begin = time.monotonic()
+        built = self.model(graph)
+        answer = built.model.solve(
+            budget_bytes - graph.resident_bytes,
+            time_limit_s=limit_s - (time.monotonic() - begin),
+            progress=progress,
+            workers=self.workers,
+            seed=self.seed,
+        )
+        return answer.status, _program(built, answer), answer.bound
+
+    def least(self, graph: Graph, limit_s: float) -> Program | None:
+        built = self.model(graph)
+        return _program(built, built.model.solve(None, time_limit_s=limit_s, seed=self.seed))
+
+    def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
+        if self.choices in (Choices.ALL, Choices.CONV):
+            return fastest_kernels(graph, program, budget_bytes)
+        return program
+
+
+def _kind(operator: Operator, name: str) -> Choices:
+    """Which of the ablation's options an implementation belongs to."""
+    choice = variant(operator, name)
+    if set(choice.reads) == set(operator.reads) and set(choice.writes) == set(operator.writes):
+        return Choices.CONV
+    if "mask" in name or "intermediate" in name or set(choice.writes) != set(operator.writes):
+        return Choices.INTERMEDIATE
+    return Choices.OUTPUT
+
+
+@dataclass(frozen=True)
+class Checkmate(_GraphStrategy):
+    """Checkmate's exact program: recomputation of any operator, one implementation each.
+
+    Attributes:
+        fastest: -O: the plan's operators then run by the fastest kernels that fit; else -D.
+    """
+
+    fastest: bool = False
+    max_operators: int = 24
+
+    name: ClassVar[str] = "checkmate"
+    features: ClassVar[frozenset[str]] = frozenset({"recompute"})
+    references: ClassVar[tuple[str, ...]] = (CHECKMATE_PAPER,)
+
+    def search(
+        self, graph: Graph, budget_bytes: int, limit_s: float, progress: Progress | None
+    ) -> tuple[Status, Program | None, float | None]:
+        built = CheckmateModel(graph)
+        answer = built.model.solve(
+            budget_bytes - graph.resident_bytes,
+            time_limit_s=limit_s,
+            progress=progress,
+            workers=self.workers,
+            seed=self.seed,
+        )
+        return answer.status, _program(built, answer), None if self.fastest else answer.bound
+
+    def least(self, graph: Graph, limit_s: float) -> Program | None:
+        built = CheckmateModel(graph)
+        return _program(built, built.model.solve(None, time_limit_s=limit_s, seed=self.seed))
+
+    def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
+        return fastest_kernels(graph, program, budget_bytes) if self.fastest else program
+
+
+@dataclass(frozen=True)
+class CheckmateRounding(_GraphStrategy):
+    """Checkmate's linear relaxation, rounded in two phases.
+
+    Attributes:
+        fastest: as for Checkmate.
+        shares: the relaxation is solved for these shares of the budget, in turn, and the
+            fastest rounded plan that fits is kept.
+    """
+
+    fastest: bool = False
+    max_operators: int = 24
+    shares: tuple[float, ...] = (1.0, 0.9, 0.8, 0.7)
+
+    name: ClassVar[str] = "checkmate-rounding"
+    features: ClassVar[frozenset[str]] = frozenset({"recompute"})
+    references: ClassVar[tuple[str, ...]] = (CHECKMATE_PAPER,)
+
+    def search(
+        self, graph: Graph, budget_bytes: int, limit_s: float, progress: Progress | None
+    ) -> tuple[Status, Program | None, float | None]:
+        begin = time.monotonic()
+        built = CheckmateModel(graph)
+        best: Program | None = None
+        best_s = float("inf")
+        most_bytes = min(budget_bytes, 2**50) - graph.resident_bytes
+        for share in self.shares:
+            left_s = limit_s - (time.monotonic() - begin)
+            if left_s <= 0:
+                break
+            if progress is not None:
+                progress(1.0 - share, f"relaxation for {share:.0%} of the budget")
+            values = built.model.relax(int(share * most_bytes), left_s)
+            if not values:
+                continue
+            program = built.rounded(values)
+            timeline = replay(graph, program)
+            if timeline.peak_bytes <= budget_bytes and timeline.time_s < best_s:
+                best, best_s = program, timeline.time_s
+        return (Status.UNKNOWN if best is None else Status.FEASIBLE), best, None
+
+    def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
+        return fastest_kernels(graph, program, budget_bytes) if self.fastest else program
+
+
+def _program(built: MonetModel | CheckmateModel, answer: Answer) -> Program | None:
+    return built.program(answer.values) if answer.values else None

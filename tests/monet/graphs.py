@@ -1,0 +1,83 @@
+"""Small random training steps with alternatives."""
+
+from __future__ import annotations
+
+from random import Random
+
+from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
+
+
+def training_graph(rng: Random, forward: int, alternatives: bool) -> Graph:
+    """A forward DAG with one output each, and one backward operator per forward one.
+
+    With alternatives, forward operators get slower or faster kernels, some write a small mask
+    too, and their backward may read the mask, the output or the input instead.
+    """
+    tensors = [Tensor("x", 0, TensorKind.INPUT)]
+    operators: list[Operator] = []
+    made: list[int] = []
+    mask: dict[int, int] = {}
+
+    def tensor(name: str, most: int = 9, kind: TensorKind = TensorKind.ACTIVATION) -> int:
+        tensors.append(Tensor(name, rng.randint(1, most), kind))
+        return len(tensors) - 1
+
+    inputs: list[tuple[int, ...]] = []
+    for i in range(forward):
+        reads = {made[-1]} if made else {0}
+        if len(made) > 1 and rng.random() < 0.4:
+            reads.add(rng.choice(made))
+        inputs.append(tuple(sorted(reads)))
+        out = tensor(f"a{i}")
+        choices: list[Implementation] = []
+        if alternatives and rng.random() < 0.5:
+            choices.append(Implementation("other", rng.randint(1, 9), rng.randint(0, 4)))
+        if alternatives and rng.random() < 0.4:
+            mask[i] = tensor(f"m{i}", 2)
+            choices.append(Implementation("masked", rng.randint(1, 9), 0, writes=(out, mask[i])))
+        operators.append(
+            Operator(
+                f"f{i}",
+                inputs[i],
+                (out,),
+                rng.randint(1, 9),
+                rng.randint(0, 3),
+                recomputable=rng.random() < 0.9,
+                implementations=tuple(choices),
+            )
+        )
+        made.append(out)
+    tangent = tensor("dy", 4, TensorKind.GRADIENT)
+    gradient = tangent
+    for i in reversed(range(forward)):
+        sides = [inputs[i], (made[i],), (*inputs[i], made[i])]
+        choices = []
+        if alternatives and rng.random() < 0.5:
+            reads = tuple(dict.fromkeys((gradient, *rng.choice(sides))))
+            choices.append(
+                Implementation("side", rng.randint(1, 9), rng.randint(0, 3), reads=reads)
+            )
+        if i in mask:
+            choices.append(Implementation("mask", rng.randint(1, 9), 0, reads=(gradient, mask[i])))
+        reads = tuple(dict.fromkeys((gradient, *rng.choice(sides))))
+        new = tensor(f"g{i}", 5, TensorKind.GRADIENT)
+        operators.append(
+            Operator(
+                f"b{i}",
+                reads,
+                (new,),
+                rng.randint(1, 9),
+                rng.randint(0, 3),
+                phase=Phase.BACKWARD,
+                implementations=tuple(choices),
+            )
+        )
+        gradient = new
+    return Graph(
+        tensors,
+        operators,
+        outputs=(made[-1],),
+        gradients=(gradient,),
+        tangents=(tangent,),
+        tangents_held=False,
+    )

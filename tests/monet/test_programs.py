@@ -1,0 +1,116 @@
+"""The 0-1 programs against brute force, replay and each other."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from memopt.models.graph import Graph
+from memopt.models.judge import judge
+from memopt.models.liveness import store_all
+from memopt.models.replay import replay
+from memopt.strategies.base import Status
+from memopt.strategies.monet.checkmate import CheckmateModel
+from memopt.strategies.monet.ilp import MonetModel
+from memopt.strategies.monet.strategy import Checkmate, CheckmateRounding, Choices, Monet
+from tests.monet.graphs import training_graph
+from tests.monet.oracle import Brute
+
+
+def budgets(graph: Graph, rng: Random) -> int:
+    peak = replay(graph, store_all(graph)).peak_bytes
+    return rng.randint(peak // 3, peak + 2)
+
+
+def drawn(seed: int, most: int) -> tuple[Graph, int]:
+    rng = Random(seed)
+    graph = training_graph(rng, rng.randint(2, most), rng.random() < 0.8)
+    return graph, budgets(graph, rng)
+
+
+def check_monet(seed: int, most: int) -> None:
+    graph, budget = drawn(seed, most)
+    built = MonetModel(graph)
+    answer = built.model.solve(budget - graph.resident_bytes)
+    best = Brute(graph, budget).best_s()
+    if answer.status is Status.INFEASIBLE:
+        assert best == float("inf")
+        return
+    assert answer.status is Status.OPTIMAL
+    assert answer.objective == best
+    violation, figures = judge(graph, None, built.program(answer.values), budget, None)
+    assert violation is None
+    assert figures.peak_bytes <= budget
+    assert figures.time_s == best
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_optimum_is_brute_force_under_the_same_count(seed: int) -> None:
+    check_monet(seed, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1060))
+def test_the_optimum_is_brute_force_on_many(seed: int) -> None:
+    check_monet(seed, 4)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_without_alternatives_monet_is_no_better_than_checkmate(seed: int) -> None:
+    rng = Random(seed)
+    graph = training_graph(rng, rng.randint(2, 6), False)
+    budget = budgets(graph, rng)
+    monet = MonetModel(graph).model.solve(budget - graph.resident_bytes)
+    built = CheckmateModel(graph)
+    checkmate = built.model.solve(budget - graph.resident_bytes)
+    if checkmate.status is Status.INFEASIBLE:
+        assert monet.status is Status.INFEASIBLE
+        return
+    violation, figures = judge(graph, None, built.program(checkmate.values), budget, None)
+    assert violation is None
+    assert figures.time_s == checkmate.objective
+    assert monet.status is Status.INFEASIBLE or monet.objective >= checkmate.objective
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Monet(),
+        Monet(choices=Choices.NONE),
+        Checkmate(),
+        CheckmateRounding(),
+        Checkmate(fastest=True),
+    ],
+    ids=["monet", "none", "checkmate", "rounding", "fastest"],
+)
+def test_strategies_keep_their_laws(strategy: Monet, seed: int) -> None:
+    rng = Random(seed)
+    graph = training_graph(rng, rng.randint(3, 8), True)
+    budget = budgets(graph, rng)
+    solution = strategy.solve(graph, budget, time_limit_s=20.0)
+    if solution.program is None:
+        assert solution.status is Status.INFEASIBLE
+        smallest = solution.smallest_budget_bytes
+        assert smallest is not None
+        assert strategy.solve(graph, smallest, time_limit_s=20.0).program is not None
+        return
+    violation, figures = judge(graph, None, solution.program, budget, None)
+    assert violation is None
+    assert figures.peak_bytes == solution.peak_bytes
+    assert solution.lower_bound_s is not None
+    assert solution.lower_bound_s <= figures.time_s
+
+
+def test_every_option_together_is_never_worse_than_one() -> None:
+    for seed in range(12):
+        rng = Random(seed)
+        graph = training_graph(rng, 5, True)
+        budget = budgets(graph, rng)
+        times = {
+            choices: Monet(choices=choices, start=False).solve(graph, budget).time_s
+            for choices in Choices
+        }
+        together = times.pop(Choices.ALL) or float("inf")
+        assert all(together <= (alone or float("inf")) for alone in times.values())
