@@ -151,7 +151,13 @@ def train_step(
     check_splittable(optimizer, model)
     planned = {site.name for site in profiled.parts.sites}
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    results = zip(profiled.captured.primals, profiled.captured.gradients, strict=True)
+    kept = {primal.name for primal, gradient in results if gradient is not None}
     for name, parameter in profiled.parts.module.named_parameters():
-        if (name in planned) > (id(parameter) in trained):
-            raise ValueError(f"{name.removeprefix('model.')} is not in this optimizer; plan again")
+        here = id(parameter) in trained
+        if (name in planned and not here) or (name in kept and here):
+            which = "the planned optimizer trains and this one does not"
+            if here:
+                which = "this optimizer trains and the planned one does not"
+            raise ValueError(f"{name.removeprefix('model.')}: {which}; plan again")
     return TrainStep(plan, optimizer, interpreted=interpreted)

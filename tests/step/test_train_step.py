@@ -193,6 +193,12 @@ def test_a_parameter_outside_the_optimizer_keeps_its_gradient() -> None:
     nn.functional.cross_entropy(twin(x), y).backward()
     assert_same(model.stem.weight.grad, twin.stem.weight.grad)
     assert model.head.weight.grad is None
+    everything = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="this optimizer trains and the planned one does not"):
+        plan.train_step(model, nn.functional.cross_entropy, everything)
+    less = torch.optim.SGD([model.stem.weight], lr=0.1)
+    with pytest.raises(ValueError, match="the planned optimizer trains and this one does not"):
+        plan.train_step(model, nn.functional.cross_entropy, less)
 
 
 class Squares(torch.optim.SGD):
