@@ -196,7 +196,7 @@ def test_a_parameter_outside_the_optimizer_keeps_its_gradient() -> None:
     everything = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="this optimizer trains and the planned one does not"):
         plan.train_step(model, nn.functional.cross_entropy, everything)
-    less = torch.optim.SGD([model.stem.weight], lr=0.1)
+    less = torch.optim.SGD([model.head.bias], lr=0.1)
     with pytest.raises(ValueError, match="the planned optimizer trains and this one does not"):
         plan.train_step(model, nn.functional.cross_entropy, less)
 
