@@ -20,6 +20,7 @@ from memopt.models.replay import replay
 from memopt.models.stage_map import has_updates
 from memopt.plan import BaselineFigures, Plan
 from memopt.strategies import Progress, Solution, Status, Strategy, resolve
+from memopt.strategies.host_budget import with_host_budget
 from memopt.strategies.slack import PROBES, best_that_fits, smallest_budget
 from memopt.strategies.store_all import chain_steps
 
@@ -36,6 +37,7 @@ def plan(
     *,
     budget: int | float | str | None = None,
     strategy: str | Strategy = "rotor",
+    host_budget: int | str | None = None,
     loss_fn: Callable[..., Any] | None = None,
     targets: tuple[Any, ...] = (),
     device: Device | str | None = None,
@@ -55,6 +57,8 @@ def plan(
             "6GiB" (2^30) or "6GB" (10^9), "min" (the smallest the strategy can meet), or None: no
             limit, but for an estimate the device's capacity.
         strategy: a name of `memopt.strategies()`, or an instance with your parameters.
+        host_budget: the most that may be on the host at once, for strategies that move data:
+            bytes, or a string such as "6GiB"; None: no limit.
         loss_fn: your loss, `loss_fn(output, *targets)`: its own memory is measured and charged.
         targets: what your loss takes beside the output.
         device: link rates and capacity: a Device, or a preset's name such as "H100"; None: the
@@ -75,7 +79,7 @@ def plan(
         CaptureError: the model cannot be captured.
         ValueError: unreadable budget, unknown strategy, misuse; the message has the remedy.
     """
-    chosen = resolve(strategy)
+    chosen = with_host_budget(resolve(strategy), host_budget)
     parse_budget(None if budget == MINIMUM else budget, 1)
     with _reporting(progress) as report:
         target = planned_device(device, mode)
