@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-gpu | bench | bench-gpu | lint | docs
+# make demo | test | test-all | test-gpu | bench | bench-gpu | lint | docs | notebooks
 # Each target first makes .venv and installs what constraints.txt pins (only Python 3.11 and pip are
 # needed). On Linux, plain pip installs torch's CUDA build; for the smaller CPU build say
 #     make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 # Each of the test workers is one thread of torch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-all test-gpu bench bench-gpu lint format docs install constraints clean
+.PHONY: demo test test-all test-gpu bench bench-gpu lint format docs notebooks install constraints clean
 
 install: $(STAMP)
 
@@ -59,7 +59,11 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 docs: $(STAMP)
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Every notebook of the documentation, from top to bottom.
+notebooks: $(STAMP)
+	$(PYTEST) tests/docs/test_notebooks.py $(PYTEST_ARGS)
 
 # Pin what is installed in $(VENV) now.
 constraints: $(STAMP)

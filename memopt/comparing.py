@@ -14,6 +14,8 @@ from memopt.models.budget import MINIMUM, parse_budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.liveness import store_all
+from memopt.models.replay import replay
 from memopt.plan import BaselineFigures, Plan
 from memopt.planning import (
     Mode,
@@ -74,7 +76,7 @@ def compare(
         model: as `memopt.plan`: an nn.Module (with `inputs`), a profiled model, a Chain, a Graph.
         inputs: example inputs.
         budgets: each as for `memopt.plan` ("min": the smallest that any of the strategies can
-            meet); None: five, from that smallest one to the baseline's peak.
+            meet); None: five, from that smallest one to what suffices without a plan.
         strategies: names or instances; None: the fast ones that can plan this model, those that
             move data only for a device whose link is known.
         run: also run every plan on the real model, in turn with each other and with the unplanned
@@ -184,10 +186,18 @@ class _Table:
             floor = self._floor(progress)
         if budgets is None:
             assert floor is not None
-            above = max(0, peak - floor)
+            above = max(0, self._enough_bytes() - floor)
             return list(dict.fromkeys(floor + math.floor(share * above) for share in SHARES))
         sizes = [floor if b == MINIMUM else parse_budget(b, peak) for b in budgets]
         return list(dict.fromkeys(sizes))
+
+    def _enough_bytes(self) -> int:
+        """The baseline's peak, or that of the same operators as a program where it is larger (a
+        framework may free a tensor inside an operator, a program cannot)."""
+        peak = self.baseline.peak_bytes
+        if isinstance(self.cost_model, Chain):
+            return peak
+        return max(peak, replay(self.cost_model, store_all(self.cost_model)).peak_bytes)
 
     def _floor(self, progress: Progress) -> int:
         """The smallest budget that any of the strategies can meet."""

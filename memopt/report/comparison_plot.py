@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from memopt.report.rotor_plots import CURVE_COLOURS, MARKERS
@@ -63,7 +64,7 @@ def plot_comparison(comparison: Comparison, ax: Axes | None = None) -> Axes:
         zorder=4,
     )
     if beside is None:
-        _shade_bound(comparison, axes, size, scale)
+        _shade_bound(comparison, axes, size, scale, baseline.step_time_s)
     how = "measured" if beside is not None else "predicted"
     axes.set_xlabel(f"peak memory, {how} ({size_unit})")
     axes.set_ylabel(f"step time, {how} ({seconds_unit})")
@@ -98,13 +99,16 @@ def bounds(comparison: Comparison) -> list[tuple[int, float]]:
     return sorted(found.items())
 
 
-def _shade_bound(comparison: Comparison, axes: Axes, size: int, scale: float) -> None:
+def _shade_bound(
+    comparison: Comparison, axes: Axes, size: int, scale: float, baseline_s: float
+) -> None:
     steps = bounds(comparison)
     if not steps:
         return
     # A bound for a budget holds for every peak up to it, down to the next smaller budget.
     left = min(axes.get_xlim()[0], steps[0][0] / size)
     right = max(axes.get_xlim()[1], steps[-1][0] / size)
+    floor = axes.get_ylim()[0] if baseline_s < min(s for _, s in steps) else math.inf
     lowest = min(time_s for _, time_s in steps) * scale
     bottom = lowest - 0.15 * max(axes.get_ylim()[1] - lowest, 0.1 * lowest)
     edges = [left, *(budget / size for budget, _ in steps), right]
@@ -122,4 +126,5 @@ def _shade_bound(comparison: Comparison, axes: Axes, size: int, scale: float) ->
         zorder=1,
     )
     axes.set_xlim(left, right)
-    axes.set_ylim(bottom=bottom)
+    # Lower only if a measured baseline is: a real step can be faster than the sum of its kernels.
+    axes.set_ylim(bottom=min(bottom, floor))

@@ -19,6 +19,8 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Execute in a new kernel with no profile cached."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(folder))
+    # The kernel starts in the notebooks' folder; what is tested is this tree.
+    monkeypatch.setenv("PYTHONPATH", str(NOTEBOOKS.parent.parent))
     # transformers imports torchvision where it is installed, which needs this beside a CPU torch.
     assert torchvision_shim.__file__ is not None
     monkeypatch.setenv("PYTHONSTARTUP", os.path.abspath(torchvision_shim.__file__))
