@@ -99,6 +99,11 @@ class ThreadSwap:
 
     def wait(self, copy: HostCopy) -> None:
         """Wait until the last transfer of `copy` has ended; raises what it raised."""
-        if copy.pending is not None:
-            copy.pending.result()
-            copy.pending = None
+        pending, copy.pending = copy.pending, None
+        try:
+            if pending is not None:
+                pending.result()
+        finally:
+            # A failed transfer's exception holds this frame: no way back to it may stay, or the
+            # step's tensors would wait for the garbage collector.
+            del pending

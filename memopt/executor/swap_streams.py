@@ -170,10 +170,10 @@ class StreamSwap:
         flat = self._streams.device_bytes(copy.buffer.numel())
         tensor = torch.empty(0, dtype=copy.dtype, device=flat.device)
         tensor.set_(flat.untyped_storage(), copy.offset, copy.size, copy.stride)
-        copy.held = flat
         copy.pending = self._streams.copy(
             flat, copy.buffer, False, (self._streams.mark(), copy.stored)
         )
+        copy.held = flat  # only now: a copy that could not start must not keep device memory
         return tensor
 
     def wait(self, copy: PooledCopy) -> None:
