@@ -1,0 +1,1 @@
+"""memopt beside what users would pick instead: `python -m benchmarks.peers`."""

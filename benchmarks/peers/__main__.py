@@ -1,0 +1,193 @@
+"""Peers' measured peaks and step times, and memopt's best plan at each of these peaks.
+
+    python -m benchmarks.peers [NAME ...] [--rounds 7] [--threads 1] [--compile 1.0 0.5] [--out F]
+
+Peaks exclude what is resident (parameters, inputs). All steps of a model are timed interleaved.
+Compiled peers run fused kernels: each is compared by its overhead over its own store-all
+(`torch.compile` with budget 1.0), memopt's by its overhead over memopt's store-all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import memopt
+from benchmarks.peers.check import outcome, verdict
+from benchmarks.peers.contests import CONTESTS, Contest, build
+from benchmarks.peers.peers import compiled, eager_peers
+from benchmarks.steps import Step, interleaved, peak_of, ratio
+from memopt.plan import Plan
+
+STRATEGIES = ("rotor", "rotor-menus")
+STORE_ALL = "memopt store-all"
+COMPILED = "torch.compile {budget:g}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A peer beside memopt at its peak. Bytes exclude what is resident; ratios are medians."""
+
+    model: str
+    peer: str
+    peak_bytes: int
+    over_eager: float
+    answers: str
+    strategy: str
+    our_peak_bytes: int
+    our_over_eager: float
+    our_answers: str
+    ours_over_peer: float
+    reason: str = ""
+
+
+def best_plan(first: Plan, peak_bytes: int) -> Plan | str:
+    """The plan of least predicted time for a peak above the resident bytes, or why none."""
+    budget = first.resident_bytes + peak_bytes
+    plans, reasons = [], []
+    for strategy in STRATEGIES:
+        try:
+            plans.append(
+                memopt.plan(first.profiled, budget=budget, strategy=strategy, progress=False)
+            )
+        except (memopt.InfeasibleBudgetError, ValueError) as error:
+            reasons.append(f"{strategy}: {str(error).splitlines()[0]}")
+    if plans:
+        return min(plans, key=lambda plan: plan.step_time_s)
+    return "; ".join(reasons)
+
+
+def contest_rows(contest: Contest, rounds: int, budgets: tuple[float, ...]) -> list[Row]:
+    """Measure one model's peers, then memopt at each of their peaks."""
+    device = next(contest.model.parameters()).device
+    first = memopt.plan(contest.module, contest.inputs, strategy="store-all", progress=False)
+    store_all = first.apply(contest.module)
+    steps: dict[str, Step] = {"eager": contest.step, STORE_ALL: lambda: contest.step(store_all)}
+    peers = eager_peers(contest)
+    peers |= {COMPILED.format(budget=b): compiled(contest, b) for b in budgets}
+    steps |= peers
+    chosen: dict[str, Plan | str] = {}
+    peaks = {name: peak_of(contest.model, step, device) for name, step in steps.items()}
+    for peer in peers:
+        chosen[peer] = made = best_plan(first, peaks[peer])
+        if isinstance(made, Plan):
+            planned = made.apply(contest.module)
+            steps[_ours(peer)] = lambda planned=planned: contest.step(planned)
+            peaks[_ours(peer)] = peak_of(contest.model, steps[_ours(peer)], device)
+    expected = outcome(contest, contest.step)
+    answers = {name: verdict(expected, outcome(contest, step)) for name, step in steps.items()}
+    times = interleaved(contest.model, steps, rounds, device)
+    return [_row(contest.name, peer, chosen[peer], peaks, times, answers) for peer in peers]
+
+
+def _ours(peer: str) -> str:
+    return f"memopt at the peak of {peer}"
+
+
+def _row(
+    model: str,
+    peer: str,
+    made: Plan | str,
+    peaks: dict[str, int],
+    times: dict[str, list[float]],
+    answers: dict[str, str],
+) -> Row:
+    own = COMPILED.format(budget=1.0)
+    # A fused program is compared by its overhead over its own store-all.
+    base = own if peer.startswith("torch.compile") and own in times else "eager"
+    over_eager = ratio(times, peer, base)
+    if isinstance(made, str):
+        nan = float("nan")
+        return Row(model, peer, peaks[peer], over_eager, answers[peer], "-", 0, nan, "", nan, made)
+    ours = _ours(peer)
+    our_base = "eager" if base == "eager" else STORE_ALL
+    our_over = ratio(times, ours, our_base)
+    against = ratio(times, ours, peer) if base == "eager" else our_over / over_eager
+    return Row(
+        model,
+        peer,
+        peaks[peer],
+        over_eager,
+        answers[peer],
+        made.strategy.partition("(")[0],
+        peaks[ours],
+        our_over,
+        answers[ours],
+        against,
+    )
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown."""
+    lines = [
+        "| model | peer | peak, MiB | x its store-all | answers | memopt | peak, MiB "
+        "| x its store-all | answers | memopt / peer |",
+        "|---|---|---:|---:|---|---|---:|---:|---|---:|",
+    ]
+    for row in rows:
+        ours = (
+            f"{row.strategy} | {row.our_peak_bytes / 2**20:.1f} | {row.our_over_eager:.3f} | "
+            f"{row.our_answers} | {row.ours_over_peer:.3f}"
+            if not row.reason
+            else f"{row.reason} | | | | "
+        )
+        lines.append(
+            f"| {row.model} | {row.peer} | {row.peak_bytes / 2**20:.1f} | {row.over_eager:.3f} "
+            f"| {row.answers} | {ours} |"
+        )
+    return "\n".join(lines)
+
+
+def page(rows: list[Row], command: str, threads: int, rounds: int) -> str:
+    """The results page."""
+    won = [row for row in rows if row.ours_over_peer < 1]
+    lost = [f"{row.model} against {row.peer}" for row in rows if not row.ours_over_peer < 1]
+    return "\n".join(
+        [
+            "# memopt beside what users would pick instead",
+            "",
+            f"`{command}`: torch {torch.__version__}, CPU, {threads} threads, {rounds} interleaved"
+            " rounds. Peaks are above what is resident. Times are medians of paired ratios: to "
+            "eager for eager peers, to its own store-all for `torch.compile` (memopt's to memopt's). "
+            '"equal": gradients and buffers are eager\'s bit for bit; "close": within 1e-3 of each '
+            "tensor's largest value.",
+            "",
+            f"memopt is faster at the peer's peak in {len(won)} of {len(rows)} cells. Not in: "
+            f"{', '.join(lost) or 'none'}.",
+            "",
+            table(rows),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    """Measure, print, and write after every model."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers")
+    parser.add_argument("names", nargs="*", choices=[*CONTESTS, []], default=[])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", type=float, nargs="*", default=[1.0, 0.5])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows: list[Row] = []
+    for name in options.names or CONTESTS:
+        found = contest_rows(build(name), options.rounds, tuple(options.compile))
+        print(table(found), flush=True)
+        rows += found
+        if options.out is not None:
+            command = " ".join(["python -m benchmarks.peers", *sys.argv[1:]])
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(page(rows, command, options.threads, options.rounds))
+    overall = statistics.median(row.ours_over_peer for row in rows if not row.reason)
+    print(f"\nmedian of memopt / peer over {len(rows)} cells: {overall:.3f}")
+
+
+if __name__ == "__main__":
+    main()
