@@ -5,7 +5,7 @@ measuring every call of fourteen model families with torch 2.13 (`benchmarks/est
 compares again). oneDNN reorders the tensors of a convolution to its blocked layout, x', w', y':
 forward, x' and w' are there while y' is computed, then y' while it is reordered to y; backward, x'
 and y' while dw' is computed. Pointwise convolutions read tensors as they are; a strided backward
-has two copies of dx. oneDNN's own scratchpads are not known.
+has two copies of dx. Its own scratchpads are known for 3-d convolutions on few planes only.
 
 On CUDA they are those that are known from torch's sources:
 
@@ -34,6 +34,7 @@ _CHANNEL_BLOCK = 16
 _PLAIN_CHANNELS = 8
 """Images of so few channels are read as they are."""
 _KEYS_BLOCK = 512
+_ALIGNMENT = 256
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -163,6 +164,8 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda:
             if pointwise and len(given.shape) == 4
             else 0
         )
+    if len(weight.shape) == 5 and padding[0] > 0 and given.shape[2] <= weight.shape[2] - padding[0]:
+        return _shallow_volume(given, weight, result)
     if weight.shape[1] == 1 and math.prod(weight.shape[2:]) > 9:
         return _bytes(given)
     if plain and not transposed and not call.args[10][0]:
@@ -171,6 +174,13 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda:
     if strided and not transposed and weight.shape[1] > 1:
         reordered = max(reordered, 2 * image_bytes - _bytes(weight))
     return reordered + _dense(result)
+
+
+def _shallow_volume(given: TensorArgument, weight: TensorArgument, result: TensorArgument) -> int:
+    """The backward of a 3-d convolution whose padding reaches past the far side, for which oneDNN
+    has only matrix products: copies of w and dw, and the columns of one plane of the result."""
+    columns = given.shape[1] * math.prod(weight.shape[2:]) * math.prod(result.shape[3:])
+    return 4 * _bytes(weight) + columns * given.dtype.itemsize + _ALIGNMENT
 
 
 def _forward(
