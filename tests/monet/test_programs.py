@@ -6,6 +6,9 @@ from random import Random
 
 import pytest
 
+from memopt import plan
+from memopt.errors import MemoptError
+from memopt.models.bounds import memory_lower_bound, time_lower_bound
 from memopt.models.graph import Graph
 from memopt.models.judge import judge
 from memopt.models.liveness import store_all
@@ -91,7 +94,10 @@ def test_strategies_keep_their_laws(strategy: Monet, seed: int) -> None:
     budget = budgets(graph, rng)
     solution = strategy.solve(graph, budget, time_limit_s=20.0)
     if solution.program is None:
-        assert solution.status is Status.INFEASIBLE
+        # Rounding proves nothing beyond the bound on memory.
+        rounds = isinstance(strategy, CheckmateRounding)
+        below = budget < memory_lower_bound(graph)
+        assert solution.status is (Status.UNKNOWN if rounds and not below else Status.INFEASIBLE)
         smallest = solution.smallest_budget_bytes
         assert smallest is not None
         assert strategy.solve(graph, smallest, time_limit_s=20.0).program is not None
@@ -114,3 +120,33 @@ def test_every_option_together_is_never_worse_than_one() -> None:
         }
         together = times.pop(Choices.ALL) or float("inf")
         assert all(together <= (alone or float("inf")) for alone in times.values())
+
+
+@pytest.mark.parametrize("strategy", [Monet(max_operators=6), Checkmate(max_operators=6)])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_merged_graph_proves_nothing_about_the_whole(strategy: Monet, seed: int) -> None:
+    rng = Random(seed)
+    graph = training_graph(rng, 6, False)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    for budget in range(memory_lower_bound(graph), peak, max(1, peak // 6)):
+        solution = strategy.solve(graph, budget, time_limit_s=5.0)
+        whole = type(strategy)(max_operators=99).solve(graph, budget, time_limit_s=20.0)
+        if solution.program is None:
+            assert solution.status is Status.UNKNOWN
+            continue
+        assert solution.time_s is not None
+        assert solution.lower_bound_s is not None
+        if solution.status is Status.OPTIMAL:
+            assert solution.time_s == pytest.approx(time_lower_bound(graph))
+        if whole.time_s is not None:
+            assert solution.lower_bound_s <= whole.time_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("strategy", [Monet(start=False), Checkmate(start=False)])
+def test_no_time_is_no_proof(strategy: Monet) -> None:
+    graph = training_graph(Random(1), 6, True)
+    budget = memory_lower_bound(graph)
+    assert strategy.solve(graph, budget, time_limit_s=0.0).status is Status.UNKNOWN
+    assert strategy.solve(graph, budget - 1, time_limit_s=0.0).status is Status.INFEASIBLE
+    with pytest.raises(MemoptError, match="larger time_limit_s"):
+        plan(graph, budget=budget, strategy=strategy, time_limit_s=0.0, progress=False)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
 from memopt.models.bounds import memory_lower_bound, time_lower_bound
-from memopt.models.coarsen import coarsen
+from memopt.models.coarsen import Coarsening, coarsen
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
 from memopt.models.program import Program
@@ -24,6 +23,8 @@ from memopt.strategies.monet.incumbent import fastest_kernels, rotor_program
 
 DEFAULT_TIME_LIMIT_S = 60.0
 SAME = 1e-9
+PROVED = 1e-6
+"""Gap at which a plan counts as optimal: the solver's whole numbers round costs."""
 MONET_PAPER = (
     "Shah, Wu, Mohan, Chidambaram, Krähenbühl: Memory Optimization for Deep Networks, 2021"
 )
@@ -53,7 +54,7 @@ class _GraphStrategy(Strategy):
     """
 
     max_operators: int = 48
-    exact_only: bool = False
+    exact_only: bool = True
     start: bool = True
     workers: int = 1
     seed: int = 0
@@ -96,11 +97,17 @@ class _GraphStrategy(Strategy):
             stats["incumbent_s"] = replay(graph, best).time_s
         coarse = coarsen(graph, self.max_operators)
         stats["operators"] = len(coarse.graph.operators)
+        # Of the merged graph a proof says nothing about plans that tear a group apart.
+        exact = len(coarse.graph.operators) == len(graph.operators)
         status, found, bound_s = Status.UNKNOWN, None, None
         left_s = limit_s - (time.monotonic() - begin)
-        if memory_lower_bound(graph) <= limit_bytes and left_s > 0:
+        if memory_lower_bound(graph) > limit_bytes:
+            status, exact = Status.INFEASIBLE, True
+        elif left_s > 0:
             status, found, bound_s = self.search(coarse.graph, limit_bytes, left_s, progress)
             stats["solver"] = str(status)
+        if bound_s is not None and not exact:
+            stats["coarse_lower_bound_s"], bound_s = bound_s, None
         if found is not None:
             program = self.polish(graph, coarse.expand(found), budget_bytes)
             took_s = replay(graph, program).time_s
@@ -110,16 +117,15 @@ class _GraphStrategy(Strategy):
                 stats["chosen"] = self.name
         if best is None:
             left_s = max(1.0, limit_s - (time.monotonic() - begin))
-            return self._none(graph, coarse.expand, coarse.graph, status, smallest, left_s, stats)
+            proved = exact and status is Status.INFEASIBLE
+            return self._none(graph, coarse, proved, smallest, left_s, stats)
         if "chosen" not in stats:
             # The solver's bound on memory may not be able to represent it: kept all the same.
             stats["chosen"] = "rotor" if found is None or best is not None else self.name
             stats["outside_the_program"] = found is None and status is Status.INFEASIBLE
         timeline = replay(graph, best)
         stats["solve_s"] = time.monotonic() - begin
-        return self._solution(
-            graph, best, timeline.time_s, timeline.peak_bytes, bound_s, status, stats
-        )
+        return self._solution(graph, best, timeline.time_s, timeline.peak_bytes, bound_s, stats)
 
     def _solution(
         self,
@@ -128,18 +134,13 @@ class _GraphStrategy(Strategy):
         time_s: float,
         peak_bytes: int,
         bound_s: float | None,
-        status: Status,
         stats: dict[str, object],
     ) -> Solution:
-        least_s = time_lower_bound(graph)
-        # A bound of the coarse program holds for the class on the coarse graph only: said in
-        # the docs. Plans outside the class (Rotor's, polished ones) may be faster.
-        bound_s = min(time_s, max(least_s, bound_s or 0.0))
-        if status is not Status.OPTIMAL:
-            bound_s = min(bound_s, time_s)
+        # Plans outside the class (Rotor's, polished ones) may be faster than its bound.
+        bound_s = min(time_s, max(time_lower_bound(graph), bound_s or 0.0))
         gap = (time_s - bound_s) / bound_s if bound_s > 0 else 0.0
         return Solution(
-            Status.OPTIMAL if gap <= SAME else Status.FEASIBLE,
+            Status.OPTIMAL if gap <= PROVED else Status.FEASIBLE,
             program=program,
             peak_bytes=peak_bytes,
             time_s=time_s,
@@ -151,18 +152,19 @@ class _GraphStrategy(Strategy):
     def _none(
         self,
         graph: Graph,
-        expand: Callable[[Program], Program],
-        coarse: Graph,
-        status: Status,
+        coarse: Coarsening,
+        proved: bool,
         smallest: int | None,
         left_s: float,
         stats: dict[str, object],
     ) -> Solution:
-        program = self.least(coarse, left_s)
+        """Without a plan: INFEASIBLE only where that is proved for the whole graph."""
+        program = self.least(coarse.graph, left_s)
         if program is not None:
-            peak_bytes = replay(graph, expand(program)).peak_bytes
+            peak_bytes = replay(graph, coarse.expand(program)).peak_bytes
             smallest = peak_bytes if smallest is None else min(smallest, peak_bytes)
-        return Solution(Status.INFEASIBLE, smallest_budget_bytes=smallest, stats=stats)
+        status = Status.INFEASIBLE if proved else Status.UNKNOWN
+        return Solution(status, smallest_budget_bytes=smallest, stats=stats)
 
 
 @dataclass(frozen=True)
