@@ -240,11 +240,13 @@ def _infeasible(
     cost_model: Chain | Graph,
     profiled: Profiled | None,
 ) -> MemoptError:
-    if solution.status is Status.UNKNOWN or budget_bytes is None:
-        return MemoptError(
-            f"{strategy.name} found no plan before it was stopped; give it a larger time_limit_s"
-        )
     smallest = solution.smallest_budget_bytes
+    if solution.status is Status.UNKNOWN or budget_bytes is None:
+        feasible = "" if smallest is None else f" (one is known for {format_bytes(smallest)})"
+        return MemoptError(
+            f"{strategy.name} found no plan{feasible}, and no proof that there is none: give it a "
+            "larger time_limit_s, raise the budget, or try another strategy"
+        )
     known = (
         "no feasible budget is known"
         if smallest is None
