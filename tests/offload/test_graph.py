@@ -7,6 +7,8 @@ import itertools
 import math
 from collections.abc import Iterator
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,9 +31,11 @@ from memopt.models.program import (
 from memopt.models.replay import replay
 from memopt.models.validate import validate
 from memopt.strategies.base import Solution, Status
+from memopt.strategies.offload import graph as module
 from memopt.strategies.offload.dynprog import DynProg
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.offload.graph_problem import Gap, GraphProblem, graph_problem
+from memopt.strategies.offload.graph_schedule import Scheduled, schedule
 from memopt.strategies.offload.greedy import Greedy
 from memopt.strategies.slack import best_that_fits
 
@@ -118,6 +122,53 @@ def test_same_graph_same_plan() -> None:
 def test_a_device_is_needed() -> None:
     with pytest.raises(ValueError, match="pass device="):
         OffloadGraph().solve(random_graph(Random(0), 4), 10)
+
+
+@pytest.mark.parametrize("limit_s", [0.5, 3.5, 8.5, 30.5])
+def test_the_time_limit_is_kept_to_one_schedule(
+    limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only schedules move, one second each."""
+    clock = [0.0]
+
+    def slow(*given: Any) -> Scheduled:
+        clock[0] += 1.0
+        return schedule(*given)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(module, "schedule", slow)
+    graph, device = random_graph(Random(5), 12), Device(to_host_bytes_per_s=0.5)
+    problem = graph_problem(graph, device)
+    told: list[float] = []
+    strategy = OffloadGraph()
+    solution = strategy.solve(
+        graph,
+        problem.floor_bytes,
+        device=device,
+        time_limit_s=limit_s,
+        progress=lambda fraction, _: told.append(fraction),
+    )
+    assert clock[0] <= limit_s + 1.0
+    assert solution.program is not None
+    assert validate(graph, solution.program, problem.floor_bytes) is None
+    assert told == sorted(told)
+    assert all(0 <= fraction <= 1 for fraction in told)
+    clock[0] = 0.0
+    strategy.solve(graph, problem.floor_bytes, device=device)
+    assert clock[0] > 32, "the limits above must be shorter than the search"
+
+
+def test_an_interrupt_returns_the_best_plan_so_far() -> None:
+    graph, device = random_graph(Random(5), 12), Device(to_host_bytes_per_s=0.5)
+    problem = graph_problem(graph, device)
+
+    def interrupt(fraction: float, _: str) -> None:
+        if fraction > 0.1:
+            raise KeyboardInterrupt
+
+    solution = OffloadGraph().solve(graph, problem.floor_bytes, device=device, progress=interrupt)
+    assert solution.program is not None
+    assert validate(graph, solution.program, problem.floor_bytes) is None
 
 
 Choice = tuple[int, int, int]

@@ -87,26 +87,45 @@ class OffloadGraph(Strategy):
         budget = problem.peak_bytes if budget_bytes is None else budget_bytes
         if budget < problem.floor_bytes:
             return Solution(Status.INFEASIBLE, smallest_budget_bytes=problem.floor_bytes)
-        search = _Search(problem, budget, self.host_budget_bytes)
+        deadline = math.inf if time_limit_s is None else started + time_limit_s
+        search = _Search(problem, budget, self.host_budget_bytes, deadline, progress)
         if problem.peak_bytes <= budget:
             search.offer(store_all(cost_model), "nothing moves")
         else:
-            deadline = math.inf if time_limit_s is None else started + time_limit_s
-            for gaps in covers(problem, budget):
-                search.gaps(gaps)
-                if time.perf_counter() > deadline:
-                    break
-            if self.chain and time.perf_counter() <= deadline:
-                search.chains(self.host_budget_bytes)
-            search.improve(self.moves, deadline, progress)
+            try:
+                self._search(search)
+            except KeyboardInterrupt:
+                if search.best is None:
+                    raise
         return search.solution(self.name, started)
+
+    def _search(self, search: _Search) -> None:
+        """Covers, then chain plans, then exchanges, until the deadline."""
+        for number, gaps in enumerate(covers(search.problem, search.budget_bytes)):
+            search.tell(0.4 * number / (1 + len(SCORES)), "covering the excess")
+            search.gaps(gaps)
+            if search.late:
+                return
+        if self.chain:
+            search.tell(0.4, "plans of chains")
+            search.chains(self.host_budget_bytes)
+        search.improve(self.moves)
 
 
 class _Search:
     """The fastest program offered so far, and the gaps it came from."""
 
-    def __init__(self, problem: GraphProblem, budget_bytes: int, host_bytes: int | None) -> None:
+    def __init__(
+        self,
+        problem: GraphProblem,
+        budget_bytes: int,
+        host_bytes: int | None,
+        deadline: float,
+        progress: Progress | None,
+    ) -> None:
         self.problem = problem
+        self.deadline = deadline
+        self.progress = progress
         self.budget_bytes = budget_bytes
         self.host_bytes = math.inf if host_bytes is None else host_bytes
         self.best: tuple[Program, Timeline, str] | None = None
@@ -119,6 +138,16 @@ class _Search:
     def done(self) -> bool:
         """Whether nothing can be faster."""
         return self.best is not None and self.best[1].time_s <= self.bound_s * (1 + 1e-12)
+
+    @property
+    def late(self) -> bool:
+        """Whether the time limit is over and there is a plan to return."""
+        return self.best is not None and time.perf_counter() > self.deadline
+
+    def tell(self, fraction: float, what: str) -> None:
+        """Report progress; what it raises ends the search."""
+        if self.progress is not None:
+            self.progress(fraction, what)
 
     def offer(self, program: Program, source: str) -> float:
         """Replay a program and keep it if it is the fastest; its time, infinite if it breaks
@@ -136,7 +165,7 @@ class _Search:
         """Schedule a set of gaps with several timings; the least time."""
         least_s = math.inf
         for timing in timings:
-            if self.done:
+            if self.done or self.late:
                 break
             made = schedule(self.problem, self.budget_bytes, gaps, timing)
             time_s = self.offer(made.program, "gaps")
@@ -152,7 +181,7 @@ class _Search:
             return  # no chain expresses parameter updates
         view = linearize(graph)
         for strategy in (DynProg(host_budget_bytes), Greedy(host_budget_bytes)):
-            if self.done or strategy.why_not(view.chain) is not None:
+            if self.done or self.late or strategy.why_not(view.chain) is not None:
                 continue
 
             def attempt(budget_bytes: int | None, strategy: Strategy = strategy) -> Solution:
@@ -168,18 +197,17 @@ class _Search:
             if validate(graph, program, self.budget_bytes) is None:
                 self.offer(program, strategy.name)
 
-    def improve(self, moves: int, deadline: float, progress: Progress | None) -> None:
+    def improve(self, moves: int) -> None:
         """Drop gaps, and exchange gaps for others, while that is faster."""
         tried = 0
         while self.start is not None and not self.done:
             gaps, timing = self.start
             before_s = self.start_s
             for changed in _neighbours(self.problem, self.budget_bytes, gaps):
-                if tried >= moves or self.done or time.perf_counter() > deadline:
+                if tried >= moves or self.done or self.late:
                     return
                 tried += 1
-                if progress is not None:
-                    progress(tried / moves, "exchanging tensors")
+                self.tell(0.5 + 0.5 * tried / moves, "exchanging tensors")
                 if self.gaps(changed, (timing,)) < before_s:
                     break
             else:
