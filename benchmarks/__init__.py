@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks.NAME`; `make bench` runs them all, `make bench-gpu` those for CUDA."""
+"""Benchmarks: `python -m benchmarks.NAME`; `make bench` and `make bench-gpu` run them all."""

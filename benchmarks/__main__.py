@@ -13,6 +13,7 @@ import time
 CPU = (
     "rotor_solve",
     "checkpointing",
+    "peers",
     "rotor_families",
     "rotor_paper",
     "offload_paper",

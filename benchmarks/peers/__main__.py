@@ -114,7 +114,7 @@ def _row(
         peaks[peer],
         over_eager,
         answers[peer],
-        made.strategy.partition("(")[0],
+        made.strategy.name,
         peaks[ours],
         our_over,
         answers[ours],
@@ -151,11 +151,11 @@ def page(rows: list[Row], command: str, threads: int, rounds: int) -> str:
         [
             "# memopt beside what users would pick instead",
             "",
-            f"`{command}`: torch {torch.__version__}, CPU, {threads} threads, {rounds} interleaved"
-            " rounds. Peaks are above what is resident. Times are medians of paired ratios: to "
-            "eager for eager peers, to its own store-all for `torch.compile` (memopt's to memopt's). "
-            '"equal": gradients and buffers are eager\'s bit for bit; "close": within 1e-3 of each '
-            "tensor's largest value.",
+            f"`{command}`: torch {torch.__version__}, CPU, {threads} threads, {rounds} interleaved "
+            "rounds. Peaks are above what is resident. Times are medians of paired ratios: to "
+            "eager for eager peers, to its own store-all for `torch.compile` (memopt's to "
+            'memopt\'s). "equal": gradients and buffers are eager\'s bit for bit; "close": within '
+            "1e-3 of each tensor's largest value.",
             "",
             f"memopt is faster at the peer's peak in {len(won)} of {len(rows)} cells. Not in: "
             f"{', '.join(lost) or 'none'}.",
