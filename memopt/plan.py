@@ -189,6 +189,8 @@ class Plan:
             budget=self.budget,
             strategy=self.strategy,
             device=self.device,
+            order=bool(self.stats.get("pass_order")),
+            place=bool(self.stats.get("pass_place")),
             progress=False,
         ).apply(model)
 

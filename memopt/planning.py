@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from memopt.errors import InfeasibleBudgetError, InvalidProgramError, MemoptError
@@ -43,6 +43,8 @@ def plan(
     device: Device | str | None = None,
     mode: Mode = "measure",
     optimizer: Any = None,
+    order: bool = False,
+    place: bool = False,
     time_limit_s: float | None = None,
     cache: bool = True,
     progress: bool | Progress = True,
@@ -70,7 +72,10 @@ def plan(
             and a strategy for graphs that recomputes nothing ("olla", "store-all",
             "offload-graph"): plan the whole step, updates included, for `Plan.train_step` (not
             in estimates).
-        time_limit_s: stop the solver after so many seconds with its best plan and bound.
+        order: reorder the strategy's plan for a smaller peak (OLLA's pass).
+        place: give its tensors addresses in one arena, where that keeps the budget.
+        time_limit_s: stop the solver after so many seconds with its best plan and bound; each of
+            `order` and `place` likewise.
         cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
         progress: True shows a bar on a terminal; or your own callback.
 
@@ -87,6 +92,8 @@ def plan(
         whole = chosen.needs != "chain" and "recompute" not in chosen.features
         request = Request(loss_fn, targets, mode, target, optimizer, cache, whole_step=whole)
         profiled = profiled_for(model, inputs, request, report)
+        if profiled is not None and "implementations" in chosen.features:
+            profiled = _for_plan(profiled, chosen, target if mode == "estimate" else None, cache)
         cost_model = profiled.graph if profiled is not None else model
         if budget is None and mode == "estimate":
             budget = target.capacity_bytes
@@ -98,6 +105,8 @@ def plan(
             profiled=profiled,
             time_limit_s=time_limit_s,
             progress=report,
+            order=order,
+            place=place,
         )
     return made
 
@@ -169,9 +178,16 @@ def solve(
     time_limit_s: float | None = None,
     progress: Progress | None = None,
     linearization: Linearization | None = None,
+    order: bool = False,
+    place: bool = False,
 ) -> Plan:
     """Solve, validate, replay and wrap; see `plan`. A caller with many solves of one graph passes
     its `linearization`, to have it made once."""
+    if (order or place) and not isinstance(cost_model, Graph):
+        raise ValueError(
+            "order=True and place=True work on the operators of a graph; a Chain has none: plan "
+            "the model itself or its Graph (strategies for chains take those, too)"
+        )
     baseline = baseline_figures(cost_model, profiled)
     target, view = _target(cost_model, strategy, linearization)
     reason = strategy.why_not(target)
@@ -206,6 +222,22 @@ def solve(
         solution = best_that_fits(view.graph, view, attempt, budget_bytes, probes)
     if solution.steps is None and solution.program is None:
         raise _infeasible(solution, budget_bytes, strategy, cost_model, profiled)
+    if (order or place) and isinstance(cost_model, Graph):
+        from memopt.strategies.olla.arranging import arrange
+
+        steps = solution.steps
+        program = solution.program if view is None or steps is None else view.lower(steps)
+        assert program is not None
+        program, stats = arrange(
+            cost_model,
+            program,
+            budget_bytes,
+            device,
+            order=order,
+            place=place,
+            time_limit_s=time_limit_s,
+        )
+        solution = replace(solution, program=program, stats={**solution.stats, **stats})
     return _wrap(cost_model, view, solution, strategy, budget_bytes, baseline, device, profiled)
 
 
@@ -284,7 +316,7 @@ def _wrap(
     profiled: Profiled | None,
 ) -> Plan:
     program = solution.program
-    if view is not None and solution.steps is not None:
+    if view is not None and solution.steps is not None and program is None:
         program = view.lower(solution.steps)
     chain = view.chain if view is not None else None
     chain = cost_model if isinstance(cost_model, Chain) else chain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -87,7 +88,28 @@ def _figures(plan: Plan) -> tuple[tuple[str, ...], ...]:
     ]
     if plan.host_peak_bytes:
         rows.append(("host memory", f"{format_bytes(plan.host_peak_bytes)} for swapped tensors"))
-    return tuple(rows)
+    return (*rows, *_passes(plan.stats))
+
+
+def _passes(stats: Mapping[str, object]) -> list[tuple[str, str]]:
+    """What reordering and placement did, as the passes and OLLA's strategy leave it in stats."""
+    rows = []
+    before, gap = stats.get("peak_before_order_bytes"), stats.get("order_gap")
+    if isinstance(before, int) and isinstance(gap, float):
+        rows.append(
+            ("reordered", f"peak {format_bytes(before)} before, gap to the bound {gap:.2%}")
+        )
+    arena, bound = stats.get("arena_bytes"), stats.get("arena_bound_bytes")
+    lost = stats.get("fragmentation")
+    if isinstance(arena, int) and isinstance(bound, int) and isinstance(lost, float):
+        text = f"{format_bytes(arena)}, bound {format_bytes(bound)}, fragmentation {lost:.2%}"
+        total = stats.get("placed_peak_bytes")
+        if isinstance(total, int):
+            text += f"; {format_bytes(total)} with what lies outside"
+        if stats.get("placed") is False:
+            text += ": over the budget, so left out"
+        rows.append(("arena", text))
+    return rows
 
 
 def _peak(plan: Plan) -> Section | None:

@@ -1,0 +1,73 @@
+"""`memopt.plan(..., order=True, place=True)`: both passes over another strategy's program."""
+
+from __future__ import annotations
+
+from memopt.errors import InvalidProgramError
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.program import Program
+from memopt.models.replay import replay
+from memopt.models.validate import validate
+from memopt.strategies.olla.passes import order_program, place_program
+
+
+def arrange(
+    graph: Graph,
+    program: Program,
+    budget_bytes: int | None,
+    device: Device,
+    *,
+    order: bool,
+    place: bool,
+    time_limit_s: float | None = None,
+) -> tuple[Program, dict[str, object]]:
+    """Reorder, then place, what a strategy planned (OLLA §1).
+
+    Args:
+        graph: the cost model of the program.
+        program: valid, and within the budget.
+        budget_bytes: kept: a placement that with all that lies outside the arena would exceed it
+            is left out (stats say so).
+        device: link rates; no order is taken that waits longer for transfers.
+        order: look for an order of smaller peak.
+        place: give every lifetime an address.
+        time_limit_s: wall clock, for each of the two.
+
+    Returns:
+        The program, never worse in peak or time, and what the passes say about themselves.
+
+    Raises:
+        InvalidProgramError: a pass broke the program, which is a bug.
+    """
+    stats: dict[str, object] = {"pass_order": order, "pass_place": place}
+    if order:
+        before_bytes = replay(graph, program).peak_bytes
+        program, ordering = order_program(graph, program, device=device, time_limit_s=time_limit_s)
+        stats |= {
+            "peak_before_order_bytes": before_bytes,
+            "order_bound_bytes": ordering.bound,
+            "order_gap": ordering.gap,
+        }
+        _check(graph, program, budget_bytes, "reordered")
+    if place:
+        placed, placement = place_program(graph, program, time_limit_s=time_limit_s)
+        _check(graph, placed, None, "placed")
+        total_bytes = replay(graph, placed).placed_peak_bytes
+        assert total_bytes is not None
+        fits = budget_bytes is None or total_bytes <= budget_bytes
+        program = placed if fits else Program(program.instructions)
+        stats |= {
+            "arena_bytes": placement.peak,
+            "arena_bound_bytes": placement.bound,
+            "arena_gap": placement.gap,
+            "fragmentation": placement.fragmentation,
+            "placed_peak_bytes": total_bytes,
+            "placed": fits,
+        }
+    return program, stats
+
+
+def _check(graph: Graph, program: Program, budget_bytes: int | None, what: str) -> None:
+    violation = validate(graph, program, budget_bytes)
+    if violation is not None:
+        raise InvalidProgramError(f"the {what} program is invalid: {violation}")

@@ -1,0 +1,127 @@
+"""`memopt.plan(..., order=True, place=True)` over another strategy's plan."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+import memopt
+from memopt.models.generate import random_graph
+from memopt.models.generate_programs import random_program
+from memopt.models.instances import rotor_toy
+from memopt.models.liveness import store_all
+from memopt.models.replay import replay
+from memopt.models.validate import validate
+from memopt.plan import Plan
+from memopt.profiler import Profiled
+from memopt.strategies.olla.arranging import arrange
+from tests.plan.tiny import make, profiled, step_digest, tight_plan
+
+NAMES = ("mlp", "nested")
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, tuple[Profiled, Plan, Plan]]:
+    """Profile, Rotor's plan, and the same with both passes."""
+    found = {}
+    for name in NAMES:
+        one = profiled(make(name))
+        tight = tight_plan(one)
+        assert tight.budget is not None
+        # Workspace lies outside the arena, so the arena needs more than the peak.
+        budget = tight.budget * 2
+        plain = memopt.plan(one, budget=budget, progress=False)
+        both = memopt.plan(one, budget=budget, order=True, place=True, progress=False)
+        found[name] = one, plain, both
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rotor_plan_reordered_and_placed(
+    name: str, cases: dict[str, tuple[Profiled, Plan, Plan]], tmp_path: Path
+) -> None:
+    _, plain, both = cases[name]
+    assert both.graph is not None
+    assert both.program is not None
+    assert both.stats["placed"]
+    assert both.program.offsets is not None
+    assert validate(both.graph, both.program, both.budget) is None
+    assert both.peak_bytes <= plain.peak_bytes
+    assert both.step_time_s <= plain.step_time_s * (1 + 1e-9)
+    timeline = replay(both.graph, both.program, both.device)
+    assert (timeline.arena_bytes, timeline.placed_peak_bytes) == (
+        both.stats["arena_bytes"],
+        both.stats["placed_peak_bytes"],
+    )
+    text = both.summary()
+    assert re.search(r"^arena .*bound .*fragmentation \d+\.\d\d%", text, re.MULTILINE), text
+    assert re.search(r"^reordered .*gap to the bound \d+\.\d\d%", text, re.MULTILINE), text
+    assert max(map(len, text.splitlines())) <= 80
+    both.save(tmp_path / "plan")
+    loaded = memopt.load(tmp_path / "plan")
+    assert (loaded.program, loaded.summary()) == (both.program, text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_bitwise_equal_to_eager(
+    name: str, cases: dict[str, tuple[Profiled, Plan, Plan]]
+) -> None:
+    model, eager = make(name)[0], make(name)[0]
+    planned = cases[name][2].apply(model)
+    for _ in range(2):
+        assert step_digest(name, planned) == step_digest(name, eager)
+        for one in (model, eager):
+            one.zero_grad(set_to_none=True)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            model.state_dict().values(),
+            eager.state_dict().values(),
+            strict=True,
+        )
+    )
+
+
+def test_random_programs_stay_valid_and_within_their_budget() -> None:
+    rng = Random(3)
+    device = memopt.Device(to_host_bytes_per_s=2.0)
+    left_out = 0
+    for _ in range(60):
+        graph = random_graph(rng, rng.randint(1, 6), implementations=True, updates=True)
+        program = random_program(rng, graph, recomputations=2, swaps=2, reorder=True)
+        own = replay(graph, program, device)
+        made, stats = arrange(graph, program, own.peak_bytes, device, order=True, place=True)
+        assert validate(graph, made, own.peak_bytes) is None
+        timeline = replay(graph, made, device)
+        assert timeline.peak_bytes <= own.peak_bytes
+        assert timeline.time_s <= own.time_s * (1 + 1e-9)
+        assert stats["placed"] == (made.offsets is not None)
+        assert stats["placed"] == (stats["placed_peak_bytes"] <= own.peak_bytes)  # type: ignore[operator]  # ints
+        left_out += not stats["placed"]
+    assert 0 < left_out < 60
+
+
+def test_each_pass_alone() -> None:
+    graph = random_graph(Random(5), 6)
+    plain = memopt.plan(graph, strategy="store-all", progress=False)
+    ordered = memopt.plan(graph, strategy="store-all", order=True, progress=False)
+    placed = memopt.plan(graph, strategy="store-all", place=True, progress=False)
+    assert ordered.peak_bytes <= plain.peak_bytes
+    assert ordered.program is not None
+    assert ordered.program.offsets is None
+    assert "arena" not in ordered.summary()
+    assert placed.program is not None
+    assert plain.program == store_all(graph)
+    assert placed.program.instructions == store_all(graph).instructions
+    assert placed.program.offsets
+    assert "reordered" not in placed.summary()
+
+
+@pytest.mark.parametrize("which", ["order", "place"])
+def test_a_chain_is_refused(which: str) -> None:
+    with pytest.raises(ValueError, match=r"a Chain has none.*Graph"):
+        memopt.plan(rotor_toy(), **{which: True})
