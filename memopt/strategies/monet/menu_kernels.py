@@ -20,6 +20,7 @@ def fill(
     table: Floats,
     choice: Ints,
     slots: int,
+    length: int,
     output: Ints,
     saved: Ints,
     save_need: Ints,
@@ -30,32 +31,34 @@ def fill(
     count: Ints,
     forward_sum: Floats,
 ) -> None:
-    """Fill table[s, t, m] and choice: -o-1 for option o, s' for a split, 0 for none."""
+    """Fill table[s, s + length, m] and choice: -o-1 for option o, s' for a split, 0 for none.
+
+    All shorter lengths must have been filled.
+    """
     n = output.size - 1
-    for length in range(n):
-        for s in range(1, n - length + 1):
-            t = s + length
-            out = table[s, t]
-            pick = choice[s, t]
-            for split in range(s + 1, t + 1):
-                begin = max(gradient[t] + walk[s, split], output[split - 1])
-                extra = forward_sum[split - 1] - forward_sum[s - 1]
-                right = table[split, t]
-                left = table[s, split - 1]
-                shift = output[split - 1]
-                for m in range(max(0, begin), slots + 1):
-                    value = extra + right[m - shift] + left[m]
-                    if value < out[m]:
-                        out[m] = value
-                        pick[m] = split
-            for o in range(count[s]):
-                begin = max(gradient[t] + save_need[s, o], back_need[s, o])
+    for s in range(1, n - length + 1):
+        t = s + length
+        out = table[s, t]
+        pick = choice[s, t]
+        for split in range(s + 1, t + 1):
+            begin = max(gradient[t] + walk[s, split], output[split - 1])
+            extra = forward_sum[split - 1] - forward_sum[s - 1]
+            right = table[split, t]
+            left = table[s, split - 1]
+            shift = output[split - 1]
+            for m in range(max(0, begin), slots + 1):
+                value = extra + right[m - shift] + left[m]
+                if value < out[m]:
+                    out[m] = value
+                    pick[m] = split
+        for o in range(count[s]):
+            begin = max(gradient[t] + save_need[s, o], back_need[s, o])
+            if s < t:
+                begin = max(begin, saved[s, o])
+            for m in range(max(0, begin), slots + 1):
+                value = seconds[s, o]
                 if s < t:
-                    begin = max(begin, saved[s, o])
-                for m in range(max(0, begin), slots + 1):
-                    value = seconds[s, o]
-                    if s < t:
-                        value += table[s + 1, t, m - saved[s, o]]
-                    if value < out[m]:
-                        out[m] = value
-                        pick[m] = -o - 1
+                    value += table[s + 1, t, m - saved[s, o]]
+                if value < out[m]:
+                    out[m] = value
+                    pick[m] = -o - 1

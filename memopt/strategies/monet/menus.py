@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -60,12 +61,20 @@ class RotorMenus(Strategy):
         stats: dict[str, object] = {"rotor_found": best is not None}
         best_s = replay(graph, best).time_s if best is not None else float("inf")
         stats["rotor_s"] = best_s
+        deadline = begin + (math.inf if time_limit_s is None else time_limit_s)
+        searched = False
         if budget_bytes is not None and best_s > graph.compute_time_s * (1 + SAME):
-            view = linearize(graph)
-            stats["stages"] = len(view.chain)
-            table = MenuTable(view, budget_bytes, self.slots)
-            stats["options"] = sum(map(len, table.options))
-            found, least = table.best(budget_bytes)
+            watch = _Watch(deadline, progress)
+            table, found, least = None, None, None
+            if not watch.stops(0.0):
+                view = linearize(graph)
+                stats["stages"] = len(view.chain)
+                table = MenuTable(view, budget_bytes, self.slots, watch)
+                stats["options"] = sum(map(len, table.options))
+            if table is not None and table.complete:
+                found, least = table.best(budget_bytes)
+            searched = table is not None and table.complete
+            stats["searched"] = searched
             smallest = min(x for x in (smallest, least) if x) if smallest or least else None
             if found is not None:
                 took_s = replay(graph, found).time_s
@@ -74,7 +83,8 @@ class RotorMenus(Strategy):
                     best, best_s = found, took_s
         stats["solve_s"] = time.monotonic() - begin
         if best is None:
-            return Solution(Status.INFEASIBLE, smallest_budget_bytes=smallest, stats=stats)
+            status = Status.INFEASIBLE if searched else Status.UNKNOWN
+            return Solution(status, smallest_budget_bytes=smallest, stats=stats)
         least_s = min(best_s, graph.compute_time_s)
         gap = (best_s - least_s) / least_s if least_s > 0 else 0.0
         return Solution(
@@ -88,10 +98,29 @@ class RotorMenus(Strategy):
         )
 
 
+class _Watch:
+    """The time limit and the caller's interrupt, asked now and then."""
+
+    def __init__(self, deadline: float, progress: Progress | None) -> None:
+        self.deadline, self.progress = deadline, progress
+        self.stopped = False
+
+    def stops(self, fraction: float) -> bool:
+        """Whether to end the search here; tells the caller how far it is."""
+        try:
+            if self.progress is not None:
+                self.progress(fraction, "stage menus")
+        except KeyboardInterrupt:
+            self.stopped = True
+        self.stopped = self.stopped or time.monotonic() >= self.deadline
+        return self.stopped
+
+
 class MenuTable:
     """One table for all budgets up to twice the one given, and its programs."""
 
-    def __init__(self, view: Linearization, budget_bytes: int, slots: int) -> None:
+    def __init__(self, view: Linearization, budget_bytes: int, slots: int, watch: _Watch) -> None:
+        self.watch = watch
         self.view, self.graph = view, view.graph
         self.options = menus(view)
         chain = view.chain
@@ -102,8 +131,9 @@ class MenuTable:
         self.slots = slots
         self.fixed = fixed
         self.table, self.choice, self.output, self.saved = _filled(
-            chain, self.options, self.slot, slots
+            chain, self.options, self.slot, slots, watch
         )
+        self.complete = not watch.stopped
 
     def best(self, budget_bytes: int) -> tuple[Program | None, int | None]:
         """(the fastest program found that fits, the smallest peak seen)."""
@@ -117,7 +147,7 @@ class MenuTable:
             return None, least
         best, best_s = program, replay(self.graph, program).time_s
         low, high = 0, len(feasible)
-        while high - low > 1:
+        while high - low > 1 and not self.watch.stops(0.9):
             # Programs need less than the chain counts: look for the largest count that fits.
             middle = (low + high) // 2
             program = self.program(feasible[middle])
@@ -174,7 +204,7 @@ class MenuTable:
 
 
 def _filled(
-    chain: Chain, options: list[list[Option]], slot: int, slots: int
+    chain: Chain, options: list[list[Option]], slot: int, slots: int, watch: _Watch
 ) -> tuple[Any, Any, Any, Any]:
     """The table, its choices, and the sizes in slots that a trace needs."""
     import numpy as np
@@ -222,8 +252,11 @@ def _filled(
     forward_sum = np.cumsum([0.0, *(stage.forward_time_s for stage in chain.stages)])
     table = np.full((n + 2, n + 2, slots + 1), np.inf)
     choice = np.zeros((n + 2, n + 2, slots + 1), np.int64)
-    fill(
-        table, choice, slots, output, saved, save_need, back_need, gradient, walk, seconds,
-        count, forward_sum,
-    )  # fmt: skip
+    for length in range(n):
+        if watch.stops(0.9 * length / n):
+            break
+        fill(
+            table, choice, slots, length, output, saved, save_need, back_need, gradient, walk,
+            seconds, count, forward_sum,
+        )  # fmt: skip
     return table, choice, output, saved

@@ -1,0 +1,67 @@
+"""rotor-menus against Rotor on random graphs."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from memopt.models.device import Device
+from memopt.models.generate import random_graph
+from memopt.models.graph import Graph
+from memopt.models.judge import judge
+from memopt.models.liveness import store_all
+from memopt.models.replay import replay
+from memopt.planning import solve
+from memopt.strategies import Rotor
+from memopt.strategies.base import Status
+from memopt.strategies.monet.menus import RotorMenus
+from tests.monet.graphs import training_graph
+
+
+def drawn(seed: int) -> tuple[Graph, int, int]:
+    """A graph, Rotor's smallest budget and the peak that saves everything."""
+    rng = Random(seed)
+    size = rng.randint(5, 14)
+    graph = random_graph(rng, size) if seed % 5 == 0 else training_graph(rng, size, False)
+    floor = solve(graph, "min", Rotor(), device=Device()).budget
+    assert floor is not None
+    return graph, floor, replay(graph, store_all(graph)).peak_bytes
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_menus_are_never_slower_than_rotor(seed: int) -> None:
+    graph, floor, peak_bytes = drawn(seed)
+    for share in (0.0, 0.5):
+        budget = floor + int(share * (peak_bytes - floor))
+        made = RotorMenus().solve(graph, budget)
+        assert made.program is not None
+        assert made.time_s is not None
+        assert made.time_s <= solve(graph, budget, Rotor(), device=Device()).step_time_s
+        violation, figures = judge(graph, None, made.program, budget, None)
+        assert violation is None
+        assert figures.peak_bytes == made.peak_bytes
+        assert figures.peak_bytes <= budget
+        assert figures.time_s == made.time_s
+
+
+def interrupt(fraction: float, what: str) -> None:
+    """A caller who stops at once."""
+    raise KeyboardInterrupt
+
+
+def test_stopped_it_keeps_rotors_plan() -> None:
+    recomputed = 0
+    for seed in range(1, 15):
+        graph, floor, _ = drawn(seed)
+        rotor_s = solve(graph, floor, Rotor(), device=Device()).step_time_s
+        for stopped in (
+            RotorMenus().solve(graph, floor, time_limit_s=0.0),
+            RotorMenus().solve(graph, floor, progress=interrupt),
+        ):
+            assert stopped.time_s == rotor_s
+        recomputed += rotor_s > graph.compute_time_s
+        below = RotorMenus().solve(graph, floor - 1, time_limit_s=0.0)
+        assert below.status is Status.UNKNOWN
+        assert below.smallest_budget_bytes == floor
+    assert recomputed > 5
