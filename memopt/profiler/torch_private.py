@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -83,13 +84,26 @@ def compile_joint(
 ) -> Callable[..., Any]:
     """Wrap our own forward and backward callables in AOTAutograd's runtime."""
     compile_ = _import("torch._functorch.aot_autograd", "aot_compile_joint_with_descriptors")
-    compiled: Callable[..., Any] = compile_(
-        joint,
-        partition_fn=partition,
-        fw_compiler=forward_compiler,
-        bw_compiler=backward_compiler,
-    )
+    with _deep_recursion():
+        compiled: Callable[..., Any] = compile_(
+            joint,
+            partition_fn=partition,
+            fw_compiler=forward_compiler,
+            bw_compiler=backward_compiler,
+        )
     return compiled
+
+
+@contextlib.contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """AOTAutograd writes one long expression over all parameters, and Python's compiler recurses
+    into it: the default limit stops models of about a thousand layers (ResNet-1001)."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 30_000))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def descriptor_types() -> Any:
