@@ -150,3 +150,16 @@ def test_no_time_is_no_proof(strategy: Monet) -> None:
     assert strategy.solve(graph, budget - 1, time_limit_s=0.0).status is Status.INFEASIBLE
     with pytest.raises(MemoptError, match="larger time_limit_s"):
         plan(graph, budget=budget, strategy=strategy, time_limit_s=0.0, progress=False)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_hint_reads_back_the_program_it_came_from(seed: int) -> None:
+    graph, _ = drawn(seed, 5)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    for built in (MonetModel(graph), CheckmateModel(graph)):
+        answer = built.model.solve(peak)
+        built.hint(built.program(answer.values))
+        started = built.model.solve(peak)
+        assert started.objective == answer.objective
+        read = [built.model.hints.get(v, False) for v in range(built.model.count)]
+        assert built.program(tuple(read)) == built.program(answer.values)

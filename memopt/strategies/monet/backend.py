@@ -39,6 +39,8 @@ class Model:
     costs: dict[int, float] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     fixed: dict[int, bool] = field(default_factory=dict)
+    hints: dict[int, bool] = field(default_factory=dict)
+    """Values to start from; they need not be all, nor feasible."""
     count: int = 0
 
     def variable(self, cost: float = 0.0) -> int:
@@ -81,6 +83,8 @@ class Model:
         variables = [model.new_bool_var("") for _ in range(self.count)]
         for index, value in self.fixed.items():
             model.add(variables[index] == int(value))
+        for index, value in self.hints.items():
+            model.add_hint(variables[index], value)
         highest = max((self._worst(row) for row in self.rows if row.memory), default=0)
         limit = highest if limit_bytes is None else min(highest, limit_bytes)
         if limit < 0:
@@ -113,6 +117,15 @@ class Model:
                 except KeyboardInterrupt:
                     self.stop_search()
 
+        def on_bound(bound: float) -> None:
+            """Between solutions, too, the caller hears of progress and may interrupt."""
+            try:
+                if progress is not None:
+                    progress(0.5, f"ilp: bound {bound / scale:.6g}")
+            except KeyboardInterrupt:
+                solver.stop_search()
+
+        solver.best_bound_callback = on_bound
         code = solver.solve(model, Listener())
         status = {
             cp_model.OPTIMAL: Status.OPTIMAL,

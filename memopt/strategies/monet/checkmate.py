@@ -18,6 +18,7 @@ from memopt.models.graph import Graph
 from memopt.models.liveness import with_frees
 from memopt.models.program import Compute, Instruction, LossBoundary, Program
 from memopt.strategies.monet.backend import Model
+from memopt.strategies.monet.hints import stages
 
 
 @dataclass
@@ -84,6 +85,14 @@ class CheckmateModel:
             at_boundary = sum(self.size[v] for v in graph.tangents) + graph.boundary_bytes
             model.memory(at_boundary, [(self.size[v], x) for v, x in live.items()])
         return live
+
+    def hint(self, program: Program) -> None:
+        """Start the solver from a program of the graph, as far as the class can express it."""
+        for t, stage in enumerate(stages(self.graph, program)):
+            for v, x in self.before[t].items():
+                self.model.hints[x] = v in stage.live or v in self.graph.tangents
+            for i, run in self.again[t].items():
+                self.model.hints[run] = i in stage.runs
 
     def program(self, values: tuple[bool, ...]) -> Program:
         """The program of a solution."""

@@ -25,6 +25,7 @@ from memopt.models.liveness import with_frees
 from memopt.models.program import Compute, Instruction, LossBoundary, Program
 from memopt.models.variants import Variant, variant
 from memopt.strategies.monet.backend import Model
+from memopt.strategies.monet.hints import stages
 
 Choice = tuple[str | None, Operator | Variant]
 Allowed = Callable[[Operator, str], bool]
@@ -206,6 +207,27 @@ class MonetModel:
                 if t in other.writes
             ]
             self.model.implies_any(chosen, model_writers)
+
+    def hint(self, program: Program) -> None:
+        """Start the solver from a program of the graph, as far as the class can express it."""
+        found = list(stages(self.graph, program))
+        for stage in found[: len(self.forward)]:
+            for i, name in stage.runs.items():
+                if i in self.forward:
+                    self._hint_choice(i, name, self.d[i])
+        for k, stage in enumerate(found[len(self.forward) :]):
+            for t, v in self.s[k].items():
+                self.model.hints[v] = t in stage.live
+            for i, variables in self.r[k].items():
+                self._hint_choice(i, stage.runs.get(i), variables, i in stage.runs)
+            index = self.backward[k]
+            self._hint_choice(index, stage.runs.get(index), self.b[k])
+
+    def _hint_choice(
+        self, i: int, name: str | None, variables: list[int], runs: bool = True
+    ) -> None:
+        for (other, _), v in zip(self.choices[i], variables, strict=True):
+            self.model.hints[v] = runs and other == name
 
     def program(self, values: tuple[bool, ...]) -> Program:
         """The program of a solution; its replayed peak is at most the model's."""

@@ -71,6 +71,12 @@ class _GraphStrategy(Strategy):
         """The program of the smallest peak the search's class finds."""
         return None
 
+    def hint(self, built: MonetModel | CheckmateModel, graph: Graph, budget_bytes: int) -> None:
+        """Rotor's plan of the graph to be solved, if there is one, for the solver to start from."""
+        program = rotor_program(graph, budget_bytes)[0] if self.start else None
+        if program is not None:
+            built.hint(program)
+
     def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
         """The last step, on the whole graph."""
         return program
@@ -205,6 +211,7 @@ class Monet(_GraphStrategy):
     ) -> tuple[Status, Program | None, float | None]:
         begin = time.monotonic()
         built = self.model(graph)
+        self.hint(built, graph, budget_bytes)
         answer = built.model.solve(
             budget_bytes - graph.resident_bytes,
             time_limit_s=limit_s - (time.monotonic() - begin),
@@ -253,9 +260,11 @@ class Checkmate(_GraphStrategy):
         self, graph: Graph, budget_bytes: int, limit_s: float, progress: Progress | None
     ) -> tuple[Status, Program | None, float | None]:
         built = CheckmateModel(graph)
+        begin = time.monotonic()
+        self.hint(built, graph, budget_bytes)
         answer = built.model.solve(
             budget_bytes - graph.resident_bytes,
-            time_limit_s=limit_s,
+            time_limit_s=limit_s - (time.monotonic() - begin),
             progress=progress,
             workers=self.workers,
             seed=self.seed,
