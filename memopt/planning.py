@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from memopt.errors import InfeasibleBudgetError, InvalidProgramError, MemoptError
@@ -27,6 +27,11 @@ from memopt.strategies.store_all import chain_steps
 if TYPE_CHECKING:
     from memopt.models.linearize import Linearization
     from memopt.profiler.session import Profiled
+
+_NO_OPERATORS = (
+    "order=True and place=True work on the operators of a graph; a Chain has none: plan "
+    "the model itself or its Graph (strategies for chains take those, too)"
+)
 
 Mode: TypeAlias = Literal["measure", "estimate"]
 
@@ -184,10 +189,7 @@ def solve(
     """Solve, validate, replay and wrap; see `plan`. A caller with many solves of one graph passes
     its `linearization`, to have it made once."""
     if (order or place) and not isinstance(cost_model, Graph):
-        raise ValueError(
-            "order=True and place=True work on the operators of a graph; a Chain has none: plan "
-            "the model itself or its Graph (strategies for chains take those, too)"
-        )
+        raise ValueError(_NO_OPERATORS)
     baseline = baseline_figures(cost_model, profiled)
     target, view = _target(cost_model, strategy, linearization)
     reason = strategy.why_not(target)
@@ -223,21 +225,11 @@ def solve(
     if solution.steps is None and solution.program is None:
         raise _infeasible(solution, budget_bytes, strategy, cost_model, profiled)
     if (order or place) and isinstance(cost_model, Graph):
-        from memopt.strategies.olla.arranging import arrange
+        from memopt.strategies.olla.arranging import arranged
 
-        steps = solution.steps
-        program = solution.program if view is None or steps is None else view.lower(steps)
-        assert program is not None
-        program, stats = arrange(
-            cost_model,
-            program,
-            budget_bytes,
-            device,
-            order=order,
-            place=place,
-            time_limit_s=time_limit_s,
-        )
-        solution = replace(solution, program=program, stats={**solution.stats, **stats})
+        lower = view.lower if view is not None else None
+        passes = {"order": order, "place": place}
+        solution = arranged(cost_model, solution, lower, budget_bytes, device, passes, time_limit_s)
     return _wrap(cost_model, view, solution, strategy, budget_bytes, baseline, device, profiled)
 
 

@@ -220,9 +220,9 @@ def replay_allocations(events: Iterable[Event]) -> AllocatorFigures:
 def allocation_trace(graph: Graph, program: Program) -> Iterator[Event]:
     """What a valid program asks of the allocator, instruction by instruction.
 
-    Resident tensors come first (`extra_resident_bytes`, of no tensor, are left out); a Compute allocates what it writes, then its workspace, and frees
-    the workspace and its transient outputs when it ends; a placed lifetime does not pass through
-    the allocator, but one block of the arena's size, first of all, does.
+    Resident tensors come first (`extra_resident_bytes`, of no tensor, are left out); a Compute
+    allocates what it writes, then its workspace, and frees that and its transient outputs when it
+    ends. Placed lifetimes are in one block of the arena's size, asked for first of all.
     """
     placed = {(position, tensor) for position, tensor, _ in program.offsets or ()}
     if program.offsets is not None:

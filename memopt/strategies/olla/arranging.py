@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
 from memopt.errors import InvalidProgramError
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.program import Program
 from memopt.models.replay import replay
+from memopt.models.steps import ChainStep
 from memopt.models.validate import validate
+from memopt.strategies.base import Solution
 from memopt.strategies.olla.passes import order_program, place_program
 
 
@@ -65,6 +70,33 @@ def arrange(
             "placed": fits,
         }
     return program, stats
+
+
+def arranged(
+    graph: Graph,
+    solution: Solution,
+    lower: Callable[[tuple[ChainStep, ...]], Program] | None,
+    budget_bytes: int | None,
+    device: Device,
+    passes: Mapping[str, bool],
+    time_limit_s: float | None,
+) -> Solution:
+    """A strategy's solution with its program (`lower` makes that of a chain's steps) arranged;
+    `passes` are the `order` and `place` of `arrange`, which see."""
+    program = solution.program
+    if lower is not None and solution.steps is not None:
+        program = lower(solution.steps)
+    assert program is not None
+    program, stats = arrange(
+        graph,
+        program,
+        budget_bytes,
+        device,
+        order=passes["order"],
+        place=passes["place"],
+        time_limit_s=time_limit_s,
+    )
+    return replace(solution, program=program, stats={**solution.stats, **stats})
 
 
 def _check(graph: Graph, program: Program, budget_bytes: int | None, what: str) -> None:
