@@ -13,6 +13,8 @@ from memopt.strategies.auto.members import Outcome, fitting
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 
 DEFAULT_TIME_LIMIT_S = 60.0
+DOMINATED = frozenset({"checkmate", "checkmate-rounding"})
+"""Dear solvers that are left to those who ask for them: monet takes part in their place."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Auto(Strategy):
     long each took.
 
     Attributes:
-        members: what to try, in this order; empty: all strategies of `memopt.strategies()`, those
-            that move data only for a device whose link is known.
+        members: what to try, in this order; empty: all strategies of `memopt.strategies()` but
+            checkmate and its rounding, those that move data only over a link of known speed.
         time_limit_s: seconds for all of them together, where `solve` is given no limit.
     """
 
@@ -60,7 +62,9 @@ class Auto(Strategy):
         return tuple(
             member
             for member in STRATEGIES
-            if not isinstance(member, Auto) and (linked or "offload" not in member.features)
+            if not isinstance(member, Auto)
+            and member.name not in DOMINATED
+            and (linked or "offload" not in member.features)
         )
 
     def solve(
