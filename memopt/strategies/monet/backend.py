@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from memopt.strategies.base import Progress, Status
 
@@ -79,12 +80,7 @@ class Model:
         """CP-SAT: the least cost with a peak of at most `limit_bytes`; None: the least peak."""
         from ortools.sat.python import cp_model
 
-        model = cp_model.CpModel()
-        variables = [model.new_bool_var("") for _ in range(self.count)]
-        for index, value in self.fixed.items():
-            model.add(variables[index] == int(value))
-        for index, value in self.hints.items():
-            model.add_hint(variables[index], value)
+        model, variables = self._started()
         highest = max((self._worst(row) for row in self.rows if row.memory), default=0)
         limit = highest if limit_bytes is None else min(highest, limit_bytes)
         if limit < 0:
@@ -95,12 +91,9 @@ class Model:
             constraint = model.add(left <= (row.bound + peak if row.memory else row.bound))
             if row.when is not None:
                 constraint.only_enforce_if(variables[row.when])
-        scale = _scale(self.costs.values())
-        if limit_bytes is None:
-            model.minimize(peak)
-            scale = 1.0
-        else:
-            model.minimize(sum(int(cost * scale) * variables[v] for v, cost in self.costs.items()))
+        scale = 1.0 if limit_bytes is None else _scale(self.costs.values())
+        whole = [int(cost * scale) * variables[v] for v, cost in self.costs.items()]
+        model.minimize(peak if limit_bytes is None else sum(whole))
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = workers
         solver.parameters.random_seed = seed
@@ -127,18 +120,26 @@ class Model:
 
         solver.best_bound_callback = on_bound
         code = solver.solve(model, Listener())
-        status = {
-            cp_model.OPTIMAL: Status.OPTIMAL,
-            cp_model.FEASIBLE: Status.FEASIBLE,
-            cp_model.INFEASIBLE: Status.INFEASIBLE,
-        }.get(code, Status.UNKNOWN)
+        names = {status.name: status for status in Status}
+        status = names.get(solver.status_name(code), Status.UNKNOWN)
         if status not in (Status.OPTIMAL, Status.FEASIBLE):
             return Answer(status, (), 0.0, solver.best_objective_bound / scale)
         values = tuple(bool(solver.value(v)) for v in variables)
         # Costs are rounded down to the solver's whole numbers, so its bound stays one.
-        return Answer(
-            status, values, solver.objective_value / scale, solver.best_objective_bound / scale
-        )
+        cost, bound = solver.objective_value / scale, solver.best_objective_bound / scale
+        return Answer(status, values, cost, bound)
+
+    def _started(self) -> tuple[Any, list[Any]]:
+        """A CP-SAT model with the variables, those that are fixed, and the hints."""
+        from ortools.sat.python import cp_model
+
+        model = cp_model.CpModel()
+        variables = [model.new_bool_var("") for _ in range(self.count)]
+        for index, value in self.fixed.items():
+            model.add(variables[index] == int(value))
+        for index, value in self.hints.items():
+            model.add_hint(variables[index], value)
+        return model, variables
 
     def relax(self, limit_bytes: int, time_limit_s: float | None = None) -> tuple[float, ...]:
         """GLOP: the linear relaxation's values; () if it is infeasible or was stopped.
