@@ -98,7 +98,9 @@ def plan(
         request = Request(loss_fn, targets, mode, target, optimizer, cache, whole_step=whole)
         profiled = profiled_for(model, inputs, request, report)
         if profiled is not None and "implementations" in chosen.features:
-            profiled = _for_plan(profiled, chosen, target if mode == "estimate" else None, cache)
+            from memopt.implementations import for_plan
+
+            profiled = for_plan(profiled, chosen, target if mode == "estimate" else None, cache)
         cost_model = profiled.graph if profiled is not None else model
         if budget is None and mode == "estimate":
             budget = target.capacity_bytes

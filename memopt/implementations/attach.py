@@ -21,6 +21,7 @@ from memopt.implementations.site import Attach, Sites
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Tensor
 from memopt.profiler.build import Lowering
+from memopt.profiler.cache import ProfileCache
 from memopt.profiler.estimate import work_time_s
 from memopt.profiler.flops import work
 from memopt.profiler.measure import MeasureOptions, costs_of, replace_graph
@@ -78,9 +79,57 @@ def with_implementations(
     lowering = attach(
         profiled.lowering, families=families, exact_only=exact_only, block_bytes=block_bytes
     )
+    lowering = _allowed(lowering, profiled)
     figures = _figures(lowering, profiled.torch_device, device, options)
     graph = _priced(profiled.graph, lowering, figures)
     return replace(profiled, graph=graph, lowering=lowering)
+
+
+def for_plan(profiled: Profiled, strategy: object, device: Device | None, cache: bool) -> Profiled:
+    """What `memopt.plan` gives a strategy that has a field `exact_only`: the profile with
+    alternatives. Other strategies' profiles, those that have some, and an estimate without the
+    device to estimate for stay as they are."""
+    exact_only = getattr(strategy, "exact_only", None)
+    known = device is not None or profiled.baseline.measured
+    if exact_only is None or profiled.lowering.alternatives or not known:
+        return profiled
+    options = MeasureOptions(cache=ProfileCache() if cache else None)
+    return with_implementations(profiled, exact_only=exact_only, device=device, options=options)
+
+
+def _allowed(lowering: Lowering, profiled: Profiled) -> Lowering:
+    """Without the alternatives that the parameters' present values rule out; those on the meta
+    device, and those behind a cast, are left to the kernel's own check."""
+    model = profiled.captured.model()
+    parameters = {} if model is None else dict(model.named_parameters())
+    values = {
+        primal.node: parameters[primal.name]
+        for primal in profiled.captured.primals
+        if primal.kind == "parameter" and primal.name in parameters
+    }
+
+    def refused(node: Node) -> bool:
+        if node.meta["memopt_requires"] is None:
+            return False
+        test, arguments = node.meta["memopt_requires"]
+        given = [values.get(a) if isinstance(a, Node) else a for a in arguments]
+        if any(isinstance(a, Node) and a not in values for a in arguments):
+            return False
+        if any(isinstance(v, torch.Tensor) and v.device.type == "meta" for v in given):
+            return False
+        with torch.no_grad():
+            return not test(*given)
+
+    out = {key for key, node in lowering.alternatives.items() if refused(node)}
+    if not out:
+        return lowering
+    operators = [
+        replace(o, implementations=tuple(c for c in o.implementations if (i, c.name) not in out))
+        for i, o in enumerate(lowering.graph.operators)
+    ]
+    kept = {key: node for key, node in lowering.alternatives.items() if key not in out}
+    graph = replace_graph(lowering.graph, operators=operators)
+    return replace(lowering, graph=graph, alternatives=kept)
 
 
 def _figures(

@@ -142,6 +142,9 @@ def attach(sites: Sites) -> None:
         if softmax is None or forward is None or weights is not None or reduction not in (1, 2):
             continue
         product = _behind(sites, softmax.args[0])
+        if value_of(softmax).dtype != torch.float32:
+            # The chunks' logits and sums are float32.
+            continue
         if product is None or softmax.args[1] not in (1, -1) or not _same_rows(product, softmax):
             continue
         _attach_one(sites, backward, forward, product, softmax)

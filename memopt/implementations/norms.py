@@ -2,8 +2,10 @@
 activated batch norm's inversion), and batch norm's forward again with its known statistics.
 
 The normalised input is x̂ = (y − b) / w. It costs the digits that |b| ≫ |w·x̂| cancels: with ε the
-dtype's rounding, x̂ is off by at most 2ε·(|y| + |b|)/|w|, and so not exact. Weights at 0 lose x̂:
-the alternative may be chosen only where no weight vanishes, which `exact_only=True` avoids.
+dtype's rounding, x̂ is off by at most about 2ε·(|x̂| + 2·|b/w|), and so not exact. That bounds the
+kernel's own error: a gradient Σ g·x̂ is off by at most Σ|g| times as much, which is much of the
+sum if its terms cancel. A weight of 0 loses x̂: where |b/w| > LIMIT, or w is 0 or subnormally
+small, the kernel raises, and `with_implementations` leaves the alternative out.
 """
 
 from __future__ import annotations
@@ -12,35 +14,54 @@ from typing import Any
 
 import torch
 
+from memopt.errors import ExecutionError
 from memopt.implementations.kernel import Kernel
 from memopt.implementations.site import Sites, value_of
 
 ATEN = torch.ops.aten
 _BATCH = "aten._native_batch_norm_legit_functional.default"
+LIMIT = 100.0
+"""The largest |b/w|: x̂ is then off by at most 2.4e-5 + 1.2e-7·|x̂| in float32."""
 
 
 def _channels(value: torch.Tensor | None, like: torch.Tensor) -> Any:
     return None if value is None else value.view(1, -1, *[1] * (like.ndim - 2))
 
 
-def _normalised(y: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
-    """x̂ from the output, in one tensor of scratch memory."""
-    found = y.clone() if bias is None else y - bias
-    return found if weight is None else found.div_(weight)
+def invertible(weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    """Whether y = w·x̂ + b gives x̂ back to the stated accuracy. Waits for the device."""
+    if weight is None:
+        # y − b is x̂ to the rounding of y.
+        return bias is None or bool((bias.abs() <= LIMIT).all())
+    least = torch.finfo(weight.dtype).tiny / torch.finfo(weight.dtype).eps
+    fine = weight.abs() > least
+    if bias is not None:
+        fine &= bias.abs() <= LIMIT * weight.abs()
+    return bool(fine.all())
+
+
+def _normalised(y: torch.Tensor, weight: Any, bias: Any, shaped: Any) -> torch.Tensor:
+    """x̂ from the output, in one tensor of scratch memory.
+
+    Raises:
+        ExecutionError: the weights do not allow it.
+    """
+    if not invertible(weight, bias):
+        raise ExecutionError(
+            "a normalisation's backward from its output met a weight of 0, or a bias more than "
+            f"{LIMIT:g} times its weight, and cannot find its input again. No gradient was written "
+            "in this step. Plan again with exact_only=True, or from the present weights"
+        )
+    found = y.clone() if bias is None else y - shaped(bias)
+    return found if weight is None else found.div_(shaped(weight))
 
 
 def _batch_backward(
-    g: torch.Tensor,
-    y: torch.Tensor,
-    weight: Any,
-    bias: Any,
-    mean: Any,
-    inverse: Any,
-    eps: float,
-    mask: Any,
+    g: torch.Tensor, y: torch.Tensor, weight: Any, bias: Any, inverse: Any, eps: float, mask: Any
 ) -> Any:
-    x = _normalised(y, _channels(weight, y), _channels(bias, y))
-    x.div_(_channels(inverse, y)).add_(_channels(mean, y))
+    x = _normalised(y, weight, bias, lambda v: _channels(v, y)).div_(_channels(inverse, y))
+    # The input less its mean: only that difference counts, and adding the mean would round it.
+    mean = torch.zeros_like(inverse)
     return ATEN.native_batch_norm_backward(g, x, weight, None, None, mean, inverse, True, eps, mask)
 
 
@@ -51,22 +72,16 @@ def _batch_again(x: torch.Tensor, weight: Any, bias: Any, mean: Any, inverse: An
 
 
 def _layer_backward(
-    g: torch.Tensor,
-    y: torch.Tensor,
-    shape: Any,
-    mean: Any,
-    inverse: Any,
-    weight: Any,
-    bias: Any,
-    mask: Any,
+    g: torch.Tensor, y: torch.Tensor, shape: Any, inverse: Any, weight: Any, bias: Any, mask: Any
 ) -> Any:
-    x = _normalised(y, weight, bias).div_(inverse).add_(mean)
+    x = _normalised(y, weight, bias, lambda v: v).div_(inverse)
+    mean = torch.zeros_like(inverse)
     return ATEN.native_layer_norm_backward(g, x, shape, mean, inverse, weight, bias, mask)
 
 
-BATCH_OUTPUT = Kernel("batch_norm_backward.output", _batch_backward)
+BATCH_OUTPUT = Kernel("batch_norm_backward.output.2", _batch_backward)
 BATCH_AGAIN = Kernel("batch_norm.statistics", _batch_again)
-LAYER_OUTPUT = Kernel("layer_norm_backward.output", _layer_backward)
+LAYER_OUTPUT = Kernel("layer_norm_backward.output.2", _layer_backward)
 
 
 def _attach_batch(sites: Sites) -> None:
@@ -80,7 +95,7 @@ def _attach_batch(sites: Sites) -> None:
             continue
         size = value_of(y).untyped_storage().nbytes()
         bias = forward.args[2]
-        args = (g, y, weight, bias, mean, inverse, eps, mask)
+        args = (g, y, weight, bias, inverse, eps, mask)
         sites.add(
             backward,
             "output",
@@ -89,6 +104,7 @@ def _attach_batch(sites: Sites) -> None:
             workspace_bytes=2 * size,
             exact=False,
             like=((backward, 1.3),),
+            requires=(invertible, (weight, bias)),
         )
         sites.add(
             forward, "statistics", BATCH_AGAIN, (x, weight, bias, mean, inverse), (y,), exact=False
@@ -103,7 +119,7 @@ def _attach_layer(sites: Sites) -> None:
         if y is None or value_of(y).dtype not in (torch.float32, torch.float64):
             continue
         size = value_of(y).untyped_storage().nbytes()
-        args = (g, y, shape, mean, inverse, weight, bias, mask)
+        args = (g, y, shape, inverse, weight, bias, mask)
         sites.add(
             backward,
             "output",
@@ -112,6 +128,7 @@ def _attach_layer(sites: Sites) -> None:
             workspace_bytes=size,
             exact=False,
             like=((backward, 1.3),),
+            requires=(invertible, (weight, bias)),
         )
 
 

@@ -89,6 +89,7 @@ class Sites:
         workspace_bytes: int = 0,
         exact: bool = True,
         like: tuple[tuple[Node, float], ...] = (),
+        requires: tuple[Callable[..., bool], tuple[Any, ...]] | None = None,
     ) -> None:
         """One alternative of a kernel call.
 
@@ -103,6 +104,8 @@ class Sites:
             exact: whether results are the operator's bit for bit.
             like: for estimates: the calls whose work it does, and the share of each; (): its
                 time is that of moving its arguments and results.
+            requires: (a test, its arguments): the values of parameters must pass it for the
+                alternative to be chosen; the kernel itself must check them again when it runs.
         """
         if self._exact_only and not exact:
             return
@@ -116,6 +119,7 @@ class Sites:
                 None if r is None else self._storages[r][0] for r in results
             )
         call.meta["memopt_like"] = like
+        call.meta["memopt_requires"] = requires
         index = self._operator[operator]
         resident = self._lowering.graph.resident
         reads = dict.fromkeys(
