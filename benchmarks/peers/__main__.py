@@ -55,8 +55,10 @@ def best_plan(first: Plan, peak_bytes: int) -> Plan | str:
             plans.append(
                 memopt.plan(first.profiled, budget=budget, strategy=strategy, progress=False)
             )
-        except (memopt.InfeasibleBudgetError, ValueError) as error:
-            reasons.append(f"{strategy}: {str(error).splitlines()[0]}")
+        except memopt.InfeasibleBudgetError as error:
+            least = error.smallest_budget_bytes
+            above = "?" if least is None else f"{(least - first.resident_bytes) / 2**20:.1f} MiB"
+            reasons.append(f"{strategy} needs {above}")
     if plans:
         return min(plans, key=lambda plan: plan.step_time_s)
     return "; ".join(reasons)
