@@ -71,6 +71,9 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Save the plan here (JSON).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw its memory here (png, svg).")] = None,
     time_limit: Annotated[float | None, typer.Option(help="Seconds for the solver.")] = None,
+    host_budget: Annotated[
+        str | None, typer.Option(help='Most on the host at once: bytes or "6GiB"; 0: none.')
+    ] = None,
     device: DeviceOption = None,
     mode: ModeOption = "measure",
     optimizer: OptimizerOption = None,
@@ -91,6 +94,7 @@ def plan(
             out=out,
             picture=plot,
             time_limit_s=time_limit,
+            host_budget=host_budget,
             how=Profiling(device, mode, optimizer, cache),
             sizes=(batch, sequence),
             as_json=as_json,

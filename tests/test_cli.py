@@ -152,6 +152,11 @@ def test_budget_too_small() -> None:
         (("mymodels:control",), ["cannot be captured", "mymodels.py:29"]),
         (("mymodels:make", "--strategy", "nosuch"), ["unknown strategy 'nosuch'", "rotor"]),
         (("mymodels:make", "--budget", "much"), ["cannot read the budget 'much'", "6GiB"]),
+        (("mymodels:make", "--host-budget", "1GiB"), ["rotor takes no host_budget"]),
+        (
+            ("mymodels:make", "--strategy", "dynprog", "--host-budget", "much"),
+            ["host_budget: ", "'much'"],
+        ),
         (("mymodels:make", "--out", "none/p.json"), ["no folder"]),
         (("mymodels:make", "--device", "Z80"), ["unknown device 'Z80'", "H100"]),
         (("mymodels:make", "--mode", "guess"), ["measure", "estimate"]),

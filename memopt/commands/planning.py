@@ -19,6 +19,7 @@ def plan_command(
     out: Path | None,
     picture: Path | None,
     time_limit_s: float | None,
+    host_budget: str | None = None,
     how: Profiling,
     sizes: tuple[int, int],
     as_json: bool,
@@ -36,6 +37,7 @@ def plan_command(
         strategy=strategy,
         loss_fn=found.loss_fn,
         time_limit_s=time_limit_s,
+        host_budget=int(host_budget) if host_budget and host_budget.isdigit() else host_budget,
         **how.arguments(),
         progress=not (as_json or quiet),
     )
