@@ -152,7 +152,6 @@ def test_budget_too_small() -> None:
         (("mymodels:control",), ["cannot be captured", "mymodels.py:29"]),
         (("mymodels:make", "--strategy", "nosuch"), ["unknown strategy 'nosuch'", "rotor"]),
         (("mymodels:make", "--budget", "much"), ["cannot read the budget 'much'", "6GiB"]),
-        (("mymodels:make", "--host-budget", "1GiB"), ["rotor takes no host_budget"]),
         (
             ("mymodels:make", "--strategy", "dynprog", "--host-budget", "much"),
             ["host_budget: ", "'much'"],
