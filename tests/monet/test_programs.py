@@ -163,3 +163,9 @@ def test_a_hint_reads_back_the_program_it_came_from(seed: int) -> None:
         assert started.objective == answer.objective
         read = [built.model.hints.get(v, False) for v in range(built.model.count)]
         assert built.program(tuple(read)) == built.program(answer.values)
+
+
+def test_choices_by_name() -> None:
+    assert Monet(choices="conv") == Monet(choices=Choices.CONV)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nothing"):
+        Monet(choices="nothing")  # type: ignore[arg-type]

@@ -187,6 +187,10 @@ class Monet(_GraphStrategy):
     features: ClassVar[frozenset[str]] = frozenset({"recompute", "implementations"})
     references: ClassVar[tuple[str, ...]] = (MONET_PAPER,)
 
+    def __post_init__(self) -> None:
+        # A plan file, or a user, gives the name of a choice.
+        object.__setattr__(self, "choices", Choices(self.choices))
+
     def allowed(self, operator: Operator, name: str) -> bool:
         """Whether the solver may run `operator` by its implementation `name`.
 
