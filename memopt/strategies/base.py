@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, TypeVar
 
 from memopt.models.chain import Chain
 from memopt.models.device import Device
@@ -15,6 +15,7 @@ from memopt.models.program import Program
 from memopt.models.steps import ChainStep
 
 CostModel: TypeAlias = Chain | Graph
+Kind = TypeVar("Kind", Chain, Graph)
 
 Progress: TypeAlias = Callable[[float, str], None]
 """progress(fraction in [0, 1], what is being done). It may raise KeyboardInterrupt to stop a
@@ -83,6 +84,17 @@ class Strategy(ABC):
         if isinstance(cost_model, wanted):
             return None
         return f"{self.name} plans a {self.needs}, not a {type(cost_model).__name__}"
+
+    def taken(self, cost_model: CostModel, kind: type[Kind]) -> Kind:
+        """The cost model, of the kind the strategy plans.
+
+        Raises:
+            ValueError: the strategy cannot plan it; see `why_not`.
+        """
+        reason = self.why_not(cost_model)
+        if reason is not None or not isinstance(cost_model, kind):
+            raise ValueError(reason or f"{self.name} plans a {kind.__name__}")
+        return cost_model
 
     @abstractmethod
     def solve(

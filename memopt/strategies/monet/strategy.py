@@ -90,10 +90,7 @@ class _GraphStrategy(Strategy):
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> Solution:
-        reason = self.why_not(cost_model)
-        if reason is not None or not isinstance(cost_model, Graph):
-            raise ValueError(reason)
-        graph, begin = cost_model, time.monotonic()
+        graph, begin = self.taken(cost_model, Graph), time.monotonic()
         limit_s = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
         limit_bytes = 2**62 if budget_bytes is None else budget_bytes
         stats: dict[str, object] = {}
@@ -127,7 +124,7 @@ class _GraphStrategy(Strategy):
             return self._none(graph, coarse, proved, smallest, left_s, stats)
         if "chosen" not in stats:
             # The solver's bound on memory may not be able to represent it: kept all the same.
-            stats["chosen"] = "rotor" if found is None or best is not None else self.name
+            stats["chosen"] = "rotor"
             stats["outside_the_program"] = found is None and status is Status.INFEASIBLE
         timeline = replay(graph, best)
         stats["solve_s"] = time.monotonic() - begin
@@ -174,7 +171,35 @@ class _GraphStrategy(Strategy):
 
 
 @dataclass(frozen=True)
-class Monet(_GraphStrategy):
+class _SolvedExactly(_GraphStrategy):
+    """Those whose 0-1 program is solved as it is."""
+
+    @abstractmethod
+    def model(self, graph: Graph) -> MonetModel | CheckmateModel:
+        """The 0-1 program of a graph."""
+
+    def search(
+        self, graph: Graph, budget_bytes: int, limit_s: float, progress: Progress | None
+    ) -> tuple[Status, Program | None, float | None]:
+        begin = time.monotonic()
+        built = self.model(graph)
+        self.hint(built, graph, budget_bytes)
+        answer = built.model.solve(
+            budget_bytes - graph.resident_bytes,
+            time_limit_s=limit_s - (time.monotonic() - begin),
+            progress=progress,
+            workers=self.workers,
+            seed=self.seed,
+        )
+        return answer.status, _program(built, answer), answer.bound
+
+    def least(self, graph: Graph, limit_s: float) -> Program | None:
+        built = self.model(graph)
+        return _program(built, built.model.solve(None, time_limit_s=limit_s, seed=self.seed))
+
+
+@dataclass(frozen=True)
+class Monet(_SolvedExactly):
     """Recomputation and operator implementations chosen together, exactly (MONeT).
 
     Attributes:
@@ -210,25 +235,6 @@ class Monet(_GraphStrategy):
         """The program of a graph under these choices."""
         return MonetModel(graph, self.allowed)
 
-    def search(
-        self, graph: Graph, budget_bytes: int, limit_s: float, progress: Progress | None
-    ) -> tuple[Status, Program | None, float | None]:
-        begin = time.monotonic()
-        built = self.model(graph)
-        self.hint(built, graph, budget_bytes)
-        answer = built.model.solve(
-            budget_bytes - graph.resident_bytes,
-            time_limit_s=limit_s - (time.monotonic() - begin),
-            progress=progress,
-            workers=self.workers,
-            seed=self.seed,
-        )
-        return answer.status, _program(built, answer), answer.bound
-
-    def least(self, graph: Graph, limit_s: float) -> Program | None:
-        built = self.model(graph)
-        return _program(built, built.model.solve(None, time_limit_s=limit_s, seed=self.seed))
-
     def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
         if self.choices in (Choices.ALL, Choices.CONV):
             return fastest_kernels(graph, program, budget_bytes)
@@ -246,7 +252,7 @@ def _kind(operator: Operator, name: str) -> Choices:
 
 
 @dataclass(frozen=True)
-class Checkmate(_GraphStrategy):
+class Checkmate(_SolvedExactly):
     """Checkmate's exact program: recomputation of any operator, one implementation each.
 
     Attributes:
@@ -260,24 +266,16 @@ class Checkmate(_GraphStrategy):
     features: ClassVar[frozenset[str]] = frozenset({"recompute"})
     references: ClassVar[tuple[str, ...]] = (CHECKMATE_PAPER,)
 
+    def model(self, graph: Graph) -> CheckmateModel:
+        """Checkmate's program of a graph."""
+        return CheckmateModel(graph)
+
     def search(
         self, graph: Graph, budget_bytes: int, limit_s: float, progress: Progress | None
     ) -> tuple[Status, Program | None, float | None]:
-        built = CheckmateModel(graph)
-        begin = time.monotonic()
-        self.hint(built, graph, budget_bytes)
-        answer = built.model.solve(
-            budget_bytes - graph.resident_bytes,
-            time_limit_s=limit_s - (time.monotonic() - begin),
-            progress=progress,
-            workers=self.workers,
-            seed=self.seed,
-        )
-        return answer.status, _program(built, answer), None if self.fastest else answer.bound
-
-    def least(self, graph: Graph, limit_s: float) -> Program | None:
-        built = CheckmateModel(graph)
-        return _program(built, built.model.solve(None, time_limit_s=limit_s, seed=self.seed))
+        status, program, bound_s = super().search(graph, budget_bytes, limit_s, progress)
+        # Kernels are chosen after the program: its bound is of the default ones.
+        return status, program, None if self.fastest else bound_s
 
     def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
         return fastest_kernels(graph, program, budget_bytes) if self.fastest else program

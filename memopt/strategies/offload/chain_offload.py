@@ -29,6 +29,19 @@ from memopt.strategies.offload.program import Transfers, best_program
 PAPER = "Optimal GPU-CPU Offloading Strategies (Beaumont, Eyraud-Dubois, Shilova, 2020)"
 
 
+def linked(strategy: Strategy, device: Device | None) -> Device:
+    """The device whose link the strategy plans for.
+
+    Raises:
+        ValueError: none is named.
+    """
+    if device is None:
+        raise ValueError(
+            f"{strategy.name} moves data: pass device=memopt.Device(to_host_bytes_per_s=...)"
+        )
+    return device
+
+
 @dataclass(frozen=True)
 class Choice:
     """What a strategy decides to move.
@@ -100,17 +113,10 @@ class ChainOffload(Strategy):
         progress: Progress | None = None,
     ) -> Solution:
         started = time.perf_counter()
-        reason = self.why_not(cost_model)
-        if reason is not None or not isinstance(cost_model, Chain):
-            raise ValueError(reason or f"{self.name} plans a chain")
-        if device is None:
-            raise ValueError(
-                f"{self.name} moves data: pass device=memopt.Device(to_host_bytes_per_s=...)"
-            )
-        problem = offload_problem(
-            cost_model, budget_bytes, device, offload_input=self.offload_input
-        )
-        resident = cost_model.resident_bytes
+        chain = self.taken(cost_model, Chain)
+        device = linked(self, device)
+        problem = offload_problem(chain, budget_bytes, device, offload_input=self.offload_input)
+        resident = chain.resident_bytes
         smallest = self.smallest_capacity(problem)
         if problem.capacity_bytes < smallest:
             return Solution(Status.INFEASIBLE, smallest_budget_bytes=resident + smallest)
@@ -118,8 +124,8 @@ class ChainOffload(Strategy):
         if problem.excess_bytes == 0:
             choice = Choice(Transfers((), ()))
         else:
-            choice = self.choose(cost_model, problem, device, Limits(time_limit_s, progress))
-        return _solution(cost_model, problem, device, choice, started)
+            choice = self.choose(chain, problem, device, Limits(time_limit_s, progress))
+        return _solution(chain, problem, device, choice, started)
 
     def _check_host(self, problem: OffloadProblem, resident_bytes: int) -> None:
         host = self.host_budget_bytes

@@ -21,7 +21,7 @@ from memopt.models.replay import Timeline, replay
 from memopt.models.stage_map import has_updates
 from memopt.models.validate import validate
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
-from memopt.strategies.offload.chain_offload import PAPER
+from memopt.strategies.offload.chain_offload import PAPER, linked
 from memopt.strategies.offload.dynprog import DynProg
 from memopt.strategies.offload.graph_problem import Gap, GraphProblem, graph_problem
 from memopt.strategies.offload.graph_schedule import Timing, schedule
@@ -76,21 +76,15 @@ class OffloadGraph(Strategy):
         progress: Progress | None = None,
     ) -> Solution:
         started = time.perf_counter()
-        reason = self.why_not(cost_model)
-        if reason is not None or not isinstance(cost_model, Graph):
-            raise ValueError(reason or f"{self.name} plans a graph")
-        if device is None:
-            raise ValueError(
-                f"{self.name} moves data: pass device=memopt.Device(to_host_bytes_per_s=...)"
-            )
-        problem = graph_problem(cost_model, device)
+        graph = self.taken(cost_model, Graph)
+        problem = graph_problem(graph, linked(self, device))
         budget = problem.peak_bytes if budget_bytes is None else budget_bytes
         if budget < problem.floor_bytes:
             return Solution(Status.INFEASIBLE, smallest_budget_bytes=problem.floor_bytes)
         deadline = math.inf if time_limit_s is None else started + time_limit_s
         search = _Search(problem, budget, self.host_budget_bytes, deadline, progress)
         if problem.peak_bytes <= budget:
-            search.offer(store_all(cost_model), "nothing moves")
+            search.offer(store_all(graph), "nothing moves")
         else:
             try:
                 self._search(search)

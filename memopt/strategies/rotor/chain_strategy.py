@@ -51,12 +51,10 @@ class ChainStrategy(Strategy):
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> Solution:
-        reason = self.why_not(cost_model)
-        if reason is not None or not isinstance(cost_model, Chain):
-            raise ValueError(reason)
+        chain = self.taken(cost_model, Chain)
         started = time.monotonic()
         deadline = None if time_limit_s is None else started + time_limit_s
-        plans = self._plans(cost_model, deadline, progress)
+        plans = self._plans(chain, deadline, progress)
         stats = {**plans.stats, "solve_s": time.monotonic() - started}
         chosen = plans.at(budget_bytes)
         if chosen is None:
@@ -66,8 +64,8 @@ class ChainStrategy(Strategy):
                 stats=stats,
             )
         steps = steps_of(plans.codes[chosen])
-        timeline = replay_chain(cost_model, steps)
-        least = cost_model.compute_time_s
+        timeline = replay_chain(chain, steps)
+        least = chain.compute_time_s
         bound = timeline.time_s if plans.optimal else min(least, timeline.time_s)
         # Sums of floats in another order: a plan without recomputation is optimal all the same.
         optimal = plans.optimal or timeline.time_s <= least * (1 + 1e-12)
