@@ -1,6 +1,7 @@
 """Estimated against measured on this machine's CPU, for the fourteen model families.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.estimate_accuracy [--size paper] [--out FILE] [family...]
+    OMP_NUM_THREADS=1 python -m benchmarks.estimate_accuracy [--size paper] [--out FILE]
+        [--only FAMILY ...] [--resume FILE] [--fresh]
 
 For each family, in train mode with one thread:
 
@@ -13,6 +14,9 @@ For each family, in train mode with one thread:
 Times are CPU time of the one thread that works, best of several runs: on a shared machine, unlike
 wall-clock time, it does not count what other processes do. The device is calibrated by
 `memopt.measure_device` once, before any model is looked at.
+
+A finished family's row and the calibration are kept in a JSON file (--resume; in out/ by default)
+and not measured again: a run cut short, Ctrl-C included, writes what it has and is taken up.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ from __future__ import annotations
 import argparse
 import gc
 import platform
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +35,7 @@ from unittest import mock
 import torch
 from scipy.stats import spearmanr
 
+from benchmarks.kept import Kept
 from memopt.models.device import Device
 from memopt.models.liveness import store_all
 from memopt.models.replay import replay
@@ -232,27 +238,53 @@ def table(rows: list[Row], size: str, device: Device) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("families", nargs="*", help="names; all fourteen if none")
+def kept_rows(options: argparse.Namespace) -> tuple[Kept[Row], Device]:
+    """What earlier runs finished, and the calibration that it was estimated with."""
+    path = options.resume or Path(f"out/estimate_accuracy-{options.size}.json")
+    settings = {"size": options.size, "environment": environment(CPU)}
+    kept = Kept(path, Row, settings, fresh=options.fresh)
+    if "device" not in kept.shared:
+        kept.shared["device"] = asdict(calibrated())
+        kept.write()
+    return kept, Device(**kept.shared["device"])
+
+
+def main() -> int:
+    """Run from the command line; 130 if interrupted."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.estimate_accuracy")
+    every = [family.name for family in FAMILIES]
+    parser.add_argument("--only", nargs="+", metavar="FAMILY", choices=every, default=every)
     parser.add_argument("--size", choices=("tiny", "paper"), default="paper")
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--resume", type=Path, help="JSON file of finished rows; out/... by default"
+    )
+    parser.add_argument("--fresh", action="store_true", help="drop the rows kept so far")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    device = calibrated()
-    rows = []
-    for family in [get(name) for name in options.families] or FAMILIES:
-        batch = BATCHES[options.size].get(family.name, OTHER_BATCH[options.size])
-        rows.append(row(family, options.size, batch, device))
-        print(" | ".join(rows[-1].cells()), flush=True)
-        gc.collect()
-        if options.out:
-            # After every family: a long run that is cut short leaves what it has.
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(table(rows, options.size, device), encoding="utf-8")
-    print(table(rows, options.size, device))
+    kept, device = kept_rows(options)
+    try:
+        for name in kept.missing(options.only, print):
+            batch = BATCHES[options.size].get(name, OTHER_BATCH[options.size])
+            kept.add(name, [row(get(name), options.size, batch, device)])
+            print(" | ".join(kept.rows[name][0].cells()), flush=True)
+            gc.collect()
+            write(kept, every, device, options)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command takes up what {kept.path} keeps")
+        return 130
+    print(write(kept, every, device, options))
+    return 0
+
+
+def write(kept: Kept[Row], every: list[str], device: Device, options: argparse.Namespace) -> str:
+    """The page of all kept rows, written to --out if there is one."""
+    text = table(kept.ordered(every), options.size, device)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text, encoding="utf-8")
+    return text
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,10 +1,14 @@
 """Peers' measured peaks and step times, and memopt's best plan at each of these peaks.
 
-    python -m benchmarks.peers [NAME ...] [--rounds 7] [--threads 1] [--compile 1.0 0.5] [--out F]
+    python -m benchmarks.peers [--only NAME ...] [--rounds 7] [--threads 1] [--compile 1.0 0.5]
+        [--out FILE] [--resume FILE] [--fresh]
 
 Peaks exclude what is resident (parameters, inputs). All steps of a model are timed interleaved.
 Compiled peers run fused kernels: each is compared by its overhead over its own store-all
 (`torch.compile` with budget 1.0), memopt's by its overhead over memopt's store-all.
+
+A finished model's rows are kept in a JSON file (--resume; in out/ by default) and not measured
+again: a run cut short, Ctrl-C included, writes what it has and is taken up.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from pathlib import Path
 import torch
 
 import memopt
+from benchmarks.kept import Kept
 from benchmarks.peers.check import outcome, verdict
 from benchmarks.peers.contests import CONTESTS, Contest, build
 from benchmarks.peers.peers import compiled, eager_peers
@@ -168,28 +173,53 @@ def page(rows: list[Row], command: str, threads: int, rounds: int) -> str:
     )
 
 
-def main() -> None:
-    """Measure, print, and write after every model."""
+def parsed() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers")
-    parser.add_argument("names", nargs="*", choices=[*CONTESTS, []], default=[])
+    every = list(CONTESTS)
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=every, default=every)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", type=float, nargs="*", default=[1.0, 0.5])
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    parser.add_argument("--resume", type=Path, default=Path("out/peers.json"), help="finished rows")
+    parser.add_argument("--fresh", action="store_true", help="drop the rows kept so far")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measure, print, and write after every model; 130 if interrupted."""
+    options = parsed()
     torch.set_num_threads(options.threads)
-    rows: list[Row] = []
-    for name in options.names or CONTESTS:
-        found = contest_rows(build(name), options.rounds, tuple(options.compile))
-        print(table(found), flush=True)
-        rows += found
-        if options.out is not None:
-            command = " ".join(["python -m benchmarks.peers", *sys.argv[1:]])
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(page(rows, command, options.threads, options.rounds))
+    settings = {
+        "torch": torch.__version__,
+        **{name: getattr(options, name) for name in ("rounds", "threads", "compile")},
+    }
+    kept = Kept(options.resume, Row, settings, fresh=options.fresh)
+    try:
+        for name in kept.missing(options.only, print):
+            kept.add(name, contest_rows(build(name), options.rounds, tuple(options.compile)))
+            print(table(kept.rows[name]), flush=True)
+            write(kept.ordered(CONTESTS), options)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command takes up what {kept.path} keeps")
+        return 130
+    rows = kept.ordered(CONTESTS)
+    write(rows, options)
     overall = statistics.median(row.ours_over_peer for row in rows if not row.reason)
     print(f"\nmedian of memopt / peer over {len(rows)} cells: {overall:.3f}")
+    return 0
+
+
+def write(rows: list[Row], options: argparse.Namespace) -> None:
+    """The page of these rows, to --out if there is one."""
+    if options.out is None:
+        return
+    shown = f"--rounds {options.rounds} --threads {options.threads} --compile "
+    command = f"python -m benchmarks.peers {shown}" + " ".join(map(str, options.compile))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(page(rows, command, options.threads, options.rounds), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
