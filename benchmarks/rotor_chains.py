@@ -26,15 +26,16 @@ BATCH = 8
 """The largest batch of Rotor's figures 6 and 7, taken for every model."""
 
 
-def estimated_chain(name: str, pixels: int, folder: Path | None) -> Chain:
+def estimated_chain(name: str, pixels: int, folder: Path | None, batch: int = BATCH) -> Chain:
     """The chain of a model's step at its published size, read from `folder` if it is there.
 
     Args:
         name: a family or variant of the zoo.
         pixels: the images' height and width; 0: the family's own inputs.
         folder: where captured chains are kept; None: capture anew.
+        batch: examples in a step.
     """
-    path = None if folder is None else folder / f"{name}-{pixels}-b{BATCH}.json"
+    path = None if folder is None else folder / f"{name}-{pixels}-b{batch}.json"
     if path is not None and path.exists():
         found = loads(path.read_bytes())
         if isinstance(found, Chain):
@@ -43,7 +44,7 @@ def estimated_chain(name: str, pixels: int, folder: Path | None) -> Chain:
     with torch.device("meta"):
         model = family.build("paper")
     inputs = (
-        (torch.zeros(BATCH, 3, pixels, pixels),) if pixels else family.inputs("paper", batch=BATCH)
+        (torch.zeros(batch, 3, pixels, pixels),) if pixels else family.inputs("paper", batch=batch)
     )
     graph = memopt.profile(model, inputs, device=DEVICE, mode="estimate", progress=False)
     chain = linearize(graph).chain

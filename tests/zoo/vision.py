@@ -150,6 +150,7 @@ FAMILIES: tuple[Family, ...] = (
 
 VARIANTS: tuple[Family, ...] = (
     _cnn("resnet18", models.resnet18, 8, "batchnorm"),
+    _cnn("resnet34", models.resnet34, 8, "batchnorm"),
     _cnn("resnet101", models.resnet101, 8, "batchnorm"),
     _cnn("resnet152", models.resnet152, 8, "batchnorm"),
     Family("resnet1001", make_resnet1001, images(32), class_loss, frozenset({"cnn", "batchnorm"})),

@@ -1,0 +1,267 @@
+"""The page of `benchmarks.offload_paper`: tables beside the paper's statements, and figures."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.offload_rows import MODELS, Row, ratios, rises, slower
+
+NAMES = ("greedy", "paper's dynprog", "dynprog", "vdnn", "tflms", "autoswap")
+PAPER_RATIO = 1.2
+"""§6.2: DynProg's ratio is "consistently" below it."""
+LISTED = 40
+"""Exceptions named one by one; the rest are counted."""
+STYLES = {
+    "greedy": "C0.-",
+    "paper's dynprog": "C3.-",
+    "dynprog": "C1.-",
+    "vdnn": "C2.-",
+    "tflms": "C5x",
+    "autoswap": "C4:",
+}
+
+
+def page(rows: list[Row], command: str, images: Sequence[Path]) -> str:
+    """The whole page."""
+    main = [row for row in rows if not row.own]
+    own = [row for row in rows if row.own]
+    parts = [
+        "# Offloading's experiments (§6), estimated",
+        _setting(main, own, command),
+        "## Time over the lower bound",
+        _table(main),
+        _statements(main),
+        "## DynProg and VDNN",
+        _exceptions(main),
+        "## Families",
+        _families(main),
+        "## More memory, more time",
+        _monotonic(main),
+    ]
+    if own:
+        parts += ["## DenseNets with memopt's own stages", _own(own)]
+    parts += ["## Figures", _captions(images)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _setting(main: Sequence[Row], own: Sequence[Row], command: str) -> str:
+    chains = {(r.family, r.depth, r.image, r.batch): r.stages for r in main}
+    batches = {image: sorted({k[3] for k in chains if k[2] == image}) for image in (224, 500, 1000)}
+    sizes = "; ".join(f"{i}: {', '.join(map(str, found))}" for i, found in batches.items() if found)
+    return (
+        f"`{command}`. {len(chains)} chains of {min(chains.values())} to {max(chains.values())} "
+        f"stages, {len(main)} cells (a chain under a budget; {len(own)} more with other stages). "
+        "V100-PCIe in estimate mode (no GPU is involved), one link of 12.2 GB/s for both "
+        f"directions, as in the paper. Batch sizes by image size: {sizes}. Budgets: equally "
+        "spaced from the floor to M_peak. Solved with 500 slots.\n\n"
+        '"paper\'s dynprog" is `DynProg(refine=False)`, Algorithm 1 and nothing else; "dynprog" '
+        "is memopt's default, which goes on with a local search for whole transfers. The bound is "
+        "max(Proposition 3, fractional optimum), where the paper has Proposition 3 alone: ours is "
+        "never smaller.\n\n"
+        "Three models of the same decisions: *interruptible* is what the paper's recurrences "
+        "price (one link, data moving and memory returning during operations); *whole* its "
+        "Problem 1 (memory returns when a transfer ends); *program* what memopt runs (transfers "
+        "begin and end at instruction boundaries)."
+    )
+
+
+def _cell(values: Sequence[float]) -> str:
+    return f"{statistics.mean(values):.3f} / {max(values):.3f}" if values else "-"
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [
+        "Mean / largest ratio over the cells in which the strategy has a plan.",
+        "",
+        "| strategy | cells | " + " | ".join(MODELS) + " | seconds to solve: mean / most |",
+        "|" + "---|" * (len(MODELS) + 3),
+    ]
+    for name in NAMES:
+        found = {model: ratios(rows, name, model) for model in MODELS}
+        if not found["whole"]:
+            continue
+        seconds = [r.times_s[name][len(MODELS)] for r in rows if name in r.times_s]
+        cells = [str(len(seconds)), *map(_cell, found.values()), _cell(seconds)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", "Seconds: one thread of a shared machine, the replays included."])
+
+
+def _statements(rows: Sequence[Row]) -> str:
+    """The paper's sentences of §6.2 in our words, with what we find."""
+    plain, better = (ratios(rows, name, "interruptible") for name in ("paper's dynprog", "dynprog"))
+    whole = ratios(rows, "dynprog", "whole")
+    both, worse = slower(rows, "greedy", "vdnn", "interruptible")
+    tflms = ratios(rows, "tflms", "interruptible")
+    possible = [r for r in rows if r.stages <= 128]
+    near, same = _autoswap(rows)
+    dense = [r for r in rows if r.family == "densenet"]
+    gain = [ratios(dense, name, "interruptible") for name in ("greedy", "paper's dynprog")]
+    below = sum(value < PAPER_RATIO for value in plain)
+    lines = [
+        "| the paper (§6.2) | here |",
+        "|---|---|",
+        f"| DynProg's ratio is consistently below {PAPER_RATIO} | paper's dynprog: "
+        f"{below} of {len(plain)} cells below, mean {statistics.mean(plain):.3f}, most "
+        f"{max(plain):.3f}; dynprog: mean {statistics.mean(better):.3f}, most {max(better):.3f}; "
+        f"with whole transfers {_cell(whole)} |",
+        "| Greedy and DynProg outperform VDNN in all cases | DynProg: below; Greedy is slower "
+        f"than VDNN in {len(worse)} of {both} cells |",
+    ]
+    if dense:
+        lines.append(
+            "| DynProg is nearly optimal on the DenseNets, where Greedy is not | Greedy "
+            f"{_cell(gain[0])}, paper's dynprog {_cell(gain[1])} |"
+        )
+    lines += [
+        "| TFLMS cannot go to low memory | it has a plan in "
+        f"{len(tflms)} of {len(possible)} cells |",
+        f"| AutoSwap often finds Greedy's solution | the same time within 0.1% in {same} of "
+        f"{near} cells |",
+    ]
+    return "\n".join(lines)
+
+
+def _autoswap(rows: Sequence[Row]) -> tuple[int, int]:
+    pairs = [
+        (row.times_s["autoswap"][0], row.times_s["greedy"][0])
+        for row in rows
+        if "autoswap" in row.times_s and "greedy" in row.times_s
+    ]
+    return len(pairs), sum(abs(a - b) <= 1e-3 * b for a, b in pairs)
+
+
+def _exceptions(rows: Sequence[Row]) -> str:
+    """Where DynProg is slower than VDNN, model by model."""
+    lines = ["| | no slower than VDNN | worst |", "|---|---|---|"]
+    listed: list[str] = []
+    for name, model in itertools.product(("paper's dynprog", "dynprog"), MODELS):
+        both, worse = slower(rows, name, "vdnn", model)
+        if not both:
+            continue
+        most = max((quotient for _, quotient in worse), default=1.0)
+        lines.append(f"| {name}, {model} | {1 - len(worse) / both:.2%} of {both} | {most:.4f} |")
+        if model != "whole":
+            listed += [f"- {name}, {model}: {row}: {quotient:.4f}" for row, quotient in worse]
+    if listed:
+        lines += ["", "Exceptions (time over VDNN's; the interruptible model and the programs):"]
+        lines += ["", *listed[:LISTED]]
+        if len(listed) > LISTED:
+            lines.append(f"- and {len(listed) - LISTED} more")
+    return "\n".join(lines)
+
+
+def _families(rows: Sequence[Row]) -> str:
+    head = ("greedy", "paper's dynprog", "dynprog", "vdnn")
+    lines = [
+        "Mean / largest ratio in the interruptible model; dynprog also as programs.",
+        "",
+        "| network | image | stages | " + " | ".join(head) + " | dynprog: program |",
+        "|" + "---|" * (len(head) + 4),
+    ]
+    keys = dict.fromkeys((r.network, r.image, r.stages) for r in rows)
+    for network, image, stages in keys:
+        found = [r for r in rows if (r.network, r.image, r.stages) == (network, image, stages)]
+        cells = [_cell(ratios(found, name, "interruptible")) for name in head]
+        cells.append(_cell(ratios(found, "dynprog", "program")))
+        lines.append(f"| {network} | {image} | {stages} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _monotonic(rows: Sequence[Row]) -> str:
+    lines = [
+        "How often the next larger budget of a chain takes longer. The optimum never does; rounded "
+        "to slots, and for heuristics, it may.",
+        "",
+        "| strategy | " + " | ".join(MODELS) + " |",
+        "|" + "---|" * (len(MODELS) + 1),
+    ]
+    for name in NAMES:
+        counts = [rises(rows, name, model) for model in MODELS]
+        if counts[0][1]:
+            lines.append(f"| {name} | {' | '.join(f'{a} of {b}' for a, b in counts)} |")
+    return "\n".join(lines)
+
+
+def _own(rows: Sequence[Row]) -> str:
+    return (
+        "The paper's virtual layers make a dense layer one stage. memopt finds four, so that a "
+        f"chain has {min(r.stages for r in rows)} to {max(r.stages for r in rows)} stages, and "
+        "500 slots are few for so many activations: the paper, too, finds that its rounding "
+        "costs most on deep networks (§7).\n\n" + _table(rows) + "\n\n" + _exceptions(rows)
+    )
+
+
+def _captions(images: Sequence[Path]) -> str:
+    return "\n\n".join(f"![{image.stem.replace('_', ' ')}]({image.name})" for image in images)
+
+
+def pictures(rows: Sequence[Row], out: Path) -> list[Path]:
+    """Write the figures beside `out`; their paths, in the paper's order."""
+    main = [row for row in rows if not row.own]
+    groups: list[tuple[str, list[Row]]] = []
+    chosen = [r for r in main if r.image == 224 and r.batch == max(x.batch for x in main)]
+    groups.append(("fig5", chosen))
+    number = 6
+    for family in ("resnet", "densenet"):
+        for image in (224, 500, 1000):
+            own = [r for r in main if (r.family, r.image) == (family, image)]
+            groups.append((f"fig{number}", own))
+            number += 1
+    groups.append(("fig12", [r for r in main if r.family == "inception"]))
+    written = []
+    for name, found in groups:
+        if found:
+            path = out.with_name(f"{out.stem}_{name}.png")
+            _figure(found, path, scaled=name != "fig5")
+            written.append(path)
+    return written
+
+
+def _figure(rows: Sequence[Row], path: Path, *, scaled: bool) -> None:
+    """Ratio over budget, a panel for each chain."""
+    keys = list(dict.fromkeys((r.network, r.image, r.batch) for r in rows))
+    keys.sort(key=lambda key: (key[1], key[2]))
+    across = min(5, len(keys))
+    down = -(-len(keys) // across)
+    figure = Figure(figsize=(2.7 * across, 2.2 * down + 0.6), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False).ravel()
+    for ax, key in zip(axes, keys, strict=False):
+        found = [r for r in rows if (r.network, r.image, r.batch) == key]
+        _panel(ax, found, scaled=scaled)
+        ax.set_title(f"{key[0]}, {key[1]}², batch {key[2]}", fontsize=8)
+        ax.tick_params(labelsize=7)
+    for ax in axes[len(keys) :]:
+        ax.set_axis_off()
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=7, fontsize=8)
+    budget = "0% the floor, 100% M_peak" if scaled else "GiB, resident included"
+    figure.supxlabel(f"budget: {budget}", fontsize=8)
+    figure.supylabel("time over the bound", fontsize=8)
+    figure.savefig(path, dpi=75)
+
+
+def _panel(ax: Axes, rows: Sequence[Row], *, scaled: bool) -> None:
+    def at(row: Row) -> float:
+        return 100 * row.share if scaled else row.budget_bytes / 2**30
+
+    for name in NAMES:
+        points = [(at(r), found) for r in rows if (found := r.ratio(name, MODELS[0])) is not None]
+        ax.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            STYLES[name],
+            label=name,
+            linewidth=1,
+            markersize=4,
+        )
+    program = [(at(r), found) for r in rows if (found := r.ratio("dynprog", "program")) is not None]
+    ax.plot(
+        [x for x, _ in program], [y for _, y in program], "k--", linewidth=0.8, label="its program"
+    )
+    ax.set_ylim(0.98, 1.6)
