@@ -10,12 +10,18 @@ from torch.fx import Node
 
 from memopt.implementations import (
     activations,
+    attention,
     clipped,
     convolution,
+    convolution_fft,
+    convolution_gemm,
+    convolution_library,
     cross_entropy,
     dropout,
+    group_norm,
     norms,
     pooling,
+    smooth,
 )
 from memopt.implementations.site import Attach, Sites
 from memopt.models.device import Device
@@ -33,8 +39,14 @@ FAMILIES: tuple[tuple[str, Attach], ...] = (
     ("dropout", dropout.attach),
     ("pooling", pooling.attach),
     ("activations", activations.attach),
+    ("smooth", smooth.attach),
     ("norms", norms.attach),
+    ("group norm", group_norm.attach),
     ("convolution", convolution.attach),
+    ("convolution by products", convolution_gemm.attach),
+    ("convolution by transforms", convolution_fft.attach),
+    ("convolution by libraries", convolution_library.attach),
+    ("attention", attention.attach),
     ("cross-entropy", cross_entropy.attach),
 )
 """(name, what attaches it): adding a family is a file and a row here."""
@@ -151,7 +163,10 @@ def _figures(
 def _estimated_s(node: Node, device: Device) -> float:
     """Roofline time of an alternative, seconds: of the calls it is like, or of its own bytes."""
     like = node.meta["memopt_like"] or ((node, 1.0),)
-    return sum(
+    scratch_s: float = node.meta["memopt_moved_bytes"] / (
+        device.memory_bytes_per_s * device.memory_fraction
+    )
+    return scratch_s + sum(
         share * work_time_s(work(signature(one), describe_value(one)), device)
         for one, share in like
     )

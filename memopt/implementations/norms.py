@@ -24,7 +24,8 @@ LIMIT = 100.0
 """The largest |b/w|: x̂ is then off by at most 2.4e-5 + 1.2e-7·|x̂| in float32."""
 
 
-def _channels(value: torch.Tensor | None, like: torch.Tensor) -> Any:
+def channels(value: torch.Tensor | None, like: torch.Tensor) -> Any:
+    """A value per channel, to go with `like`."""
     return None if value is None else value.view(1, -1, *[1] * (like.ndim - 2))
 
 
@@ -40,7 +41,7 @@ def invertible(weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
     return bool(fine.all())
 
 
-def _normalised(y: torch.Tensor, weight: Any, bias: Any, shaped: Any) -> torch.Tensor:
+def normalised(y: torch.Tensor, weight: Any, bias: Any, shaped: Any) -> torch.Tensor:
     """x̂ from the output, in one tensor of scratch memory.
 
     Raises:
@@ -59,7 +60,7 @@ def _normalised(y: torch.Tensor, weight: Any, bias: Any, shaped: Any) -> torch.T
 def _batch_backward(
     g: torch.Tensor, y: torch.Tensor, weight: Any, bias: Any, inverse: Any, eps: float, mask: Any
 ) -> Any:
-    x = _normalised(y, weight, bias, lambda v: _channels(v, y)).div_(_channels(inverse, y))
+    x = normalised(y, weight, bias, lambda v: channels(v, y)).div_(channels(inverse, y))
     # The input less its mean: only that difference counts, and adding the mean would round it.
     mean = torch.zeros_like(inverse)
     return ATEN.native_batch_norm_backward(g, x, weight, None, None, mean, inverse, True, eps, mask)
@@ -68,13 +69,13 @@ def _batch_backward(
 def _batch_again(x: torch.Tensor, weight: Any, bias: Any, mean: Any, inverse: Any) -> Any:
     scale = inverse if weight is None else inverse * weight
     shift = -mean * scale if bias is None else bias - mean * scale
-    return torch.addcmul(_channels(shift, x), x, _channels(scale, x))
+    return torch.addcmul(channels(shift, x), x, channels(scale, x))
 
 
 def _layer_backward(
     g: torch.Tensor, y: torch.Tensor, shape: Any, inverse: Any, weight: Any, bias: Any, mask: Any
 ) -> Any:
-    x = _normalised(y, weight, bias, lambda v: v).div_(inverse)
+    x = normalised(y, weight, bias, lambda v: v).div_(inverse)
     mean = torch.zeros_like(inverse)
     return ATEN.native_layer_norm_backward(g, x, shape, mean, inverse, weight, bias, mask)
 

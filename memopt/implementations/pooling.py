@@ -1,5 +1,5 @@
 """Max pooling with an 8-bit index inside the window; pooling backwards without the input, which
-ATen's read for its shape only."""
+ATen's read for its shape only, or without an index, from the input alone."""
 
 from __future__ import annotations
 
@@ -88,8 +88,20 @@ def _backward_without_input(
     return ATEN.max_pool2d_with_indices_backward(g, like, *arguments, index)
 
 
+def _backward_again(g: torch.Tensor, x: torch.Tensor, *arguments: Any) -> Any:
+    result = torch.empty_like(x)
+    # Image by image, so that neither the maxima nor their indices exist whole.
+    for i in range(len(x)):
+        _, index = ATEN.max_pool2d_with_indices(x[i : i + 1], *arguments)
+        result[i : i + 1] = ATEN.max_pool2d_with_indices_backward(
+            g[i : i + 1], x[i : i + 1], *arguments, index
+        )
+    return result
+
+
 FORWARD = Kernel("max_pool.index8", _forward)
 BACKWARD = Kernel("max_pool_backward.index8", _backward)
+AGAIN = Kernel("max_pool_backward.recomputed", _backward_again)
 SHAPE_ONLY = Kernel("max_pool_backward.shape_only", _backward_without_input)
 
 
@@ -106,11 +118,16 @@ def attach(sites: Sites) -> None:
             continue
         shape = tuple(value_of(x).shape)
         sites.add(backward, "shape only", SHAPE_ONLY, (g, index, shape, *arguments))
+        image_bytes = value_of(x)[0].numel() * value_of(x).element_size()
+        value = value_of(forward)[0]
+        # One image's maxima, their indices and the gradient of its input.
+        one = value[0].numel() * (value.element_size() + 8) + image_bytes
+        like = ((forward, 1.0), (backward, 1.0))
+        sites.add(backward, "recomputed", AGAIN, (g, x, *arguments), workspace_bytes=one, like=like)
         result = sites.result(forward, 0)
         window_h, window_w = _pair(arguments[0])
         if result is None or window_h * window_w > 256:
             continue
-        value = value_of(forward)[0]
         place = sites.extra(
             f"{forward.name}__index8", value.new_empty(value.shape, dtype=torch.uint8)
         )
@@ -118,7 +135,6 @@ def attach(sites: Sites) -> None:
         scratch = 4 * 8 * value[0].numel() + value.untyped_storage().nbytes() + value.numel()
         given = (forward.args[0], *arguments)
         sites.add(forward, "index8", FORWARD, given, (result, place), workspace_bytes=scratch)
-        image_bytes = value_of(x)[0].numel() * value.element_size()
         sites.add(
             backward,
             "index8",

@@ -43,6 +43,11 @@ class Sites:
         self._bases = dict(lowering.bases)
         self._operator = {node: i for i, node in enumerate(lowering.nodes)}
 
+    @property
+    def cuda_blocks(self) -> bool:
+        """Whether sizes are those of CUDA's allocator; estimates for it trace on the CPU."""
+        return self._block_bytes > 1
+
     def calls(self, *targets: str) -> Iterator[Node]:
         """Kernel calls of the given targets, "aten.relu.default", in the graph's order."""
         for node in self._lowering.nodes:
@@ -89,6 +94,7 @@ class Sites:
         workspace_bytes: int = 0,
         exact: bool = True,
         like: tuple[tuple[Node, float], ...] = (),
+        moved_bytes: int = 0,
         requires: tuple[Callable[..., bool], tuple[Any, ...]] | None = None,
     ) -> None:
         """One alternative of a kernel call.
@@ -104,6 +110,7 @@ class Sites:
             exact: whether results are the operator's bit for bit.
             like: for estimates: the calls whose work it does, and the share of each; (): its
                 time is that of moving its arguments and results.
+            moved_bytes: for estimates: scratch memory read and written beside what `like` moves.
             requires: (a test, its arguments): the values of parameters must pass it for the
                 alternative to be chosen; the kernel itself must check them again when it runs.
         """
@@ -119,6 +126,7 @@ class Sites:
                 None if r is None else self._storages[r][0] for r in results
             )
         call.meta["memopt_like"] = like
+        call.meta["memopt_moved_bytes"] = moved_bytes
         call.meta["memopt_requires"] = requires
         index = self._operator[operator]
         resident = self._lowering.graph.resident

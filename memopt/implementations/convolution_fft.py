@@ -1,0 +1,142 @@
+"""Convolutions as products of Fourier transforms: fewest operations for wide windows, and the
+largest workspace (the spectra of images, weights and results).
+
+With images padded to H rows, a circular transform of length H gives the rows that a convolution
+of stride 1 has; the others, wrapped, are cut off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.nn import functional
+
+from memopt.implementations.convolution_gemm import plain
+from memopt.implementations.kernel import Kernel
+from memopt.implementations.site import Sites, value_of
+
+_SMALLEST_WINDOW = 9
+"""Positions of a window below which the transforms cost more than they save."""
+
+
+def _spectrum(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """[frequencies, first, second] of a tensor [first, second, rows, columns]."""
+    found: torch.Tensor = torch.fft.rfft2(x, s=size)
+    return found.permute(2, 3, 0, 1).reshape(-1, *x.shape[:2])
+
+
+def _back(spectrum: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    shape = (size[0], size[1] // 2 + 1, *spectrum.shape[1:])
+    found: torch.Tensor = torch.fft.irfft2(spectrum.view(shape).permute(2, 3, 0, 1), s=size)
+    return found
+
+
+def _padded(x: torch.Tensor, padding: Any) -> tuple[torch.Tensor, tuple[int, int]]:
+    rows, columns = padding
+    wide = functional.pad(x, (columns, columns, rows, rows))
+    return wide, (wide.shape[2], wide.shape[3])
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, bias: Any, shape: Any, padding: Any) -> Any:
+    wide, size = _padded(x, padding)
+    filters = _spectrum(weight, size).conj().transpose(1, 2)
+    found = _back(_spectrum(wide, size) @ filters, size)[..., : shape[2], : shape[3]]
+    return found.contiguous() if bias is None else found + bias.view(-1, 1, 1)
+
+
+def _input_gradient(g: torch.Tensor, weight: torch.Tensor, shape: Any, padding: Any) -> Any:
+    size = (shape[2] + 2 * padding[0], shape[3] + 2 * padding[1])
+    found = _back(_spectrum(g, size) @ _spectrum(weight, size), size)
+    rows = slice(padding[0], padding[0] + shape[2])
+    columns = slice(padding[1], padding[1] + shape[3])
+    return (found[..., rows, columns].contiguous(),)
+
+
+def _weight_gradient(bias: bool, g: torch.Tensor, x: torch.Tensor, shape: Any, padding: Any) -> Any:
+    wide, size = _padded(x, padding)
+    left = _spectrum(g, size).conj().transpose(1, 2)
+    found = _back(left @ _spectrum(wide, size), size)[..., : shape[2], : shape[3]].contiguous()
+    return (found, g.sum((0, 2, 3))) if bias else (found,)
+
+
+FORWARD = Kernel("convolution.fft", _forward)
+INPUT = Kernel("convolution_backward.input.fft", _input_gradient)
+WEIGHT = Kernel("convolution_backward.weight.fft", _weight_gradient)
+
+
+def fits(x: Any, weight: Any, steps: tuple[Any, Any, Any]) -> bool:
+    """Stride and dilation 1, single or double precision, a window worth it."""
+    stride, _, dilation = steps
+    return bool(
+        set(stride) == {1}
+        and set(dilation) == {1}
+        and value_of(x).dtype in (torch.float32, torch.float64)
+        and value_of(weight)[0, 0].numel() >= _SMALLEST_WINDOW
+    )
+
+
+def spectra_bytes(x: Any, weight: Any, y: Any, padding: Any) -> int:
+    """Of the three spectra: a complex number for two padded positions of every plane."""
+    rows, columns = x.shape[2] + 2 * padding[0], x.shape[3] + 2 * padding[1]
+    planes = x.shape[0] * x.shape[1] + weight.shape[0] * weight.shape[1] + y.shape[0] * y.shape[1]
+    return int(planes * rows * (columns // 2 + 1) * 2 * x.element_size())
+
+
+def attach(sites: Sites) -> None:
+    """Plain two-dimensional convolutions of stride 1 and windows of at least 3 × 3."""
+    for forward in sites.calls("aten.convolution.default"):
+        x, weight, bias, stride, padding, dilation, transposed, _, groups = forward.args
+        steps = (stride, padding, dilation)
+        if not plain(x, weight, transposed, groups) or not fits(x, weight, steps):
+            continue
+        if not value_of(forward).is_contiguous():
+            continue
+        spectra = spectra_bytes(value_of(x), value_of(weight), value_of(forward), padding)
+        sites.add(
+            forward,
+            "fft",
+            FORWARD,
+            (x, weight, bias, tuple(value_of(forward).shape), padding),
+            # Each spectrum and its copy in the order of frequencies.
+            workspace_bytes=2 * spectra,
+            exact=False,
+            like=((forward, 1.0),),
+            moved_bytes=4 * spectra,
+        )
+    for backward in sites.calls("aten.convolution_backward.default"):
+        _attach_backward(sites, backward)
+
+
+def _attach_backward(sites: Sites, backward: Node) -> None:
+    g, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = backward.args
+    needs: list[bool] = list(mask)  # type: ignore[arg-type]  # a list of booleans
+    if not (needs[0] and needs[1]) or not plain(x, weight, transposed, groups):
+        return
+    if not fits(x, weight, (stride, padding, dilation)) or not value_of(g).is_contiguous():
+        return
+    spectra = spectra_bytes(value_of(x), value_of(weight), value_of(g), padding)
+    results = [sites.result(backward, i) for i in range(3)]
+    sites.add(
+        backward,
+        "input gradient fft",
+        INPUT,
+        (g, weight, tuple(value_of(x).shape), padding),
+        (results[0],),
+        workspace_bytes=2 * spectra,
+        exact=False,
+        like=((backward, 0.5),),
+        moved_bytes=4 * spectra,
+    )
+    sites.add(
+        backward,
+        "weight gradient fft",
+        WEIGHT,
+        (needs[2], g, x, tuple(value_of(weight).shape), padding),
+        (results[1], results[2]) if needs[2] else (results[1],),
+        workspace_bytes=2 * spectra,
+        exact=False,
+        like=((backward, 0.5),),
+        moved_bytes=4 * spectra,
+    )
