@@ -6,12 +6,17 @@ that a planned step's device peak and host peak can both be measured without a G
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+
+from memopt.executor.recorder import Recorder
 
 
 @dataclass
@@ -65,8 +70,9 @@ def _empty_into(cell: list[np.ndarray], source: np.ndarray) -> None:
 class ThreadSwap:
     """Transfers by one worker thread, in order, as on a link."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder | None = None) -> None:
         self.account = HostAccount()
+        self._recorder = recorder
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memopt-swap")
 
     def lease(self) -> None:
@@ -86,15 +92,19 @@ class ThreadSwap:
         self.account.add(copy.buffer.nbytes)
         cell = [source]
         del source
-        copy.pending = self._worker.submit(_fill, copy.buffer, cell)
+        copy.pending = self._submit(_fill, True, copy.buffer, cell)
         return copy
 
-    def bring(self, copy: HostCopy) -> torch.Tensor:
-        """Allocate the device copy and start filling it; `wait` before the first read. The
-        worker runs in order, so a copy still on its way out arrives first."""
-        storage = torch.empty(copy.buffer.nbytes, dtype=torch.uint8).untyped_storage()
+    def bring(self, copy: HostCopy, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Allocate the device copy (or take the tensor given, which is all of its storage) and
+        start filling it; `wait` before the first read. The worker runs in order, so a copy still
+        on its way out arrives first."""
+        if into is None:
+            storage = torch.empty(copy.buffer.nbytes, dtype=torch.uint8).untyped_storage()
+        else:
+            storage = into.untyped_storage()
         tensor = torch.empty(0, dtype=copy.dtype).set_(storage, copy.offset, copy.size, copy.stride)
-        copy.pending = self._worker.submit(_empty_into, [_bytes_of(tensor)], copy.buffer)
+        copy.pending = self._submit(_empty_into, False, [_bytes_of(tensor)], copy.buffer)
         return tensor
 
     def wait(self, copy: HostCopy) -> None:
@@ -102,8 +112,14 @@ class ThreadSwap:
         pending, copy.pending = copy.pending, None
         try:
             if pending is not None:
-                pending.result()
+                with self._recorder.waiting() if self._recorder else contextlib.nullcontext():
+                    pending.result()
         finally:
             # A failed transfer's exception holds this frame: no way back to it may stay, or the
             # step's tensors would wait for the garbage collector.
             del pending
+
+    def _submit(self, copy: Callable[..., None], outward: bool, *arguments: Any) -> Future[None]:
+        if self._recorder is not None:
+            copy = self._recorder.timed(copy, outward)
+        return self._worker.submit(copy, *arguments)

@@ -12,6 +12,7 @@ is tested without a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,11 +20,15 @@ from typing import Any, Protocol
 
 import torch
 
+from memopt.executor.recorder import CudaClock, Recorder
 from memopt.executor.swap import HostAccount
 
 
 class Streams(Protocol):
     """A compute stream and two copy streams."""
+
+    def here(self) -> Any:
+        """The compute stream: the one that is current now."""
 
     def mark(self) -> Any:
         """An event recorded on the compute stream now."""
@@ -33,8 +38,8 @@ class Streams(Protocol):
     ) -> Any:
         """Copy bytes on the stream of the direction once the events are over; its end event."""
 
-    def wait(self, event: Any) -> None:
-        """Make the compute stream wait for an event."""
+    def wait(self, event: Any, home: Any) -> None:
+        """Make the compute stream wait for an event, and `home`, where that is another one."""
 
     def device_bytes(self, size_bytes: int) -> torch.Tensor:
         """New device memory, allocated on the compute stream."""
@@ -46,14 +51,18 @@ class Streams(Protocol):
 class CudaStreams:
     """`Streams` of one CUDA device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
         self._device = device
+        self._recorder = recorder
         self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
         self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
 
+    def here(self) -> Any:
+        return torch.cuda.current_stream(self._device)
+
     def mark(self) -> Any:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(self.here())
         return event
 
     def copy(
@@ -62,14 +71,24 @@ class CudaStreams:
         stream = self._out if outward else self._in
         for event in after:
             stream.wait_event(event)
+        begin = self._moment(stream)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         end = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
         end.record(stream)
+        if self._recorder is not None:
+            self._recorder.copied(outward, begin, self._moment(stream))
         return end
 
-    def wait(self, event: Any) -> None:
-        torch.cuda.current_stream(self._device).wait_event(event)
+    def _moment(self, stream: Any) -> Any:
+        """An event with a time, where the step is recorded."""
+        return None if self._recorder is None else CudaClock(self._device).on(stream)
+
+    def wait(self, event: Any, home: Any) -> None:
+        here = self.here()
+        here.wait_event(event)
+        if home != here:
+            home.wait_event(event)
 
     def device_bytes(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
@@ -83,10 +102,12 @@ class Lease:
     """One step's use of a pool; the pool is free again when the step's copies are gone."""
 
     pool: torch.Tensor
-    free: list[torch.Tensor]
+    streams: Streams
+    free: list[tuple[torch.Tensor, Any]]
 
     def __del__(self) -> None:
-        self.free.append(self.pool)
+        # The step's last copy has just been waited for, here: after this mark the pool is idle.
+        self.free.append((self.pool, self.streams.mark()))
 
 
 @dataclass
@@ -105,11 +126,14 @@ class PooledCopy:
     stored: Any = None
     held: torch.Tensor | None = field(default=None, repr=False)
     """The device side of the transfer under way: alive until the compute stream has waited."""
+    home: Any = None
+    """The compute stream that made `held`. Its memory goes back to that stream's allocator, so
+    that stream waits, too, if the copy dies elsewhere (in the garbage collector, say)."""
 
     def settle(self) -> None:
         """Let the compute stream wait for the transfer under way, if any."""
         if self.pending is not None:
-            self.streams.wait(self.pending)
+            self.streams.wait(self.pending, self.home)
             self.pending = None
             self.held = None
 
@@ -121,20 +145,24 @@ class PooledCopy:
 class StreamSwap:
     """out/bring/wait by events on streams, into a pool whose addresses the plan gives."""
 
-    def __init__(self, streams: Streams, pool_bytes: int) -> None:
+    def __init__(self, streams: Streams, pool_bytes: int, recorder: Recorder | None = None) -> None:
         self.account = HostAccount()
         self.pool_bytes = pool_bytes
         self._streams = streams
-        self._free: list[torch.Tensor] = []
+        self._recorder = recorder
+        self._free: list[tuple[torch.Tensor, Any]] = []
         self._lock = threading.Lock()
 
     def lease(self) -> Lease:
         """A pool for one step; a second one only if two steps are under way at once."""
         with self._lock:
-            pool = self._free.pop() if self._free else None
+            pool, idle = self._free.pop() if self._free else (None, None)
         if pool is None:
             pool = self._streams.host_bytes(self.pool_bytes)
-        return Lease(pool, self._free)
+        else:
+            # The step before may have run on another stream.
+            self._streams.wait(idle, self._streams.here())
+        return Lease(pool, self._streams, self._free)
 
     def out(
         self, tensor: torch.Tensor, address: int | None = None, lease: Lease | None = None
@@ -158,27 +186,31 @@ class StreamSwap:
             lease=lease,
         )
         self.account.add(count)
-        copy.held = source
+        copy.held, copy.home = source, self._streams.here()
         copy.pending = copy.stored = self._streams.copy(
             buffer, source, True, (self._streams.mark(),)
         )
         return copy
 
-    def bring(self, copy: PooledCopy) -> torch.Tensor:
-        """Allocate the device copy and start filling it; `wait` before the first read."""
+    def bring(self, copy: PooledCopy, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Allocate the device copy (or take the tensor given, which is all of its storage) and
+        start filling it; `wait` before the first read."""
         copy.settle()
-        flat = self._streams.device_bytes(copy.buffer.numel())
+        size_bytes = copy.buffer.numel()
+        flat = self._streams.device_bytes(size_bytes) if into is None else _flat(into)
         tensor = torch.empty(0, dtype=copy.dtype, device=flat.device)
         tensor.set_(flat.untyped_storage(), copy.offset, copy.size, copy.stride)
         copy.pending = self._streams.copy(
             flat, copy.buffer, False, (self._streams.mark(), copy.stored)
         )
+        copy.home = self._streams.here()
         copy.held = flat  # only now: a copy that could not start must not keep device memory
         return tensor
 
     def wait(self, copy: PooledCopy) -> None:
         """Let the compute stream wait until the last transfer of `copy` has ended."""
-        copy.settle()
+        with self._recorder.waiting() if self._recorder else contextlib.nullcontext():
+            copy.settle()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -79,10 +79,15 @@ def program_lanes(
     timeline: Timeline, graph: Graph, program: Iterable[Instruction], title: str = "predicted"
 ) -> StepLanes:
     """Lanes of a replayed program (`replay`)."""
-    names = [
+    names = instruction_names(graph, program)
+    return _lanes(timeline, names, lambda tensor: graph.tensors[tensor].name, title)
+
+
+def instruction_names(graph: Graph, program: Iterable[Instruction]) -> list[str]:
+    """The operators' names, and what the other instructions are."""
+    return [
         graph.operators[i.op].name if isinstance(i, Compute) else type(i).__name__ for i in program
     ]
-    return _lanes(timeline, names, lambda tensor: graph.tensors[tensor].name, title)
 
 
 def _lanes(

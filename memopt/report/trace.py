@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from os import PathLike
 from pathlib import Path
 
 from memopt.report.lanes import Lane, StepLanes
@@ -49,7 +50,7 @@ def trace_events(steps: Iterable[StepLanes]) -> list[dict[str, object]]:
     return events
 
 
-def write_trace(path: str | Path, *steps: StepLanes) -> None:
+def write_trace(path: str | PathLike[str], *steps: StepLanes) -> None:
     """Write a trace file of one or several steps.
 
     Args:

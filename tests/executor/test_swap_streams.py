@@ -37,6 +37,9 @@ class LateStreams:
         self.dead: list[str] = []
         self.copies = 0
 
+    def here(self) -> str:
+        return "compute"
+
     def mark(self) -> Event:
         return ("compute", 0)  # the compute stream runs at once: its events are over
 
@@ -51,7 +54,7 @@ class LateStreams:
         self.copies += 1
         return (name, len(self.queues[name]))
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Event, home: str = "compute") -> None:
         name, position = event
         if name == "compute":
             return

@@ -191,6 +191,9 @@ class BrokenStreams:
     def __init__(self) -> None:
         self.made: list[weakref.ref[Tensor]] = []
 
+    def here(self) -> str:
+        return "compute"
+
     def mark(self) -> None:
         """All is over at once."""
 
@@ -199,7 +202,7 @@ class BrokenStreams:
             raise LinkError("copy")
         target.copy_(source)
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: Any, home: Any) -> None:
         """Nothing is under way."""
 
     def device_bytes(self, size_bytes: int) -> Tensor:

@@ -1,0 +1,122 @@
+"""Recording when the instructions, waits and copies of a step begin and end.
+
+On CPU a clock is read around each of them, copies on the thread that makes them. On CUDA events
+are recorded on the streams and read when the step is over, so that the host never waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from memopt.models.recording import Occupied, Recorded
+
+
+class Clock(Protocol):
+    """Moments and the seconds between them."""
+
+    def now(self) -> Any:
+        """This moment on the compute stream."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Seconds from one moment to another, asked for when the step is over."""
+
+
+class HostClock:
+    """The host's clock, for steps on CPU."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class CudaClock:
+    """Events of one CUDA device; resolution about half a microsecond."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Any:
+        return self.on(torch.cuda.current_stream(self._device))
+
+    def on(self, stream: Any) -> Any:
+        """This moment on a stream."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
+        event.record(stream)
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        end.synchronize()
+        begin.synchronize()
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1e3
+
+
+class Recorder:
+    """Collects one step; made for one program, used for one step at a time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._spans: list[tuple[Occupied, int, Any, Any]] = []
+        self._position = 0
+        self._begin: Any = None
+
+    def begin(self, position: int) -> None:
+        """The instruction at a position of the program begins."""
+        self._position = position
+        self._begin = self.clock.now()
+
+    def end(self) -> None:
+        """The instruction that began last is over."""
+        self._spans.append((Occupied.COMPUTE, self._position, self._begin, self.clock.now()))
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The compute stream waits for a copy meanwhile; what it does next begins afterwards."""
+        begin = self.clock.now()
+        try:
+            yield
+        finally:
+            self._begin = self.clock.now()
+            self._spans.append((Occupied.WAIT, self._position, begin, self._begin))
+
+    def copied(self, outward: bool, begin: Any, end: Any) -> None:
+        """A copy that the instruction under way has queued, from one moment to another."""
+        what = Occupied.TO_HOST if outward else Occupied.FROM_HOST
+        self._spans.append((what, self._position, begin, end))
+
+    def timed(self, copy: Callable[..., None], outward: bool) -> Callable[..., None]:
+        """The same copy, recorded when it runs, for the instruction under way now."""
+        what = Occupied.TO_HOST if outward else Occupied.FROM_HOST
+        position = self._position
+
+        def run(*arguments: Any) -> None:
+            begin = self.clock.now()
+            copy(*arguments)
+            self._spans.append((what, position, begin, self.clock.now()))
+
+        return run
+
+    def take(self) -> tuple[Recorded, ...]:
+        """Everything recorded since the last `take`; times count from the first moment."""
+        spans, self._spans = self._spans, []
+        if not spans:
+            return ()
+        own = (Occupied.COMPUTE, Occupied.WAIT)
+        first = next(begin for what, _, begin, _ in spans if what in own)
+        seconds = self.clock.seconds
+        return tuple(
+            Recorded(what, position, seconds(first, begin), seconds(first, end))
+            for what, position, begin, end in spans
+        )
+
+
+def recorder_for(device: torch.device) -> Recorder:
+    """A recorder with the clock of a device."""
+    return Recorder(CudaClock(device) if device.type == "cuda" else HostClock())
