@@ -26,6 +26,7 @@ from memopt.implementations import (
 from memopt.implementations.site import Attach, Sites
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Tensor
+from memopt.models.variants import undominated
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.estimate import work_time_s
@@ -93,7 +94,7 @@ def with_implementations(
     )
     lowering = _allowed(lowering, profiled)
     figures = _figures(lowering, profiled.torch_device, device, options)
-    graph = _priced(profiled.graph, lowering, figures)
+    graph = _priced(profiled.graph, lowering, figures, pruned=device is not None)
     return replace(profiled, graph=graph, lowering=lowering)
 
 
@@ -173,9 +174,13 @@ def _estimated_s(node: Node, device: Device) -> float:
 
 
 def _priced(
-    graph: Graph, lowering: Lowering, figures: dict[tuple[int, str], tuple[float, int | None]]
+    graph: Graph,
+    lowering: Lowering,
+    figures: dict[tuple[int, str], tuple[float, int | None]],
+    pruned: bool,
 ) -> Graph:
-    """The priced graph with the lowering's extra tensors and alternatives."""
+    """The priced graph with the lowering's extra tensors and alternatives; `pruned`: without those
+    that others dominate. Measured ones all stay: near ties would change from run to run."""
     extras: tuple[Tensor, ...] = lowering.graph.tensors[len(graph.tensors) :]
     operators = []
     for i, (old, new) in enumerate(zip(graph.operators, lowering.graph.operators, strict=True)):
@@ -184,5 +189,6 @@ def _priced(
             time_s, workspace = figures[i, choice.name]
             known = choice.workspace_bytes if workspace is None else workspace
             choices.append(replace(choice, time_s=time_s, workspace_bytes=known))
-        operators.append(replace(old, implementations=tuple(choices)))
+        priced = replace(old, implementations=tuple(choices))
+        operators.append(replace(priced, implementations=undominated(priced)) if pruned else priced)
     return replace_graph(graph, tensors=(*graph.tensors, *extras), operators=operators)

@@ -30,7 +30,13 @@ def _forward(parts: int, x: torch.Tensor, *arguments: Any) -> Any:
     return result
 
 
-def _input_gradient(*arguments: Any) -> Any:
+def _input_gradient(g: torch.Tensor, shape: Any, *arguments: Any) -> Any:
+    # The input's values are not used (MONeT appendix C); oneDNN copies it all the same.
+    like = g.new_empty(()).expand(shape)
+    return ATEN.convolution_backward(g, like, *arguments, [True, False, False])[:1]
+
+
+def _input_gradient_of(*arguments: Any) -> Any:
     return ATEN.convolution_backward(*arguments, [True, False, False])[:1]
 
 
@@ -39,7 +45,8 @@ def _weight_gradient(bias: bool, *arguments: Any) -> Any:
 
 
 FORWARD = Kernel("convolution.split", _forward)
-INPUT = Kernel("convolution_backward.input", _input_gradient)
+INPUT = Kernel("convolution_backward.input.2", _input_gradient)
+KEEPING = Kernel("convolution_backward.input", _input_gradient_of)
 WEIGHT = Kernel("convolution_backward.weight", _weight_gradient)
 
 
@@ -68,7 +75,16 @@ def attach(sites: Sites) -> None:
         results = [sites.result(backward, i) for i in range(2 + bool(mask[2]))]  # type: ignore[index]  # as above
         bias = len(results) == 3
         half = ((backward, 0.5),)
-        sites.add(backward, "input gradient", INPUT, given, (results[0],), exact=False, like=half)
+        g, x, *more = given
+        if value_of(x).is_contiguous():
+            without = (g, tuple(value_of(x).shape), *more)
+            sites.add(
+                backward, "input gradient", INPUT, without, (results[0],), exact=False, like=half
+            )
+        else:
+            sites.add(
+                backward, "input gradient", KEEPING, given, (results[0],), exact=False, like=half
+            )
         sites.add(
             backward,
             "weight gradient",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memopt.errors import InvalidProgramError
-from memopt.models.graph import Operator
+from memopt.models.graph import Implementation, Operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,20 @@ class Variant:
     writes: tuple[int, ...]
     time_s: float
     workspace_bytes: int
+
+    @classmethod
+    def of(cls, figures: Operator | Variant) -> Variant:
+        """A Variant with these figures."""
+        return cls(figures.reads, figures.writes, figures.time_s, figures.workspace_bytes)
+
+    def as_good_as(self, other: Variant) -> bool:
+        """Whether it can stand in for the other at no cost in time or memory."""
+        return (
+            set(self.reads) <= set(other.reads)
+            and set(self.writes) == set(other.writes)
+            and self.time_s <= other.time_s
+            and self.workspace_bytes <= other.workspace_bytes
+        )
 
 
 def variant(operator: Operator, implementation: str | None) -> Operator | Variant:
@@ -46,3 +60,26 @@ def variant(operator: Operator, implementation: str | None) -> Operator | Varian
     raise InvalidProgramError(
         f"operator {operator.name!r} has no implementation {implementation!r}"
     )
+
+
+def undominated(operator: Operator) -> tuple[Implementation, ...]:
+    """The implementations that are better in something than every other, the default included:
+    with what they write, faster, with less scratch memory, with fewer reads, or exact."""
+    kept: list[Implementation] = []
+    known: list[tuple[Variant, bool]] = [(Variant.of(operator), True)]
+    for choice in operator.implementations:
+        known.append((Variant.of(variant(operator, choice.name)), choice.exact))
+    for position, choice in enumerate(operator.implementations, start=1):
+        own, exact = known[position]
+        others = (
+            other
+            for n, (other, precise) in enumerate(known)
+            if n != position
+            and (precise or not exact)
+            and other.as_good_as(own)
+            # Of two that are alike, the first stays.
+            and (n < position or not own.as_good_as(other) or (exact and not precise))
+        )
+        if next(others, None) is None:
+            kept.append(choice)
+    return tuple(kept)

@@ -271,5 +271,8 @@ def test_estimates_price_every_alternative() -> None:
     named = {c.name: (c, o) for o in profiled.graph.operators for c in o.implementations}
     assert len(named) >= 8
     assert all(c.time_s > 0 for c, _ in named.values())
-    choice, operator = named["split 2"]
-    assert choice.time_s >= operator.time_s
+    # An algorithm is never taken to be faster than the library's choice, and that needs no
+    # workspace here: so that none is better in anything.
+    assert not {"split 2", "gemm", "fft"} & set(named)
+    choice, operator = named["input gradient"]
+    assert choice.time_s == pytest.approx(operator.time_s / 2)
