@@ -1,0 +1,239 @@
+"""Orders and addresses of other strategies' plans (OLLA §1: combinable).
+
+    python -m benchmarks.olla_programs [--folder FOLDER] [--resume FILE] [--fresh]
+        [--batches 1 32] [--strategies rotor ...] [--out docs/results/olla_programs.md] [NAME ...]
+
+Steps up to the gradients (benchmarks.olla_graphs without their updates), planned by strategies
+that recompute or move tensors, at budgets floor + x (baseline - floor). Every plan is placed as it
+is, then reordered and placed again, and each result is validated. Captures and finished rows are
+kept, so that a run cut short goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import memopt
+from benchmarks.kept import Kept
+from benchmarks.olla_graphs import DEVICE, NAMES, graph_of, without_updates
+from benchmarks.olla_rows import TIME_LIMIT_S, warm_up
+from benchmarks.olla_tables import percent
+from memopt.models.graph import Graph
+from memopt.models.linearize import Linearization, linearize
+from memopt.models.presets import find_device
+from memopt.models.program import Compute, Program, SwapIn
+from memopt.models.replay import replay
+from memopt.plan import Plan
+from memopt.planning import solve
+from memopt.strategies import resolve
+from memopt.strategies.olla.arranging import arrange
+
+STRATEGIES = ("rotor", "rotor-free", "offload-graph", "dynprog")
+SHARES = (0.0, 0.25, 0.5, 0.75)
+
+
+@dataclass(frozen=True)
+class ProgramRow:
+    """One plan, placed, then reordered and placed.
+
+    Attributes:
+        share: x of its budget.
+        again: computations beyond one of every operator.
+        moved: tensors that come back from the host.
+        gap: of the plan's own addresses to their bound; `cpu_s` seconds.
+        order_gap: of the reordered plan's peak; `order_saved` the share of the peak it saves.
+        ordered_gap: of the reordered plan's addresses.
+        both_cpu_s: of ordering and placing.
+        fits: whether addresses, with what lies outside them, keep the budget: of the plan, and of
+            the reordered plan.
+    """
+
+    name: str
+    batch: int
+    strategy: str
+    share: float
+    again: int
+    moved: int
+    gap: float
+    cpu_s: float
+    order_gap: float
+    order_saved: float
+    ordered_gap: float
+    both_cpu_s: float
+    fits: list[bool]
+
+
+def rows_of(name: str, batch: int, strategy: str, folder: Path | None) -> list[ProgramRow]:
+    """One strategy's plans of one step."""
+    graph = without_updates(graph_of(name, batch, folder))
+    chosen = resolve(strategy)
+    view = linearize(graph) if chosen.needs == "chain" else None
+    floor = _plan(graph, strategy, "min", view)
+    if floor is None or floor.budget is None:
+        return []
+    rows, seen = [], set()
+    for share in SHARES:
+        moving = floor.baseline.peak_bytes - floor.budget
+        plan = _plan(graph, strategy, int(floor.budget + share * moving), view)
+        if plan is not None and plan.program is not None and plan.program not in seen:
+            seen.add(plan.program)
+            rows.append(_row(name, batch, strategy, share, graph, plan))
+    return rows
+
+
+def _plan(
+    graph: Graph, strategy: str, budget: int | str, view: Linearization | None
+) -> Plan | None:
+    """None where the strategy cannot plan the graph, or not within the budget."""
+    try:
+        # `place` keeps tensors in storages of their own.
+        return solve(
+            graph,
+            budget,
+            resolve(strategy),
+            device=find_device(DEVICE),
+            linearization=view,
+            time_limit_s=TIME_LIMIT_S,
+            place=True,
+        )
+    except (ValueError, memopt.MemoptError) as error:
+        _note(f"  {strategy}, {budget}: {error}")
+        return None
+
+
+def _row(
+    name: str, batch: int, strategy: str, share: float, graph: Graph, plan: Plan
+) -> ProgramRow:
+    assert plan.program is not None
+    device = find_device(DEVICE)
+    bare = Program(plan.program.instructions)
+    computed = sum(isinstance(x, Compute) for x in bare)
+    began = time.process_time()
+    _, own = arrange(graph, bare, plan.budget, device, order=False, place=True)
+    middle = time.process_time()
+    made, both = arrange(graph, bare, plan.budget, device, order=True, place=True)
+    ended = time.process_time()
+    before = both["peak_before_order_bytes"]
+    return ProgramRow(
+        name=name,
+        batch=batch,
+        strategy=strategy,
+        share=share,
+        again=computed - len(graph.operators),
+        moved=sum(isinstance(x, SwapIn) for x in bare),
+        gap=_number(own["arena_gap"]),
+        cpu_s=middle - began,
+        order_gap=_number(both["order_gap"]),
+        order_saved=1 - replay(graph, made).peak_bytes / _number(before),
+        ordered_gap=_number(both["arena_gap"]),
+        both_cpu_s=ended - middle,
+        fits=[bool(own["placed"]), bool(both["placed"])],
+    )
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, (int, float))
+    return value
+
+
+def page(rows: list[ProgramRow]) -> str:
+    """The whole page."""
+    gaps = [gap for row in rows for gap in (row.gap, row.ordered_gap)]
+    worst = sorted(rows, key=lambda r: -max(r.gap, r.ordered_gap))[:10]
+    parts = [
+        "# OLLA: other strategies' plans reordered and placed",
+        "`python -m benchmarks.olla_programs --out docs/results/olla_programs.md`: "
+        f"{len(rows)} plans of the sixteen model graphs up to their gradients (batch "
+        f"{', '.join(str(b) for b in dict.fromkeys(r.batch for r in rows))}), priced for an "
+        f"{DEVICE}, at budgets floor + x (baseline - floor) for x = "
+        f"{', '.join(f'{share:g}' for share in SHARES)}; plans that differ. CPU seconds of one "
+        "thread of a shared machine. See [the strategy](../strategies/olla.md).",
+        "\n".join(_table(rows)),
+        f"Of {len(gaps)} placements {sum(gap == 0 for gap in gaps)} have no fragmentation and "
+        f"{sum(gap <= 0.01 for gap in gaps)} are within 1% of the bound; the largest gap is "
+        f"{percent(max(gaps, default=0), 2)}. Of the orders "
+        f"{sum(row.order_gap == 0 for row in rows)} of {len(rows)} are proved optimal, the largest "
+        f"gap is {percent(max((row.order_gap for row in rows), default=0), 2)}.",
+        "The largest gaps of addresses:",
+        "\n".join(
+            [
+                "| plan | x | own | reordered |",
+                "|---|---:|---:|---:|",
+                *(
+                    f"| {r.name} b{r.batch}, {r.strategy} | {r.share:g} | {percent(r.gap, 3)} | "
+                    f"{percent(r.ordered_gap, 3)} |"
+                    for r in worst
+                ),
+            ]
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(rows: Iterable[ProgramRow]) -> list[str]:
+    rows = list(rows)
+    lines = [
+        "| strategy | plans | computed again | moved | no fragmentation | reordered | "
+        "largest gap | peak saved by order: mean | most | placed within the budget | reordered | "
+        "CPU s a plan: median | most |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for strategy in dict.fromkeys(row.strategy for row in rows):
+        some = [row for row in rows if row.strategy == strategy]
+        cpu_s = [row.cpu_s for row in some]
+        lines.append(
+            f"| {strategy} | {len(some)} | {sum(r.again for r in some)} | "
+            f"{sum(r.moved for r in some)} | {sum(r.gap == 0 for r in some)} | "
+            f"{sum(r.ordered_gap == 0 for r in some)} | "
+            f"{percent(max(max(r.gap, r.ordered_gap) for r in some), 3)} | "
+            f"{percent(statistics.mean(r.order_saved for r in some))} | "
+            f"{percent(max(r.order_saved for r in some))} | {sum(r.fits[0] for r in some)} | "
+            f"{sum(r.fits[1] for r in some)} | {statistics.median(cpu_s):.2f} | "
+            f"{max(cpu_s):.2f} |"
+        )
+    return lines
+
+
+def main() -> None:
+    """Print the page, and write it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=NAMES)
+    parser.add_argument("--batches", nargs="*", type=int, default=(1, 32))
+    parser.add_argument("--strategies", nargs="*", default=STRATEGIES)
+    parser.add_argument("--folder", type=Path, default=Path("out/olla-graphs"))
+    parser.add_argument("--resume", type=Path, default=Path("out/olla-programs.json"))
+    parser.add_argument("--fresh", action="store_true", help="drop the rows kept in FILE")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    kept = Kept(options.resume, ProgramRow, {"device": DEVICE}, fresh=options.fresh)
+    triples = [
+        (name, batch, strategy)
+        for strategy in options.strategies
+        for name in options.names
+        for batch in options.batches
+    ]
+    cases = {f"{triple[2]}, {triple[0]} b{triple[1]}": triple for triple in triples}
+    warm_up()
+    for case in kept.missing(cases, _note):
+        kept.add(case, rows_of(*cases[case], options.folder))
+        _note(f"{case}: {len(kept.rows[case])} plans")
+    text = page(kept.ordered(cases))
+    sys.stdout.write(text)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text, encoding="utf-8")
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()
