@@ -257,7 +257,7 @@ def main() -> int:
     parser.add_argument("--size", choices=("tiny", "paper"), default="paper")
     parser.add_argument("--out", type=Path)
     parser.add_argument(
-        "--resume", type=Path, help="JSON file of finished rows; out/... by default"
+        "--resume", type=Path, help="JSON file of finished rows (in out/ by default)"
     )
     parser.add_argument("--fresh", action="store_true", help="drop the rows kept so far")
     options = parser.parse_args()

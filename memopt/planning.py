@@ -345,16 +345,15 @@ def _wrap(
 def _notes(cost_model: Chain | Graph, profiled: Profiled | None) -> tuple[str, ...]:
     if profiled is None:
         return ()
+    from memopt.profiler.loss_notes import loss_notes
+
     notes = profiled.notes
     state = profiled.optimizer
     if state is not None and state.bytes_total:
         notes = (f"Resident: {format_bytes(state.bytes_total)} of {state.name} state.", *notes)
-    if isinstance(cost_model, Graph) and (cost_model.boundary_bytes or has_updates(cost_model)):
-        return notes
-    module_only = (
-        "The budget covers the module; pass loss_fn= to have the memory of your loss charged too."
-    )
-    return (module_only, *notes)
+    whole = isinstance(cost_model, Graph) and has_updates(cost_model)
+    charged = isinstance(cost_model, Graph) and cost_model.boundary_bytes > 0
+    return (*loss_notes(profiled.captured, covered=whole or charged), *notes)
 
 
 def _reporting(progress: bool | Progress) -> AbstractContextManager[Progress]:
@@ -364,10 +363,11 @@ def _reporting(progress: bool | Progress) -> AbstractContextManager[Progress]:
 
 
 def strategies() -> dict[str, str]:
-    """Names of all strategies, each with one line about it."""
+    """Names of all strategies, each with one sentence about it."""
+    from memopt.report.texts import first_sentence
     from memopt.strategies import STRATEGIES
 
-    return {s.name: (type(s).__doc__ or "").strip().splitlines()[0] for s in STRATEGIES}
+    return {s.name: first_sentence(type(s).__doc__ or "") for s in STRATEGIES}
 
 
 def profile(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import memopt
 from memopt.cli import app
+from memopt.commands.hugging_face import not_built
 from memopt.commands.output import ExitCode
 from memopt.models.codec import Reader
 from memopt.models.encoding import read_graph
@@ -157,6 +158,7 @@ def test_budget_too_small() -> None:
             ["host_budget: ", "'much'"],
         ),
         (("mymodels:make", "--out", "none/p.json"), ["no folder"]),
+        (("mymodels:make", "--plot", "p.nix"), ["p.nix: its name must end in", "png"]),
         (("mymodels:make", "--device", "Z80"), ["unknown device 'Z80'", "H100"]),
         (("mymodels:make", "--mode", "guess"), ["measure", "estimate"]),
         (("hf:none.json",), ["cannot read none.json"]),
@@ -201,9 +203,55 @@ def test_hugging_face_config() -> None:
     figures = run_json("plan", *arguments, "--budget", "min")
     assert figures["model"].endswith("GPT2LMHeadModel")
     assert figures["peak_bytes"] < figures["baseline"]["peak_bytes"]
-    assert figures["notes"] == []
+    (note,) = figures["notes"]
+    # 61 tokens of 4 bytes at 2 x 12 places.
+    assert "returns a scalar (its loss) beside another output; gradients of 5.7 KiB" in note
     profile = run_json("profile", *arguments)
     assert profile["step_time_s"] > 0
+
+
+def test_torchvision_that_cannot_be_imported() -> None:
+    """As beside a torch of another build: transformers alone would fail to import any model."""
+    Path("torchvision").mkdir()
+    Path("torchvision/__init__.py").write_text("raise RuntimeError('operator nms is missing')")
+    arguments = ("hf:gpt2.json", "--batch", "1", "--sequence", "4", "--mode", "estimate")
+    command = [sys.executable, "-m", "memopt.cli", "plan", *arguments, "--device", "cpu-core"]
+    paths = os.pathsep.join([str(Path.cwd()), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("strategy       Rotor")
+
+
+def test_what_hides_behind_a_failed_import() -> None:
+    error = ImportError("Could not import module 'X'")
+    error.__cause__ = RuntimeError("operator nms is missing")
+    text = not_built(Path("c.json"), error, "operator nms is missing")
+    assert "The cause: RuntimeError: operator nms is missing" in text
+    assert "pip uninstall torchvision" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [
+        ("vit", "ViTForImageClassification"),
+        ("bert", "BertForSequenceClassification"),
+        ("bert", "BertForTokenClassification"),
+        ("t5", "T5ForConditionalGeneration"),
+    ],
+)
+def test_hugging_face_heads(kind: str, head: str) -> None:
+    get("gpt2")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    fields = {**sizes, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    t5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "decoder_start_token_id": 0}
+    config = {"model_type": kind, "architectures": [head], "vocab_size": 61, **fields, **t5}
+    Path("other.json").write_text(json.dumps(config))
+    estimate = ("--mode", "estimate", "--device", "cpu-core")
+    figures = run_json("plan", "hf:other.json", "--batch", "2", "--sequence", "8", *estimate)
+    assert figures["model"].endswith(head)
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from memopt.commands.targets import Sizes, Target, TargetError
+from memopt.commands.torchvision import REMEDY, without_broken_torchvision
+
+_CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
 
 
 def load_config(name: str, sizes: Sizes) -> Target:
     """The model of a config.json (or of a folder that holds one), with random weights.
 
     Its class is the first of the configuration's `architectures`, else a causal language model.
-    Inputs are random token ids (batch, sequence) with labels, or images (batch, channels, size,
-    size); the loss is the model's own.
+    Inputs are random token ids (batch, sequence), or images (batch, channels, size, size), with
+    the labels that the class's head wants; the loss is the model's own.
 
     Raises:
         TargetError: the file, transformers or the model class is missing.
     """
+    with without_broken_torchvision() as fault:
+        return _loaded(name, sizes, fault)
+
+
+def _loaded(name: str, sizes: Sizes, fault: str | None) -> Target:
     try:
         import torch
         import transformers
@@ -37,19 +45,30 @@ def load_config(name: str, sizes: Sizes) -> Target:
         )
     try:
         config = transformers.AutoConfig.from_pretrained(path)
+        if hasattr(config, "use_cache"):
+            # Training needs no key-value cache, which the model would return and so hold.
+            config.use_cache = False
         with torch.device("meta" if sizes.meta else "cpu"):
             model = _build(transformers, config)
     except Exception as error:  # whatever a model class makes of a wrong configuration
-        raise TargetError(
-            f"{path}: transformers cannot build this model: {_first_line(error)}"
-        ) from error
-    if hasattr(config, "use_cache"):
-        # Training needs no key-value cache, which the model would return and so hold.
-        config.use_cache = False
+        raise TargetError(not_built(path, error, fault)) from error
     return Target(model.train(), _inputs(model, config, sizes), _own_loss)
 
 
-def _first_line(error: Exception) -> str:
+def not_built(path: Path, error: BaseException, fault: str | None) -> str:
+    """What fails and what it comes from: transformers hides the cause of a failed import."""
+    text = f"{path}: transformers cannot build this model: {_first_line(error)}"
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    if root is not error:
+        text += f" The cause: {type(root).__name__}: {_first_line(root)}"
+    if fault is not None:
+        text += f" torchvision is installed but cannot be imported ({fault}): {REMEDY}"
+    return text
+
+
+def _first_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -77,18 +96,24 @@ def _inputs(model: Any, config: Any, sizes: Sizes) -> dict[str, Any]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
+    classes = max(1, getattr(config, "num_labels", 1))
+    one_each = torch.randint(classes, (sizes.batch,), generator=generator)
+    head = type(model).__name__
+    if head.endswith(_CLASSIFIERS):
+        # What the model's loss would set at its first call.
+        config.problem_type = config.problem_type or "single_label_classification"
     if model.main_input_name == "pixel_values":
         size = config.image_size
         height, width = size if isinstance(size, list | tuple) else (size, size)
         shape = (sizes.batch, getattr(config, "num_channels", 3), height, width)
-        classes = max(1, getattr(config, "num_labels", 1))
-        return {
-            "pixel_values": torch.randn(shape, generator=generator),
-            "labels": torch.randint(classes, (sizes.batch,), generator=generator),
-        }
+        return {"pixel_values": torch.randn(shape, generator=generator), "labels": one_each}
     longest = getattr(config, "max_position_embeddings", None) or sizes.sequence
     tokens = (sizes.batch, min(sizes.sequence, longest))
     ids = torch.randint(config.get_text_config().vocab_size, tokens, generator=generator)
+    if head.endswith(_CLASSIFIERS):
+        return {"input_ids": ids, "labels": one_each}
+    if head.endswith("ForTokenClassification"):
+        return {"input_ids": ids, "labels": torch.randint(classes, tokens, generator=generator)}
     return {"input_ids": ids, "labels": ids.clone()}
 
 

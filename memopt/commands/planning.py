@@ -27,8 +27,8 @@ def plan_command(
 ) -> None:
     """See `memopt.cli.plan`."""
     limit = read_budget(budget)
-    _writable(out)
-    _writable(picture)
+    check_writable(out)
+    check_picture(picture)
     found = load_target(target, Sizes(*sizes, meta=how.estimates))
     made = memopt.plan(
         found.model,
@@ -89,7 +89,26 @@ def draw(plan: Plan, kind: str, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _writable(path: Path | None) -> None:
+def check_writable(path: Path | None) -> None:
     """Fail before the work, not after it."""
     if path is not None and not path.absolute().parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.absolute().parent}")
+
+
+def check_picture(path: Path | None) -> None:
+    """Fail before the work if this file cannot be drawn.
+
+    Raises:
+        ImportError: matplotlib is missing; the message names the extra.
+        ValueError: no folder, or an ending that matplotlib does not write.
+    """
+    if path is None:
+        return
+    check_writable(path)
+    from memopt.report.style import picture_types
+
+    kinds = picture_types()
+    if path.suffix[1:].lower() not in kinds:
+        raise ValueError(
+            f"cannot draw {path}: its name must end in one of {', '.join(sorted(kinds))}"
+        )

@@ -203,7 +203,9 @@ class _LossOnly(nn.Module):
             for leaf in self._leaves
         ]
         output = pytree.tree_unflatten(leaves, self._spec)
-        return self._loss.function(output, *self._loss.targets)
+        value = self._loss.function(output, *self._loss.targets)
+        # A model's own loss: AOTAutograd leaves out the gradient of an input that is returned.
+        return value.clone() if any(value is leaf for leaf in outputs) else value
 
 
 def _loss_bytes(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device: Device) -> int:

@@ -54,6 +54,16 @@ def new_figure(height_inches: float = 3.4) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
+def picture_types() -> frozenset[str]:
+    """The endings of files that `new_figure`'s figures can be saved as.
+
+    Raises:
+        ImportError: matplotlib is missing; names the extra to install.
+    """
+    figure, _ = new_figure()
+    return frozenset(figure.canvas.get_supported_filetypes())
+
+
 def text_color() -> str:
     """The colour of text in the user's matplotlib style: dark on light, light on dark."""
     from matplotlib import rcParams

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from memopt.models.budget import format_bytes
 from memopt.report.peak import peak_of
-from memopt.report.texts import format_seconds
+from memopt.report.texts import counted, format_seconds
 from memopt.report.work import moved, offloaded_stages, recomputed, stage_runs
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _peak(plan: Plan) -> Section | None:
     rest = sum(c.size_bytes for c in peak.consumers[_CONSUMERS:])
     if rest:
         left = len(peak.consumers) - len(shown)
-        rows.append((format_bytes(rest), "", f"{left} others"))
+        rows.append((format_bytes(rest), "", counted(left, "other")))
     return Section(
         f"largest at the peak ({peak.where}, {peak.share:.0%} into the step)", tuple(rows)
     )
@@ -136,8 +136,14 @@ def _recomputed(plan: Plan) -> Section | None:
     runs = sum(extra.count for extra in extras)
     time_s = sum(extra.time_s for extra in extras)
     forward = plan.graph.first_backward
-    title = f"recomputed: {runs} runs of {forward} forward operators, {format_seconds(time_s)}"
-    rows = [(f"{extra.count} runs", format_seconds(extra.time_s), extra.module) for extra in extras]
+    title = (
+        f"recomputed: {counted(runs, 'run')} of {counted(forward, 'forward operator')}, "
+        f"{format_seconds(time_s)}"
+    )
+    rows = [
+        (counted(extra.count, "run"), format_seconds(extra.time_s), extra.module)
+        for extra in extras
+    ]
     return Section(title, tuple(rows))
 
 
@@ -153,11 +159,16 @@ def _stages(plan: Plan) -> Section | None:
         for first, last, runs in ranges[:_RANGES]
     ]
     if len(ranges) > _RANGES:
-        rows.append(("...", f"{len(ranges) - _RANGES} more ranges of stages"))
+        rows.append(("...", f"{counted(len(ranges) - _RANGES, 'more range')} of stages"))
     offloaded = offloaded_stages(plan.chain_steps)
     if offloaded:
-        rows.append(("offloaded", f"stages {', '.join(map(str, offloaded))}"))
-    return Section(f"chain of {len(plan.chain)} stages, the loss last", tuple(rows))
+        rows.append(
+            (
+                "offloaded",
+                f"{'stage' if len(offloaded) == 1 else 'stages'} {', '.join(map(str, offloaded))}",
+            )
+        )
+    return Section(f"chain of {counted(len(plan.chain), 'stage')}, the loss last", tuple(rows))
 
 
 def _moved(plan: Plan) -> Section | None:
@@ -165,5 +176,7 @@ def _moved(plan: Plan) -> Section | None:
         return None
     extras = moved(plan.graph, plan.program)
     count, size = sum(e.count for e in extras), sum(e.size_bytes for e in extras)
-    rows = [(f"{e.count} tensors", format_bytes(e.size_bytes), e.module) for e in extras]
-    return Section(f"moved to the host: {count} tensors, {format_bytes(size)}", tuple(rows))
+    rows = [(counted(e.count, "tensor"), format_bytes(e.size_bytes), e.module) for e in extras]
+    return Section(
+        f"moved to the host: {counted(count, 'tensor')}, {format_bytes(size)}", tuple(rows)
+    )

@@ -173,3 +173,27 @@ def test_profile_estimates_too() -> None:
     assert graph.compute_time_s > 0
     assert all(tensor.size_bytes % 512 == 0 for tensor in graph.tensors)
     assert replay(graph, store_all(graph)).peak_bytes > 32 * 2**20
+
+
+def test_a_loss_that_the_model_returns() -> None:
+    """The loss function only picks an output, as for Hugging Face models given labels."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            y = self.linear(x)
+            return {"loss": y.square().mean(), "logits": y}
+
+    inputs, device = torch.ones(4, 8), memopt.Device(flops_per_s={"float32": 1e9})
+    planned = {
+        loss_fn: memopt.plan(
+            Both(), inputs, mode="estimate", device=device, loss_fn=loss_fn, progress=False
+        )
+        for loss_fn in (None, lambda output: output["loss"])
+    }
+    bare, picked = planned.values()
+    assert 0 <= picked.peak_bytes - bare.peak_bytes <= 16
+    assert all("gradients of 128 B" in " ".join(p.notes) for p in planned.values())
