@@ -40,6 +40,10 @@ class ExecutionError(MemoptError):
     """A planned step cannot go on (saved state gone, parameter changed, double backward...)."""
 
 
+class ArenaError(ExecutionError):
+    """In the arena's debug mode: a kernel read addresses that do not hold what it was to read."""
+
+
 class PlanFileError(MemoptError):
     """A plan file is unreadable, of another version, or belongs to another model."""
 

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memopt.executor.train_step import TrainStep
+    from memopt.models.placed import ArenaUse
     from memopt.profiler.inputs import Call
     from memopt.profiler.session import Profiled
+    from memopt.report.lanes import StepLanes
     from memopt.report.step_check import StepCheck
 
 
@@ -97,6 +99,15 @@ class Plan:
         return self.step_time_s / self.compute_time_s - 1
 
     @property
+    def arena(self) -> ArenaUse | None:
+        """What the plan's addresses cover and what lies outside; None for a plan without."""
+        if self.graph is None or self.program is None:
+            return None
+        from memopt.models.placed import arena_use
+
+        return arena_use(self.graph, self.program)
+
+    @property
     def code(self) -> str:
         """The generated Python that runs the plan's forward and backward."""
         from memopt.executor.module import install
@@ -112,6 +123,7 @@ class Plan:
         *,
         interpreted: bool = False,
         otherwise: str = "error",
+        checked: bool = False,
     ) -> nn.Module:
         """The model as a drop-in module whose training step runs under the plan.
 
@@ -127,6 +139,8 @@ class Plan:
             otherwise: what a call with other shapes, dtypes or modes does: "error" raises
                 GuardError; "original" runs the unplanned model; "replan" plans for it, once,
                 within the same budget (the loss is charged as in this plan).
+            checked: for a plan with addresses, poison those that are freed and check every read
+                (slower; for debugging).
 
         Raises:
             PlanFileError: the model, its mode or the inputs are not the planned ones; the
@@ -142,6 +156,7 @@ class Plan:
             inputs,
             interpreted=interpreted,
             otherwise=behaviour(otherwise, self._plan_again),
+            checked=checked,
         )
 
     def train_step(
@@ -151,6 +166,7 @@ class Plan:
         optimizer: torch.optim.Optimizer,
         *,
         interpreted: bool = False,
+        checked: bool = False,
     ) -> TrainStep:
         """The whole step, updates included, under the plan: `step(*inputs, targets=...) -> loss`.
 
@@ -161,13 +177,14 @@ class Plan:
             loss_fn: the planned loss.
             optimizer: the planned optimizer, or one over the same parameters.
             interpreted: run instruction by instruction (slower; for debugging).
+            checked: as for `apply`.
 
         Raises:
             ValueError: the plan is not of this step, or the optimizer cannot be split.
         """
         from memopt.executor.train_step import train_step
 
-        return train_step(self, model, loss_fn, optimizer, interpreted=interpreted)
+        return train_step(self, model, loss_fn, optimizer, interpreted=interpreted, checked=checked)
 
     def _plan_again(self, model: nn.Module, call: Call) -> nn.Module:
         """The model under a plan for another call, within the same budget."""
@@ -259,6 +276,43 @@ class Plan:
         from memopt.report.plots import plot_plan
 
         return plot_plan(self, kind, ax)
+
+    def trace(
+        self,
+        path: str | PathLike[str],
+        model: nn.Module | None = None,
+        inputs: Any = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        targets: tuple[Any, ...] = (),
+    ) -> tuple[StepLanes, ...]:
+        """Write a Chrome / Perfetto trace: compute and both copy streams, with stalls.
+
+        The predicted step; and given a model, a measured one beside it (the one of median time
+        of five), which leaves the model as it was. Open the file in ui.perfetto.dev.
+
+        Args:
+            path: the file, ".json".
+            model: the planned model, as for `apply`; None: the prediction alone.
+            inputs, loss_fn, targets: what the measured step runs, as for `check`.
+
+        Returns:
+            What was written: the predicted step's lanes, then the measured one's.
+
+        Raises:
+            PlanFileError, ValueError: as `apply`.
+            OSError: the file cannot be written.
+        """
+        from memopt.report.step_lanes import measured_lanes, predicted_lanes
+        from memopt.report.trace import write_trace
+
+        steps: tuple[StepLanes, ...] = (predicted_lanes(self),)
+        if model is not None:
+            from memopt.executor.recorded_step import record_step
+
+            steps += (measured_lanes(self, record_step(self, model, inputs, loss_fn, targets)),)
+        write_trace(path, *steps)
+        return steps
 
     def summary(self) -> str:
         """The plan as text of at most 80 columns."""

@@ -7,19 +7,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from memopt.errors import InfeasibleBudgetError, InvalidProgramError, MemoptError
+from memopt.errors import InvalidProgramError, MemoptError
 from memopt.models.budget import MINIMUM, format_bytes, parse_budget
 from memopt.models.chain import Chain
 from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.in_place import with_in_place
 from memopt.models.judge import judge
 from memopt.models.liveness import store_all
 from memopt.models.presets import find_device
 from memopt.models.replay import replay
 from memopt.models.stage_map import has_updates
 from memopt.plan import BaselineFigures, Plan
-from memopt.strategies import Progress, Solution, Status, Strategy, resolve
+from memopt.refusal import infeasible
+from memopt.strategies import Progress, Solution, Strategy, resolve
 from memopt.strategies.host_budget import with_host_budget
 from memopt.strategies.slack import PROBES, best_that_fits, smallest_budget
 from memopt.strategies.store_all import chain_steps
@@ -101,6 +103,10 @@ def plan(
             from memopt.implementations import for_plan
 
             profiled = for_plan(profiled, chosen, target if mode == "estimate" else None, cache)
+        if profiled is not None and (place or "place" in chosen.features):
+            from memopt.executor.arena_forms import for_placing
+
+            profiled = for_placing(profiled)
         cost_model = profiled.graph if profiled is not None else model
         if budget is None and mode == "estimate":
             budget = target.capacity_bytes
@@ -225,7 +231,7 @@ def solve(
         probes = PROBES if "recompute" in strategy.features else 0
         solution = best_that_fits(view.graph, view, attempt, budget_bytes, probes)
     if solution.steps is None and solution.program is None:
-        raise _infeasible(solution, budget_bytes, strategy, cost_model, profiled)
+        raise infeasible(solution, budget_bytes, strategy, cost_model, profiled)
     if (order or place) and isinstance(cost_model, Graph):
         from memopt.strategies.olla.arranging import arranged
 
@@ -259,46 +265,6 @@ def baseline_figures(cost_model: Chain | Graph, profiled: Profiled | None) -> Ba
     return BaselineFigures(timeline.peak_bytes, timeline.time_s, False)
 
 
-def _infeasible(
-    solution: Solution,
-    budget_bytes: int | None,
-    strategy: Strategy,
-    cost_model: Chain | Graph,
-    profiled: Profiled | None,
-) -> MemoptError:
-    smallest = solution.smallest_budget_bytes
-    if solution.status is Status.UNKNOWN or budget_bytes is None:
-        feasible = "" if smallest is None else f" (one is known for {format_bytes(smallest)})"
-        return MemoptError(
-            f"{strategy.name} found no plan{feasible}, and no proof that there is none: give it a "
-            "larger time_limit_s, raise the budget, or try another strategy"
-        )
-    known = (
-        "no feasible budget is known"
-        if smallest is None
-        else f"the smallest feasible budget is {smallest} bytes ({format_bytes(smallest)})"
-    )
-    return InfeasibleBudgetError(
-        f"{strategy.name} cannot train within {budget_bytes} bytes ({format_bytes(budget_bytes)}): "
-        f"{known}, of which {format_bytes(cost_model.resident_bytes)} are resident"
-        f'{_standing(cost_model, profiled)}. Raise the budget, pass budget="min", or try another '
-        "strategy",
-        budget_bytes,
-        smallest,
-    )
-
-
-def _standing(cost_model: Chain | Graph, profiled: Profiled | None) -> str:
-    """What stays whatever the plan, for a message."""
-    if profiled is None or not isinstance(cost_model, Graph):
-        return ""
-    from memopt.report.standing import standing_bytes, standing_sum
-
-    state = profiled.optimizer
-    parts = standing_bytes(cost_model, state.parts if state is not None else ())
-    return f"; before any activation, {standing_sum(parts)}"
-
-
 def _wrap(
     cost_model: Chain | Graph,
     view: Any,
@@ -312,6 +278,9 @@ def _wrap(
     program = solution.program
     if view is not None and solution.steps is not None and program is None:
         program = view.lower(solution.steps)
+    # OLLA proves its peaks for tensors that each have a storage of their own.
+    if program is not None and isinstance(cost_model, Graph) and "place" not in strategy.features:
+        program = with_in_place(cost_model, program)
     chain = view.chain if view is not None else None
     chain = cost_model if isinstance(cost_model, Chain) else chain
     violation, figures = judge(cost_model, solution.steps, program, budget_bytes, device)

@@ -9,6 +9,7 @@ from torch import nn
 
 from memopt.errors import PlanFileError
 from memopt.executor.module import Otherwise, PlannedModule, install
+from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Runtime
 from memopt.models.program import Compute
 from memopt.models.record import difference
@@ -37,8 +38,11 @@ def apply_plan(
     *,
     interpreted: bool = False,
     otherwise: Otherwise | None = None,
+    checked: bool = False,
+    recorder: Recorder | None = None,
 ) -> PlannedModule:
-    """See `Plan.apply`; `otherwise`: what to do with other calls, None: raise."""
+    """See `Plan.apply`; `otherwise`: what to do with other calls, None: raise. `recorder`: told
+    what runs when."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"a plan is applied to an nn.Module, got {type(model).__name__}")
     if plan.program is None or (plan.profiled is None and plan.record is None):
@@ -52,7 +56,14 @@ def apply_plan(
             'drop-in module plan with the optimizer\'s name (optimizer="adamw"), not an instance'
         )
     captured, lowering = _captured(plan, model, inputs)
-    installed = install(captured, lowering, plan.program, interpreted=interpreted)
+    installed = install(
+        captured,
+        lowering,
+        plan.program,
+        interpreted=interpreted,
+        checked=checked,
+        recorder=recorder,
+    )
     return PlannedModule(model, captured, runtime_of(captured), installed, otherwise)
 
 

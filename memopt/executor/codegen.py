@@ -10,16 +10,21 @@ import itertools
 import linecache
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from memopt.errors import InvalidProgramError
-from memopt.executor.values import Halves, kernel_of, unpacked
+from memopt.executor.arena import Arenas
+from memopt.executor.arena_check import CheckedArenas
+from memopt.executor.arena_code import ArenaWriter
+from memopt.executor.recorder import Recorder
+from memopt.executor.values import Halves, argument_in, kernel_of, unpacked
 from memopt.models.program import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 from memopt.models.variants import variant
+from memopt.profiler.in_place import in_place_call
 
 _COUNTER = itertools.count()
 
@@ -38,6 +43,8 @@ class _Writer:
         self.swapping_out: set[int] = set()
         self.swapping_in: set[int] = set()
         self.ran: set[int] = set()
+        self.arena: ArenaWriter | None = None
+        self.position = 0
 
     def emit(self, line: str) -> None:
         self.lines.append(f"    {line}")
@@ -75,14 +82,18 @@ class _Writer:
     def call(self, node: Node) -> str:
         if node.target is operator.getitem:
             return f"{self.argument(node.args[0])}[{node.args[1]!r}]"
-        arguments = [self.argument(a) for a in node.args]
-        arguments += [f"{k}={self.argument(v)}" for k, v in node.kwargs.items()]
-        return f"{self.kernel(node)}({', '.join(arguments)})"
+        return self.call_of(node.target, node.args, node.kwargs)
 
-    def kernel(self, node: Node) -> str:
-        name = "".join(c if c.isalnum() else "_" for c in str(node.target))
-        self.globals[name] = node.target
-        return name
+    def call_over(self, node: Node, tensor: int) -> str:
+        """The call that writes a node's result over its argument in storage `tensor`."""
+        return self.call_of(*in_place_call(node, argument_in(self.lowering, node, tensor)))
+
+    def call_of(self, target: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+        arguments = [self.argument(a) for a in args]
+        arguments += [f"{k}={self.argument(v)}" for k, v in kwargs.items()]
+        name = "".join(c if c.isalnum() else "_" for c in str(target))
+        self.globals[name] = target
+        return f"{name}({', '.join(arguments)})"
 
     def value(self, node: Node) -> str:
         """The variable of a node's value, made now if it is a view that has none."""
@@ -105,17 +116,21 @@ class _Writer:
 
     def instruction(self, instruction: Instruction) -> None:
         match instruction:
-            case Compute(op, outputs, implementation):
-                self.compute(op, outputs, implementation)
+            case Compute(op, outputs, implementation, in_place):
+                self.compute(op, outputs, implementation, in_place)
             case Free(tensor):
                 self.free(tensor)
             case SwapOut(tensor):
+                if self.arena is not None:
+                    self.arena.before(self, "swap out", (tensor,))
                 base = self.value(self.lowering.bases[tensor])
                 address = self.halves.host_placement.offsets[tensor]
                 self.emit(f"host_{tensor} = swap.out({base}, {address}, lease)")
                 self.swapping_out.add(tensor)
             case SwapIn(tensor):
-                self.emit(f"{self.bind(self.lowering.bases[tensor])} = swap.bring(host_{tensor})")
+                slot = self.arena.bring(self.position, tensor) if self.arena else ""
+                name = self.bind(self.lowering.bases[tensor])
+                self.emit(f"{name} = swap.bring(host_{tensor}{slot})")
                 self.swapping_in.add(tensor)
             case DropHost(tensor):
                 self.arrive(tensor)
@@ -123,18 +138,37 @@ class _Writer:
             case _:
                 raise InvalidProgramError("a second loss boundary")
 
+    def recorded(self, position: int, instruction: Instruction) -> None:
+        """The instruction at a position of the program, and when it runs if that is recorded."""
+        self.position = position
+        if "record" not in self.globals:
+            self.instruction(instruction)
+            return
+        self.emit(f"record.begin({position})")
+        self.instruction(instruction)
+        self.emit("record.end()")
+
     def arrive(self, tensor: int) -> None:
         if tensor in self.swapping_in or tensor in self.swapping_out:
+            self.emit(f"swap.wait(host_{tensor})")
+            if self.arena is not None and tensor in self.swapping_in:
+                self.arena.brought(self, tensor)
             self.swapping_in.discard(tensor)
             self.swapping_out.discard(tensor)
-            self.emit(f"swap.wait(host_{tensor})")
 
-    def compute(self, op: int, outputs: tuple[int, ...], implementation: str | None) -> None:
+    def compute(
+        self, op: int, outputs: tuple[int, ...], implementation: str | None, in_place: int | None
+    ) -> None:
         node = self.lowering.node_of(op, implementation)
         for tensor in variant(self.lowering.graph.operators[op], implementation).reads:
             if tensor in self.swapping_in:
                 self.arrive(tensor)
-        text = self.call(node)
+        into = None
+        if self.arena is not None:
+            operator = self.lowering.graph.operators[op]
+            self.arena.before(self, operator.name, variant(operator, implementation).reads)
+            into = self.arena.call(self, node, outputs, self.position)
+        text = into or (self.call(node) if in_place is None else self.call_over(node, in_place))
         indent = ""
         if op in self.halves.repeated_random and op in self.ran:
             self.emit(f"with random.replay(state_{op}):")
@@ -148,7 +182,10 @@ class _Writer:
         kept = unpacked(self.lowering, node, outputs)
         module = self.lowering.graph.operators[op].module
         note = f"  # {module}" if module else ""
-        if len(kept) == 1 and kept[0][0] is None:
+        if self.arena is not None and into is not None:
+            self.emit(f"{indent}{into}{note}")
+            self.arena.after(self, self.lowering.graph.operators[op].name)
+        elif len(kept) == 1 and kept[0][0] is None:
             self.emit(f"{indent}{self.bind(kept[0][1])} = {text}{note}")
         elif len(kept) == 1:
             self.emit(f"{indent}{self.bind(kept[0][1])} = {text}[{kept[0][0]}]{note}")
@@ -159,6 +196,10 @@ class _Writer:
             self.emit("del result")
         else:
             self.emit(f"{indent}{text}{note}")
+        if in_place is not None:
+            if self.arena is not None:
+                self.arena.taken(in_place)
+            self.free(in_place)
 
     def free(self, tensor: int) -> None:
         if tensor in self.swapping_out or tensor in self.swapping_in:
@@ -167,6 +208,8 @@ class _Writer:
         self.bound.difference_update(nodes)
         if nodes:
             self.emit(f"del {', '.join(dict.fromkeys(n.name for n in nodes))}")
+        if self.arena is not None:
+            self.arena.free(self, tensor)
 
     def unpack(self, nodes: Iterable[Node | None], source: str) -> None:
         names = [self.bind(n) if n is not None else "_" for n in nodes]
@@ -181,13 +224,18 @@ def _attribute(halves: Halves, node: Node) -> Any:
     return value
 
 
-def _forward(halves: Halves, names: dict[Any, str], globals_: dict[str, Any]) -> _Writer:
+def _forward(
+    halves: Halves, names: dict[Any, str], globals_: dict[str, Any], arena: ArenaWriter | None
+) -> _Writer:
     writer = _Writer(halves, names, globals_)
+    writer.arena = arena
     writer.unpack([p.node for p in halves.captured.primals], "primals")
     if halves.host_placement.offsets:
         writer.emit("lease = swap.lease()")
-    for instruction in halves.forward:
-        writer.instruction(instruction)
+    if arena is not None:
+        arena.begin(writer)
+    for position, instruction in enumerate(halves.forward):
+        writer.recorded(position, instruction)
     outputs = [writer.argument(o) for o in halves.captured.forward_outputs]
     bases = [halves.lowering.bases.get(t) for t in halves.carried]
     saved = [writer.value(b) for b in bases if b is not None]
@@ -195,6 +243,8 @@ def _forward(halves: Halves, names: dict[Any, str], globals_: dict[str, Any]) ->
     saved += [f"state_{op}" for op in halves.saved_states]
     if halves.swaps_out_late:
         saved.append("lease")
+    if arena is not None:
+        saved.append("arena")
     writer.emit(f"return [{', '.join(outputs)}], [{', '.join(saved)}]")
     return writer
 
@@ -202,6 +252,7 @@ def _forward(halves: Halves, names: dict[Any, str], globals_: dict[str, Any]) ->
 def _backward(forward: _Writer, names: dict[Any, str], globals_: dict[str, Any]) -> _Writer:
     halves = forward.halves
     writer = _Writer(halves, names, globals_)
+    writer.arena = forward.arena
     writer.swapping_out = set(forward.swapping_out)
     writer.swapping_in = set(forward.swapping_in)
     writer.ran = {i.op for i in halves.forward if isinstance(i, Compute)}
@@ -215,23 +266,35 @@ def _backward(forward: _Writer, names: dict[Any, str], globals_: dict[str, Any])
     targets += [f"state_{op}" for op in halves.saved_states]
     if halves.swaps_out_late:
         targets.append("lease")
+    if forward.arena is not None:
+        targets.append("arena")
     if targets:
         writer.emit(f"{', '.join(targets)}, = saved")
+    if forward.arena is not None:
+        writer.emit("slots = arena.slots")
     writer.emit("saved.clear()")
-    for instruction in halves.backward:
-        writer.instruction(instruction)
+    for position, instruction in enumerate(halves.backward, halves.boundary + 1):
+        writer.recorded(position, instruction)
     gradients = [writer.argument(g) for g in halves.captured.gradients]
     writer.emit(f"return ({', '.join(gradients)},)" if gradients else "return ()")
     return writer
 
 
-def generate(halves: Halves, swap: Any, random: Any) -> tuple[Any, Any, str]:
+def generate(
+    halves: Halves,
+    swap: Any,
+    random: Any,
+    recorder: Recorder | None = None,
+    arenas: Arenas | None = None,
+) -> tuple[Any, Any, str]:
     """Compile a program to two Python functions.
 
     Args:
         halves: the program with its captured model.
         swap: object with lease/out/bring/wait (see `memopt.executor.swap`).
         random: object with lock/save/replay (see `memopt.executor.random_state`).
+        recorder: told when every instruction begins and ends; None: nothing is recorded.
+        arenas: where placed tensors are written; None: wherever torch's allocator puts them.
 
     Returns:
         (forward, backward, source): `forward(primals) -> (outputs, saved)`;
@@ -239,8 +302,14 @@ def generate(halves: Halves, swap: Any, random: Any) -> tuple[Any, Any, str]:
         the tangents, emptied at once, and so is `saved`.
     """
     globals_: dict[str, Any] = {"swap": swap, "random": random, "torch": torch}
+    if recorder is not None:
+        globals_["record"] = recorder
     names: dict[Any, str] = {}
-    forward = _forward(halves, names, globals_)
+    arena = None
+    if arenas is not None:
+        globals_["arenas"] = arenas
+        arena = ArenaWriter(arenas.layout, isinstance(arenas, CheckedArenas))
+    forward = _forward(halves, names, globals_, arena)
     backward = _backward(forward, names, globals_)
     source = "\n".join(
         [

@@ -9,8 +9,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from memopt.errors import InvalidProgramError
-from memopt.executor.values import Halves, kernel_of, unpacked
+from memopt.executor.values import Halves, argument_in, kernel_of, unpacked
 from memopt.models.program import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
+from memopt.profiler.in_place import in_place_call
 
 
 class _Machine:
@@ -51,8 +52,9 @@ class _Machine:
     def step(self, instruction: Instruction) -> None:
         bases = self.lowering.bases
         match instruction:
-            case Compute(op, outputs, implementation):
-                self.compute(op, outputs, self.lowering.node_of(op, implementation))
+            case Compute(op, outputs, implementation, in_place):
+                node = self.lowering.node_of(op, implementation)
+                self.compute(op, outputs, node, in_place)
             case Free(tensor):
                 if tensor in self.host:
                     self.swap.wait(self.host[tensor])
@@ -68,8 +70,12 @@ class _Machine:
             case _:
                 raise InvalidProgramError("a second loss boundary")
 
-    def compute(self, op: int, outputs: tuple[int, ...], node: Node) -> None:
-        if op in self.states:
+    def compute(self, op: int, outputs: tuple[int, ...], node: Node, in_place: int | None) -> None:
+        if in_place is not None:
+            target, args, kwargs = in_place_call(node, argument_in(self.lowering, node, in_place))
+            result = target(*map_arg(args, self.read), **map_arg(kwargs, self.read))
+            self.values.pop(self.lowering.bases[in_place])
+        elif op in self.states:
             with self.random.replay(self.states[op]):
                 result = self.call(node)
         else:

@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from memopt.errors import ExecutionError, GuardError
+from memopt.executor.arena import Arenas, arena_layout
+from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.codegen import generate
 from memopt.executor.guard import Guard
 from memopt.executor.interpret import interpret
 from memopt.executor.random_state import RandomStates
+from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Installed, Runtime
 from memopt.executor.swap import ThreadSwap
 from memopt.executor.swap_streams import CudaStreams, StreamSwap
@@ -34,6 +37,8 @@ def install(
     *,
     interpreted: bool = False,
     swap: ThreadSwap | StreamSwap | None = None,
+    recorder: Recorder | None = None,
+    checked: bool = False,
 ) -> Installed:
     """Make a program runnable in its captured model.
 
@@ -43,16 +48,23 @@ def install(
         program: a valid program.
         interpreted: run instruction by instruction instead of by generated code.
         swap: how host copies are made; None: streams on CUDA, else worker threads.
+        recorder: records the generated code's steps (`recorder_for`); not interpreted ones.
+        checked: the arena's debug mode (`memopt.executor.arena_check`). Interpreted steps have no
+            arena: their tensors are where torch's allocator puts them.
     """
     halves = Halves(captured, lowering, program)
     device = _device(captured)
-    mover = _mover(halves, device) if swap is None else swap
+    mover = _mover(halves, device, recorder) if swap is None else swap
     random = RandomStates(device)
+    layout = None if interpreted else arena_layout(lowering, program, device)
+    arenas = None
+    if layout is not None:
+        arenas = CheckedArenas(layout) if checked else Arenas(layout)
     if interpreted:
         forward, backward = interpret(halves, mover, random)
         source = ""
     else:
-        forward, backward, source = generate(halves, mover, random)
+        forward, backward, source = generate(halves, mover, random, recorder, arenas)
     mutated = set(captured.mutated)
     return Installed(
         forward=forward,
@@ -65,14 +77,17 @@ def install(
         ),
         names=tuple(p.name or p.node.name for p in captured.primals),
         source=source,
+        fork=list if arenas is None else arenas.fork,
     )
 
 
-def _mover(halves: Halves, device: torch.device) -> ThreadSwap | StreamSwap:
+def _mover(
+    halves: Halves, device: torch.device, recorder: Recorder | None
+) -> ThreadSwap | StreamSwap:
     pool_bytes = halves.host_placement.extent_bytes
     if device.type == "cuda" and pool_bytes:
-        return StreamSwap(CudaStreams(device), pool_bytes)
-    return ThreadSwap()
+        return StreamSwap(CudaStreams(device, recorder), pool_bytes, recorder)
+    return ThreadSwap(recorder)
 
 
 def _device(captured: Captured) -> torch.device:

@@ -36,6 +36,7 @@ class Installed:
             give wrong gradients.
         names: the primals' names, for messages.
         source: the generated code; "" when interpreted.
+        fork: what a backward runs with that may come again, of what the forward has left.
     """
 
     forward: Callable[[list[Any]], tuple[list[Any], list[Any]]]
@@ -43,6 +44,7 @@ class Installed:
     watched: tuple[int, ...]
     names: tuple[str, ...]
     source: str = ""
+    fork: Callable[[list[Any]], list[Any]] = list
 
 
 @dataclass
@@ -113,7 +115,7 @@ class Runtime:
                 )
         saved = state.saved
         if keeps_graph():
-            saved = list(saved)
+            saved = program.fork(saved)
         else:
             del self._states[key]
         with _autocast_off():

@@ -29,7 +29,12 @@ class TrainStep:
     """
 
     def __init__(
-        self, plan: Plan, optimizer: torch.optim.Optimizer, *, interpreted: bool = False
+        self,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer,
+        *,
+        interpreted: bool = False,
+        checked: bool = False,
     ) -> None:
         profiled = plan.profiled
         assert isinstance(profiled, ProfiledStep)
@@ -40,7 +45,11 @@ class TrainStep:
         self._captured = profiled.captured
         self._user_call = profiled.user_call
         self._program = install(
-            profiled.captured, profiled.lowering, plan.program, interpreted=interpreted
+            profiled.captured,
+            profiled.lowering,
+            plan.program,
+            interpreted=interpreted,
+            checked=checked,
         )
         self._guard = Guard.of(self._parts.module, self._parts.call)
         self._parameters = dict(self._parts.module.named_parameters(remove_duplicate=False))
@@ -137,6 +146,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     *,
     interpreted: bool = False,
+    checked: bool = False,
 ) -> TrainStep:
     """See `Plan.train_step`."""
     profiled = plan.profiled
@@ -160,4 +170,4 @@ def train_step(
             if here:
                 which = "this optimizer trains and the planned one does not"
             raise ValueError(f"{name.removeprefix('model.')}: {which}; plan again")
-    return TrainStep(plan, optimizer, interpreted=interpreted)
+    return TrainStep(plan, optimizer, interpreted=interpreted, checked=checked)

@@ -25,6 +25,7 @@ from memopt.models.program import (
 from memopt.models.variants import variant
 from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured
+from memopt.profiler.in_place import overwritable
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,10 @@ class Halves:
         live: set[int] = set()
         for instruction in self.forward:
             match instruction:
-                case Compute(_, outputs, _):
+                case Compute(_, outputs, _, in_place):
                     live.update(outputs)
+                    if in_place is not None:
+                        live.discard(in_place)
                 case Free(tensor):
                     live.discard(tensor)
                 case SwapIn(tensor):
@@ -154,6 +157,11 @@ def kernel_of(lowering: Lowering, node: Node) -> Node | None:
         if isinstance(parent, Node) and parent not in lowering.views:
             return parent
     return None
+
+
+def argument_in(lowering: Lowering, node: Node, tensor: int) -> Node:
+    """The argument through which a kernel call may overwrite storage `tensor`."""
+    return next(n for n in overwritable(node) if lowering.storages[n] == (tensor,))
 
 
 def unpacked(lowering: Lowering, node: Node, kept: Iterable[int]) -> list[tuple[Any, Node, int]]:

@@ -231,22 +231,32 @@ def allocation_trace(graph: Graph, program: Program) -> Iterator[Event]:
     for tensor, value in enumerate(graph.tensors):
         if value.resident:
             yield Allocate(("resident", tensor), value.size_bytes)
+    block: dict[int, tuple[int, int]] = {}
+    """Live tensor → its block: the instruction and the tensor that it was asked for."""
     for position, instruction in enumerate(program):
+        new: tuple[int, ...] = ()
         if isinstance(instruction, Compute):
             chosen = variant(graph.operators[instruction.op], instruction.implementation)
-            new = [tensor for tensor in chosen.writes if (position, tensor) not in placed]
-            for tensor in new:
-                yield Allocate(tensor, graph.tensors[tensor].size_bytes)
+            new = chosen.writes
+            if instruction.in_place in block:
+                block[new[0]] = block.pop(instruction.in_place)
+                new = ()
+        elif isinstance(instruction, LossBoundary):
+            new = tuple(sorted(graph.tangents))
+        elif isinstance(instruction, SwapIn):
+            new = (instruction.tensor,)
+        elif isinstance(instruction, Free) and instruction.tensor in block:
+            yield Release(block.pop(instruction.tensor))
+        for tensor in new:
+            if (position, tensor) not in placed:
+                block[tensor] = (position, tensor)
+                yield Allocate((position, tensor), graph.tensors[tensor].size_bytes)
+        if isinstance(instruction, Compute):
             yield Allocate("workspace", chosen.workspace_bytes)
             yield Release("workspace")
-            yield from (Release(tensor) for tensor in new if tensor not in instruction.outputs)
-        elif isinstance(instruction, LossBoundary):
-            for tensor in sorted(graph.tangents):
-                yield Allocate(tensor, graph.tensors[tensor].size_bytes)
-        elif isinstance(instruction, SwapIn) and (position, instruction.tensor) not in placed:
-            yield Allocate(instruction.tensor, graph.tensors[instruction.tensor].size_bytes)
-        elif isinstance(instruction, Free):
-            yield Release(instruction.tensor)
+            for tensor in new:
+                if tensor not in instruction.outputs and tensor in block:
+                    yield Release(block.pop(tensor))
 
 
 def _rounded(size_bytes: int, unit: int) -> int:

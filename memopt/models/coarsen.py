@@ -198,6 +198,7 @@ def _renumbered(operator: Operator, index: dict[int, int]) -> Operator:
         operator,
         reads=tuple(index[t] for t in operator.reads),
         writes=tuple(index[t] for t in operator.writes),
+        in_place=tuple(index[t] for t in operator.in_place),
         implementations=tuple(
             replace(choice, reads=coarse(choice.reads), writes=coarse(choice.writes))
             for choice in operator.implementations

@@ -99,16 +99,18 @@ class Reader:
             raise self.fail("an object")
         return {name: Reader(item, f"{self.place}.{name}") for name, item in self.value.items()}
 
-    def fields(self, *names: str) -> list[Reader]:
-        """The fields of an object that has exactly these, in this order."""
+    def fields(self, *names: str, optional: tuple[str, ...] = ()) -> list[Reader]:
+        """The fields of an object that has exactly these, in this order; those that may be missing
+        come last, null where they are."""
         entries = self.entries()
         for name in names:
             if name not in entries:
                 raise PlanFileError(f"{self.place}: the field {name!r} is missing")
         for name in entries:
-            if name not in names:
+            if name not in (*names, *optional):
                 raise PlanFileError(f"{self.place}: there is no field {name!r}")
-        return [entries[name] for name in names]
+        absent = {name: Reader(None, f"{self.place}.{name}") for name in optional}
+        return [(absent | entries)[name] for name in (*names, *optional)]
 
     def build(self, make: Callable[[], T]) -> T:
         """Call a constructor; its ValueError becomes a PlanFileError naming the place."""

@@ -63,6 +63,7 @@ def graph(value: Graph) -> dict[str, Any]:
         "tangents_held": value.tangents_held,
         "boundary_bytes": int(value.boundary_bytes),
         "extra_resident_bytes": int(value.extra_resident_bytes),
+        **({"outside": indices(value.outside)} if value.outside else {}),
     }
 
 
@@ -77,6 +78,7 @@ def read_graph(reader: Reader) -> Graph:
         tangents_held,
         boundary_bytes,
         extra_resident_bytes,
+        outside,
     ) = reader.fields(
         "tensors",
         "operators",
@@ -86,6 +88,7 @@ def read_graph(reader: Reader) -> Graph:
         "tangents_held",
         "boundary_bytes",
         "extra_resident_bytes",
+        optional=("outside",),
     )
     parts = (
         tensors.each(_read_tensor),
@@ -96,6 +99,7 @@ def read_graph(reader: Reader) -> Graph:
         tangents_held.flag(),
         boundary_bytes.whole(),
         extra_resident_bytes.whole(),
+        outside.optional(Reader.wholes) or (),
     )
     return reader.build(lambda: Graph(*parts))
 
@@ -128,6 +132,7 @@ def _operator(value: Operator) -> dict[str, Any]:
             }
             for x in value.implementations
         ],
+        **({"in_place": indices(value.in_place)} if value.in_place else {}),
     }
 
 
@@ -144,6 +149,7 @@ def _read_operator(reader: Reader) -> Operator:
         module,
         target,
         implementations,
+        in_place,
     ) = reader.fields(
         "name",
         "reads",
@@ -156,6 +162,7 @@ def _read_operator(reader: Reader) -> Operator:
         "module",
         "target",
         "implementations",
+        optional=("in_place",),
     )
     return reader.build(
         lambda: Operator(
@@ -170,6 +177,7 @@ def _read_operator(reader: Reader) -> Operator:
             module.text(),
             target.text(),
             implementations.each(_read_implementation),
+            in_place.optional(Reader.wholes) or (),
         )
     )
 
@@ -257,8 +265,9 @@ def _read_stage(reader: Reader) -> Stage:
 
 
 def program(value: Program) -> dict[str, Any]:
-    """A Program: ["compute", operator, [outputs], implementation or null], ["loss"],
-    ["free", tensor] and so on; offsets as [instruction, tensor, offset]."""
+    """A Program: ["compute", operator, [outputs], implementation or null], with the tensor whose
+    storage the output takes over as a fifth entry, if any; ["loss"], ["free", tensor] and so on;
+    offsets as [instruction, tensor, offset]."""
     return {
         "instructions": [_instruction(instruction) for instruction in value.instructions],
         "offsets": None if value.offsets is None else [indices(row) for row in value.offsets],
@@ -267,7 +276,8 @@ def program(value: Program) -> dict[str, Any]:
 
 def _instruction(value: Instruction) -> list[Any]:
     if isinstance(value, Compute):
-        return ["compute", int(value.op), indices(value.outputs), value.implementation]
+        row = ["compute", int(value.op), indices(value.outputs), value.implementation]
+        return row if value.in_place is None else [*row, int(value.in_place)]
     if isinstance(value, LossBoundary):
         return ["loss"]
     return [next(word for word, kind in _WORDS.items() if kind is type(value)), int(value.tensor)]
@@ -291,8 +301,9 @@ def _read_offset(reader: Reader) -> tuple[int, int, int]:
 
 def _read_instruction(reader: Reader) -> Instruction:
     word, *rest = reader.items() or [reader]
-    if word.value == "compute" and len(rest) == 3:
-        return Compute(rest[0].whole(), rest[1].wholes(), rest[2].optional(Reader.text))
+    if word.value == "compute" and len(rest) in (3, 4):
+        in_place = rest[3].whole() if len(rest) == 4 else None
+        return Compute(rest[0].whole(), rest[1].wholes(), rest[2].optional(Reader.text), in_place)
     if word.value == "loss" and not rest:
         return LossBoundary()
     if isinstance(word.value, str) and word.value in _WORDS and len(rest) == 1:

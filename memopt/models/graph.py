@@ -107,6 +107,8 @@ class Operator:
         module: the user's module it comes from, "layers.3.attn"; "" if unknown.
         target: the kernel, "aten.convolution.default"; "" if unknown.
         implementations: other ways to run it; () means only the default one.
+        in_place: tensors among its reads that nothing else reads and whose storage its one output
+            may take over, under the default implementation (MONeT appendix C.1).
     """
 
     name: str
@@ -120,6 +122,7 @@ class Operator:
     module: str = ""
     target: str = ""
     implementations: tuple[Implementation, ...] = ()
+    in_place: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         owner = f"Operator {self.name!r}"
@@ -143,6 +146,8 @@ class Graph:
             `Capabilities` in the executor); else they may be freed after their last reader.
         boundary_bytes: memory of the user's loss at the boundary, on top of everything live.
         extra_resident_bytes: resident bytes that belong to no tensor of the graph.
+        outside: computed tensors that a placement leaves to the allocator: their kernels cannot
+            write at a given address, or the user keeps them.
     """
 
     tensors: tuple[Tensor, ...]
@@ -153,6 +158,7 @@ class Graph:
     tangents_held: bool = True
     boundary_bytes: int = 0
     extra_resident_bytes: int = 0
+    outside: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -164,6 +170,7 @@ class Graph:
         tangents_held: bool = True,
         boundary_bytes: int = 0,
         extra_resident_bytes: int = 0,
+        outside: Iterable[int] = (),
     ) -> None:
         for name, value in (
             ("tensors", tuple(tensors)),
@@ -174,6 +181,7 @@ class Graph:
             ("tangents_held", bool(tangents_held)),
             ("boundary_bytes", boundary_bytes),
             ("extra_resident_bytes", extra_resident_bytes),
+            ("outside", tuple(outside)),
         ):
             object.__setattr__(self, name, value)
         check_bytes(
@@ -215,8 +223,12 @@ class Graph:
                     name = self.tensors[index].name
                     raise ValueError(f"{owner}: {name!r} cannot be written here")
             self._check_implementations(operator)
+            self._check_in_place(operator)
             written.update(operator.writes)
             available.update(operator.writes)
+        for index in self.outside:
+            if index not in written:
+                raise ValueError(f"Graph: tensor {index}, outside the arena, is never computed")
         for index in (*self.outputs, *self.gradients):
             if index not in available:
                 raise ValueError(f"Graph: result tensor {index} is never computed")
@@ -235,6 +247,15 @@ class Graph:
                 if self.tensors[index].resident or index in self.tangents:
                     name = self.tensors[index].name
                     raise ValueError(f"{owner}: {name!r} cannot be written")
+
+    def _check_in_place(self, operator: Operator) -> None:
+        owner = f"Graph: operator {operator.name!r}"
+        for index in operator.in_place:
+            if index not in operator.reads or len(operator.writes) != 1:
+                raise ValueError(f"{owner}: in_place needs one output, and tensors that it reads")
+            taken, made = self.tensors[index], self.tensors[operator.writes[0]]
+            if taken.resident or index in self.tangents or taken.size_bytes != made.size_bytes:
+                raise ValueError(f"{owner}: its output cannot take over {taken.name!r}")
 
     @cached_property
     def resident(self) -> frozenset[int]:

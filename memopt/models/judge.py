@@ -20,7 +20,8 @@ from memopt.models.violations import Violation
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What replaying a plan gives: bytes are totals, resident included."""
+    """What replaying a plan gives: bytes are totals, resident included. A placed program's peak is
+    its arena and the most that lies outside it, since the arena is one allocation."""
 
     peak_bytes: int
     time_s: float
@@ -45,7 +46,9 @@ def judge(
         if violation is not None:
             return violation, Figures(0, 0.0, 0)
         timeline = replay(cost_model, program, device)
-        return None, Figures(timeline.peak_bytes, timeline.time_s, timeline.host_peak_bytes)
+        placed_bytes = timeline.placed_peak_bytes
+        peak_bytes = timeline.peak_bytes if placed_bytes is None else placed_bytes
+        return None, Figures(peak_bytes, timeline.time_s, timeline.host_peak_bytes)
     assert steps is not None
     moves = has_transfers(steps)
     check = validate_offload if moves else validate_chain

@@ -110,10 +110,12 @@ class Linearization:
         return chain.resident_bytes + chain.input_bytes + peak
 
     def lower(self, steps: Sequence[ChainStep]) -> Program:
-        """The program of a chain schedule; see `memopt.models.lower.lower_steps`."""
+        """The program of a chain schedule (see `memopt.models.lower.lower_steps`), computing in
+        place what can be."""
+        from memopt.models.in_place import with_in_place
         from memopt.models.lower import lower_steps
 
-        return lower_steps(self, steps)
+        return with_in_place(self.graph, lower_steps(self, steps))
 
 
 def linearize(graph: Graph, max_span: int | None = None) -> Linearization:

@@ -11,12 +11,14 @@ from typing import TypeAlias
 class Compute:
     """Run operator `op`; of its written tensors keep `outputs`, the others are transient.
 
-    A second Compute of the same operator recomputes it.
+    A second Compute of the same operator recomputes it. With `in_place`, one of the operator's
+    `Operator.in_place`, its output takes over that tensor's storage, and the tensor ends here.
     """
 
     op: int
     outputs: tuple[int, ...]
     implementation: str | None = None
+    in_place: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

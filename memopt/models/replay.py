@@ -1,7 +1,8 @@
 """THE cost semantics: what a program needs in memory and time (docs/cost-model.md).
 
 Memory is taken at every instruction. At a Compute it is resident + live tensors + every tensor
-the operator writes (kept or transient, and once more if it is already live) + workspace; at the
+the operator writes (kept or transient, and once more if it is already live) + workspace, less
+the storage that an output computed in place takes over; at the
 LossBoundary live + tangents + the loss's own; a SwapIn occupies memory from that instruction
 on, and a SwapOut's device copy until its Free. Time: the compute stream runs instructions in
 order; a transfer starts when its instruction is reached, its data exist and its link is free.
@@ -132,6 +133,10 @@ def _outside_bytes(graph: Graph, program: Program, step_bytes: tuple[int, ...]) 
         if isinstance(instruction, Compute):
             chosen = variant(graph.operators[instruction.op], instruction.implementation)
             new = [tensor for tensor in chosen.writes if (position, tensor) in placed]
+            if instruction.in_place in live:
+                live.remove(instruction.in_place)
+                inside_bytes -= graph.tensors[instruction.in_place].size_bytes
+                during = inside_bytes
             during += sum(graph.tensors[tensor].size_bytes for tensor in new)
             new = [tensor for tensor in new if tensor in instruction.outputs]
             live.update(new)
@@ -236,6 +241,8 @@ class _State:
         self.during_bytes = (
             self.device_bytes + sum([sizes[t] for t in chosen.writes]) + chosen.workspace_bytes
         )
+        if instruction.in_place is not None:
+            self._take_over(instruction.in_place)
         for tensor in instruction.outputs:
             if tensor not in chosen.writes:
                 raise _Invalid(f"the operator does not write {self._name(tensor)}")
@@ -243,6 +250,14 @@ class _State:
         start_s = self.now_s
         self.now_s += chosen.time_s
         return start_s
+
+    def _take_over(self, tensor: int) -> None:
+        """The storage of a tensor becomes the output's."""
+        if tensor not in self.live or tensor in self.host:
+            raise _Invalid(f"{self._name(tensor)} cannot be overwritten")
+        self.live.remove(tensor)
+        self.device_bytes -= self.sizes[tensor]
+        self.during_bytes -= self.sizes[tensor]
 
     def _boundary(self) -> None:
         for tensor in self.graph.tangents:

@@ -100,15 +100,27 @@ def memory_use(graph: Graph, program: Program) -> Use:
     sizes = [tensor.size_bytes for tensor in graph.tensors]
     placed = {(position, tensor) for position, tensor, _ in program.offsets or ()}
     whole = _Covering(device, sizes)
-    unplaced = _Covering([x for x in device if (x.begin, x.tensor) not in placed], sizes)
+    apart = [x for x in device if (x.begin, x.tensor) not in placed]
+    unplaced = _Covering(apart, sizes)
     copies = _Covering(host, sizes)
+
+    def taken(i: int, among: Sequence[Lifetime]) -> int:
+        """Bytes that the output at i takes over from one of these lifetimes, which ends there."""
+        instruction = program.instructions[i]
+        if not isinstance(instruction, Compute) or instruction.in_place is None:
+            return 0
+        tensor = instruction.in_place
+        ending = any(x.tensor == tensor and x.end == i for x in among)
+        # Where both are placed, the output is in the arena and so was the tensor.
+        return sizes[tensor] if ending else 0
+
     during, outside, copied = [], [], []
     for i, instruction in enumerate(program.instructions):
         produced, scratch = _produced(graph, instruction)
         inside = sum(sizes[t] for t in produced if (i, t) in placed)
         new = scratch + sum(sizes[t] for t in produced)
-        during.append(graph.resident_bytes + whole(i, i) + new)
-        outside.append(graph.resident_bytes + unplaced(i, i) + new - inside)
+        during.append(graph.resident_bytes + whole(i, i) + new - taken(i, device))
+        outside.append(graph.resident_bytes + unplaced(i, i) + new - inside - taken(i, apart))
         copied.append(copies(i + 1, i + 1))
     return Use(
         max(during, default=graph.resident_bytes), max(copied, default=0), during, copied, outside
@@ -191,6 +203,11 @@ def _malformed_compute(graph: Graph, i: int, instruction: Compute) -> Iterator[V
             yield Violation(Code.OUTPUT_NOT_WRITTEN, i, message)
         elif tensor in instruction.outputs[:position]:
             yield Violation(Code.OUTPUT_REPEATED, i, f"{operator.name!r}, tensor {tensor}")
+    if instruction.in_place is not None:
+        allowed = instruction.implementation is None and instruction.in_place in operator.in_place
+        if not allowed or instruction.outputs != operator.writes:
+            message = f"{operator.name!r} cannot overwrite tensor {instruction.in_place}"
+            yield Violation(Code.IN_PLACE, i, message)
 
 
 def _order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violation]:
@@ -247,6 +264,8 @@ def _lifetimes(
             reads, _, _ = _variant(graph.operators[instruction.op], instruction.implementation)
             for tensor in reads:
                 histories[tensor].append((i, "read"))
+            if instruction.in_place is not None:
+                histories[instruction.in_place].append((i, "overwrite"))
             for tensor in instruction.outputs:
                 histories[tensor].append((i, "produce"))
         elif isinstance(instruction, LossBoundary):
@@ -295,6 +314,10 @@ class _History:
         elif event == "Free":
             self._need(live, Code.FREED_ABSENT, i)
             self._need(not self.result, Code.RESULT_FREED, i)
+            self._end_device(i)
+        elif event == "overwrite":
+            # Where the tensor is absent, its reading has been found wrong already.
+            self._need(not self.result and not copied, Code.IN_PLACE, i)
             self._end_device(i)
         elif event == "SwapOut":
             self._need(live, Code.SWAP_OUT_ABSENT, i)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,8 @@ def misplaced(
 
     Every lifetime that begins at a Compute or SwapIn has an offset; those of results
     (`graph.kept`), which the user may hold beyond the step, and transient outputs may have one.
-    Tangents come from outside and have none. Workspace is not placed.
+    Tangents come from outside and have none, nor have the tensors that the graph lists as
+    `outside`. Workspace is not placed.
 
     Args:
         graph: the cost model.
@@ -47,8 +48,8 @@ def misplaced(
     found: list[Violation] = []
     for position, tensor, offset in program.offsets or ():
         stay = stays.get((position, tensor)) or _transient(graph, program, position, tensor)
-        if stay is None or tensor in graph.tangents:
-            message = f"tensor {tensor} does not appear here"
+        if stay is None or tensor in graph.tangents or tensor in graph.outside:
+            message = f"tensor {tensor} does not appear here, or is not to be placed"
             found.append(Violation(Code.OFFSET_STRAY, position, message))
         elif (position, tensor) in placed:
             found.append(Violation(Code.OFFSET_REPEATED, position, f"tensor {tensor}"))
@@ -56,13 +57,16 @@ def misplaced(
             found.append(Violation(Code.OFFSET_NEGATIVE, position, f"tensor {tensor}"))
         else:
             placed[position, tensor] = stay, offset
-    results = {*graph.outputs, *graph.gradients, *graph.tangents}
+    free = {*graph.outputs, *graph.gradients, *graph.tangents, *graph.outside}
     for stay in lifetimes:
-        if stay.tensor not in results and (stay.begin, stay.tensor) not in placed:
+        if stay.tensor not in free and (stay.begin, stay.tensor) not in placed:
             name = graph.tensors[stay.tensor].name
             found.append(Violation(Code.OFFSET_MISSING, stay.begin, f"{name!r}"))
     if found:
         return first(found)
+    moved = _moved(program, lifetimes, placed)
+    if moved is not None:
+        return moved
     overlap = _overlap(graph, list(placed.values()))
     if overlap is not None:
         return overlap
@@ -71,6 +75,25 @@ def misplaced(
     if budget_bytes is not None and total > budget_bytes:
         message = f"arena {max(ends, default=0)} + outside {outside_bytes} bytes"
         return Violation(Code.ARENA_OVER_BUDGET, len(program), message)
+    return None
+
+
+def _moved(
+    program: Program,
+    lifetimes: Sequence[Lifetime],
+    placed: Mapping[tuple[int, int], tuple[Lifetime, int]],
+) -> Violation | None:
+    """A Compute in place whose output is not where the tensor is that it overwrites."""
+    for position, instruction in enumerate(program):
+        if not isinstance(instruction, Compute) or instruction.in_place is None:
+            continue
+        taken, made = instruction.in_place, instruction.outputs[0]
+        (before,) = [x for x in lifetimes if x.tensor == taken and x.end == position]
+        here = [
+            placed[key][1] for key in ((before.begin, taken), (position, made)) if key in placed
+        ]
+        if len(here) == 1 or here[:1] != here[1:]:
+            return Violation(Code.IN_PLACE, position, f"tensor {made} over {taken}, at {here}")
     return None
 
 

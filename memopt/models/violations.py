@@ -26,6 +26,7 @@ class ViolationCode(StrEnum):
     READ_ON_HOST = "reads a tensor that is on the host only"
     READ_AFTER_UPDATE = "reads a parameter that the step has updated already"
     COMPUTED_WHILE_LIVE = "produces a tensor that is already live"
+    IN_PLACE = "computes in place what cannot be"
     FREED_ABSENT = "frees a tensor that is not live"
     RESULT_FREED = "frees a result of the step"
     SWAP_OUT_ABSENT = "swaps out a tensor that is not live"

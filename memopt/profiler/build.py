@@ -8,8 +8,9 @@ look into: they cost nothing and are re-made where they are read.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.fx import Node
 from memopt.errors import CaptureError
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.profiler.capture import Captured
+from memopt.profiler.in_place import overwritable
 from memopt.profiler.names import module_paths
 from memopt.profiler.torch_private import backward_owns_tangents
 
@@ -289,7 +291,7 @@ def _only_replaces_statistics(node: Node) -> bool:
 def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering:
     outputs = _results(builder, captured.forward_outputs)
     gradients = _results(builder, captured.gradients)
-    operators = builder.operators
+    operators = _with_in_place(builder, {*outputs, *gradients})
     for index in outputs:
         if not builder.tensors[index].resident:
             old = builder.tensors[index]
@@ -311,6 +313,31 @@ def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering
         views=frozenset(builder.views),
         bases=builder.bases,
     )
+
+
+def _with_in_place(builder: _Builder, results: set[int]) -> list[Operator]:
+    """The operators, with the tensors that they may overwrite."""
+    readers = Counter(t for operator in builder.operators for t in operator.reads)
+    given = {
+        t
+        for node in builder.storages
+        if node.op != "call_function"
+        for t in _reads(builder, [node])
+    }
+    made: list[Operator] = []
+    for call, node in zip(builder.operators, builder.nodes, strict=True):
+        free: list[int] = []
+        for argument in overwritable(node):
+            (tensor,) = builder.storages[argument]
+            if tensor is None or tensor in given or tensor in results:
+                continue
+            alone = readers[tensor] == 1
+            # What leaves the step is no view, as the kernel's own result would not be.
+            plain = builder.bases.get(tensor) is argument
+            if alone and (plain or call.writes[0] not in results):
+                free.append(tensor)
+        made.append(replace(call, in_place=tuple(free)) if free else call)
+    return made
 
 
 def _results(builder: _Builder, values: Iterable[Any]) -> tuple[int, ...]:

@@ -130,6 +130,7 @@ def replace_graph(graph: Graph, **changes: object) -> Graph:
         "tangents_held": graph.tangents_held,
         "boundary_bytes": graph.boundary_bytes,
         "extra_resident_bytes": graph.extra_resident_bytes,
+        "outside": graph.outside,
     }
     return Graph(**{**fields, **changes})  # type: ignore[arg-type]  # names checked by Graph
 

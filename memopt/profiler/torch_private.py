@@ -135,3 +135,19 @@ def no_donated_buffers(joint: Any) -> Iterator[None]:
     metadata.bw_donated_idxs = []
     with config.patch(donated_buffer=False):
         yield
+
+
+def has_kernel(overload: Any, device_type: str) -> bool:
+    """Whether torch has a kernel of its own for an operator overload on a kind of device, not one
+    composed of other operators."""
+    find = _import("torch._C", "_dispatch_has_kernel_for_dispatch_key")
+    schema = overload._schema
+    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    return bool(find(name, {"cpu": "CPU", "cuda": "CUDA"}.get(device_type, device_type)))
+
+
+def storage_at(address: int, device: torch.device, size_bytes: int) -> torch.UntypedStorage:
+    """A storage over memory that somebody else owns and must keep alive."""
+    make = _import("torch._C", "_construct_storage_from_data_pointer")
+    storage: torch.UntypedStorage = make(address, device, size_bytes)
+    return storage

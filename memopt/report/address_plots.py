@@ -67,6 +67,8 @@ def _blocks(graph: Graph, program: Program) -> Iterator[Block]:
 
     for position, instruction in enumerate(program):
         if isinstance(instruction, Compute):
+            if instruction.in_place is not None:
+                yield finish(instruction.in_place, step)
             for tensor in instruction.outputs:
                 kind = graph.tensors[tensor].kind
                 label, colour = str(kind), KIND_COLOURS.get(kind, BLUE)

@@ -76,6 +76,10 @@ def program_profile(graph: Graph, program: Program, device: Device | None = None
                 live.add(tensor)
                 level[layer_of(graph, tensor)] += graph.tensors[tensor].size_bytes
 
+    def vanish(tensor: int) -> None:
+        live.remove(tensor)
+        level[layer_of(graph, tensor)] -= graph.tensors[tensor].size_bytes
+
     for position, instruction in enumerate(program):
         during = dict(level)
         if isinstance(instruction, Compute):
@@ -83,6 +87,11 @@ def program_profile(graph: Graph, program: Program, device: Device | None = None
             for tensor in chosen.writes:
                 during[layer_of(graph, tensor)] += graph.tensors[tensor].size_bytes
             during[WORKSPACE] += chosen.workspace_bytes
+            if instruction.in_place is not None:
+                vanish(instruction.in_place)
+                during[layer_of(graph, instruction.in_place)] -= graph.tensors[
+                    instruction.in_place
+                ].size_bytes
             appear(instruction.outputs)
         elif isinstance(instruction, LossBoundary):
             backward_s = timeline.end_s[position]
@@ -93,9 +102,7 @@ def program_profile(graph: Graph, program: Program, device: Device | None = None
             appear((instruction.tensor,))
             during = dict(level)
         elif isinstance(instruction, Free):
-            live.remove(instruction.tensor)
-            size_bytes = graph.tensors[instruction.tensor].size_bytes
-            level[layer_of(graph, instruction.tensor)] -= size_bytes
+            vanish(instruction.tensor)
         rows.append(during)
     layers = {name: tuple(row[name] for row in rows) for name in LAYERS}
     return MemoryProfile(timeline.start_s, timeline.time_s, layers, backward_s)

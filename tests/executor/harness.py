@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from memopt.executor.apply import runtime_of
 from memopt.executor.module import PlannedModule, install
 from memopt.models.graph import Graph
+from memopt.models.in_place import with_in_place
 from memopt.models.liveness import computes, store_all, with_frees
 from memopt.models.program import (
     Compute,
@@ -90,11 +91,17 @@ def swap_all(graph: Graph) -> Program:
     return Program([*head, LossBoundary(), *tail])
 
 
+def in_place(graph: Graph) -> Program:
+    """Every recomputable forward operator runs again, and what can be is computed in place."""
+    return with_in_place(graph, recompute_all(graph))
+
+
 PROGRAMS: dict[str, Callable[[Graph], Program]] = {
     "store_all": store_all,
     "recompute_all": recompute_all,
     "recompute_late": recompute_late,
     "swap_all": swap_all,
+    "in_place": in_place,
 }
 
 

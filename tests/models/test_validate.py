@@ -114,6 +114,7 @@ MUTATIONS = [
     ("recomputed while live", insert(1, Compute(0, (A1,))), Code.COMPUTED_WHILE_LIVE, 1),
     ("kept by a needless re-run", change(13, Compute(0, (A1,))), Code.LEFT_ON_DEVICE, 18),
     ("recomputed while swapped in", insert(9, Compute(0, (A1,))), Code.COMPUTED_WHILE_LIVE, 9),
+    ("over what it may not", change(0, Compute(0, (A1,), None, X)), Code.IN_PLACE, 0),
     ("freed twice", insert(11, Free(A1)), Code.FREED_ABSENT, 11),
     ("freed before it exists", insert(0, Free(D1)), Code.FREED_ABSENT, 0),
     ("frees the output", insert(5, Free(Y)), Code.RESULT_FREED, 5),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import lcm
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.in_place import without_in_place
+from memopt.models.placed import ALIGNMENT_BYTES
 from memopt.models.program import Compute, Free, Program, SwapIn
 from memopt.models.replay import replay
 from memopt.models.variants import variant
@@ -68,10 +71,12 @@ def _unchanged(ordering: Ordering, peak: int, count: int) -> Ordering:
 def program_buffers(
     graph: Graph, program: Program, *, alignment: int = 1, place_results: bool = True
 ) -> tuple[Buffer, ...]:
-    """One buffer for each lifetime that begins at a Compute or SwapIn, transient outputs too.
+    """One buffer for each lifetime that begins at a Compute or SwapIn, transient outputs too; what
+    is computed in place prolongs the buffer of the tensor that it overwrites.
 
     Times are instruction indices; ids are "instruction:tensor". Tangents come from outside, and
-    workspace is the kernel's own: neither is placed (nor are tangents that were swapped).
+    workspace is the kernel's own: neither is placed (nor are tangents that were swapped), nor is
+    what the graph lists as `outside`.
 
     Args:
         graph: the cost model of the program.
@@ -81,10 +86,13 @@ def program_buffers(
             placed too.
     """
     buffers: list[Buffer] = []
-    open_: dict[int, int] = {}
+    open_: dict[int, tuple[int, int]] = {}
+    """Live tensor → where its storage began, and as which tensor."""
+
+    unplaced = {*graph.tangents, *graph.outside, *(() if place_results else graph.kept)}
 
     def add(tensor: int, begin: int, end: int) -> None:
-        if tensor not in graph.tangents and (place_results or tensor not in graph.kept):
+        if tensor not in unplaced:
             size = graph.tensors[tensor].size_bytes
             buffers.append(Buffer(f"{begin}:{tensor}", begin, end, size, alignment))
 
@@ -92,16 +100,19 @@ def program_buffers(
         if isinstance(instruction, Compute):
             chosen = variant(graph.operators[instruction.op], instruction.implementation)
             for tensor in chosen.writes:
-                if tensor in instruction.outputs:
-                    open_[tensor] = position
+                if instruction.in_place is not None:
+                    open_[tensor] = open_.pop(instruction.in_place)
+                elif tensor in instruction.outputs:
+                    open_[tensor] = (position, tensor)
                 else:
                     add(tensor, position, position + 1)
         elif isinstance(instruction, SwapIn):
-            open_[instruction.tensor] = position
+            open_[instruction.tensor] = (position, instruction.tensor)
         elif isinstance(instruction, Free) and instruction.tensor in open_:
-            add(instruction.tensor, open_.pop(instruction.tensor), position)
-    for tensor, begin in open_.items():
-        add(tensor, begin, len(program))
+            begin, first = open_.pop(instruction.tensor)
+            add(first, begin, position)
+    for begin, first in open_.values():
+        add(first, begin, len(program))
     return tuple(sorted(buffers, key=lambda buffer: (buffer.lower, int(buffer.id.split(":")[1]))))
 
 
@@ -120,11 +131,15 @@ def place_program(
 ) -> tuple[Program, Placement]:
     """Give every lifetime of a valid program an offset in one arena, of a small extent.
 
-    Arguments as in `program_buffers` and `place`.
+    Arguments as in `program_buffers` and `place`. Where the graph lists what lies `outside`, it is
+    of a captured model and will run at the addresses: they are multiples of ALIGNMENT_BYTES, too.
 
     Returns:
         The program with its offsets, and the placement with its bound (of the arena alone).
     """
+    if graph.outside:
+        alignment = lcm(alignment, ALIGNMENT_BYTES)
+    program = _placeable(graph, program, place_results)
     buffers = program_buffers(graph, program, alignment=alignment, place_results=place_results)
     placement = place(
         buffers,
@@ -135,8 +150,32 @@ def place_program(
         num_workers=num_workers,
         on_improvement=on_improvement,
     )
-    offsets = []
-    for buffer in buffers:
-        position, tensor = buffer.id.split(":")
-        offsets.append((int(position), int(tensor), placement.offsets[buffer.id]))
-    return Program(program.instructions, offsets), placement
+    return Program(program.instructions, _offsets(program, placement.offsets)), placement
+
+
+def _placeable(graph: Graph, program: Program, place_results: bool) -> Program:
+    """The program with in-place outputs only where both tensors are placed, or neither."""
+    unplaced = {*graph.tangents, *graph.outside, *(() if place_results else graph.kept)}
+
+    def apart(instruction: Compute) -> bool:
+        return (instruction.in_place in unplaced) != (instruction.outputs[0] in unplaced)
+
+    return without_in_place(program, apart)
+
+
+def _offsets(program: Program, of_buffers: Mapping[str, int]) -> list[tuple[int, int, int]]:
+    """(instruction, tensor, offset) of every lifetime, given those of the buffers."""
+    found: dict[tuple[int, int], int] = {}
+    for name, offset in of_buffers.items():
+        position, tensor = map(int, name.split(":"))
+        found[position, tensor] = offset
+    here: dict[int, int] = {}
+    for position, instruction in enumerate(program):
+        if isinstance(instruction, Compute) and instruction.in_place in here:
+            found[position, instruction.outputs[0]] = here.pop(instruction.in_place)
+        elif isinstance(instruction, Free):
+            here.pop(instruction.tensor, None)
+        begun = instruction.outputs if isinstance(instruction, Compute) else ()
+        begun = (instruction.tensor,) if isinstance(instruction, SwapIn) else begun
+        here |= {t: found[position, t] for t in begun if (position, t) in found}
+    return sorted((position, tensor, offset) for (position, tensor), offset in found.items())

@@ -1,0 +1,187 @@
+"""Running at planned addresses: one allocation per step, each placed tensor a view of it.
+
+An arena is a byte tensor. A placed lifetime is a *slot*: a tensor with a storage of its own over
+the arena's bytes at the planned offset, so that kernels see what an allocated tensor would show
+them (some look at the whole storage). Slots own nothing: a step's lease holds the arena and dies
+with the step's state, whether the backward has run, failed or never came. Steps under way at once
+have arenas of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from memopt.errors import InvalidProgramError
+from memopt.executor.arena_forms import Form, forms_of
+from memopt.models.placed import ALIGNMENT_BYTES
+from memopt.models.program import Compute, Program, SwapIn
+from memopt.profiler.build import Lowering, values_of
+from memopt.profiler.torch_private import storage_at
+
+_KNOWN_ADDRESSES = 2
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One placed lifetime: where it is in the arena, and as what.
+
+    Attributes:
+        tensor: its index in the graph.
+        offset_bytes: in the arena.
+        like: a fake tensor with its shape, strides and dtype.
+    """
+
+    tensor: int
+    offset_bytes: int
+    like: Tensor
+
+    @property
+    def end_bytes(self) -> int:
+        """First byte after it."""
+        return self.offset_bytes + self.like.untyped_storage().nbytes()
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """The part of a placement that runs as planned.
+
+    Attributes:
+        slots: the lifetimes whose kernels can write at an address.
+        at: (instruction, tensor) → index of its slot.
+        forms: how the kernel calls that have slots write there.
+        lowering: the graph's map to FX nodes.
+        extent_bytes: size of the arena.
+        device: where it is.
+    """
+
+    slots: tuple[Slot, ...]
+    at: Mapping[tuple[int, int], int]
+    forms: Mapping[Node, Form]
+    lowering: Lowering
+    extent_bytes: int
+    device: torch.device
+
+    def name(self, slot: int) -> str:
+        """The tensor of a slot, and its addresses, for messages."""
+        one = self.slots[slot]
+        tensor = self.lowering.graph.tensors[one.tensor].name
+        return f"{tensor!r} at [{one.offset_bytes}, {one.end_bytes})"
+
+
+def arena_layout(lowering: Lowering, program: Program, device: torch.device) -> ArenaLayout | None:
+    """The slots of a placed program; None where nothing has an address.
+
+    Lifetimes with an offset whose kernel cannot write there stay with the allocator, as results
+    do: they leave the step.
+
+    Raises:
+        InvalidProgramError: an offset that is no multiple of the alignment kernels expect.
+    """
+    if not program.offsets:
+        return None
+    forms = forms_of(lowering)
+    results = lowering.graph.kept | set(lowering.graph.tangents)
+    slots: list[Slot] = []
+    at: dict[tuple[int, int], int] = {}
+    for position, tensor, offset in program.offsets:
+        like = _like(lowering, program, forms, position, tensor)
+        if tensor in results or like is None or like.numel() == 0:
+            continue
+        if offset % ALIGNMENT_BYTES:
+            name = lowering.graph.tensors[tensor].name
+            raise InvalidProgramError(
+                f"{name!r} has the address {offset}, but kernels expect multiples of "
+                f"{ALIGNMENT_BYTES} bytes; place with alignment={ALIGNMENT_BYTES}"
+            )
+        at[position, tensor] = len(slots)
+        slots.append(Slot(tensor, offset, like))
+    if not slots:
+        return None
+    extent_bytes = max(slot.end_bytes for slot in slots)
+    return ArenaLayout(tuple(slots), at, forms, lowering, extent_bytes, device)
+
+
+def _like(
+    lowering: Lowering, program: Program, forms: Mapping[Node, Form], position: int, tensor: int
+) -> Tensor | None:
+    """The fake tensor of a lifetime that can be written at an address, else None."""
+    instruction = program.instructions[position]
+    if isinstance(instruction, SwapIn):
+        base = lowering.bases.get(tensor)
+        value: Any = base.meta.get("val") if base is not None else None
+        return value if isinstance(value, Tensor) else None
+    if not isinstance(instruction, Compute) or instruction.in_place is not None:
+        return None
+    node = lowering.node_of(instruction.op, instruction.implementation)
+    if node not in forms:
+        return None
+    found: Tensor = values_of(node)[lowering.storages[node].index(tensor)]
+    return found
+
+
+@dataclass
+class Lease:
+    """One step's arena.
+
+    Attributes:
+        memory: its bytes; they go with the lease.
+        slots: the placed tensors, in the layout's order.
+    """
+
+    memory: Tensor
+    slots: list[Tensor]
+
+
+class Arenas:
+    """Makes the arenas of one installed program."""
+
+    def __init__(self, layout: ArenaLayout) -> None:
+        self.layout = layout
+        self._known: dict[int, list[Tensor]] = {}
+        """Address of an arena → its slots: the allocator often gives the same address again."""
+        self._lock = threading.Lock()
+
+    def lease(self) -> Lease:
+        """An arena for one step."""
+        layout = self.layout
+        memory = torch.empty(layout.extent_bytes, dtype=torch.uint8, device=layout.device)
+        return Lease(memory, self._slots(memory.data_ptr()))
+
+    def _slots(self, address: int) -> list[Tensor]:
+        # Two living arenas have two addresses, so slots are never shared by two steps.
+        with self._lock:
+            slots = self._known.get(address)
+            if slots is None:
+                slots = [self._slot(address, slot) for slot in self.layout.slots]
+                self._known[address] = slots
+                if len(self._known) > _KNOWN_ADDRESSES:
+                    del self._known[next(iter(self._known))]
+            return slots
+
+    def _slot(self, address: int, slot: Slot) -> Tensor:
+        like = slot.like
+        size_bytes = like.untyped_storage().nbytes()
+        storage = storage_at(address + slot.offset_bytes, self.layout.device, size_bytes)
+        empty = torch.empty(0, dtype=like.dtype, device=self.layout.device)
+        return empty.set_(storage, 0, like.shape, like.stride())
+
+    def fork(self, saved: list[Any]) -> list[Any]:
+        """What a backward that may come again (retain_graph) runs with: a copy of the arena, since
+        it writes over what the next one needs.
+
+        Args:
+            saved: what the forward has left for the backward.
+        """
+        lease = next(value for value in saved if isinstance(value, Lease))
+        fork = self.lease()
+        fork.memory.copy_(lease.memory)
+        slots = {id(slot): fork.slots[i] for i, slot in enumerate(lease.slots)}
+        slots[id(lease)] = fork  # type: ignore[assignment]  # the lease is replaced like its slots
+        return [slots.get(id(value), value) for value in saved]

@@ -1,0 +1,96 @@
+"""The arena's debug mode: freed ranges are poisoned, and every read of a range that is not what
+its tensor wrote there is an error that names both sides.
+
+What a slot holds is remembered by a digest when it is written and compared before every read. So
+a wrong address, a tensor freed too early and a kernel that writes beyond its own tensor are all
+found where they do harm: at the first read of what they spoilt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from memopt.errors import ArenaError
+from memopt.executor.arena import ArenaLayout, Arenas, Lease
+
+POISON = 0xFF
+"""Every byte of a freed range: NaN as a float, −1 as an integer."""
+
+
+@dataclass
+class CheckedLease(Lease):
+    """A lease that knows what its slots should hold."""
+
+    layout: ArenaLayout
+    live: dict[int, bytes] = field(default_factory=dict)
+    """Slot in use → digest of its bytes."""
+    spoilt: dict[int, str] = field(default_factory=dict)
+    """Slot in use → what has been written over it."""
+
+    def bytes_of(self, slot: int) -> torch.Tensor:
+        """The arena's bytes of a slot."""
+        one = self.layout.slots[slot]
+        return self.memory[one.offset_bytes : one.end_bytes]
+
+    def digest(self, slot: int) -> bytes:
+        """Of what a slot holds now."""
+        return hashlib.blake2b(self.bytes_of(slot).cpu().numpy().data, digest_size=16).digest()
+
+    def wrote(self, slots: Iterable[int], what: str) -> None:
+        """`what` has written these slots."""
+        for slot in slots:
+            one = self.layout.slots[slot]
+            for other in self.live:
+                beside = self.layout.slots[other]
+                if other != slot and (
+                    beside.offset_bytes < one.end_bytes and one.offset_bytes < beside.end_bytes
+                ):
+                    self.spoilt[other] = f"{self.layout.name(slot)}, written by {what}"
+            self.spoilt.pop(slot, None)
+            self.live[slot] = self.digest(slot)
+
+    def read(self, slots: Iterable[int], what: str) -> None:
+        """`what` is about to read these slots.
+
+        Raises:
+            ArenaError: one of them does not hold what was written there.
+        """
+        for slot in slots:
+            if slot not in self.live:
+                raise ArenaError(
+                    f"{what} reads {self.layout.name(slot)}, whose addresses have been freed"
+                )
+            if self.live[slot] != self.digest(slot):
+                by = self.spoilt.get(slot, "a kernel that wrote beyond its own tensors")
+                raise ArenaError(
+                    f"{what} reads {self.layout.name(slot)}, which has been overwritten by {by}"
+                )
+
+    def freed(self, slots: Iterable[int]) -> None:
+        """These slots are free: poison their ranges."""
+        for slot in slots:
+            self.live.pop(slot, None)
+            self.spoilt.pop(slot, None)
+            self.bytes_of(slot).fill_(POISON)
+
+
+class CheckedArenas(Arenas):
+    """Arenas in debug mode, poisoned from the start."""
+
+    def lease(self) -> Lease:
+        """An arena for one step."""
+        lease = super().lease()
+        lease.memory.fill_(POISON)
+        return CheckedLease(lease.memory, lease.slots, self.layout)
+
+    def fork(self, saved: list[object]) -> list[object]:
+        """As `Arenas.fork`; the copy knows what the original knew."""
+        forked = super().fork(saved)
+        for before, after in zip(saved, forked, strict=True):
+            if isinstance(before, CheckedLease) and isinstance(after, CheckedLease):
+                after.live, after.spoilt = dict(before.live), dict(before.spoilt)
+        return forked

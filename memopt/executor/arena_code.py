@@ -1,0 +1,126 @@
+"""The lines of generated code that write into an arena."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from memopt.executor.arena import ArenaLayout
+from memopt.executor.values import unpacked
+from memopt.profiler.build import values_of
+
+
+class Writer(Protocol):
+    """What is asked of the writer of a half (see `memopt.executor.codegen`)."""
+
+    globals: dict[str, Any]
+
+    def emit(self, line: str) -> None:
+        """Add a line."""
+
+    def bind(self, node: Node) -> str:
+        """Note that a node's variable holds its value now."""
+
+    def argument(self, value: Any) -> str:
+        """The text of an argument."""
+
+
+class ArenaWriter:
+    """Writes the calls whose results have slots; with `checked`, also what the checks of
+    `memopt.executor.arena_check` need. One for both halves: it knows which slots are in use."""
+
+    def __init__(self, layout: ArenaLayout, checked: bool) -> None:
+        self.layout = layout
+        self.checked = checked
+        self.used: dict[int, int] = {}
+        """Live tensor → its slot."""
+        self.written: list[int] = []
+        self.transient: list[int] = []
+
+    def begin(self, writer: Writer) -> None:
+        """The first lines of the forward."""
+        writer.emit("arena = arenas.lease()")
+        writer.emit("slots = arena.slots")
+
+    def call(self, writer: Writer, node: Node, outputs: Iterable[int], position: int) -> str | None:
+        """The call of a kernel that writes into its slots, after lines that bind its outputs; None
+        where no result has a slot."""
+        held = self.layout.lowering.storages[node]
+        slots = [self.layout.at.get((position, t)) if t is not None else None for t in held]
+        if node not in self.layout.forms or all(slot is None for slot in slots):
+            return None
+        form = self.layout.forms[node]
+        arguments = [writer.argument(a) for a in node.args]
+        arguments += [f"{k}={writer.argument(v)}" for k, v in node.kwargs.items()]
+        kept = {p or 0: base for p, base, _ in unpacked(self.layout.lowering, node, outputs)}
+        for i, (slot, like) in enumerate(zip(slots, values_of(node), strict=True)):
+            target = f"slots[{slot}]" if slot is not None else _empty(writer, like)
+            if i in kept:
+                name = writer.bind(kept[i])
+                writer.emit(f"{name} = {target}")
+                target = name
+            arguments.append(f"{form.names[i]}={target}")
+        writer.globals[form.label] = form.target
+        self._note(held, slots, set(outputs))
+        return f"{form.label}({', '.join(arguments)})"
+
+    def _note(
+        self, held: tuple[int | None, ...], slots: list[int | None], outputs: set[int]
+    ) -> None:
+        self.written = [slot for slot in slots if slot is not None]
+        self.transient = []
+        for tensor, slot in zip(held, slots, strict=True):
+            if tensor is not None and slot is not None:
+                if tensor in outputs:
+                    self.used[tensor] = slot
+                else:
+                    self.transient.append(slot)
+
+    def bring(self, position: int, tensor: int) -> str:
+        """The argument of a swap-in that names its slot; "" where it has none."""
+        slot = self.layout.at.get((position, tensor))
+        if slot is None:
+            return ""
+        self.used[tensor] = slot
+        return f", slots[{slot}]"
+
+    def before(self, writer: Writer, what: str, reads: Iterable[int]) -> None:
+        """Checked: the tensors that are about to be read."""
+        slots = [self.used[t] for t in dict.fromkeys(reads) if t in self.used]
+        if self.checked and slots:
+            writer.emit(f"arena.read({slots!r}, {what!r})")
+
+    def after(self, writer: Writer, what: str) -> None:
+        """Checked: what the last call has written."""
+        if self.checked and self.written:
+            writer.emit(f"arena.wrote({self.written!r}, {what!r})")
+            if self.transient:
+                writer.emit(f"arena.freed({self.transient!r})")
+        self.written = []
+
+    def brought(self, writer: Writer, tensor: int) -> None:
+        """Checked: a swap-in whose data have arrived."""
+        if self.checked and tensor in self.used:
+            writer.emit(f"arena.wrote([{self.used[tensor]}], 'swap in')")
+
+    def taken(self, tensor: int) -> None:
+        """A tensor whose addresses the last result has taken over."""
+        self.used.pop(tensor, None)
+
+    def free(self, writer: Writer, tensor: int) -> None:
+        """The end of a tensor's lifetime."""
+        slot = self.used.pop(tensor, None)
+        if self.checked and slot is not None:
+            writer.emit(f"arena.freed([{slot}])")
+
+
+def _empty(writer: Writer, like: Tensor) -> str:
+    """An allocation for a result that leaves the step."""
+    writer.globals["empty_strided"] = torch.empty_strided
+    shape, stride = writer.argument(tuple(like.shape)), writer.argument(like.stride())
+    dtype, device = writer.argument(like.dtype), writer.argument(like.device)
+    return f"empty_strided({shape}, {stride}, dtype={dtype}, device={device})"

@@ -1,0 +1,148 @@
+"""How a kernel call writes its results at given addresses: its form.
+
+A native form is the `out=` overload of the same operator, where the device has a kernel for it
+(the overloads that torch generates compute first and then copy, which costs the tensor again).
+A lowered form is written with other kernels, see `arena_lowered`. Results without a form are
+allocated by their kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from memopt.executor.arena_lowered import EVERYWHERE, ON_CPU
+from memopt.profiler.build import Lowering, values_of
+from memopt.profiler.measure import replace_graph
+from memopt.profiler.session import Profiled
+from memopt.profiler.torch_private import has_kernel
+
+
+@dataclass(frozen=True)
+class Form:
+    """A call that writes into given tensors: `target(*args, **kwargs, **{name: tensor})`.
+
+    Attributes:
+        target: what to call, with the kernel call's own arguments.
+        names: the keyword of each tensor to write to, by position in the kernel's result.
+        lowered: whether it is memopt's own form of the kernel, else torch's `out=` overload.
+    """
+
+    target: Callable[..., Any]
+    names: tuple[str, ...]
+    lowered: bool
+
+    @property
+    def label(self) -> str:
+        """A Python name for generated code."""
+        if self.lowered:
+            return f"into_{self.target.__name__.strip('_')}"
+        return "".join(c if c.isalnum() else "_" for c in str(self.target))
+
+
+def form_of(node: Node) -> Form | None:
+    """The form of a kernel call; None if its kernel allocates its results itself."""
+    values = values_of(node)
+    if not all(isinstance(value, torch.Tensor) and _plain(value) for value in values):
+        return None
+    if not _storages_apart(values):
+        return None
+    device = values[0].device.type
+    form = _form(node.target, device)
+    if form is None or len(form.names) != len(values):
+        return None
+    return form if _suits(node) else None
+
+
+@functools.cache
+def _form(target: Any, device: str) -> Form | None:
+    lowered = EVERYWHERE.get(target) or (ON_CPU.get(target) if device == "cpu" else None)
+    if lowered is not None:
+        return Form(lowered[0], lowered[1], lowered=True)
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    for name in target.overloadpacket.overloads():
+        overload = getattr(target.overloadpacket, name)
+        arguments = overload._schema.arguments
+        if [(a.name, str(a.type)) for a in arguments if not a.is_out] != wanted:
+            continue
+        outs = tuple(a.name for a in arguments if a.is_out)
+        if outs and has_kernel(overload, device):
+            return Form(overload, outs, lowered=False)
+    return None
+
+
+def _suits(node: Node) -> bool:
+    """What the lowered forms do not do: dropout that keeps everything, half-precision batch
+    norm with statistics of another dtype."""
+    if node.target is torch.ops.aten.native_dropout.default:
+        return node.args[2] is not False and _tensor(node, 0).numel() > 0
+    if node.target is torch.ops.aten.slice_backward.default:
+        return True
+    if node.target is torch.ops.aten._safe_softmax.default:
+        return _tensor(node, 0).numel() > 0
+    if node.target in (torch.ops.aten.full.default, torch.ops.aten.full_like.default):
+        return isinstance(node.args[1], (int, float))
+    return True
+
+
+def _tensor(node: Node, position: int) -> torch.Tensor:
+    argument = node.args[position]
+    assert isinstance(argument, Node)
+    value: torch.Tensor = argument.meta["val"]
+    return value
+
+
+def _plain(value: torch.Tensor) -> bool:
+    """Whether a result fills its storage without gaps, so that (address, shape, strides) is all."""
+    return (
+        value.layout is torch.strided
+        and value.storage_offset() == 0
+        and value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        and not (value.is_conj() or value.is_neg())
+    )
+
+
+def _storages_apart(values: tuple[Any, ...]) -> bool:
+    return len({value.untyped_storage()._cdata for value in values}) == len(values)
+
+
+def forms_of(lowering: Lowering) -> dict[Node, Form]:
+    """The forms of all kernel calls that have one, alternatives of operators included."""
+    forms = {}
+    for node in (*lowering.nodes, *lowering.alternatives.values()):
+        form = form_of(node) if len(lowering.storages[node]) else None
+        if form is not None:
+            forms[node] = form
+    return forms
+
+
+def for_placing(profiled: Profiled) -> Profiled:
+    """A profiled model whose graph says which tensors a placement must leave out."""
+    outside = outside_tensors(profiled.lowering)
+    return replace(profiled, graph=replace_graph(profiled.graph, outside=outside))
+
+
+def outside_tensors(lowering: Lowering) -> tuple[int, ...]:
+    """Computed tensors that no placement can give an address, ascending: their kernel (under some
+    implementation) has no form, or they leave the step (results), or another tensor is a view of
+    the same storage by a kernel's hand."""
+    graph = lowering.graph
+    forms = forms_of(lowering)
+    outside = set(graph.outputs) | set(graph.gradients)
+    for index, operator in enumerate(graph.operators):
+        choices = [(lowering.nodes[index], operator.writes)]
+        for choice in operator.implementations:
+            node = lowering.alternatives.get((index, choice.name))
+            if node is not None and choice.writes is not None:
+                choices.append((node, choice.writes))
+        for node, writes in choices:
+            if node not in forms or set(writes) != set(lowering.storages[node]):
+                outside.update(writes)
+    return tuple(sorted(outside - graph.resident))

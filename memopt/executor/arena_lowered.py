@@ -1,0 +1,180 @@
+"""Kernels without a native `out=` overload, written by others that have one or work in place.
+
+Each follows torch's own implementation of the operator (ATen/native, 2.11 to 2.13), step by step
+and in its order, with given tensors where that allocates: results are the same bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+def _copy(x: Tensor, *_: Any, out: Tensor, **__: Any) -> Tensor:
+    """clone, _to_copy and the like: layout, dtype and memory format are those of `out`."""
+    return out.copy_(x)
+
+
+def _relu(x: Tensor, *, out: Tensor) -> Tensor:
+    return torch.clamp_min(x, 0, out=out)
+
+
+def _add(x: Tensor, other: float, alpha: float = 1, *, out: Tensor) -> Tensor:
+    return torch.add(x, other, alpha=alpha, out=out)
+
+
+def _sub(x: Tensor, other: float, alpha: float = 1, *, out: Tensor) -> Tensor:
+    return torch.sub(x, other, alpha=alpha, out=out)
+
+
+def _mul(x: Tensor, other: float, *, out: Tensor) -> Tensor:
+    return torch.mul(x, other, out=out)
+
+
+def _div(x: Tensor, other: float, *, out: Tensor) -> Tensor:
+    return torch.div(x, other, out=out)
+
+
+def _fill(_: Any, value: float, *, out: Tensor, **__: Any) -> Tensor:
+    return out.fill_(value)
+
+
+def _zeros(*_: Any, out: Tensor, **__: Any) -> Tensor:
+    return out.zero_()
+
+
+def _ones(*_: Any, out: Tensor, **__: Any) -> Tensor:
+    return out.fill_(1)
+
+
+def _slice_backward(
+    grad: Tensor, _sizes: list[int], dim: int, start: int, end: int, step: int, *, out: Tensor
+) -> Tensor:
+    out.zero_()
+    _aten.slice.Tensor(out, dim, start, end, step).copy_(grad)
+    return out
+
+
+def _select_backward(
+    grad: Tensor, _sizes: list[int], dim: int, index: int, *, out: Tensor
+) -> Tensor:
+    out.zero_().select(dim, index).copy_(grad)
+    return out
+
+
+def _slice_scatter(
+    x: Tensor,
+    source: Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+    *,
+    out: Tensor,
+) -> Tensor:
+    out.copy_(x)
+    _aten.slice.Tensor(out, dim, start, end, step).copy_(source)
+    return out
+
+
+def _select_scatter(x: Tensor, source: Tensor, dim: int, index: int, *, out: Tensor) -> Tensor:
+    out.copy_(x).select(dim, index).copy_(source)
+    return out
+
+
+def _embedding(weight: Tensor, indices: Tensor, _padding: int = -1, *_: Any, out: Tensor) -> Tensor:
+    rows = out.view(-1, weight.shape[1])
+    torch.index_select(weight, 0, indices.reshape(-1), out=rows)
+    return out
+
+
+def _safe_softmax(x: Tensor, dim: int, dtype: Any = None, *, out: Tensor) -> Tensor:
+    """Rows that are masked whole become 0 (SoftMax.cpp)."""
+    torch.softmax(x, dim, dtype, out=out)
+    masked = torch.all(x.eq(-float("inf")), dim, keepdim=True)
+    return out.masked_fill_(masked, 0.0)
+
+
+def _dropout(x: Tensor, p: float, _train: bool | None, *, out: Tensor, mask: Tensor) -> Tensor:
+    """In training (Dropout.cpp, native_dropout_cpu)."""
+    keep = 1.0 - p
+    mask.bernoulli_(keep)
+    return torch.mul(x, mask, out=out).mul_(0.0 if keep == 0 else 1.0 / keep)
+
+
+def _dropout_backward(grad: Tensor, mask: Tensor, scale: float, *, out: Tensor) -> Tensor:
+    return torch.mul(grad, mask, out=out).mul_(scale)
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *,
+    out: Tensor,
+    save_mean: Tensor,
+    save_invstd: Tensor,
+    new_mean: Tensor,
+    new_var: Tensor,
+) -> Tensor:
+    """The functional form copies the running statistics and updates the copies."""
+    new_mean.copy_(mean)
+    new_var.copy_(var)
+    _aten._native_batch_norm_legit.out(
+        x, weight, bias, new_mean, new_var, training, momentum, eps,
+        out=out, save_mean=save_mean, save_invstd=save_invstd,
+    )  # fmt: skip
+    return out
+
+
+def _pool_whole(x: Tensor, size: list[int], *, out: Tensor) -> Tensor:
+    return torch.ops.aten.adaptive_avg_pool2d.out(x, size, out=out)  # type: ignore[no-any-return]
+
+
+Lowered = tuple[Callable[..., Any], tuple[str, ...]]
+"""The function, and the keyword of each result."""
+
+_ONE = ("out",)
+
+EVERYWHERE: dict[Any, Lowered] = {
+    _aten.clone.default: (_copy, _ONE),
+    _aten._to_copy.default: (_copy, _ONE),
+    _aten.mul.Scalar: (_mul, _ONE),
+    _aten.div.Scalar: (_div, _ONE),
+    _aten.add.Scalar: (_add, _ONE),
+    _aten.sub.Scalar: (_sub, _ONE),
+    _aten.full_like.default: (_fill, _ONE),
+    _aten.full.default: (_fill, _ONE),
+    _aten.zeros_like.default: (_zeros, _ONE),
+    _aten.new_zeros.default: (_zeros, _ONE),
+    _aten.zeros.default: (_zeros, _ONE),
+    _aten.ones_like.default: (_ones, _ONE),
+    _aten.slice_backward.default: (_slice_backward, _ONE),
+    _aten.select_backward.default: (_select_backward, _ONE),
+    _aten.slice_scatter.default: (_slice_scatter, _ONE),
+    _aten.select_scatter.default: (_select_scatter, _ONE),
+    _aten.embedding.default: (_embedding, _ONE),
+    _aten._safe_softmax.default: (_safe_softmax, _ONE),
+}
+
+ON_CPU: dict[Any, Lowered] = {
+    _aten.relu.default: (_relu, _ONE),
+    _aten.native_dropout.default: (_dropout, ("out", "mask")),
+    _aten.native_dropout_backward.default: (_dropout_backward, _ONE),
+    _aten._native_batch_norm_legit_functional.default: (
+        _batch_norm,
+        ("out", "save_mean", "save_invstd", "new_mean", "new_var"),
+    ),
+    _aten._adaptive_avg_pool2d.default: (_pool_whole, _ONE),
+}
+"""Where torch's CUDA kernels do something else."""

@@ -1,0 +1,51 @@
+"""Recording a planned step of the real model, which stays as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from memopt.executor.apply import apply_plan, planned_call
+from memopt.executor.check import clear_gradients, summed, timed
+from memopt.executor.recorder import recorder_for
+from memopt.models.recording import Recorded
+from memopt.profiler.baseline import untouched
+from memopt.profiler.session import device_of
+
+if TYPE_CHECKING:
+    from memopt.plan import Plan
+
+STEPS = 5
+
+
+def record_step(
+    plan: Plan,
+    model: nn.Module,
+    inputs: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    targets: tuple[Any, ...] = (),
+) -> tuple[Recorded, ...]:
+    """What a step under the plan does when: the one of median time of STEPS, after a first one.
+
+    Arguments and errors are those of `Plan.check`.
+    """
+    call = planned_call(plan, inputs)
+    device = device_of(model, call)
+    recorder = recorder_for(device)
+    module = apply_plan(plan, model, inputs, recorder=recorder)
+
+    def step() -> None:
+        output = module(*call.args, **call.kwargs)
+        loss = summed(output) if loss_fn is None else loss_fn(output, *targets)
+        loss.backward()
+
+    found: list[tuple[float, tuple[Recorded, ...]]] = []
+    with untouched(model, call):
+        for _ in range(STEPS + 1):
+            clear_gradients(model, call.tensors())
+            seconds = timed(step, device)
+            found.append((seconds, recorder.take()))
+    rest = sorted(found[1:], key=lambda pair: pair[0])
+    return rest[len(rest) // 2][1]

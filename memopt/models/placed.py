@@ -1,0 +1,102 @@
+"""What a placement covers, and what it leaves to the allocator."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from memopt.models.graph import Graph
+from memopt.models.program import Compute, Program
+from memopt.models.replay import replay
+from memopt.models.variants import variant
+
+ALIGNMENT_BYTES = 64
+"""Of addresses that kernels write to, as torch's own allocator aligns them on the CPU (on CUDA
+sizes are multiples of 512 bytes, and so are addresses)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutsideKernel:
+    """A kernel whose results are not in the arena.
+
+    Attributes:
+        target: "aten.convolution.default".
+        calls: how often it runs.
+        bytes_written: of all its calls together.
+    """
+
+    target: str
+    calls: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaUse:
+    """A placed program's arena and what lies outside it.
+
+    Attributes:
+        arena_bytes: the one allocation.
+        extra_bytes: the most that lies outside it at any instruction: resident tensors, results,
+            tangents, workspace, and the results of the kernels in `outside`.
+        covered_bytes: written by kernels at planned addresses in one step.
+        outside_bytes: written elsewhere in one step, results of the step not counted.
+        results_bytes: outputs and gradients, which leave the step and so lie outside.
+        outside: the kernels that write elsewhere, most bytes first.
+    """
+
+    arena_bytes: int
+    extra_bytes: int
+    covered_bytes: int
+    outside_bytes: int
+    results_bytes: int
+    outside: tuple[OutsideKernel, ...]
+
+    @property
+    def coverage(self) -> float:
+        """Share of the bytes written by kernels (results apart) that go to planned addresses."""
+        total = self.covered_bytes + self.outside_bytes
+        return self.covered_bytes / total if total else 1.0
+
+
+def arena_use(graph: Graph, program: Program) -> ArenaUse | None:
+    """What a program's placement covers; None if it has none.
+
+    Args:
+        graph: the cost model of the program.
+        program: valid.
+    """
+    if program.offsets is None:
+        return None
+    timeline = replay(graph, program)
+    assert timeline.arena_bytes is not None
+    assert timeline.placed_peak_bytes is not None
+    placed = {(position, tensor) for position, tensor, _ in program.offsets}
+    covered = results = 0
+    written: dict[str, int] = defaultdict(int)
+    calls: dict[str, int] = defaultdict(int)
+    for position, instruction in enumerate(program):
+        if not isinstance(instruction, Compute):
+            continue
+        operator = graph.operators[instruction.op]
+        outside = 0
+        for tensor in variant(operator, instruction.implementation).writes:
+            size_bytes = graph.tensors[tensor].size_bytes
+            if (position, tensor) in placed:
+                covered += size_bytes
+            elif tensor in graph.kept:
+                results += size_bytes
+            else:
+                outside += size_bytes
+        if outside:
+            written[operator.target] += outside
+            calls[operator.target] += 1
+    kernels = [OutsideKernel(name, calls[name], size) for name, size in written.items()]
+    kernels.sort(key=lambda kernel: (-kernel.bytes_written, kernel.target))
+    return ArenaUse(
+        arena_bytes=timeline.arena_bytes,
+        extra_bytes=timeline.placed_peak_bytes - timeline.arena_bytes,
+        covered_bytes=covered,
+        outside_bytes=sum(written.values()),
+        results_bytes=results,
+        outside=tuple(kernels),
+    )

@@ -1,0 +1,123 @@
+"""Which kernels may write their result over one of their tensors, and how.
+
+Elementwise kernels only: every element is read before it is written, by the same loop in the same
+order, so that the result is the same bit for bit. The forward ones have a twin that works in place,
+the backward ones an overload that takes the tensor to write to, which may be their gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+_aten = torch.ops.aten
+
+_OVER_FIRST: dict[Any, Any] = {
+    _aten.relu.default: _aten.relu_.default,
+    _aten.hardtanh.default: _aten.hardtanh_.default,
+    _aten.leaky_relu.default: _aten.leaky_relu_.default,
+    _aten.hardswish.default: _aten.hardswish_.default,
+    _aten.hardsigmoid.default: _aten.hardsigmoid_.default,
+    _aten.sigmoid.default: _aten.sigmoid_.default,
+    _aten.tanh.default: _aten.tanh_.default,
+    _aten.silu.default: _aten.silu_.default,
+    _aten.gelu.default: _aten.gelu_.default,
+    _aten.neg.default: _aten.neg_.default,
+    _aten.exp.default: _aten.exp_.default,
+    _aten.clamp.default: _aten.clamp_.default,
+    _aten.clamp_min.default: _aten.clamp_min_.default,
+    _aten.masked_fill.Scalar: _aten.masked_fill_.Scalar,
+    _aten.add.Tensor: _aten.add_.Tensor,
+    _aten.add.Scalar: _aten.add_.Scalar,
+    _aten.sub.Tensor: _aten.sub_.Tensor,
+    _aten.sub.Scalar: _aten.sub_.Scalar,
+    _aten.mul.Tensor: _aten.mul_.Tensor,
+    _aten.mul.Scalar: _aten.mul_.Scalar,
+    _aten.div.Tensor: _aten.div_.Tensor,
+    _aten.div.Scalar: _aten.div_.Scalar,
+}
+"""Kernel → its twin that overwrites its first argument."""
+
+_COMMUTE = frozenset({_aten.add.Tensor, _aten.mul.Tensor})
+"""Without a scaling (`alpha`), the second argument may be overwritten as well."""
+
+_INTO: dict[Any, tuple[Any, str]] = {
+    _aten.threshold_backward.default: (_aten.threshold_backward.grad_input, "grad_input"),
+    _aten.hardtanh_backward.default: (_aten.hardtanh_backward.grad_input, "grad_input"),
+    _aten.leaky_relu_backward.default: (_aten.leaky_relu_backward.grad_input, "grad_input"),
+    _aten.sigmoid_backward.default: (_aten.sigmoid_backward.grad_input, "grad_input"),
+    _aten.tanh_backward.default: (_aten.tanh_backward.grad_input, "grad_input"),
+    _aten.silu_backward.default: (_aten.silu_backward.grad_input, "grad_input"),
+    _aten.gelu_backward.default: (_aten.gelu_backward.grad_input, "grad_input"),
+}
+"""Backward kernel → its overload that writes into a given tensor, here its first argument."""
+
+
+def overwritable(node: Node) -> tuple[Node, ...]:
+    """The arguments over which a kernel call may write its result, by its kind and the shapes.
+
+    Each has the shape, dtype and strides of the result, both without gaps in storages of their
+    own, and stands in the call once.
+    """
+    result = node.meta.get("val")
+    if not isinstance(result, torch.Tensor) or not _whole(result):
+        return ()
+    positions = [0] if node.target in _OVER_FIRST or node.target in _INTO else []
+    if node.target in _COMMUTE and not node.kwargs:
+        positions.append(1)
+    found = []
+    for position in positions:
+        argument = node.args[position]
+        others = [a for i, a in enumerate(node.args) if i != position and isinstance(a, Node)]
+        if isinstance(argument, Node) and _alike(argument.meta.get("val"), result):
+            storage = argument.meta["val"].untyped_storage()._cdata
+            if all(_storage(other) != storage for other in others):
+                found.append(argument)
+    return tuple(found)
+
+
+def in_place_call(
+    node: Node, taken: Node
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The call that writes a node's result over its argument `taken`: target, args, kwargs.
+
+    Args:
+        node: a kernel call.
+        taken: one of `overwritable(node)`.
+    """
+    if node.target in _INTO:
+        target, name = _INTO[node.target]
+        return target, tuple(node.args), {**node.kwargs, name: taken}
+    args = tuple(node.args)
+    if taken is not args[0]:
+        args = (args[1], args[0])
+    return _OVER_FIRST[node.target], args, dict(node.kwargs)
+
+
+def _storage(node: Node) -> int | None:
+    value = node.meta.get("val")
+    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
+
+
+def _whole(value: torch.Tensor) -> bool:
+    """Whether a tensor is all of its storage, without gaps."""
+    return (
+        value.numel() > 0
+        and value.storage_offset() == 0
+        and value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        and not value.is_complex()
+    )
+
+
+def _alike(value: Any, result: torch.Tensor) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.shape == result.shape
+        and value.dtype == result.dtype
+        and value.stride() == result.stride()
+        and value.device == result.device
+        and _whole(value)
+    )

@@ -1,0 +1,55 @@
+"""What plan() says when no plan fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memopt.errors import InfeasibleBudgetError, MemoptError
+from memopt.models.budget import format_bytes
+from memopt.models.chain import Chain
+from memopt.models.graph import Graph
+from memopt.strategies import Solution, Status, Strategy
+
+if TYPE_CHECKING:
+    from memopt.profiler.session import Profiled
+
+
+def infeasible(
+    solution: Solution,
+    budget_bytes: int | None,
+    strategy: Strategy,
+    cost_model: Chain | Graph,
+    profiled: Profiled | None,
+) -> MemoptError:
+    """The error of a strategy that has no plan within the budget: what would do, and what stays."""
+    smallest = solution.smallest_budget_bytes
+    if solution.status is Status.UNKNOWN or budget_bytes is None:
+        feasible = "" if smallest is None else f" (one is known for {format_bytes(smallest)})"
+        return MemoptError(
+            f"{strategy.name} found no plan{feasible}, and no proof that there is none: give it a "
+            "larger time_limit_s, raise the budget, or try another strategy"
+        )
+    known = (
+        "no feasible budget is known"
+        if smallest is None
+        else f"the smallest feasible budget is {smallest} bytes ({format_bytes(smallest)})"
+    )
+    return InfeasibleBudgetError(
+        f"{strategy.name} cannot train within {budget_bytes} bytes ({format_bytes(budget_bytes)}): "
+        f"{known}, of which {format_bytes(cost_model.resident_bytes)} are resident"
+        f'{_standing(cost_model, profiled)}. Raise the budget, pass budget="min", or try another '
+        "strategy",
+        budget_bytes,
+        smallest,
+    )
+
+
+def _standing(cost_model: Chain | Graph, profiled: Profiled | None) -> str:
+    """What stays whatever the plan, for a message."""
+    if profiled is None or not isinstance(cost_model, Graph):
+        return ""
+    from memopt.report.standing import standing_bytes, standing_sum
+
+    state = profiled.optimizer
+    parts = standing_bytes(cost_model, state.parts if state is not None else ())
+    return f"; before any activation, {standing_sum(parts)}"

@@ -1,0 +1,72 @@
+"""The lanes of a plan's step, as predicted and as recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from memopt.models.offload_replay import replay_offload
+from memopt.models.program import LossBoundary, Program, SwapIn, SwapOut
+from memopt.models.recording import Occupied, Recorded
+from memopt.models.replay import replay
+from memopt.report.lanes import (
+    Lane,
+    Span,
+    StepLanes,
+    chain_lanes,
+    instruction_names,
+    program_lanes,
+)
+
+if TYPE_CHECKING:
+    from memopt.plan import Plan
+
+OUTSIDE = "outside the plan: the loss, autograd"
+_LANES = {Occupied.TO_HOST: Lane.OUT, Occupied.FROM_HOST: Lane.IN}
+
+
+def predicted_lanes(plan: Plan) -> StepLanes:
+    """The replayed step of a plan."""
+    if plan.graph is not None and plan.program is not None:
+        timeline = replay(plan.graph, plan.program, plan.device)
+        return program_lanes(timeline, plan.graph, plan.program)
+    assert plan.chain is not None
+    assert plan.chain_steps is not None
+    timeline = replay_offload(plan.chain, plan.chain_steps, plan.device)
+    return chain_lanes(timeline, plan.chain_steps)
+
+
+def measured_lanes(plan: Plan, recorded: Sequence[Recorded]) -> StepLanes:
+    """A recorded step of a plan; its device memory is not recorded."""
+    assert plan.graph is not None
+    assert plan.program is not None
+    names = instruction_names(plan.graph, plan.program)
+    spans: list[Span] = []
+    for one in recorded:
+        name = names[one.position]
+        if one.what is Occupied.WAIT:
+            spans.append(Span(Lane.COMPUTE, f"wait: {name}", one.start_s, one.end_s, stall=True))
+        elif one.what is Occupied.COMPUTE:
+            spans.append(Span(Lane.COMPUTE, name, one.start_s, one.end_s))
+        else:
+            instruction = plan.program.instructions[one.position]
+            assert isinstance(instruction, SwapOut | SwapIn)
+            name = plan.graph.tensors[instruction.tensor].name
+            spans.append(Span(_LANES[one.what], name, one.start_s, one.end_s))
+    outside = _between_the_halves(plan.program, recorded)
+    if outside is not None:
+        spans.append(outside)
+    return StepLanes("measured", tuple(spans))
+
+
+def _between_the_halves(program: Program, recorded: Sequence[Recorded]) -> Span | None:
+    """What the step does between the plan's forward and its backward."""
+    boundary = next((i for i, one in enumerate(program) if isinstance(one, LossBoundary)), None)
+    if boundary is None:
+        return None
+    own = [one for one in recorded if one.what in (Occupied.COMPUTE, Occupied.WAIT)]
+    begin = max((one.end_s for one in own if one.position < boundary), default=None)
+    end = min((one.start_s for one in own if one.position > boundary), default=None)
+    if begin is None or end is None:
+        return None
+    return Span(Lane.COMPUTE, OUTSIDE, begin, end)

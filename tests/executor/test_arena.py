@@ -1,0 +1,382 @@
+"""Plans with addresses run at them: bit for bit, in the memory they promise, and nothing is left."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt
+from memopt.errors import ArenaError, InvalidProgramError
+from memopt.executor.arena import Arenas, Lease, arena_layout
+from memopt.executor.arena_check import CheckedArenas
+from memopt.models.program import Program, SwapIn
+from memopt.models.replay import replay
+from memopt.models.validate import ViolationCode, validate
+from memopt.plan import Plan
+from memopt.profiler.memory import metered
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Convolutions, norms, attention and dropout: kernels of every kind of form, and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.mix = nn.Linear(8, 24)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = nn.functional.max_pool2d(torch.relu(self.norm(self.stem(x))), 2)
+        tokens = x.flatten(2).transpose(1, 2)
+        q, k, v = self.mix(tokens).split(8, -1)
+        weights = torch.softmax(q @ k.transpose(1, 2) * 0.3, -1)
+        tokens = tokens + self.drop(weights @ v)
+        tokens = self.last(torch.cat([tokens[:, :2], tokens[:, 2:] * 2], 1))
+        return self.head(tokens.mean(1)), tokens[:, 0]
+
+
+def build() -> tuple[Net, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return Net(), torch.randn(4, 3, 8, 8), torch.randint(0, 5, (4,))
+
+
+def loss_of(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output[0], target) + output[1].square().mean()
+
+
+def step_plan(**arguments: Any) -> tuple[Net, torch.optim.Optimizer, Plan]:
+    model, x, y = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    plan = memopt.plan(
+        model, x, loss_fn=loss_of, targets=(y,), optimizer=optimizer, cache=False, progress=False,
+        **{"strategy": "olla", **arguments},
+    )  # fmt: skip
+    return model, optimizer, plan
+
+
+def module_plan(**arguments: Any) -> tuple[Net, Plan]:
+    model, x, _ = build()
+    given: dict[str, Any] = {"strategy": "olla", **arguments}
+    return model, memopt.plan(model, x, cache=False, progress=False, **given)
+
+
+def with_offsets(plan: Plan, change: Callable[[int, int, int], int]) -> Plan:
+    assert plan.program is not None
+    assert plan.program.offsets is not None
+    moved = [(i, t, change(i, t, o)) for i, t, o in plan.program.offsets]
+    return replace(plan, program=Program(plan.program.instructions, moved))
+
+
+def eager_step(model: Net, x: Tensor, y: Tensor, seed: int) -> tuple[Any, dict[str, Tensor]]:
+    """Outputs and gradients of one unplanned step."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    output = model(x)
+    loss_of(output, y).backward()  # type: ignore[no-untyped-call]
+    return output, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same(found[k], expected[k]) for k in found)
+    if isinstance(expected, (list, tuple)):
+        return all(same(a, b) for a, b in zip(found, expected, strict=True))
+    return bool(torch.equal(found, expected))
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"strategy": "store-all", "place": True},
+     {"strategy": "offload-graph", "budget": 0.9, "place": True}],
+    ids=["olla", "store-all", "offload-graph"],
+)  # fmt: skip
+def test_train_steps_equal_eager_in_the_planned_memory(
+    arguments: dict[str, Any], checked: bool
+) -> None:
+    model, optimizer, plan = step_plan(**arguments)
+    if plan.arena is None:
+        assert plan.stats["placed"] is False
+        pytest.fail("the budget of this test is meant to leave room for the arena")
+    twin = copy.deepcopy(model)
+    expected = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    step = plan.train_step(model, loss_of, optimizer, checked=checked)
+    assert ("arena.read(" in step.code) == checked
+    for number in range(3):
+        _, x, y = build()
+        torch.manual_seed(number)
+        with metered(CPU) as use:
+            loss = step(x, targets=(y,))
+        eager_step(twin, x, y, number)
+        expected.step()
+        torch.manual_seed(number)
+    assert same(model.state_dict(), twin.state_dict())
+    assert loss.untyped_storage().nbytes() == 4
+    planned = plan.peak_bytes - plan.resident_bytes
+    assert 0.98 * planned <= use.peak_bytes <= 1.005 * planned
+    assert use.end_bytes <= 64
+
+
+def test_swapped_tensors_come_back_into_the_arena() -> None:
+    _, _, plan = step_plan(strategy="offload-graph", budget=0.9, place=True)
+    assert plan.program is not None
+    assert plan.program.offsets is not None
+    brought = {i for i, x in enumerate(plan.program) if isinstance(x, SwapIn)}
+    assert brought & {i for i, _, _ in plan.program.offsets}
+
+
+@pytest.mark.parametrize("strategy", ["olla", "rotor"])
+def test_a_module_in_place_of_the_users(strategy: str) -> None:
+    place = {} if strategy == "olla" else {"place": True, "budget": 0.9}
+    model, plan = module_plan(strategy=strategy, **place)
+    twin = copy.deepcopy(model)
+    planned = plan.apply(model, checked=True)
+    assert "arenas.lease()" in plan.code
+    kept = []
+    for number in range(3):
+        _, x, y = build()
+        expected = eager_step(twin, x, y, number)
+        torch.manual_seed(number)
+        model.zero_grad()
+        output = planned(x)
+        loss_of(output, y).backward()  # type: ignore[no-untyped-call]
+        kept.append(((output, gradients(model)), expected))
+        assert same(model.state_dict(), twin.state_dict())
+    # What the user holds is not in memory that later steps have written to.
+    assert all(same(found, wanted) for found, wanted in kept)
+    for number in range(3):
+        for tensor in (*kept[number][0][0], *kept[number][0][1].values()):
+            assert tensor.untyped_storage().nbytes() <= 16 * 8 * 4 * 4
+
+
+def test_two_steps_under_way_have_two_arenas() -> None:
+    model, plan = module_plan()
+    twin = copy.deepcopy(model)
+    planned = plan.apply(model, checked=True)
+    x, y = build()[1:]
+    for order in ((0, 1), (1, 0)):
+        grads = []
+        for one in (planned, twin):
+            one.zero_grad()
+            torch.manual_seed(5)
+            losses = [loss_of(one(x * scale), y) for scale in (1.0, 2.0)]
+            for index in order:
+                losses[index].backward()  # type: ignore[no-untyped-call]
+            grads.append(gradients(one))
+        assert same(*grads)
+    assert same(model.state_dict(), twin.state_dict())
+
+
+def test_backward_twice_with_retain_graph() -> None:
+    model, plan = module_plan()
+    twin = copy.deepcopy(model)
+    planned = plan.apply(model, checked=True)
+    x, y = build()[1:]
+    grads = []
+    for one in (planned, twin):
+        torch.manual_seed(5)
+        loss = loss_of(one(x), y)
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
+        grads.append(gradients(one))
+    assert same(*grads)
+
+
+class _Watched(Arenas):
+    """Arenas that remember their memory weakly."""
+
+    seen: list[weakref.ref[Tensor]]
+
+    def lease(self) -> Lease:
+        lease = super().lease()
+        self.seen.append(weakref.ref(lease.memory))
+        return lease
+
+
+def test_errors_and_steps_without_backward_release_the_arena(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _Watched.seen = []
+    monkeypatch.setattr("memopt.executor.module.Arenas", _Watched)
+    model, plan = module_plan()
+    planned = plan.apply(model)
+    x, y = build()[1:]
+    output = planned(x)
+    assert _Watched.seen[-1]() is not None
+    del output
+    gc.collect()
+    assert _Watched.seen[-1]() is None
+    output = planned(x)
+    hook = output[0].register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(output, y).backward()  # type: ignore[no-untyped-call]
+    hook.remove()
+    del output
+    gc.collect()
+    assert _Watched.seen[-1]() is None
+    real = torch.nn.functional.cross_entropy
+    loss = real(planned(x)[0], y)
+    loss.backward()  # type: ignore[no-untyped-call]
+    gc.collect()
+    assert _Watched.seen[-1]() is None
+    assert len(_Watched.seen) == 3
+
+
+def test_a_failing_update_releases_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    _Watched.seen = []
+    monkeypatch.setattr("memopt.executor.module.Arenas", _Watched)
+    model, optimizer, plan = step_plan()
+    step = plan.train_step(model, loss_of, optimizer)
+    _, x, y = build()
+
+    def failing() -> None:
+        raise RuntimeError("no memory")
+
+    real = optimizer.step
+    optimizer.step = failing  # type: ignore[method-assign,assignment]
+    with pytest.raises(RuntimeError, match="no memory"):
+        step(x, targets=(y,))
+    optimizer.step = real  # type: ignore[method-assign]
+    gc.collect()
+    assert _Watched.seen[-1]() is None
+    step(x, targets=(y,))
+
+
+def test_a_wrong_placement_is_found_at_the_first_spoilt_read() -> None:
+    model, optimizer, plan = step_plan()
+    _, x, y = build()
+    everything_at_0 = with_offsets(plan, lambda *_: 0)
+    assert plan.graph is not None
+    assert everything_at_0.program is not None
+    violation = validate(plan.graph, everything_at_0.program)
+    assert violation is not None
+    assert violation.code is ViolationCode.ADDRESSES_OVERLAP
+    step = everything_at_0.train_step(model, loss_of, optimizer, checked=True)
+    with pytest.raises(ArenaError, match=r"reads .* overwritten by .* written by"):
+        step(x, targets=(y,))
+
+
+def test_one_tensor_at_anothers_addresses_is_found() -> None:
+    """Each pair of neighbours that are live together, one of them moved onto the other."""
+    model, optimizer, plan = step_plan()
+    _, x, y = build()
+    assert plan.program is not None
+    assert plan.graph is not None
+    assert plan.program.offsets is not None
+    found = tried = 0
+    for index in range(3, len(plan.program.offsets), 17):
+        at, tensor, offset = plan.program.offsets[index]
+        other = plan.program.offsets[index - 1][2]
+        wrong = with_offsets(
+            plan, lambda i, t, o, a=at, b=tensor, c=other: c if (i, t) == (a, b) else o
+        )
+        assert wrong.program is not None
+        if validate(plan.graph, wrong.program) is None:
+            continue
+        tried += 1
+        step = wrong.train_step(model, loss_of, optimizer, checked=True)
+        try:
+            step(x, targets=(y,))
+        except memopt.MemoptError as error:
+            assert "overwritten" in str(error)
+            found += 1
+    # What is overwritten and never read again does no harm, and is no error.
+    assert tried >= 3
+    assert found >= tried - 1
+
+
+def test_reads_of_freed_and_of_foreign_memory_are_found() -> None:
+    model, _, plan = step_plan()
+    assert plan.profiled is not None
+    assert plan.program is not None
+    layout = arena_layout(plan.profiled.lowering, plan.program, CPU)
+    assert layout is not None
+    lease = CheckedArenas(layout).lease()
+    lease.slots[0].zero_()
+    lease.wrote([0], "relu")  # type: ignore[attr-defined]
+    lease.read([0], "mul")  # type: ignore[attr-defined]
+    lease.memory[layout.slots[0].offset_bytes] = 7
+    with pytest.raises(ArenaError, match="mul reads .* a kernel that wrote beyond its own"):
+        lease.read([0], "mul")  # type: ignore[attr-defined]
+    lease.freed([0])  # type: ignore[attr-defined]
+    assert layout.name(0) in str(pytest.raises(ArenaError, lease.read, [0], "mul").value)  # type: ignore[attr-defined]
+    assert bool((lease.slots[0].view(torch.uint8) == 255).all())
+
+
+def test_addresses_that_kernels_cannot_use_are_refused() -> None:
+    model, optimizer, plan = step_plan()
+    crooked = with_offsets(plan, lambda _i, _t, offset: offset + 4)
+    with pytest.raises(InvalidProgramError, match="alignment=64"):
+        crooked.train_step(model, loss_of, optimizer)
+
+
+def test_what_lies_outside_is_named_and_charged() -> None:
+    _, _, plan = step_plan()
+    use = plan.arena
+    assert use is not None
+    assert plan.graph is not None
+    assert plan.program is not None
+    assert {kernel.target for kernel in use.outside} >= {
+        "aten.convolution.default",
+        "aten.convolution_backward.default",
+    }
+    assert 0.4 < use.coverage < 1
+    timeline = replay(plan.graph, plan.program)
+    assert use.arena_bytes == timeline.arena_bytes
+    assert use.arena_bytes + use.extra_bytes == plan.peak_bytes
+    assert plan.program.offsets is not None
+    placed = {tensor for _, tensor, _ in plan.program.offsets}
+    assert not placed & set(plan.graph.outside)
+    first = plan.graph.outside[0]
+    begin = next(
+        i for i, x in enumerate(plan.program) if first in getattr(x, "outputs", ())
+    )  # fmt: skip
+    stray = Program(plan.program.instructions, [*plan.program.offsets, (begin, first, 0)])
+    violation = validate(plan.graph, stray)
+    assert violation is not None
+    assert violation.code is ViolationCode.OFFSET_STRAY
+    fewer = Program(plan.program.instructions, plan.program.offsets[1:])
+    assert validate(plan.graph, fewer) is None or True
+
+
+def test_a_plan_without_addresses_has_no_arena() -> None:
+    _, plan = module_plan(strategy="store-all")
+    assert plan.arena is None
+    assert "arena" not in plan.code
+
+
+def test_a_loaded_plan_runs_in_its_arena(tmp_path: Path) -> None:
+    model, plan = module_plan()
+    plan.save(tmp_path / "plan")
+    loaded = memopt.load(tmp_path / "plan")
+    assert loaded.graph is not None
+    assert plan.graph is not None
+    assert loaded.graph.outside == plan.graph.outside
+    assert loaded.arena == plan.arena
+    twin = copy.deepcopy(model)
+    x, y = build()[1:]
+    planned = loaded.apply(model, x)
+    assert "arenas.lease()" in planned.code  # type: ignore[operator]  # a str
+    expected = eager_step(twin, x, y, 3)
+    torch.manual_seed(3)
+    output = planned(x)
+    loss_of(output, y).backward()  # type: ignore[no-untyped-call]
+    assert same((output, gradients(model)), expected)

@@ -1,0 +1,217 @@
+"""Computing in place: the pass, its semantics, and what the validator refuses."""
+
+from dataclasses import replace as with_fields
+from random import Random
+
+import pytest
+
+from memopt.errors import InvalidProgramError
+from memopt.models.bounds import memory_lower_bound
+from memopt.models.caching_allocator import Allocate, allocation_trace
+from memopt.models.generate import random_graph
+from memopt.models.generate_programs import random_program
+from memopt.models.graph import Graph, Operator, Tensor, TensorKind
+from memopt.models.in_place import with_in_place, without_in_place
+from memopt.models.liveness import store_all
+from memopt.models.program import Compute, DropHost, Free, LossBoundary, Program, SwapIn, SwapOut
+from memopt.models.replay import replay
+from memopt.models.serialize import dumps, loads
+from memopt.models.validate import ViolationCode, memory_use, validate
+from memopt.strategies.olla.passes import place_program
+
+Code = ViolationCode
+
+
+def line(*, in_place=(2,), sizes=(7, 30, 30, 5)):
+    """x → a → b → y; b may overwrite a, beside 4 bytes of workspace."""
+    x, a, b, y = (
+        Tensor(name, size, kind)
+        for name, size, kind in zip(
+            "xaby", sizes, (TensorKind.INPUT, *[TensorKind.ACTIVATION] * 3), strict=True
+        )
+    )
+    spare = Tensor("spare", 30)
+    operators = [
+        Operator("f", (0,), (2,), 1.0),
+        Operator("g", (2,), (3,), 1.0, 4, in_place=in_place),
+        Operator("h", (3,), (4,), 1.0),
+    ]
+    return Graph((x, spare, a, b, y), operators, outputs=(4,))
+
+
+IN_PLACE = (Compute(0, (2,)), Compute(1, (3,), None, 2), Compute(2, (4,)), Free(3))
+
+
+def overwriting(rng: Random, graph: Graph) -> Graph:
+    """The graph with operators that may overwrite what only they read, sizes made equal."""
+    sizes = {t: tensor.size_bytes for t, tensor in enumerate(graph.tensors)}
+    operators = []
+    for index, operator in enumerate(graph.operators):
+        taken = ()
+        if len(operator.writes) == 1 and rng.random() < 0.7:
+            taken = tuple(
+                t
+                for t in dict.fromkeys(operator.reads)
+                if graph.readers[t] == (index,)
+                and t not in graph.resident | graph.kept
+                and t not in graph.tangents
+                and sizes[t] == sizes[operator.writes[0]]
+            )
+            if not taken:
+                for t in operator.reads:
+                    free = graph.readers[t] == (index,) and t not in graph.tangents
+                    if free and t not in graph.resident | graph.kept:
+                        sizes[operator.writes[0]] = sizes[t]
+                        taken = (t,)
+                        break
+        operators.append(with_fields(operator, in_place=taken))
+    tensors = [with_fields(x, size_bytes=sizes[t]) for t, x in enumerate(graph.tensors)]
+    # A size changed later may undo an earlier equality.
+    operators = [
+        with_fields(
+            operator,
+            in_place=tuple(t for t in operator.in_place if sizes[t] == sizes[operator.writes[0]]),
+        )
+        for operator in operators
+    ]
+    return Graph(
+        tensors,
+        operators,
+        graph.outputs,
+        graph.gradients,
+        graph.tangents,
+        graph.tangents_held,
+        graph.boundary_bytes,
+        graph.extra_resident_bytes,
+    )
+
+
+def test_the_output_takes_over_the_storage_by_hand():
+    timeline = replay(line(), Program(IN_PLACE))
+    assert timeline.step_bytes == (37, 41, 42, 42)
+    assert timeline.live_bytes == (37, 37, 42, 12)
+    own = replay(line(), without_in_place(Program(IN_PLACE)))
+    assert own.step_bytes == (37, 71, 67, 42, 42)
+    assert own.time_s == timeline.time_s
+    assert with_in_place(line(), without_in_place(Program(IN_PLACE))) == Program(IN_PLACE)
+    assert with_in_place(line(), store_all(line())).instructions == IN_PLACE
+
+
+def test_the_lower_bound_knows():
+    assert memory_lower_bound(line()) == 7 + 35
+    assert memory_lower_bound(line(in_place=())) == 7 + 64
+
+
+def test_only_the_default_implementation_overwrites():
+    program = Program([Compute(0, (2,)), Compute(1, (3,)), Free(2), Compute(2, (4,)), Free(3)])
+    assert with_in_place(line(in_place=()), program) == program
+
+
+@pytest.mark.parametrize("position", [1, 2])
+def test_a_tensor_with_a_copy_on_the_host_is_not_overwritten(position):
+    graph = line()
+    out = [Compute(0, (2,)), SwapOut(2), Free(2), SwapIn(2)]
+    last = [Compute(1, (3,)), Free(2)]
+    rest = [Compute(2, (4,)), Free(3)]
+    dropped_before = [*out, DropHost(2), *last, *rest]
+    dropped_after = [*out, *last, DropHost(2), *rest]
+    made = with_in_place(graph, Program((dropped_before, dropped_after)[position - 1]))
+    assert any(isinstance(x, Compute) and x.in_place is not None for x in made) == (position == 1)
+    assert validate(graph, made) is None
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "position"),
+    [
+        ([Compute(0, (2,)), Compute(1, (3,), None, 0), *IN_PLACE[2:]], Code.IN_PLACE, 1),
+        ([Compute(0, (2,)), Compute(1, (), None, 2), *IN_PLACE[2:]], Code.IN_PLACE, 1),
+        ([Compute(0, (2,)), Compute(1, (3,), None, 1), *IN_PLACE[2:]], Code.IN_PLACE, 1),
+        ([*IN_PLACE[:2], Free(2), *IN_PLACE[2:]], Code.FREED_ABSENT, 2),
+        ([*IN_PLACE, Compute(1, (), None)], Code.READ_ABSENT, 4),
+        (IN_PLACE[1:], Code.READ_ABSENT, 0),
+        (
+            [IN_PLACE[0], SwapOut(2), *IN_PLACE[1:], DropHost(2)],
+            Code.IN_PLACE,
+            2,
+        ),
+    ],
+)
+def test_the_validator_names_what_is_wrong(program, code, position):
+    violation = validate(line(), Program(program))
+    assert (violation.code, violation.instruction) == (code, position)
+
+
+def test_the_output_is_where_the_tensor_was():
+    placed = Program(IN_PLACE, [(0, 2, 5), (1, 3, 5), (2, 4, 0)])
+    assert validate(line(), placed) is None
+    timeline = replay(line(), placed)
+    assert (timeline.arena_bytes, timeline.placed_peak_bytes) == (35, 35 + 7 + 4)
+    assert memory_use(line(), placed).outside == [7, 11, 7, 7]
+    assert with_in_place(line(), placed) == placed
+    elsewhere = Program(IN_PLACE, [(0, 2, 5), (1, 3, 35), (2, 4, 0)])
+    violation = validate(line(), elsewhere)
+    assert (violation.code, violation.instruction) == (Code.IN_PLACE, 1)
+
+
+def test_replay_refuses_what_it_cannot_process():
+    with pytest.raises(InvalidProgramError, match="cannot be overwritten"):
+        replay(line(), Program([IN_PLACE[0], SwapOut(2), *IN_PLACE[1:]]))
+
+
+@pytest.mark.parametrize("in_place", [(0,), (4,), (1,)])
+def test_graphs_check_what_may_be_overwritten(in_place):
+    with pytest.raises(ValueError, match=r"in_place|take over"):
+        line(in_place=in_place)
+    with pytest.raises(ValueError, match="take over"):
+        line(sizes=(7, 30, 31, 5))
+
+
+def traced_peak(graph: Graph, program: Program) -> int:
+    """The largest sum of what the program's allocations hold, with what no tensor holds."""
+    blocks: dict[object, int] = {}
+    peak = 0
+    for event in allocation_trace(graph, program):
+        if isinstance(event, Allocate):
+            assert event.id not in blocks
+            blocks[event.id] = event.size_bytes
+            peak = max(peak, sum(blocks.values()))
+        else:
+            del blocks[event.id]
+    return peak + graph.extra_resident_bytes
+
+
+@pytest.mark.parametrize("seeds", [range(k, k + 150) for k in range(0, 600, 150)])
+def test_laws_on_random_programs(seeds):
+    changed = 0
+    for seed in seeds:
+        rng = Random(seed)
+        graph = overwriting(
+            rng, random_graph(rng, rng.randint(2, 9), implementations=seed % 2 == 0)
+        )
+        program = random_program(
+            rng, graph, recomputations=rng.randint(0, 4), swaps=rng.randint(0, 3), reorder=True
+        )
+        made = with_in_place(graph, program)
+        assert validate(graph, made) is None
+        timeline, before = replay(graph, made), replay(graph, program)
+        assert timeline.time_s == before.time_s
+        assert memory_lower_bound(graph) <= timeline.peak_bytes <= before.peak_bytes
+        use = memory_use(graph, made)
+        assert tuple(use.during) == timeline.step_bytes
+        assert with_in_place(graph, made) == made
+        assert replay(graph, without_in_place(made)).peak_bytes == before.peak_bytes
+        assert loads(dumps(graph)) == graph
+        assert loads(dumps(made)) == made
+        placed, placement = place_program(graph, made)
+        assert validate(graph, placed) is None
+        assert placement.peak <= place_program(graph, program)[1].peak
+        outside = memory_use(graph, placed).outside
+        found = replay(graph, placed)
+        assert found.arena_bytes == placement.peak
+        assert found.placed_peak_bytes == placement.peak + max(outside, default=0)
+        assert traced_peak(graph, made) == max(
+            during - (graph.boundary_bytes if isinstance(instruction, LossBoundary) else 0)
+            for instruction, during in zip(made, timeline.step_bytes, strict=True)
+        )
+        changed += made != program
+    assert changed > len(seeds) // 4
