@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.offload_rows import MODELS, Row, ratios, rises, slower
+from benchmarks.offload_rows import MODELS, Row, by_budget, by_link, ratios, rises, slower
 
 NAMES = ("greedy", "paper's dynprog", "dynprog", "vdnn", "tflms", "autoswap")
 PAPER_RATIO = 1.2
@@ -27,9 +27,9 @@ STYLES = {
 }
 
 
-def page(rows: list[Row], command: str, images: Sequence[Path]) -> str:
-    """The whole page."""
-    main = [row for row in rows if not row.own]
+def page(rows: list[Row], command: str, images: Sequence[Path], without: Sequence[str]) -> str:
+    """The whole page; `without`: cases that are not in it."""
+    main = [row for row in rows if not row.own and row.link == 1]
     own = [row for row in rows if row.own]
     parts = [
         "# Offloading's experiments (§6), estimated",
@@ -41,11 +41,13 @@ def page(rows: list[Row], command: str, images: Sequence[Path]) -> str:
         _exceptions(main),
         "## Families",
         _families(main),
-        "## More memory, more time",
-        _monotonic(main),
+        "## Slower with more",
+        _monotonic(main, [row for row in rows if not row.own]),
     ]
     if own:
         parts += ["## DenseNets with memopt's own stages", _own(own)]
+    if without:
+        parts.append(f"Not in this run: {', '.join(without)}.")
     parts += ["## Figures", _captions(images)]
     return "\n\n".join(parts) + "\n"
 
@@ -173,19 +175,26 @@ def _families(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _monotonic(rows: Sequence[Row]) -> str:
-    lines = [
-        "How often the next larger budget of a chain takes longer. The optimum never does; rounded "
-        "to slots, and for heuristics, it may.",
-        "",
-        "| strategy | " + " | ".join(MODELS) + " |",
-        "|" + "---|" * (len(MODELS) + 1),
+def _monotonic(main: Sequence[Row], linked: Sequence[Row]) -> str:
+    links = ", ".join(f"{12.2 * link:.1f}" for link in sorted({r.link for r in linked}))
+    parts = [
+        "How often the same chain takes longer with the next larger budget, or with the next "
+        f"faster link ({links} GB/s, 224x224). The optimum never does, nor do the exact solver, "
+        "the fractional one and DynProg without rounding (tests/offload); rounded to slots, and "
+        "for heuristics, it may happen."
     ]
-    for name in NAMES:
-        counts = [rises(rows, name, model) for model in MODELS]
-        if counts[0][1]:
-            lines.append(f"| {name} | {' | '.join(f'{a} of {b}' for a, b in counts)} |")
-    return "\n".join(lines)
+    for what, series in (("budget", by_budget(main)), ("link", by_link(linked))):
+        lines = [
+            f"| {what}: slower, of steps | " + " | ".join(MODELS) + " |",
+            "|" + "---|" * (len(MODELS) + 1),
+        ]
+        for name in NAMES:
+            counts = [rises(series, name, model) for model in MODELS]
+            if counts[0][1]:
+                lines.append(f"| {name} | {' | '.join(f'{a} of {b}' for a, b in counts)} |")
+        if len(lines) > 2:
+            parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
 def _own(rows: Sequence[Row]) -> str:
@@ -203,7 +212,7 @@ def _captions(images: Sequence[Path]) -> str:
 
 def pictures(rows: Sequence[Row], out: Path) -> list[Path]:
     """Write the figures beside `out`; their paths, in the paper's order."""
-    main = [row for row in rows if not row.own]
+    main = [row for row in rows if not row.own and row.link == 1]
     groups: list[tuple[str, list[Row]]] = []
     chosen = [r for r in main if r.image == 224 and r.batch == max(x.batch for x in main)]
     groups.append(("fig5", chosen))

@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.kept import Kept
@@ -24,6 +24,7 @@ from benchmarks.offload_page import page, pictures
 from benchmarks.offload_rows import Row
 from benchmarks.rotor_chains import estimated_chain
 from memopt.models.chain import Chain
+from memopt.models.device import Device
 from memopt.strategies.base import Status, Strategy
 from memopt.strategies.offload import AutoSwap, DynProg, Greedy, Tflms, Vdnn
 from memopt.strategies.offload.problem import offload_problem
@@ -33,18 +34,30 @@ BATCHES = {224: (8, 32), 500: (8, 2), 1000: (8, 2)}
 """Powers of two; the paper names only 32 images of 224x224 (Figure 5)."""
 MOST_TFLMS_STAGES = 128
 """The exhaustive search of TFLMS's two parameters takes L^4 steps."""
+LINKS = (0.5, 2.0, 4.0)
+"""Other bandwidths, in units of the paper's."""
 COMMAND = "python -m benchmarks.offload_paper"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One chain: `own` with memopt's own stages, else with the paper's."""
+    """One chain, and a link that is `link` times as fast as the paper's.
+
+    `own`: memopt's own stages instead of the paper's.
+    """
 
     family: str
     depth: int
     image: int
     batch: int
     own: bool = False
+    link: float = 1.0
+
+    @property
+    def device(self) -> Device:
+        """The paper's, with the link of this case."""
+        rate = V100_PCIE.to_host_bytes_per_s * self.link
+        return replace(V100_PCIE, to_host_bytes_per_s=rate)
 
     @property
     def model(self) -> str:
@@ -53,7 +66,8 @@ class Case:
 
     def __str__(self) -> str:
         stages = ":own" if self.own else ""
-        return f"{self.model}:{self.image}:b{self.batch}{stages}"
+        link = f":x{self.link:g}" if self.link != 1 else ""
+        return f"{self.model}:{self.image}:b{self.batch}{stages}{link}"
 
 
 @dataclass(frozen=True)
@@ -83,16 +97,21 @@ def paper_stages(chain: Chain) -> Chain:
 
 
 def cases(analytic: bool) -> Iterator[Case]:
-    """All of §6.1, one batch size after the other; the DenseNets with memopt's own stages, too."""
-    for turn in range(2):
-        for family, (_, depths) in FAMILIES.items():
-            for depth in depths:
-                for image, batches in BATCHES.items():
-                    yield Case(family, depth, image, batches[turn])
-        if turn == 0 and not analytic:
-            for depth in FAMILIES["densenet"][1]:
-                for image, batches in BATCHES.items():
-                    yield Case("densenet", depth, image, batches[turn], own=True)
+    """All of §6.1 with one batch size, with memopt's stages, with other links; the other size."""
+    networks = [(family, depth) for family, (_, depths) in FAMILIES.items() for depth in depths]
+    for family, depth in networks:
+        for image, batches in BATCHES.items():
+            yield Case(family, depth, image, batches[0])
+    for family, depth in networks:
+        if family == "densenet" and not analytic:
+            for image, batches in BATCHES.items():
+                yield Case(family, depth, image, batches[0], own=True)
+    for family, depth in networks:
+        for link in LINKS:
+            yield Case(family, depth, 224, BATCHES[224][0], link=link)
+    for family, depth in networks:
+        for image, batches in BATCHES.items():
+            yield Case(family, depth, image, batches[1])
 
 
 def strategies(case: Case, stages: int) -> dict[str, Strategy]:
@@ -105,14 +124,14 @@ def strategies(case: Case, stages: int) -> dict[str, Strategy]:
     }
     if stages <= MOST_TFLMS_STAGES:
         found["tflms"] = Tflms()
-    if not case.own:
+    if not case.own and case.link == 1:
         found["autoswap"] = AutoSwap(trials=40)
     return found
 
 
 def solve(case: Case, chain: Chain, share: float) -> Row:
     """Times of every strategy at one budget: floor + share·(M_peak - floor)."""
-    problem = offload_problem(chain, None, V100_PCIE)
+    problem = offload_problem(chain, None, case.device)
     floor, peak = problem.floor_bytes, problem.peak_bytes
     budget = chain.resident_bytes + floor + round(share * (peak - floor))
     row = Row(
@@ -121,6 +140,7 @@ def solve(case: Case, chain: Chain, share: float) -> Row:
         image=case.image,
         batch=case.batch,
         own=case.own,
+        link=case.link,
         stages=len(chain),
         share=share,
         budget_bytes=budget,
@@ -129,7 +149,7 @@ def solve(case: Case, chain: Chain, share: float) -> Row:
         times_s={},
     )
     for name, strategy in strategies(case, len(chain)).items():
-        solution = strategy.solve(chain, budget, device=V100_PCIE)
+        solution = strategy.solve(chain, budget, device=case.device)
         if solution.status is Status.INFEASIBLE:
             continue
         assert solution.peak_bytes is not None
@@ -157,6 +177,7 @@ class Options:
     analytic: bool
     fresh: bool
     points: int
+    report: bool
     only: list[str] = field(default_factory=list)
 
 
@@ -169,6 +190,7 @@ def options() -> Options:
     parser.add_argument("--fresh", action="store_true", help="drop what --resume keeps")
     parser.add_argument("--analytic", action="store_true", help="chains from layer shapes")
     parser.add_argument("--points", type=int, default=11, help="budgets of each chain")
+    parser.add_argument("--report", action="store_true", help="only what --resume keeps")
     parser.add_argument("--only", nargs="+", default=[], help="beginnings of case names")
     return Options(**vars(parser.parse_args()))
 
@@ -184,12 +206,13 @@ def main() -> None:
         if not given.only or str(case).startswith(tuple(given.only))
     }
     source = Source(given.folder, given.analytic)
-    for name in kept.missing(wanted, lambda note: sys.stderr.write(f"{note}\n")):
+    missing = [] if given.report else kept.missing(wanted, lambda _: None)
+    for name in missing:
         started = time.perf_counter()
         chain = source.chain(wanted[name])
         shares = [index / (given.points - 1) for index in range(given.points)]
         kept.add(name, [solve(wanted[name], chain, share) for share in shares])
-        done = f"{len(kept.rows)}/{len(wanted)}"
+        done = f"{len(kept.rows.keys() & wanted.keys())}/{len(wanted)}"
         seconds = time.perf_counter() - started
         sys.stderr.write(f"{done} {name}: {len(chain)} stages, {seconds:.1f} s\n")
         sys.stderr.flush()
@@ -197,7 +220,8 @@ def main() -> None:
     rows = kept.ordered(wanted)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     images = pictures(rows, given.out)
-    given.out.write_text(page(rows, command, images), encoding="utf-8")
+    without = [name for name in wanted if name not in kept.rows]
+    given.out.write_text(page(rows, command, images, without), encoding="utf-8")
     sys.stdout.write(f"{given.out}\n")
 
 

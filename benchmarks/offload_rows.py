@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 MODELS = ("interruptible", "whole", "program")
@@ -23,6 +23,7 @@ class Row:
         proposition_3_s: the paper's lower bound.
         bound_s: max(Proposition 3, fractional optimum).
         times_s: strategy → time in each of `MODELS`, and of solving; absent: no plan.
+        link: bandwidth over the paper's.
     """
 
     family: str
@@ -36,6 +37,7 @@ class Row:
     proposition_3_s: float
     bound_s: float
     times_s: dict[str, list[float]]
+    link: float = 1.0
 
     @property
     def network(self) -> str:
@@ -74,16 +76,35 @@ def slower(
     return both, found
 
 
-def rises(rows: Sequence[Row], name: str, model: str) -> tuple[int, int]:
-    """How often a larger budget of the same chain is slower, of how many steps in budget."""
+def rises(series: Iterable[Sequence[Row]], name: str, model: str) -> tuple[int, int]:
+    """How often the next row of a series is slower, of how many steps; each series gets more
+    memory, or a faster link, from row to row."""
     count = steps = 0
-    for before, after in itertools.pairwise(rows):
-        if after.share <= before.share:
-            continue
+    index = MODELS.index(model)
+    for before, after in itertools.chain.from_iterable(map(itertools.pairwise, series)):
         low, high = before.times_s.get(name), after.times_s.get(name)
         if low is None or high is None:
             continue
         steps += 1
-        index = MODELS.index(model)
         count += high[index] > low[index] * (1 + 1e-9)
     return count, steps
+
+
+def by_budget(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows of each chain on each link, budgets ascending."""
+    return _series(rows, lambda r: (r.network, r.image, r.batch, r.own, r.link), lambda r: r.share)
+
+
+def by_link(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows of each chain under each budget, links from slow to fast; several of them."""
+    found = _series(rows, lambda r: (r.network, r.image, r.batch, r.own, r.share), lambda r: r.link)
+    return [one for one in found if len(one) > 1]
+
+
+def _series(
+    rows: Iterable[Row], key: Callable[[Row], object], order: Callable[[Row], float]
+) -> list[list[Row]]:
+    found: dict[object, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return [sorted(one, key=order) for one in found.values()]
