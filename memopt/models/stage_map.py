@@ -122,9 +122,7 @@ class _Assignment:
             for tensor in operators[i].writes:
                 for reader in self.graph.readers[tensor]:
                     low = max(low, self.stage[reader])
-            # As early as possible, as the framework does, unless waiting saves memory.
-            waits = i not in early or self._grows(i)
-            self.stage[i] = low if waits else max(low, self.stage[i])
+            self.stage[i] = self._waiting(i, low) if i in early else low
 
     def _wanted(self, backward: range, bounds: dict[int, tuple[int, int]]) -> list[int]:
         """For each backward operator the highest allowed stage that is not after the last
@@ -174,19 +172,27 @@ class _Assignment:
                 sources.update(self.graph.operators[i].writes)
         return driven
 
-    def _grows(self, index: int) -> bool:
-        """Whether an operator reads gradients only, and writes more bytes than it is the last to
-        read: the backward of a pooling or a broadcast."""
+    def _waiting(self, index: int, low: int) -> int:
+        """The stage of a backward operator: as early as possible, as the framework does, unless
+        waiting (at most for stage `low`) saves memory.
+
+        Only what reads gradients alone can wait. As long as it does, it holds those that nobody
+        reads later, and saves what it writes: the backward of a pooling or a broadcast.
+        """
         graph, operator = self.graph, self.graph.operators[index]
-        ends = 0
-        for tensor in dict.fromkeys(operator.reads):
-            if graph.producer.get(tensor, self.first_backward) < self.first_backward:
-                return False
-            if graph.readers[tensor][-1] == index and not (
-                tensor in graph.kept or tensor in graph.resident
-            ):
-                ends += graph.tensors[tensor].size_bytes
-        return sum(graph.tensors[t].size_bytes for t in operator.writes) > ends
+        stage = max(low, self.stage[index])
+        if any(
+            graph.producer.get(t, self.first_backward) < self.first_backward for t in operator.reads
+        ):
+            return stage
+        written = sum(graph.tensors[t].size_bytes for t in operator.writes)
+        ends: list[tuple[int, int]] = []
+        for tensor in set(operator.reads) - graph.kept - graph.resident:
+            others = [self.stage[i] for i in graph.readers[tensor] if i != index]
+            ends.append((min(others, default=self.count + 1), graph.tensors[tensor].size_bytes))
+        while stage > low and written > sum(size for last, size in ends if last >= stage):
+            stage -= 1
+        return stage
 
     def stage_map(self) -> StageMap:
         """The finished map; only without conflicts."""
