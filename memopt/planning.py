@@ -25,6 +25,7 @@ from memopt.strategies import Progress, Solution, Strategy, resolve
 from memopt.strategies.host_budget import with_host_budget
 from memopt.strategies.slack import PROBES, best_that_fits, smallest_budget
 from memopt.strategies.store_all import chain_steps
+from memopt.whole_step import takes_whole_step
 
 if TYPE_CHECKING:
     from memopt.models.linearize import Linearization
@@ -52,6 +53,7 @@ def plan(
     optimizer: Any = None,
     order: bool = False,
     place: bool = False,
+    whole_step: bool | None = None,
     time_limit_s: float | None = None,
     cache: bool = True,
     progress: bool | Progress = True,
@@ -75,12 +77,13 @@ def plan(
         mode: "measure" runs the model's kernels here; "estimate" computes nothing and prices
             them for `device` (the model may be on meta).
         optimizer: charge its state as resident: a torch.optim instance, or a name such as
-            "sgd", "adamw", "adamw-fp32", "adamw-8bit". An instance together with `loss_fn`,
-            and a strategy for graphs that recomputes nothing ("olla", "store-all",
-            "offload-graph"): plan the whole step, updates included, for `Plan.train_step` (not
-            in estimates).
+            "sgd", "adamw", "adamw-fp32", "adamw-8bit".
         order: reorder the strategy's plan for a smaller peak (OLLA's pass).
         place: give its tensors addresses in one arena, where that keeps the budget.
+        whole_step: plan the parameters' updates, too, each as early as it can be, for
+            `Plan.train_step` instead of `Plan.apply`: needs `loss_fn`, an optimizer instance and
+            a strategy for chains, or one for graphs that recomputes nothing ("olla",
+            "store-all", "offload-graph"). None: where these last ones are given both.
         time_limit_s: stop the solver after so many seconds with its best plan and bound; each of
             `order` and `place` likewise.
         cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
@@ -95,8 +98,7 @@ def plan(
     parse_budget(None if budget == MINIMUM else budget, 1)
     with _reporting(progress) as report:
         target = planned_device(device, mode)
-        # A chain has no place for updates, and re-running beside them is not built yet.
-        whole = chosen.needs != "chain" and "recompute" not in chosen.features
+        whole = takes_whole_step(chosen, whole_step, loss_fn, optimizer, mode)
         request = Request(loss_fn, targets, mode, target, optimizer, cache, whole_step=whole)
         profiled = profiled_for(model, inputs, request, report)
         if profiled is not None and "implementations" in chosen.features:
@@ -247,8 +249,9 @@ def _target(
     """What the strategy solves, and the linearization to lower its schedule with."""
     if strategy.needs == "chain" and isinstance(cost_model, Graph):
         from memopt.models.linearize import linearize
+        from memopt.models.updates import linearize_step
 
-        view = known or linearize(cost_model)
+        view = known or (linearize_step if has_updates(cost_model) else linearize)(cost_model)
         return view.chain, view
     return cost_model, None
 

@@ -37,6 +37,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "memopt.plan": EVERYTHING,
     "memopt.planning": EVERYTHING,
     "memopt.refusal": EVERYTHING,
+    "memopt.whole_step": EVERYTHING,
     "memopt.fits": EVERYTHING,
     "memopt.comparison": EVERYTHING,
     "memopt.comparing": EVERYTHING,

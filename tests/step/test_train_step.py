@@ -159,11 +159,34 @@ def test_swapping_step_equals_eager() -> None:
     assert_same(model.state_dict(), expected_model.state_dict())
 
 
-def test_recomputing_strategies_plan_the_module_alone() -> None:
+def test_recomputing_strategies_plan_the_module_alone_unless_asked() -> None:
     model, optimizer, plan = planned(MAKES["momentum"], "rotor")
     plan.apply(model)
-    with pytest.raises(ValueError, match="not of a whole step"):
+    with pytest.raises(ValueError, match=r"not of a whole step.*whole_step=True"):
         plan.train_step(model, nn.functional.cross_entropy, optimizer)
+    with pytest.raises(ValueError, match="auto plans no whole steps"):
+        planned(MAKES["momentum"], "auto", whole_step=True)
+    with pytest.raises(ValueError, match=r"a torch\.optim instance"):
+        memopt.plan(model, batches(1)[0][0], whole_step=True, progress=False)
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+@pytest.mark.parametrize("strategy", ["rotor", "rotor-free", "dynprog"])
+def test_chain_strategies_plan_whole_steps(strategy: str, interpreted: bool) -> None:
+    make = MAKES["adamw"]
+    expected_model, expected_optimizer, expected_losses = eager(make)
+    link = memopt.Device(to_host_bytes_per_s=1e9)
+    model, optimizer, plan = planned(make, strategy, budget="min", whole_step=True, device=link)
+    _, _, unlimited = planned(make, "store-all")
+    assert plan.peak_bytes < unlimited.peak_bytes
+    assert plan.graph is not None
+    assert not plan.graph.gradients
+    step = plan.train_step(model, nn.functional.cross_entropy, optimizer, interpreted=interpreted)
+    assert_same(run(step, optimizer), expected_losses)
+    assert_same(model.state_dict(), expected_model.state_dict())
+    assert_same(optimizer.state_dict(), expected_optimizer.state_dict())
+    with pytest.raises(ValueError, match="train_step"):
+        plan.apply(model)
 
 
 def test_planning_changes_nothing() -> None:

@@ -1,0 +1,41 @@
+"""Whether a plan is of the whole step, updates included, or of the module alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from memopt.strategies.base import Strategy
+
+
+def takes_whole_step(
+    strategy: Strategy,
+    wanted: bool | None,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: Any,
+    mode: str,
+) -> bool:
+    """Whether the updates are to be captured where a loss and an optimizer instance are given.
+
+    Args:
+        strategy: the one that plans.
+        wanted: `whole_step` of `memopt.plan`; None: for strategies for graphs that recompute
+            nothing.
+        loss_fn, optimizer, mode: of `memopt.plan`.
+
+    Raises:
+        ValueError: a whole step is wanted and cannot be planned; the message has the remedy.
+    """
+    again = "recompute" in strategy.features
+    if not wanted:
+        return wanted is None and strategy.needs != "chain" and not again
+    if strategy.needs != "chain" and again:
+        raise ValueError(
+            f"{strategy.name} plans no whole steps: take a strategy for chains such as rotor, or "
+            "one that recomputes nothing (olla, store-all, offload-graph), or leave whole_step out"
+        )
+    if mode == "estimate":
+        raise ValueError('whole_step=True is measured: leave out mode="estimate"')
+    if loss_fn is None or optimizer is None or isinstance(optimizer, str):
+        raise ValueError("whole_step=True needs loss_fn= and optimizer=<a torch.optim instance>")
+    return True
