@@ -25,7 +25,7 @@ from memopt.strategies import Progress, Solution, Strategy, resolve
 from memopt.strategies.host_budget import with_host_budget
 from memopt.strategies.slack import PROBES, best_that_fits, smallest_budget
 from memopt.strategies.store_all import chain_steps
-from memopt.whole_step import takes_whole_step
+from memopt.whole_step import takes_whole_step, with_state_on_host
 
 if TYPE_CHECKING:
     from memopt.models.linearize import Linearization
@@ -54,6 +54,7 @@ def plan(
     order: bool = False,
     place: bool = False,
     whole_step: bool | None = None,
+    offload_optimizer: bool = False,
     time_limit_s: float | None = None,
     cache: bool = True,
     progress: bool | Progress = True,
@@ -84,6 +85,8 @@ def plan(
             `Plan.train_step` instead of `Plan.apply`: needs `loss_fn`, an optimizer instance and
             a strategy for chains, or one for graphs that recomputes nothing ("olla",
             "store-all", "offload-graph"). None: where these last ones are given both.
+        offload_optimizer: keep the optimizer's state on the host; each update brings its
+            parameter's state and takes it back. Plans the whole step.
         time_limit_s: stop the solver after so many seconds with its best plan and bound; each of
             `order` and `place` likewise.
         cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
@@ -98,9 +101,14 @@ def plan(
     parse_budget(None if budget == MINIMUM else budget, 1)
     with _reporting(progress) as report:
         target = planned_device(device, mode)
-        whole = takes_whole_step(chosen, whole_step, loss_fn, optimizer, mode)
-        request = Request(loss_fn, targets, mode, target, optimizer, cache, whole_step=whole)
+        wanted = True if offload_optimizer and whole_step is None else whole_step
+        whole = takes_whole_step(chosen, wanted, loss_fn, optimizer, mode)
+        request = Request(
+            loss_fn, targets, mode, target, optimizer, cache, whole, whole and offload_optimizer
+        )
         profiled = profiled_for(model, inputs, request, report)
+        if offload_optimizer:
+            chosen = with_state_on_host(chosen, host_budget, profiled, whole_step=whole)
         if profiled is not None and "implementations" in chosen.features:
             from memopt.implementations import for_plan
 
@@ -137,6 +145,7 @@ class Request:
     optimizer: Any
     cache: bool
     whole_step: bool = False
+    offload_optimizer: bool = False
 
 
 def planned_device(device: Device | str | None, mode: Mode) -> Device:
@@ -179,6 +188,7 @@ def profiled_for(model: Any, inputs: Any, request: Request, report: Progress) ->
         estimate_for=request.device if request.mode == "estimate" else None,
         cache=request.cache,
         whole_step=request.whole_step,
+        offload_optimizer=request.offload_optimizer,
         progress=report,
     )
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from memopt.models.budget import parse_budget
 from memopt.strategies.base import Strategy
+from memopt.strategies.host_budget import with_host_budget
 
 
 def takes_whole_step(
@@ -39,3 +41,34 @@ def takes_whole_step(
     if loss_fn is None or optimizer is None or isinstance(optimizer, str):
         raise ValueError("whole_step=True needs loss_fn= and optimizer=<a torch.optim instance>")
     return True
+
+
+def with_state_on_host(
+    strategy: Strategy, host_budget: int | str | None, profiled: Any, *, whole_step: bool
+) -> Strategy:
+    """For `offload_optimizer` of `memopt.plan`: the strategy under what the optimizer's state on
+    the host leaves of a host budget.
+
+    Raises:
+        ValueError: the plan is not of a whole step that was captured for it, or the host budget
+            is too small for the state alone.
+    """
+    from memopt.profiler.step_session import ProfiledStep
+
+    if not whole_step or not isinstance(profiled, ProfiledStep):
+        raise ValueError(
+            "offload_optimizer=True is for whole steps: pass the module, loss_fn=, "
+            "optimizer=<a torch.optim instance> and whole_step=True"
+        )
+    if host_budget is None:
+        return strategy
+    allowed_bytes = 0 if host_budget == 0 else parse_budget(host_budget, 1)
+    assert allowed_bytes is not None
+    left_bytes = allowed_bytes - profiled.host_state_bytes
+    if left_bytes < 0:
+        raise ValueError(
+            f"host_budget={host_budget!r} is too small: the optimizer's state alone takes "
+            f"{profiled.host_state_bytes} bytes of host memory; raise it, or leave out "
+            "offload_optimizer"
+        )
+    return with_host_budget(strategy, left_bytes)

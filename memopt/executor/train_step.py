@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from memopt.errors import ExecutionError
 from memopt.executor.guard import Guard
 from memopt.executor.module import install
+from memopt.profiler.host_state import HostState
 from memopt.profiler.inputs import Call, align
 from memopt.profiler.step_optimizer import check_splittable, update_one
 from memopt.profiler.step_session import ProfiledStep
@@ -53,6 +55,7 @@ class TrainStep:
         )
         self._guard = Guard.of(self._parts.module, self._parts.call)
         self._parameters = dict(self._parts.module.named_parameters(remove_duplicate=False))
+        self._host_state = HostState(optimizer) if profiled.host_state_bytes else None
 
     @property
     def code(self) -> str:
@@ -86,8 +89,11 @@ class TrainStep:
     def _run(self, call: Call) -> torch.Tensor:
         updated: list[str] = []
 
+        host_state = self._host_state
+        one = partial(update_one, self._optimizer) if host_state is None else host_state.update
+
         def update(name: str, gradient: torch.Tensor) -> None:
-            update_one(self._optimizer, self._parameters[name], gradient)
+            one(self._parameters[name], gradient)
             updated.append(name)
 
         target = self._parts.update
@@ -96,6 +102,8 @@ class TrainStep:
         target.run = update
         try:
             with torch.no_grad():
+                if host_state is not None:
+                    host_state.leave()
                 return self._step(call)
         except Exception as error:
             if not updated:
@@ -106,6 +114,14 @@ class TrainStep:
             ) from error
         finally:
             target.run = None
+            if host_state is not None:
+                host_state.settle()
+
+    def optimizer_to_device(self) -> None:
+        """Put offloaded optimizer state back on the device, to go on with `optimizer.step()`;
+        the next train step moves it to the host again."""
+        if self._host_state is not None:
+            self._host_state.come_back()
 
     def _step(self, call: Call) -> torch.Tensor:
         captured = self._captured

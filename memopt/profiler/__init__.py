@@ -29,6 +29,7 @@ def profiled_of(
     estimate_for: Device | None,
     cache: bool,
     whole_step: bool = False,
+    offload_optimizer: bool = False,
     progress: Callable[[float, str], None],
 ) -> Profiled:
     """What `memopt.plan` takes as a model, profiled: a Profiled as it is, a module measured, or
@@ -55,7 +56,15 @@ def profiled_of(
         )
     options = MeasureOptions(cache=ProfileCache() if cache else None)
     if whole_step and loss is not None and isinstance(optimizer, Optimizer):
-        return profile_step(model, inputs, loss, optimizer, options=options, progress=progress)
+        return profile_step(
+            model,
+            inputs,
+            loss,
+            optimizer,
+            options=options,
+            progress=progress,
+            offload_optimizer=offload_optimizer,
+        )
     return profile_model(
         model, inputs, loss=loss, optimizer=optimizer, options=options, progress=progress
     )

@@ -5,17 +5,20 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from memopt.models.budget import format_bytes
 from memopt.profiler.baseline import Baseline, Loss, untouched
+from memopt.profiler.host_state import HostState
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.measure import MeasureOptions, measure, replace_graph
 from memopt.profiler.memory import metered
 from memopt.profiler.misfit import check_arguments, diagnosed
-from memopt.profiler.optimizer_state import optimizer_state
+from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, Progress, device_of
 from memopt.profiler.step_capture import StepParts, capture_step, with_updates
 from memopt.profiler.step_optimizer import check_splittable, optimizer_untouched, update_one
@@ -30,10 +33,13 @@ class ProfiledStep(Profiled):
     Attributes:
         parts: the captured step and its updates.
         user_call: the user's own example call of the model.
+        host_state_bytes: of the optimizer's state that is on the host between updates, and not
+            resident; 0: it stays on the device.
     """
 
     parts: StepParts | None = None
     user_call: Call | None = None
+    host_state_bytes: int = 0
 
 
 def profile_step(
@@ -44,10 +50,13 @@ def profile_step(
     *,
     options: MeasureOptions | None = None,
     progress: Progress | None = None,
+    offload_optimizer: bool = False,
 ) -> ProfiledStep:
     """Capture forward, loss, backward and updates, and measure what they cost.
 
-    Parameters, optimizer state, buffers, gradients and random state are put back.
+    Parameters, optimizer state, buffers, gradients and random state are put back. With
+    `offload_optimizer`, updates are measured with their state coming from the host and going back,
+    and the state is not resident.
 
     Raises:
         CaptureError, ProfileError: see `capture_step`, `measure`.
@@ -68,26 +77,45 @@ def profile_step(
             parts.lowering, device, chosen, lambda f, what: report(0.2 + 0.5 * f, what)
         )
     report(0.7, "measuring updates")
-    costs = _update_costs(parts, optimizer, device)
+    costs = _update_costs(parts, optimizer, device, offload_optimizer)
     _, lowering = with_updates(parts, replace(parts.lowering, graph=priced), costs)
     captured, unpriced = with_updates(parts, parts.lowering, {})
     state = optimizer_state(optimizer, model.parameters(), block_bytes)
+    stays_bytes = 0 if offload_optimizer else state.bytes_total
     graph = replace_graph(
         lowering.graph,
         extra_resident_bytes=lowering.graph.extra_resident_bytes
-        + state.bytes_total
+        + stays_bytes
         + STEP_SCALARS_BYTES[device.type],
     )
     report(0.8, "measuring the unplanned step")
-    baseline = measure_step_baseline(model, call, loss, optimizer, graph.resident_bytes)
+    # That step has its state on the device, wherever the plan keeps it.
+    resident_bytes = graph.resident_bytes - stays_bytes + state.bytes_total
+    baseline = measure_step_baseline(model, call, loss, optimizer, resident_bytes)
     report(1.0, "profiled")
     return ProfiledStep(
-        graph, unpriced, captured, baseline, device, optimizer=state, parts=parts, user_call=call
+        graph,
+        unpriced,
+        captured,
+        baseline,
+        device,
+        optimizer=replace(state, bytes_total=stays_bytes),
+        parts=parts,
+        user_call=call,
+        host_state_bytes=state.bytes_total - stays_bytes,
+        notes=_where_the_state_is(state, offload_optimizer),
     )
 
 
+def _where_the_state_is(state: OptimizerState, hosted: bool) -> tuple[str, ...]:
+    if not hosted or not state.bytes_total:
+        return ()
+    size = format_bytes(state.bytes_total)
+    return (f"On the host between updates: {size} of {state.name} state.",)
+
+
 def _update_costs(
-    parts: StepParts, optimizer: torch.optim.Optimizer, device: torch.device
+    parts: StepParts, optimizer: torch.optim.Optimizer, device: torch.device, hosted: bool
 ) -> dict[str, tuple[float, int]]:
     """Seconds and workspace bytes of each update, measured once per shape and group."""
     parameters = dict(parts.module.named_parameters())
@@ -105,7 +133,9 @@ def _update_costs(
         key = (group, tuple(parameter.shape), parameter.dtype, strides)
         if key not in known:
             options = {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
-            known[key] = _update_cost(type(optimizer), options, parameter, strides[1], device)
+            known[key] = _update_cost(
+                type(optimizer), options, parameter, strides[1], device, hosted
+            )
         costs[site.name] = known[key]
     return costs
 
@@ -116,20 +146,22 @@ def _update_cost(
     like: torch.Tensor,
     gradient_stride: tuple[int, ...],
     device: torch.device,
+    hosted: bool,
 ) -> tuple[float, int]:
-    """Update a stand-in parameter, its state already there."""
+    """Update a stand-in parameter, its state already there, or on the host."""
     stand_in = torch.nn.Parameter(torch.zeros_like(like))
     gradient = torch.empty_strided(like.shape, gradient_stride, dtype=like.dtype, device=device)
     gradient.zero_()
     optimizer = kind([stand_in])  # type: ignore[call-arg]  # all in PER_PARAMETER have a default lr
     optimizer.param_groups[0].update(options)
-    update_one(optimizer, stand_in, gradient)
+    update = HostState(optimizer).update if hosted else partial(update_one, optimizer)
+    update(stand_in, gradient)
     with metered(device) as use:
-        update_one(optimizer, stand_in, gradient)
+        update(stand_in, gradient)
     times = []
     for _ in range(_ROUNDS):
         begin = time.perf_counter()
-        update_one(optimizer, stand_in, gradient)
+        update(stand_in, gradient)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
