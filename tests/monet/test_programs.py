@@ -8,7 +8,7 @@ import pytest
 
 from memopt import plan
 from memopt.errors import MemoptError
-from memopt.models.bounds import memory_lower_bound, time_lower_bound
+from memopt.models.bounds import memory_lower_bound
 from memopt.models.graph import Graph
 from memopt.models.judge import judge
 from memopt.models.liveness import store_all
@@ -132,12 +132,15 @@ def test_a_merged_graph_proves_nothing_about_the_whole(strategy: Monet, seed: in
         solution = strategy.solve(graph, budget, time_limit_s=5.0)
         whole = type(strategy)(max_operators=99).solve(graph, budget, time_limit_s=20.0)
         if solution.program is None:
-            assert solution.status is Status.UNKNOWN
+            # The relaxation of the whole graph may prove it.
+            proved = solution.status is Status.INFEASIBLE
+            assert not proved or whole.status is Status.INFEASIBLE
             continue
         assert solution.time_s is not None
         assert solution.lower_bound_s is not None
-        if solution.status is Status.OPTIMAL:
-            assert solution.time_s == pytest.approx(time_lower_bound(graph))
+        if solution.status is Status.OPTIMAL and whole.time_s is not None:
+            # By the relaxation of the whole graph, or because nothing is run twice.
+            assert solution.time_s <= whole.time_s * (1 + 1e-6)
         if whole.time_s is not None:
             assert solution.lower_bound_s <= whole.time_s * (1 + 1e-6)
 

@@ -1,15 +1,25 @@
-"""A thin layer over the solvers: 0-1 programs in CP-SAT, their linear relaxation in GLOP."""
+"""A thin layer over the solvers: 0-1 programs in CP-SAT, or in HiGHS or SCIP through OR-Tools'
+MathOpt; their linear relaxation in GLOP."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from memopt.strategies.base import Progress, Status
 
 Term = tuple[int, int]
 """(coefficient, variable)."""
+
+
+class Solver(StrEnum):
+    """Which solver takes a 0-1 program."""
+
+    CP_SAT = "cp-sat"
+    HIGHS = "highs"
+    SCIP = "scip"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +86,56 @@ class Model:
         progress: Progress | None = None,
         workers: int = 1,
         seed: int = 0,
+        solver: Solver = Solver.CP_SAT,
+        gap: float = 0.0,
     ) -> Answer:
-        """CP-SAT: the least cost with a peak of at most `limit_bytes`; None: the least peak."""
-        from ortools.sat.python import cp_model
+        """The least cost with a peak of at most `limit_bytes`; None: the least peak.
 
-        model, variables = self._started()
-        highest = max((self._worst(row) for row in self.rows if row.memory), default=0)
+        Args:
+            limit_bytes: bound on the peak variable, bytes.
+            time_limit_s: seconds; None: no limit.
+            progress: called where CP-SAT finds solutions or bounds, else once.
+            workers, seed: CP-SAT's threads (the others run on one), and the seed.
+            solver: whose search.
+            gap: relative gap at which the search may end.
+        """
+        highest = max((self.worst(row) for row in self.rows if row.memory), default=0)
         limit = highest if limit_bytes is None else min(highest, limit_bytes)
         if limit < 0:
             return Answer(Status.INFEASIBLE, (), 0.0, 0.0)
+        if solver is not Solver.CP_SAT:
+            from memopt.strategies.monet.mathopt import solve_linear
+
+            least_peak = limit_bytes is None
+            return solve_linear(self, limit, least_peak, solver, time_limit_s, progress, seed, gap)
+        return self._cp_sat(limit, limit_bytes is None, time_limit_s, progress, workers, seed, gap)
+
+    def _cp_sat(
+        self,
+        limit: int,
+        least_peak: bool,
+        time_limit_s: float | None,
+        progress: Progress | None,
+        workers: int,
+        seed: int,
+        gap: float,
+    ) -> Answer:
+        from ortools.sat.python import cp_model
+
+        model, variables = self._started()
         peak = model.new_int_var(0, limit, "peak")
         for row in self.rows:
             left = sum(c * variables[v] for c, v in row.terms)
             constraint = model.add(left <= (row.bound + peak if row.memory else row.bound))
             if row.when is not None:
                 constraint.only_enforce_if(variables[row.when])
-        scale = 1.0 if limit_bytes is None else _scale(self.costs.values())
+        scale = 1.0 if least_peak else _scale(self.costs.values())
         whole = [int(cost * scale) * variables[v] for v, cost in self.costs.items()]
-        model.minimize(peak if limit_bytes is None else sum(whole))
+        model.minimize(peak if least_peak else sum(whole))
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = workers
         solver.parameters.random_seed = seed
+        solver.parameters.relative_gap_limit = gap
         if time_limit_s is not None:
             solver.parameters.max_time_in_seconds = max(0.01, time_limit_s)
 
@@ -171,7 +210,8 @@ class Model:
             return ()
         return tuple(v.solution_value() for v in variables)
 
-    def _worst(self, row: Row) -> int:
+    def worst(self, row: Row) -> int:
+        """The most that a row's left side can exceed its bound."""
         return sum(c for c, _ in row.terms if c > 0) - row.bound
 
 

@@ -3,7 +3,8 @@
 A stage k is the k-th operator after the forward: forward operators that run again, in order,
 then that operator. The paper's operators have one output each; here tensors are saved, so an
 operator with several outputs, or an implementation with outputs of its own (a bit mask), needs
-no extra node.
+no extra node. A backward operator with implementations that each write some of its outputs only
+(one gradient of a convolution) gets two stages, the second of which may stay idle.
 
 Variables: d[i,l]   forward operator i uses implementation l in the forward (δ)
     r[k,i,l] it runs again in stage k with implementation l (δ^k; Σ_l is the paper's r_i^k)
@@ -17,19 +18,15 @@ Indices are those of Algorithms 1-2 and eq. 1-3, not of eq. 7-8 as printed: see 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from memopt.models.graph import Graph, Operator, Phase
 from memopt.models.liveness import with_frees
 from memopt.models.program import Compute, Instruction, LossBoundary, Program
-from memopt.models.variants import Variant, variant
+from memopt.models.variants import Variant
 from memopt.strategies.monet.backend import Model
 from memopt.strategies.monet.hints import stages
-
-Choice = tuple[str | None, Operator | Variant]
-Allowed = Callable[[Operator, str], bool]
-"""allowed(operator, implementation name): whether the solver may choose it."""
+from memopt.strategies.monet.moments import Allowed, choices_of
 
 
 @dataclass
@@ -44,8 +41,13 @@ class MonetModel:
         self.model = Model()
         self.size = [tensor.size_bytes for tensor in graph.tensors]
         self.forward = range(graph.first_backward)
-        self.backward = range(graph.first_backward, len(graph.operators))
-        self.choices = [self._choices(operator) for operator in graph.operators]
+        self.choices = [choices_of(operator, self.allowed) for operator in graph.operators]
+        self.backward = [
+            k
+            for k in range(graph.first_backward, len(graph.operators))
+            for _ in range(2 if self._split(k) else 1)
+        ]
+        """Stage → its operator."""
         self.made = {
             t: i for i in self.forward for _, choice in self.choices[i] for t in choice.writes
         }
@@ -63,12 +65,25 @@ class MonetModel:
         self._forward_pass()
         for k in range(len(self.backward)):
             self._stage(k)
+        self._results()
 
-    def _choices(self, operator: Operator) -> list[Choice]:
-        names = [choice.name for choice in operator.implementations]
-        if self.allowed is not None:
-            names = [name for name in names if self.allowed(operator, name)]
-        return [(name, variant(operator, name)) for name in (None, *names)]
+    def _results(self) -> None:
+        """Gradients the step ends with are written; by two stages of an operator, once each."""
+        written: dict[int, list[int]] = defaultdict(list)
+        for k, index in enumerate(self.backward):
+            for (_, choice), v in zip(self.choices[index], self.b[k], strict=True):
+                for t in choice.writes:
+                    written[t].append(v)
+        for t, variables in written.items():
+            if t in self.graph.kept:
+                self.model.add([(-1, v) for v in variables], -1)
+            if self._split(self.graph.producer.get(t, self.backward[0])):
+                self.model.add([(1, v) for v in variables], 1)
+
+    def _split(self, k: int) -> bool:
+        """Whether some implementation of a backward operator leaves out some of its outputs."""
+        whole = set(self.graph.operators[k].writes)
+        return any(not whole <= set(choice.writes) for _, choice in self.choices[k])
 
     def _useful(self) -> list[frozenset[int]]:
         """For each stage, the forward operators whose results it or a later one may need: no
@@ -127,26 +142,25 @@ class MonetModel:
 
     def _gradients(self, k: int) -> list[int]:
         """L̂_k: tensors of the backward (and tangents) that stage k finds and must keep."""
-        index = self.backward[k]
         later = {
             t for j in self.backward[k:] for _, choice in self.choices[j] for t in choice.reads
         } | self.graph.kept
-        written = {
-            t
-            for j in range(self.backward.start, index)
-            for _, choice in self.choices[j]
-            for t in choice.writes
-        }
+        before = self.backward[:k]
+        written = {t for j in before for _, choice in self.choices[j] for t in choice.writes}
         return sorted((written | set(self.graph.tangents)) & later)
 
     def _stage(self, k: int) -> None:
         """Eq. 5-8 and 12 of one stage."""
         model, now, after = self.model, self.s[k], self.s[k + 1]
-        gradients = sum(self.size[t] for t in self._gradients(k))
+        found = self._gradients(k)
+        gradients = sum(self.size[t] for t in found)
         index = self.backward[k]
         chosen = [model.variable(choice.time_s) for _, choice in self.choices[index]]
         self.b.append(chosen)
-        model.exactly_one(chosen)
+        if k and self.backward[k - 1] == index:
+            model.add([(1, v) for v in chosen], 1)
+        else:
+            model.exactly_one(chosen)
         again = {
             i: [model.variable(choice.time_s) for _, choice in self.choices[i]]
             for i in sorted(self.useful[k])
@@ -167,7 +181,8 @@ class MonetModel:
                 if t in self.made:
                     model.implies_any(v, [now[t], *writers[t]])  # eq. 8
                     model.implies_any(v, [used[t]])
-            own = sum(self.size[t] for t in choice.writes) + choice.workspace_bytes
+            own = sum(self.size[t] for t in choice.writes if t not in found)
+            own += choice.workspace_bytes
             model.memory(gradients + own, [(self.size[t], u) for t, u in used.items()], v)  # eq. 5
             self._reads_gradients(k, v, choice)
         last = self._last_reader(frozenset(again))
@@ -215,7 +230,8 @@ class MonetModel:
             for i, name in stage.runs.items():
                 if i in self.forward:
                     self._hint_choice(i, name, self.d[i])
-        for k, stage in enumerate(found[len(self.forward) :]):
+        first = [k for k, i in enumerate(self.backward) if k == 0 or self.backward[k - 1] != i]
+        for k, stage in zip(first, found[len(self.forward) :], strict=False):
             for t, v in self.s[k].items():
                 self.model.hints[v] = t in stage.live
             for i, variables in self.r[k].items():

@@ -20,9 +20,12 @@ from memopt.strategies.monet.backend import Answer
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.incumbent import fastest_kernels, rotor_program
+from memopt.strategies.monet.whole import search_whole
 
 DEFAULT_TIME_LIMIT_S = 60.0
 SAME = 1e-9
+CLOSE = 5e-3
+"""Gap to a proved bound at which the merged graph is not searched any more."""
 PROVED = 1e-6
 """Gap at which a plan counts as optimal: the solver's whole numbers round costs."""
 MONET_PAPER = (
@@ -81,6 +84,19 @@ class _GraphStrategy(Strategy):
         """The last step, on the whole graph."""
         return program
 
+    def whole(
+        self,
+        graph: Graph,
+        best: Program | None,
+        budget_bytes: int,
+        deadline: float,
+        stats: dict[str, object],
+        progress: Progress | None,
+    ) -> tuple[Program | None, float | None]:
+        """(the best program known, a bound in s for every plan of the strategy's class) of a graph
+        that is too large for `search`."""
+        return best, None
+
     def solve(
         self,
         cost_model: CostModel,
@@ -103,14 +119,20 @@ class _GraphStrategy(Strategy):
         # Of the merged graph a proof says nothing about plans that tear a group apart.
         exact = len(coarse.graph.operators) == len(graph.operators)
         status, found, bound_s = Status.UNKNOWN, None, None
+        whole_s: float | None = None
+        impossible = memory_lower_bound(graph) > limit_bytes
+        if not (exact or impossible or budget_bytes is None):
+            # All of the graph in a coarser program: a bound, and often a plan close to it.
+            best, whole_s = self.whole(graph, best, budget_bytes, begin + limit_s, stats, progress)
         left_s = limit_s - (time.monotonic() - begin)
-        if memory_lower_bound(graph) > limit_bytes:
+        if impossible:
             status, exact = Status.INFEASIBLE, True
-        elif left_s > 0:
+        elif left_s > 0 and not _close(graph, best, whole_s):
             status, found, bound_s = self.search(coarse.graph, limit_bytes, left_s, progress)
             stats["solver"] = str(status)
         if bound_s is not None and not exact:
             stats["coarse_lower_bound_s"], bound_s = bound_s, None
+        bound_s = whole_s if bound_s is None else bound_s
         if found is not None:
             program = self.polish(graph, coarse.expand(found), budget_bytes)
             took_s = replay(graph, program).time_s
@@ -120,11 +142,12 @@ class _GraphStrategy(Strategy):
                 stats["chosen"] = self.name
         if best is None:
             left_s = max(1.0, limit_s - (time.monotonic() - begin))
-            proved = exact and status is Status.INFEASIBLE
+            proved = bool(stats.get("relaxation_infeasible"))
+            proved = proved or (exact and status is Status.INFEASIBLE)
             return self._none(graph, coarse, proved, smallest, left_s, stats)
         if "chosen" not in stats:
             # The solver's bound on memory may not be able to represent it: kept all the same.
-            stats["chosen"] = "rotor"
+            stats["chosen"] = stats.get("whole", "rotor")
             stats["outside_the_program"] = found is None and status is Status.INFEASIBLE
         timeline = replay(graph, best)
         stats["solve_s"] = time.monotonic() - begin
@@ -239,6 +262,26 @@ class Monet(_SolvedExactly):
         if self.choices in (Choices.ALL, Choices.CONV):
             return fastest_kernels(graph, program, budget_bytes)
         return program
+
+    def whole(
+        self,
+        graph: Graph,
+        best: Program | None,
+        budget_bytes: int,
+        deadline: float,
+        stats: dict[str, object],
+        progress: Progress | None,
+    ) -> tuple[Program | None, float | None]:
+        return search_whole(graph, self.allowed, best, budget_bytes, deadline, stats, progress)
+
+
+def _close(graph: Graph, best: Program | None, bound_s: float | None) -> bool:
+    """Whether a plan is near a bound that holds for the whole graph."""
+    return (
+        best is not None
+        and bound_s is not None
+        and (replay(graph, best).time_s <= bound_s * (1 + CLOSE))
+    )
 
 
 def _kind(operator: Operator, name: str) -> Choices:

@@ -1,0 +1,100 @@
+"""Programs from the relaxation with moments: where one needs too much memory, a moment is put."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from memopt.models.graph import Graph
+from memopt.models.program import Compute, LossBoundary, Program
+from memopt.models.replay import Timeline, replay
+from memopt.strategies.base import Progress, Status
+from memopt.strategies.monet.backend import Solver
+from memopt.strategies.monet.moments import Allowed, MomentModel
+
+MOST_MOMENTS = 4
+MOST_ROUNDS = 24
+GAP = 1e-3
+ROUND_SHARE = 0.25
+"""Share of the time left that one solve may take."""
+BOUNDARY = -1
+
+
+@dataclass
+class MomentSearch:
+    """Solves the relaxation again and again, with moments and slack where its program overflows.
+
+    Attributes:
+        graph, allowed: as for `MomentModel`.
+        budget_bytes: total bytes.
+        deadline: on time.monotonic's clock.
+        progress: called before every solve; KeyboardInterrupt ends the search.
+        best: the fastest program found within the budget.
+        best_s: its time, seconds.
+        bound_s: what no program of the relaxation's class beats, seconds.
+        infeasible: whether the relaxation proved that there is none.
+    """
+
+    graph: Graph
+    allowed: Allowed | None
+    budget_bytes: int
+    deadline: float
+    progress: Progress | None = None
+    best: Program | None = None
+    best_s: float = float("inf")
+    bound_s: float = 0.0
+    infeasible: bool = False
+    rounds: int = 0
+    slack: dict[int, int] = field(default_factory=lambda: {BOUNDARY: 0})
+    """Moment → bytes left free there; the boundary's key is BOUNDARY."""
+
+    def run(self) -> None:
+        """Search until a program fits, or nothing more can be tried."""
+        while self.rounds < MOST_ROUNDS and not self._stopped():
+            left_s = self.deadline - time.monotonic()
+            keys = sorted(self.slack)
+            slack = tuple(self.slack[key] for key in keys)
+            built = MomentModel(self.graph, self.allowed, tuple(keys[1:]), slack)
+            answer = built.model.solve(
+                self.budget_bytes - self.graph.resident_bytes,
+                time_limit_s=left_s if not self.rounds else max(1.0, ROUND_SHARE * left_s),
+                solver=Solver.HIGHS,
+                gap=GAP,
+            )
+            self.rounds += 1
+            if not any(slack):
+                self.bound_s = max(self.bound_s, answer.bound)
+                self.infeasible = answer.status is Status.INFEASIBLE
+            if not answer.values:
+                return
+            program = built.program(answer.values)
+            timeline = replay(self.graph, program)
+            if timeline.peak_bytes <= self.budget_bytes:
+                if timeline.time_s < self.best_s:
+                    self.best, self.best_s = program, timeline.time_s
+                return
+            self._tighten(program, timeline)
+
+    def _stopped(self) -> bool:
+        try:
+            if self.progress is not None:
+                self.progress(0.3, f"monet: relaxation {self.rounds}, bound {self.bound_s:.6g} s")
+        except KeyboardInterrupt:
+            return True
+        return time.monotonic() >= self.deadline
+
+    def _tighten(self, program: Program, timeline: Timeline) -> None:
+        """A moment where the program needs most, or more slack at the one that is there."""
+        peak = timeline.peak_instruction or 0
+        excess = timeline.peak_bytes - self.budget_bytes
+        key = BOUNDARY
+        if any(isinstance(step, LossBoundary) for step in program.instructions[:peak]):
+            later = (x.op for x in program.instructions[peak:] if isinstance(x, Compute))
+            key = next((op for op in later if op >= self.graph.first_backward), BOUNDARY)
+        small = 30 * excess < self.budget_bytes
+        if key not in self.slack and (small or len(self.slack) > MOST_MOMENTS):
+            key = max(k for k in self.slack if k <= key)
+        if key in self.slack:
+            self.slack[key] += excess
+        else:
+            self.slack[key] = 0

@@ -1,0 +1,55 @@
+"""Plans and bounds of graphs with hundreds of operators."""
+
+from __future__ import annotations
+
+import time
+
+from memopt.models.graph import Graph
+from memopt.models.program import Program
+from memopt.models.replay import replay
+from memopt.models.stage_map import has_updates
+from memopt.strategies.base import Progress
+from memopt.strategies.monet.moment_search import MomentSearch
+from memopt.strategies.monet.moments import Allowed
+
+RELAXATION_SHARE = 0.5
+SAME = 1e-9
+
+
+def search_whole(
+    graph: Graph,
+    allowed: Allowed | None,
+    best: Program | None,
+    budget_bytes: int,
+    deadline: float,
+    stats: dict[str, object],
+    progress: Progress | None,
+) -> tuple[Program | None, float | None]:
+    """(the best program found or `best`, a lower bound in s) within a budget.
+
+    Args:
+        graph: the training step.
+        allowed: which implementations may be chosen; None: all.
+        best: a program within the budget to start from, if there is one.
+        budget_bytes: total bytes.
+        deadline: on time.monotonic's clock.
+        stats: gets what was found, by which search.
+        progress: may raise KeyboardInterrupt, which ends a search with its best program.
+    """
+    left_s = max(0.0, deadline - time.monotonic())
+    until = time.monotonic() + RELAXATION_SHARE * left_s
+    search = MomentSearch(graph, allowed, budget_bytes, until, progress)
+    search.run()
+    stats["relaxation_rounds"] = search.rounds
+    stats["relaxation_infeasible"] = search.infeasible
+    best_s = float("inf") if best is None else replay(graph, best).time_s
+    if search.best is not None and search.best_s < best_s * (1 - SAME):
+        best, best_s, stats["whole"] = search.best, search.best_s, "relaxation"
+    if best_s > search.bound_s * (1 + 5e-3) and not has_updates(graph):
+        from memopt.strategies.monet.menus import RotorMenus
+
+        left_s = max(0.0, deadline - time.monotonic())
+        found = RotorMenus().solve(graph, budget_bytes, time_limit_s=left_s, progress=progress)
+        if found.program is not None and (found.time_s or 0.0) < best_s * (1 - SAME):
+            best, best_s, stats["whole"] = found.program, found.time_s or 0.0, "rotor-menus"
+    return best, search.bound_s or None

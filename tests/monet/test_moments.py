@@ -1,0 +1,92 @@
+"""The relaxation with moments against the exact programs, and the solvers against each other."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from memopt.models.graph import Graph
+from memopt.models.judge import judge
+from memopt.models.liveness import store_all
+from memopt.models.replay import replay
+from memopt.strategies.base import Status
+from memopt.strategies.monet.backend import Solver
+from memopt.strategies.monet.checkmate import CheckmateModel
+from memopt.strategies.monet.ilp import MonetModel
+from memopt.strategies.monet.moments import MomentModel
+from memopt.strategies.monet.strategy import Monet
+from tests.monet.graphs import training_graph
+
+
+def drawn(seed: int, alternatives: bool) -> tuple[Graph, int, Random]:
+    rng = Random(seed)
+    graph = training_graph(rng, rng.randint(2, 5), alternatives)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    return graph, rng.randint(peak // 2, peak), rng
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_relaxation_is_a_bound_whatever_the_moments(seed: int) -> None:
+    graph, budget, rng = drawn(seed, seed % 2 == 0)
+    limit = budget - graph.resident_bytes
+    exact = [MonetModel(graph).model.solve(limit)]
+    if seed % 2:
+        exact.append(CheckmateModel(graph).model.solve(limit))
+    backward = range(graph.first_backward, len(graph.operators))
+    last = 0.0
+    for moments in ((), tuple(sorted(rng.sample(list(backward), 2))), tuple(backward)):
+        built = MomentModel(graph, None, moments)
+        answer = built.model.solve(limit)
+        for other in exact:
+            if other.status is Status.OPTIMAL:
+                assert answer.status is Status.OPTIMAL
+                assert answer.bound <= other.objective
+        if answer.status is Status.OPTIMAL and moments != ():
+            assert answer.objective >= last or len(moments) == 2
+        if answer.values:
+            program = built.program(answer.values)
+            peak = replay(graph, program).peak_bytes
+            violation, figures = judge(graph, None, program, peak, None)
+            assert violation is None
+            assert figures.time_s <= answer.objective
+            last = answer.objective if not moments else last
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_solvers_agree(seed: int) -> None:
+    graph, budget, _ = drawn(seed, True)
+    limit = budget - graph.resident_bytes
+    for built in (MonetModel(graph), MomentModel(graph)):
+        for limit_bytes in (limit, None):
+            answers = [built.model.solve(limit_bytes, solver=solver) for solver in Solver]
+            assert len({answer.status for answer in answers}) == 1
+            for answer in answers:
+                assert answer.objective == pytest.approx(answers[0].objective)
+                assert answer.bound <= answer.objective * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_monet_on_a_large_graph_has_a_bound_and_a_plan_within_the_budget(seed: int) -> None:
+    rng = Random(seed)
+    graph = training_graph(rng, 20, seed % 2 == 0)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    budget = int(0.8 * peak)
+    solution = Monet(max_operators=12).solve(graph, budget, time_limit_s=4.0)
+    if solution.program is None:
+        return
+    assert solution.time_s is not None
+    assert solution.lower_bound_s is not None
+    violation, figures = judge(graph, None, solution.program, budget, None)
+    assert violation is None
+    assert solution.lower_bound_s <= figures.time_s == solution.time_s
+
+
+def test_interrupted_it_keeps_the_plan_it_starts_from() -> None:
+    def interrupt(fraction: float, what: str) -> None:
+        raise KeyboardInterrupt
+
+    graph = training_graph(Random(3), 20, False)
+    budget = int(0.9 * replay(graph, store_all(graph)).peak_bytes)
+    stopped = Monet(max_operators=12).solve(graph, budget, progress=interrupt)
+    assert stopped.program is not None
