@@ -120,10 +120,10 @@ def _attach_backward(sites: Sites, backward: Node) -> None:
     results = [sites.result(backward, i) for i in range(3)]
     sites.add(
         backward,
-        "input gradient fft",
-        INPUT,
-        (g, weight, tuple(value_of(x).shape), padding),
-        (results[0],),
+        "weight gradient fft",
+        WEIGHT,
+        (needs[2], g, x, tuple(value_of(weight).shape), padding),
+        (results[1], results[2]) if needs[2] else (results[1],),
         workspace_bytes=2 * spectra,
         exact=False,
         like=((backward, 0.5),),
@@ -131,10 +131,10 @@ def _attach_backward(sites: Sites, backward: Node) -> None:
     )
     sites.add(
         backward,
-        "weight gradient fft",
-        WEIGHT,
-        (needs[2], g, x, tuple(value_of(weight).shape), padding),
-        (results[1], results[2]) if needs[2] else (results[1],),
+        "input gradient fft",
+        INPUT,
+        (g, weight, tuple(value_of(x).shape), padding),
+        (results[0],),
         workspace_bytes=2 * spectra,
         exact=False,
         like=((backward, 0.5),),
