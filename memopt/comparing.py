@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from memopt.cells import CellCache, planned_cell
 from memopt.comparison import Cell, Comparison
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.budget import MINIMUM, parse_budget
@@ -26,6 +27,7 @@ from memopt.planning import (
     solve,
 )
 from memopt.report.progress import reporting
+from memopt.side_by_side import Finished, default_workers, run_all
 from memopt.strategies import STRATEGIES, Progress, Status, Strategy, resolve
 
 if TYPE_CHECKING:
@@ -64,13 +66,15 @@ def compare(
     mode: Mode = "measure",
     optimizer: Any = None,
     time_limit_s: float | None = None,
+    workers: int | None = None,
     cache: bool = True,
     progress: bool | Progress = True,
 ) -> Comparison:
     """Plan one model with several strategies at several budgets. It is profiled once.
 
     Ctrl-C ends the comparison and returns what is done (`complete` is False then). A solver that
-    is under way may take it as its own limit and give its best plan first.
+    is under way may take it as its own limit and give its best plan first. Finished cells are
+    kept on disk: the same comparison later plans only what is missing.
 
     Args:
         model: as `memopt.plan`: an nn.Module (with `inputs`), a profiled model, a Chain, a Graph.
@@ -81,14 +85,20 @@ def compare(
             move data only for a device whose link is known.
         run: also run every plan on the real model, in turn with each other and with the unplanned
             step, and measure peak and step time. The model is left as it was.
-        loss_fn, targets, device, mode, optimizer, cache: as for `memopt.plan`.
+        loss_fn, targets, device, mode, optimizer: as for `memopt.plan`.
         time_limit_s: seconds for each cell.
+        workers: how many cells are planned at a time, in threads; None: as many as there are
+            usable cores, at most four. Plans do not depend on it unless a time limit cuts them
+            short; planning times do. Real steps always run alone.
+        cache: keep kernels' costs and finished cells on disk, and take what is there.
         progress: True shows a bar on a terminal; or your own callback.
 
     Raises:
         CaptureError: the model cannot be captured.
         ValueError: unreadable budget, unknown strategy, misuse; the message has the remedy.
     """
+    if workers is not None and workers < 1:
+        raise ValueError(f"compare: workers must be at least 1, got {workers}")
     target = planned_device(device, mode)
     chosen = None if strategies is None else tuple(resolve(one) for one in strategies)
     for budget in budgets or ():
@@ -99,7 +109,9 @@ def compare(
         profiled = profiled_for(model, inputs, request, lambda f, what: report(0.2 * f, what))
         real = _real_model(profiled) if run else None
         cost_model: Chain | Graph = profiled.graph if profiled is not None else model
-        table = _Table(cost_model, profiled, target, time_limit_s, chosen)
+        table = _Table(
+            cost_model, profiled, target, time_limit_s, chosen, workers or default_workers(), cache
+        )
 
         def planning(fraction: float, what: str) -> None:
             report(0.2 + planning_share * fraction, what)
@@ -143,9 +155,11 @@ class _Table:
         device: Device,
         time_limit_s: float | None,
         chosen: tuple[Strategy, ...] | None,
+        workers: int,
+        cache: bool,
     ) -> None:
         self.cost_model, self.profiled, self.device = cost_model, profiled, device
-        self.time_limit_s = time_limit_s
+        self.time_limit_s, self.workers = time_limit_s, workers
         self.baseline = baseline_figures(cost_model, profiled)
         self.view = _linearization(cost_model)
         chain = None if self.view is None else self.view.chain
@@ -158,32 +172,36 @@ class _Table:
         self.labels = [
             one.name if names.count(one.name) == 1 else repr(one) for one in self.strategies
         ]
+        own = cost_model if isinstance(cost_model, Chain) else chain
+        refers = (profiled, self.baseline)
+        self.cache = CellCache(cost_model, own, device, time_limit_s, *refers) if cache else None
 
     def fill(self, budgets: Sequence[Budget] | None, progress: Progress) -> Comparison:
         """Every cell; those done when interrupted."""
-        cells: list[Cell] = []
-        complete = True
-        try:
-            sizes = self._budgets(budgets, progress)
-            total = len(sizes) * len(self.strategies)
-            for strategy, label in zip(self.strategies, self.labels, strict=True):
-                for size in sizes:
-                    done = len(cells) / total
-                    report = _within(progress, done, 1 / total, label)
-                    report(0.0, "planning")
-                    cells.append(self._cell(strategy, label, size, report))
-            progress(1.0, "planned")
-        except KeyboardInterrupt:
-            complete = False
+        found = Finished[Cell](complete=False)
+        sizes = self._budgets(budgets, progress)
+        if sizes is not None:
+            tasks = [
+                self._task(strategy, label, size, "planning")
+                for strategy, label in zip(self.strategies, self.labels, strict=True)
+                for size in sizes
+            ]
+            found = run_all(tasks, self.workers, progress)
+        cells = tuple(found.results[number] for number in sorted(found.results))
         return Comparison(
-            tuple(cells), self.baseline, self.cost_model.compute_time_s, complete=complete
+            cells, self.baseline, self.cost_model.compute_time_s, complete=found.complete
         )
 
-    def _budgets(self, budgets: Sequence[Budget] | None, progress: Progress) -> list[int | None]:
+    def _budgets(
+        self, budgets: Sequence[Budget] | None, progress: Progress
+    ) -> list[int | None] | None:
+        """In bytes; None if interrupted."""
         peak = self.baseline.peak_bytes
         floor = None
         if budgets is None or MINIMUM in budgets:
             floor = self._floor(progress)
+            if floor is None:
+                return None
         if budgets is None:
             assert floor is not None
             above = max(0, self._enough_bytes() - floor)
@@ -199,18 +217,52 @@ class _Table:
             return peak
         return max(peak, replay(self.cost_model, store_all(self.cost_model)).peak_bytes)
 
-    def _floor(self, progress: Progress) -> int:
-        """The smallest budget that any of the strategies can meet."""
-        floors = []
-        for strategy, label in zip(self.strategies, self.labels, strict=True):
-            report = _within(progress, 0.0, 0.0, label)
-            report(0.0, "smallest budget")
-            cell = self._cell(strategy, label, MINIMUM, report)
-            if cell.budget_bytes is not None and cell.plan is not None:
-                floors.append(cell.budget_bytes)
+    def _floor(self, progress: Progress) -> int | None:
+        """The smallest budget that any of the strategies can meet; None if interrupted."""
+        tasks = [
+            self._task(strategy, label, MINIMUM, "smallest budget")
+            for strategy, label in zip(self.strategies, self.labels, strict=True)
+        ]
+        found = run_all(tasks, self.workers, lambda _fraction, what: progress(0.0, what))
+        if not found.complete:
+            return None
+        floors = [
+            cell.budget_bytes
+            for cell in found.results.values()
+            if cell.budget_bytes is not None and cell.plan is not None
+        ]
         if not floors:
             raise ValueError("compare: no strategy knows its smallest budget; pass budgets=")
         return min(floors)
+
+    def _task(
+        self, strategy: Strategy, label: str, budget: int | str | None, what: str
+    ) -> Callable[[Progress], Cell]:
+        """A cell in the making: found on disk, or planned and kept."""
+
+        def task(progress: Progress) -> Cell:
+            interrupted = False
+
+            def report(fraction: float, detail: str) -> None:
+                nonlocal interrupted
+                try:
+                    progress(fraction, f"{label}: {detail}")
+                except KeyboardInterrupt:
+                    interrupted = True
+                    raise
+
+            report(0.0, what)
+            known = None if self.cache is None else self.cache.load(strategy, label, budget)
+            if known is not None:
+                return known
+            cell = self._cell(strategy, label, budget, report)
+            if interrupted and cell.plan is None:
+                raise KeyboardInterrupt
+            if self.cache is not None and not interrupted:
+                self.cache.store(strategy, budget, cell)
+            return cell
+
+        return task
 
     def _cell(
         self, strategy: Strategy, label: str, budget: int | str | None, progress: Progress
@@ -243,18 +295,7 @@ class _Table:
             return empty(Status.INFEASIBLE, "", error.smallest_budget_bytes)
         except (MemoptError, MemoryError) as error:
             return empty(Status.UNKNOWN, str(error))
-        return Cell(
-            label,
-            plan.budget,
-            plan.status,
-            time.perf_counter() - begin,
-            plan.peak_bytes,
-            plan.step_time_s,
-            plan.overhead,
-            plan.lower_bound_s,
-            plan.gap,
-            plan=plan,
-        )
+        return planned_cell(label, plan, time.perf_counter() - begin)
 
 
 def _linearization(cost_model: Chain | Graph) -> Linearization | None:
@@ -264,10 +305,6 @@ def _linearization(cost_model: Chain | Graph) -> Linearization | None:
     if isinstance(cost_model, Chain) or has_updates(cost_model):
         return None
     return linearize(cost_model)
-
-
-def _within(progress: Progress, start: float, share: float, label: str) -> Progress:
-    return lambda fraction, what: progress(start + share * fraction, f"{label}: {what}")
 
 
 def _real_model(profiled: Profiled | None) -> Any:

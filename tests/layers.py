@@ -41,6 +41,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "memopt.fits": EVERYTHING,
     "memopt.comparison": EVERYTHING,
     "memopt.comparing": EVERYTHING,
+    "memopt.cells": EVERYTHING,
+    "memopt.side_by_side": ("memopt.strategies",),
     "memopt.cli": EVERYTHING,
     "memopt.commands": EVERYTHING,
     "memopt.demo": EVERYTHING,

@@ -48,7 +48,7 @@ def show_devices(name: str | None, *, as_json: bool) -> None:
         say_json(device_figures(device))
         return
     rows = [(key, _shown(value)) for key, value in device_figures(device).items()]
-    table((device.name, ""), rows)
+    table(("figure", device.name), rows)
 
 
 def _row(device: Device) -> tuple[str, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from memopt.models.folders import default_directory
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS costs (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
 _VERSION = 1
@@ -26,14 +27,6 @@ class Cost:
     time_s: float
     workspace_bytes: int
     output_bytes: tuple[int, ...]
-
-
-def default_directory() -> Path:
-    """MEMOPT_CACHE_DIR, or the user's cache folder."""
-    chosen = os.environ.get("MEMOPT_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memopt"
 
 
 class ProfileCache:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import builtins
-import itertools
+import dataclasses
 import sys
+import threading
+import time
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import matplotlib
 import pytest
 from matplotlib import pyplot
 
 import memopt
-from memopt import Chain, Comparison, Device, Status
+from memopt import Chain, Comparison, Device, Status, comparing
 from memopt.models.generate import random_chain
 from memopt.report.comparison_plot import bounds
 from memopt.strategies import Rotor
+from memopt.strategies.base import CostModel, Progress, Solution, Strategy
 from tests.plan.tiny import make, profiled, step_digest
 
 LINK = Device(to_host_bytes_per_s=2.0)
@@ -106,20 +110,150 @@ def test_best(table: Comparison) -> None:
     assert table.best() == table.best(1.0)
 
 
-def test_interrupted_it_returns_what_is_done(chain: Chain) -> None:
-    cells = itertools.count()
+@dataclasses.dataclass(frozen=True)
+class Mine(Strategy):
+    """Rotor that notes its solves; `waits`: it never ends unless interrupted."""
 
-    def impatient(fraction: float, what: str) -> None:
-        if what.endswith(": planning") and next(cells) == 3:
-            raise KeyboardInterrupt
+    name: ClassVar[str] = "mine"
+    features: ClassVar[frozenset[str]] = Rotor.features
+    needs: ClassVar[str] = "chain"
+    waits: bool = False
+    threads: list[int] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
+    def solve(
+        self,
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
+        """As Rotor."""
+        self.threads.append(threading.get_ident())
+        while self.waits:
+            assert progress is not None
+            progress(0.5, "waiting")
+            time.sleep(0.01)
+        return Rotor().solve(cost_model, budget_bytes)
+
+
+def impatient(_fraction: float, what: str) -> None:
+    """As if the user pressed Ctrl-C when a solve takes too long."""
+    if what.endswith(": waiting"):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_interrupted_it_returns_what_is_done(chain: Chain, workers: int) -> None:
     made = memopt.compare(
-        chain, budgets=[0.8, 1.0], strategies=["rotor", "store-all"], progress=impatient
+        chain,
+        budgets=[0.8, 1.0],
+        strategies=["rotor", Mine(waits=True)],
+        progress=impatient,
+        workers=workers,
+        cache=False,
     )
     assert not made.complete
-    assert len(made.cells) == 3
+    assert {cell.strategy for cell in made.cells} == {"rotor"}
+    assert len(made.cells) in ((2,) if workers == 1 else (1, 2))
     assert "interrupted" in str(made)
     assert "interrupted" in made.to_markdown()
+
+
+def _solves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The strategies that `compare` solves from now on."""
+    solved: list[str] = []
+    real = comparing.solve
+
+    def spy(cost_model: Any, budget: Any, strategy: Any, **rest: Any) -> Any:
+        solved.append(strategy.name)
+        return real(cost_model, budget, strategy, **rest)
+
+    monkeypatch.setattr(comparing, "solve", spy)
+    return solved
+
+
+@pytest.mark.parametrize("kind", ["chain", "module"])
+def test_a_second_call_takes_up_the_finished_cells(
+    chain: Chain, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make("mlp")
+    model = chain if kind == "chain" else profiled(made)
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+    budgets, names = [0.5, 0.8, None], ["rotor", "store-all"]
+    solved = _solves(monkeypatch)
+    part = memopt.compare(
+        model, budgets=budgets, strategies=["rotor", Mine(waits=True)], progress=impatient
+    )
+    assert not part.complete
+    assert set(solved) == {"rotor", "mine"}
+    solved.clear()
+    whole = memopt.compare(model, budgets=budgets, strategies=names, progress=False, workers=2)
+    assert whole.complete
+    assert len(part.cells) in (2, 3)
+    assert set(part.cells) <= set(whole.cells)
+    assert len(solved) == len(whole.cells) - len(part.cells)
+    solved.clear()
+    again = memopt.compare(model, budgets=budgets, strategies=names, progress=False)
+    assert (again.cells, solved) == (whole.cells, [])
+    fresh = memopt.compare(model, budgets=budgets, strategies=names, cache=False, workers=1)
+    for cell, other in zip(again.cells, fresh.cells, strict=True):
+        assert dataclasses.replace(cell, solve_time_s=0.0) == dataclasses.replace(
+            other, solve_time_s=0.0
+        )
+        assert (cell.plan is None) == (other.plan is None)
+        if cell.plan is not None and other.plan is not None:
+            # Statistics hold the solver's seconds.
+            assert dataclasses.replace(cell.plan, stats={}) == dataclasses.replace(
+                other.plan, stats={}
+            )
+    if kind == "module":
+        best = again.best()
+        assert best is not None
+        assert best.plan is not None
+        best.plan.apply(made[0])
+
+
+def test_damaged_cells_and_other_questions_are_planned_anew(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+    solved = _solves(monkeypatch)
+
+    def ask(**more: Any) -> int:
+        begin = len(solved)
+        memopt.compare(chain, budgets=[0.8], strategies=["rotor"], progress=False, **more)
+        return len(solved) - begin
+
+    assert [ask(), ask()] == [1, 0]
+    assert [ask(device=LINK), ask(time_limit_s=9.0), ask(cache=False)] == [1, 1, 1]
+    for path in (tmp_path / "cells-v1").glob("*.json"):
+        path.write_bytes(path.read_bytes()[:-9])
+    assert [ask(), ask()] == [1, 0]
+
+
+def test_strategies_of_users_run_side_by_side_and_are_not_kept(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+    mine = Mine()
+    for count in (1, 2):
+        table = memopt.compare(chain, budgets=[1.0, None], strategies=[mine], workers=2)
+        assert len(mine.threads) == 2 * count
+        assert all(cell.plan is not None and cell.plan.strategy is mine for cell in table.cells)
+    assert threading.get_ident() not in mine.threads
+    with pytest.raises(ValueError, match="workers must be at least 1"):
+        memopt.compare(chain, workers=0)
+
+
+def test_errors_of_a_strategy_are_raised(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(comparing, "solve", broken)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        memopt.compare(chain, budgets=[0.8], strategies=["rotor"], cache=False)
 
 
 def test_tables(table: Comparison) -> None:

@@ -13,7 +13,7 @@ from memopt.strategies.auto.members import Outcome, fitting
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 
 DEFAULT_TIME_LIMIT_S = 60.0
-DOMINATED = frozenset({"checkmate", "checkmate-rounding"})
+LEFT_OUT = frozenset({"checkmate", "checkmate-rounding"})
 """Dear solvers that are left to those who ask for them: monet takes part in their place."""
 
 
@@ -63,7 +63,7 @@ class Auto(Strategy):
             member
             for member in STRATEGIES
             if not isinstance(member, Auto)
-            and member.name not in DOMINATED
+            and member.name not in LEFT_OUT
             and (linked or "offload" not in member.features)
         )
 

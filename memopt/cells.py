@@ -1,0 +1,163 @@
+"""Cells of comparisons on disk, so that one that was interrupted is taken up where it was.
+
+A cell is found again by what it depends on: the cost model, the device, the strategy with its
+parameters, the budget, the time limit and memopt's own code. What is read is validated and replayed
+as a plan file is.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import memopt
+from memopt.comparison import Cell
+from memopt.errors import PlanFileError
+from memopt.files.envelope import write_atomically
+from memopt.files.plan_file import decode, encode
+from memopt.models import encoding
+from memopt.models.chain import Chain
+from memopt.models.codec import Reader
+from memopt.models.device import Device
+from memopt.models.folders import default_directory
+from memopt.models.graph import Graph
+from memopt.models.serialize import canonical, parse
+from memopt.plan import BaselineFigures, Plan
+from memopt.strategies import STRATEGIES, Status, Strategy
+
+if TYPE_CHECKING:
+    from memopt.profiler.session import Profiled
+
+MOST_FILES = 2000
+"""The oldest cells beyond this many are dropped."""
+
+
+def planned_cell(label: str, plan: Plan, solve_time_s: float) -> Cell:
+    """The cell of a plan."""
+    return Cell(
+        label,
+        plan.budget,
+        plan.status,
+        solve_time_s,
+        plan.peak_bytes,
+        plan.step_time_s,
+        plan.overhead,
+        plan.lower_bound_s,
+        plan.gap,
+        plan=plan,
+    )
+
+
+class CellCache:
+    """The cells of one cost model, device and time limit.
+
+    Args:
+        cost_model: what is planned.
+        chain: the cost model itself, or the chain of a graph for strategies that plan chains.
+        profiled, baseline: what plans of this comparison refer to.
+        folder: where; None: MEMOPT_CACHE_DIR or the user's cache folder.
+    """
+
+    def __init__(
+        self,
+        cost_model: Chain | Graph,
+        chain: Chain | None,
+        device: Device,
+        time_limit_s: float | None,
+        profiled: Profiled | None,
+        baseline: BaselineFigures,
+        folder: Path | None = None,
+    ) -> None:
+        self._cost_model, self._chain = cost_model, chain
+        self._profiled, self._baseline = profiled, baseline
+        self._folder = (folder or default_directory()) / "cells-v1"
+        if isinstance(cost_model, Graph):
+            self._kind, self._encoded = "graph", encoding.graph(cost_model)
+        else:
+            self._kind, self._encoded = "chain", encoding.chain(cost_model)
+        whole = [_code_digest(), self._encoded, encoding.device(device), repr(time_limit_s)]
+        self._key = hashlib.sha256(canonical(whole)).hexdigest()
+
+    def load(self, strategy: Strategy, label: str, budget: int | str | None) -> Cell | None:
+        """The finished cell; None if there is none (or none that can be read)."""
+        path = self._path(strategy, budget)
+        try:
+            found = Reader(parse(path.read_bytes()), "cell")
+            spent, status, smallest, stored = found.fields(
+                "solve_time_s", "status", "smallest_budget_bytes", "plan"
+            )
+            solve_time_s = spent.number()
+            if stored.value is None:
+                size = budget if isinstance(budget, int) else None
+                return Cell(
+                    label,
+                    size,
+                    status.choice(Status),
+                    solve_time_s,
+                    smallest_budget_bytes=smallest.optional(Reader.whole),
+                )
+            plan = {name: entry.value for name, entry in stored.entries().items()}
+            plan[self._kind] = self._encoded
+            made = decode(Reader(plan, "cell"))
+            return planned_cell(label, self._ours(made, strategy), solve_time_s)
+        except (OSError, PlanFileError):
+            return None
+
+    def store(self, strategy: Strategy, budget: int | str | None, cell: Cell) -> None:
+        """Keep a finished cell. Strategies of users' own are left out: their code may change."""
+        finished = cell.plan is not None or cell.status is Status.INFEASIBLE
+        if not finished or type(strategy) not in {type(one) for one in STRATEGIES}:
+            return
+        plan = cell.plan
+        value = {
+            "solve_time_s": float(cell.solve_time_s),
+            "status": cell.status.value,
+            "smallest_budget_bytes": cell.smallest_budget_bytes,
+            # What all cells have in common is put back when they are read.
+            "plan": plan and encode(replace(plan, graph=None, chain=None, record=None)),
+        }
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path(strategy, budget), canonical(value))
+            self._drop_oldest()
+        except OSError:
+            # The cache is a convenience: a full or read-only disk must not stop a comparison.
+            return
+
+    def _path(self, strategy: Strategy, budget: int | str | None) -> Path:
+        text = f"{self._key} {type(strategy).__name__} {strategy!r} {budget!r}"
+        return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+
+    def _ours(self, plan: Plan, strategy: Strategy) -> Plan:
+        """The plan as this comparison's solve would have made it."""
+        graph = self._cost_model if isinstance(self._cost_model, Graph) else None
+        return replace(
+            plan,
+            strategy=strategy,
+            graph=graph,
+            chain=self._chain if graph is None or strategy.needs == "chain" else None,
+            baseline=self._baseline,
+            profiled=self._profiled,
+            record=None if self._profiled is None else self._profiled.record,
+        )
+
+    def _drop_oldest(self) -> None:
+        files = list(self._folder.glob("*.json"))
+        if len(files) > MOST_FILES:
+            files.sort(key=lambda path: path.stat().st_mtime)
+            for path in files[: len(files) - MOST_FILES]:
+                path.unlink(missing_ok=True)
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Of memopt's Python files: another version of a solver makes other plans."""
+    root = Path(memopt.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
