@@ -14,12 +14,12 @@ from memopt.executor.runtime import Runtime
 from memopt.models.program import Compute
 from memopt.models.record import difference
 from memopt.models.serialize import fingerprint
+from memopt.models.stage_map import has_updates
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.session import device_of
-from memopt.profiler.step_session import ProfiledStep
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -50,7 +50,7 @@ def apply_plan(
             "this plan was made from a cost model, not from a module: it cannot run; "
             "call memopt.plan(model, inputs, ...)"
         )
-    if isinstance(plan.profiled, ProfiledStep):
+    if plan.graph is not None and has_updates(plan.graph):
         raise ValueError(
             "this plan is of a whole step: run plan.train_step(model, loss_fn, optimizer). For a "
             'drop-in module plan with the optimizer\'s name (optimizer="adamw"), not an instance'

@@ -11,6 +11,7 @@ from torch import nn
 from memopt.errors import ExecutionError
 from memopt.executor.guard import Guard
 from memopt.executor.module import install
+from memopt.executor.step_file import with_step
 from memopt.profiler.host_state import HostState
 from memopt.profiler.inputs import Call, align
 from memopt.profiler.step_optimizer import check_splittable, update_one
@@ -165,6 +166,7 @@ def train_step(
     checked: bool = False,
 ) -> TrainStep:
     """See `Plan.train_step`."""
+    plan = with_step(plan, model, loss_fn, optimizer)
     profiled = plan.profiled
     if not isinstance(profiled, ProfiledStep) or profiled.parts is None:
         raise ValueError(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memopt.models.budget import format_bytes
+from memopt.models.serialize import fingerprint
 from memopt.profiler.baseline import Baseline, Loss, untouched
 from memopt.profiler.host_state import HostState
 from memopt.profiler.inputs import Call, to_call
@@ -19,6 +20,7 @@ from memopt.profiler.measure import MeasureOptions, measure, replace_graph
 from memopt.profiler.memory import metered
 from memopt.profiler.misfit import check_arguments, diagnosed
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
+from memopt.profiler.record import record_of
 from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, Progress, device_of
 from memopt.profiler.step_capture import StepParts, capture_step, with_updates
 from memopt.profiler.step_optimizer import check_splittable, optimizer_untouched, update_one
@@ -93,12 +95,20 @@ def profile_step(
     resident_bytes = graph.resident_bytes - stays_bytes + state.bytes_total
     baseline = measure_step_baseline(model, call, loss, optimizer, resident_bytes)
     report(1.0, "profiled")
+    record = record_of(
+        parts.module,
+        parts.call,
+        device,
+        block_bytes=block_bytes,
+        fingerprint=fingerprint(unpriced.graph),
+    )
     return ProfiledStep(
         graph,
         unpriced,
         captured,
         baseline,
         device,
+        record=record,
         optimizer=replace(state, bytes_total=stays_bytes),
         parts=parts,
         user_call=call,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -285,3 +286,41 @@ def test_a_step_that_fails_between_updates_says_so() -> None:
     assert_same(dict(model.named_buffers()), buffers)
     assert all(p.grad is None for p in model.parameters())
     assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+
+
+def loaded(plan: Plan, tmp_path: Path) -> Plan:
+    plan.save(tmp_path / "step.plan")
+    return memopt.load(tmp_path / "step.plan")
+
+
+@pytest.mark.parametrize("strategy", ["olla", "rotor"])
+def test_a_saved_whole_step_runs_after_loading(strategy: str, tmp_path: Path) -> None:
+    make = MAKES["adamw"]
+    expected_model, expected_optimizer, expected_losses = eager(make)
+    _, _, plan = planned(make, strategy, budget="min", whole_step=True)
+    again = loaded(plan, tmp_path)
+    assert again.program == plan.program
+    torch.manual_seed(0)
+    model = Residual()
+    optimizer = make(model)
+    step = again.train_step(model, nn.functional.cross_entropy, optimizer)
+    assert_same(run(step, optimizer), expected_losses)
+    assert_same(model.state_dict(), expected_model.state_dict())
+    assert_same(optimizer.state_dict(), expected_optimizer.state_dict())
+
+
+def test_a_saved_whole_step_refuses_other_steps(tmp_path: Path) -> None:
+    _, _, plan = planned(MAKES["momentum"])
+    again = loaded(plan, tmp_path)
+    loss = nn.functional.cross_entropy
+
+    def refused(model: nn.Module, loss: Any, make: Make, why: str) -> None:
+        with pytest.raises(memopt.PlanFileError, match=why):
+            again.train_step(model, loss, make(model))
+
+    refused(Residual().eval(), loss, MAKES["momentum"], "train mode")
+    refused(nn.Linear(3, 3), loss, MAKES["momentum"], "parameter")
+    refused(Residual(), loss, lambda m: torch.optim.AdamW(m.parameters()), "of optimizer state")
+    refused(Residual(), nn.functional.multi_margin_loss, MAKES["momentum"], "captured steps differ")
+    with pytest.raises(ValueError, match="train_step"):
+        again.apply(Residual())

@@ -1,0 +1,86 @@
+"""Whole-step plans from files: the step is captured again, and must be the planned one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memopt.errors import PlanFileError
+from memopt.models.budget import format_bytes
+from memopt.models.record import difference
+from memopt.models.serialize import fingerprint
+from memopt.models.stage_map import has_updates
+from memopt.profiler.baseline import Baseline, Loss
+from memopt.profiler.inputs import Call
+from memopt.profiler.optimizer_state import optimizer_state
+from memopt.profiler.record import example_call, record_of
+from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
+from memopt.profiler.step_capture import StepModule, capture_step, with_updates
+from memopt.profiler.step_optimizer import check_splittable
+from memopt.profiler.step_session import ProfiledStep
+
+if TYPE_CHECKING:
+    from memopt.plan import Plan
+
+
+def with_step(plan: Plan, model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer) -> Plan:
+    """The plan with its step captured from `model`; as it is unless it comes from a file and is of
+    a whole step.
+
+    Raises:
+        PlanFileError: model, mode, loss or optimizer are not the planned ones; the message says
+            what differs.
+        ValueError: the optimizer cannot be split.
+    """
+    record, graph = plan.record, plan.graph
+    if plan.profiled is not None or record is None or graph is None or not has_updates(graph):
+        return plan
+    check_splittable(optimizer, model)
+    call = example_call(record)
+    loss = Loss(loss_fn, call.args[0])
+    user_call = Call(call.args[1:], call.kwargs)
+    device = device_of(model, call)
+    module = StepModule(model, loss_fn)
+    differs = difference(record, record_of(module, call, device))
+    if differs is None:
+        parts = capture_step(model, user_call, loss, optimizer, record.block_bytes)
+        captured, lowering = with_updates(parts, parts.lowering, {})
+        if fingerprint(lowering.graph) != record.fingerprint:
+            differs = "the captured steps differ (another loss, trained parameters or their order"
+            differs += f"; planned with torch {record.torch_version}, this is {torch.__version__})"
+    if differs is not None:
+        raise PlanFileError(
+            f"this plan is for another step: {differs.replace('model.', '')}. {_again(plan)}"
+        )
+    state = optimizer_state(optimizer, model.parameters(), record.block_bytes)
+    base_bytes = lowering.graph.extra_resident_bytes + STEP_SCALARS_BYTES[device.type]
+    stays_bytes = graph.extra_resident_bytes - base_bytes
+    if stays_bytes not in (0, state.bytes_total):
+        raise PlanFileError(
+            f"this plan is for {format_bytes(stays_bytes)} of optimizer state, and this "
+            f"{state.name} keeps {format_bytes(state.bytes_total)}. {_again(plan)}"
+        )
+    base = plan.baseline
+    profiled = ProfiledStep(
+        graph,
+        lowering,
+        captured,
+        Baseline(base.peak_bytes, base.step_time_s, base.measured),
+        device,
+        record=record,
+        optimizer=replace(state, bytes_total=stays_bytes),
+        parts=parts,
+        user_call=user_call,
+        host_state_bytes=state.bytes_total - stays_bytes,
+    )
+    return replace(plan, profiled=profiled)
+
+
+def _again(plan: Plan) -> str:
+    return (
+        "Plan again: memopt.plan(model, inputs, loss_fn=..., targets=..., optimizer=..., "
+        f"whole_step=True, budget={plan.budget}, strategy={plan.strategy.name!r})"
+    )
