@@ -19,22 +19,31 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import memopt
 from benchmarks.kept import Kept
 from benchmarks.olla_graphs import DEVICE, NAMES, graph_of, without_updates
-from benchmarks.olla_rows import TIME_LIMIT_S, warm_up
+from benchmarks.olla_rows import warm_up
 from benchmarks.olla_tables import percent
 from memopt.models.graph import Graph
-from memopt.models.linearize import Linearization, linearize
+from memopt.models.linearize import linearize
+from memopt.models.liveness import store_all
+from memopt.models.lower import lower_steps
 from memopt.models.presets import find_device
 from memopt.models.program import Compute, Program, SwapIn
 from memopt.models.replay import replay
-from memopt.plan import Plan
-from memopt.planning import solve
-from memopt.strategies import resolve
+from memopt.strategies.base import Solution, Strategy
+from memopt.strategies.offload.dynprog import DynProg
+from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.olla.arranging import arrange
+from memopt.strategies.rotor.floating import RotorFree
+from memopt.strategies.rotor.persistent import Rotor
 
-STRATEGIES = ("rotor", "rotor-free", "offload-graph", "dynprog")
+STRATEGIES: dict[str, Strategy] = {
+    "rotor": Rotor(exact_stages=0),
+    "offload-graph": OffloadGraph(moves=0, chain=False),
+    "dynprog": DynProg(),
+    "rotor-free": RotorFree(exact_stages=0),
+}
+"""Not solved exactly: what matters here is their programs."""
 SHARES = (0.0, 0.25, 0.5, 0.75)
 
 
@@ -50,8 +59,8 @@ class ProgramRow:
         order_gap: of the reordered plan's peak; `order_saved` the share of the peak it saves.
         ordered_gap: of the reordered plan's addresses.
         both_cpu_s: of ordering and placing.
-        fits: whether addresses, with what lies outside them, keep the budget: of the plan, and of
-            the reordered plan.
+        fits: whether addresses, with what lies outside them, need no more than the plan's own
+            peak: of the plan, and of the reordered plan.
     """
 
     name: str
@@ -69,68 +78,55 @@ class ProgramRow:
     fits: list[bool]
 
 
-def rows_of(name: str, batch: int, strategy: str, folder: Path | None) -> list[ProgramRow]:
-    """One strategy's plans of one step."""
+def rows_of(name: str, batch: int, strategy: Strategy, folder: Path | None) -> list[ProgramRow]:
+    """One strategy's plans of one step, those that differ."""
     graph = without_updates(graph_of(name, batch, folder))
-    chosen = resolve(strategy)
-    view = linearize(graph) if chosen.needs == "chain" else None
-    floor = _plan(graph, strategy, "min", view)
-    if floor is None or floor.budget is None:
+    view = linearize(graph) if strategy.needs == "chain" else None
+    baseline_bytes = replay(graph, store_all(graph)).peak_bytes
+
+    def attempt(budget_bytes: int) -> Solution:
+        target = graph if view is None else view.chain
+        return strategy.solve(target, budget_bytes, device=find_device(DEVICE))
+
+    floor_bytes = attempt(1).smallest_budget_bytes
+    if floor_bytes is None or strategy.why_not(graph if view is None else view.chain):
         return []
-    rows, seen = [], set()
+    found: dict[Program, float] = {}
     for share in SHARES:
-        moving = floor.baseline.peak_bytes - floor.budget
-        plan = _plan(graph, strategy, int(floor.budget + share * moving), view)
-        if plan is not None and plan.program is not None and plan.program not in seen:
-            seen.add(plan.program)
-            rows.append(_row(name, batch, strategy, share, graph, plan))
-    return rows
-
-
-def _plan(
-    graph: Graph, strategy: str, budget: int | str, view: Linearization | None
-) -> Plan | None:
-    """None where the strategy cannot plan the graph, or not within the budget."""
-    try:
-        # `place` keeps tensors in storages of their own.
-        return solve(
-            graph,
-            budget,
-            resolve(strategy),
-            device=find_device(DEVICE),
-            linearization=view,
-            time_limit_s=TIME_LIMIT_S,
-            place=True,
-        )
-    except (ValueError, memopt.MemoptError) as error:
-        _note(f"  {strategy}, {budget}: {error}")
-        return None
+        budget_bytes = int(floor_bytes + share * max(0, baseline_bytes - floor_bytes))
+        solution = attempt(budget_bytes)
+        program = solution.program
+        if view is not None and solution.steps is not None:
+            program = lower_steps(view, solution.steps)
+        if program is not None:
+            found.setdefault(program, share)
+    return [
+        _row(name, batch, strategy.name, share, graph, program) for program, share in found.items()
+    ]
 
 
 def _row(
-    name: str, batch: int, strategy: str, share: float, graph: Graph, plan: Plan
+    name: str, batch: int, strategy: str, share: float, graph: Graph, program: Program
 ) -> ProgramRow:
-    assert plan.program is not None
     device = find_device(DEVICE)
-    bare = Program(plan.program.instructions)
-    computed = sum(isinstance(x, Compute) for x in bare)
+    before_bytes = replay(graph, program).peak_bytes
+    computed = sum(isinstance(x, Compute) for x in program)
     began = time.process_time()
-    _, own = arrange(graph, bare, plan.budget, device, order=False, place=True)
+    _, own = arrange(graph, program, before_bytes, device, order=False, place=True)
     middle = time.process_time()
-    made, both = arrange(graph, bare, plan.budget, device, order=True, place=True)
+    made, both = arrange(graph, program, before_bytes, device, order=True, place=True)
     ended = time.process_time()
-    before = both["peak_before_order_bytes"]
     return ProgramRow(
         name=name,
         batch=batch,
         strategy=strategy,
         share=share,
         again=computed - len(graph.operators),
-        moved=sum(isinstance(x, SwapIn) for x in bare),
+        moved=sum(isinstance(x, SwapIn) for x in program),
         gap=_number(own["arena_gap"]),
         cpu_s=middle - began,
         order_gap=_number(both["order_gap"]),
-        order_saved=1 - replay(graph, made).peak_bytes / _number(before),
+        order_saved=1 - replay(graph, made).peak_bytes / before_bytes,
         ordered_gap=_number(both["arena_gap"]),
         both_cpu_s=ended - middle,
         fits=[bool(own["placed"]), bool(both["placed"])],
@@ -180,7 +176,7 @@ def _table(rows: Iterable[ProgramRow]) -> list[str]:
     rows = list(rows)
     lines = [
         "| strategy | plans | computed again | moved | no fragmentation | reordered | "
-        "largest gap | peak saved by order: mean | most | placed within the budget | reordered | "
+        "largest gap | peak saved by order: mean | most | placed within its peak | reordered | "
         "CPU s a plan: median | most |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
@@ -205,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=NAMES)
     parser.add_argument("--batches", nargs="*", type=int, default=(1, 32))
-    parser.add_argument("--strategies", nargs="*", default=STRATEGIES)
+    parser.add_argument("--strategies", nargs="*", default=tuple(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--folder", type=Path, default=Path("out/olla-graphs"))
     parser.add_argument("--resume", type=Path, default=Path("out/olla-programs.json"))
     parser.add_argument("--fresh", action="store_true", help="drop the rows kept in FILE")
@@ -221,7 +217,8 @@ def main() -> None:
     cases = {f"{triple[2]}, {triple[0]} b{triple[1]}": triple for triple in triples}
     warm_up()
     for case in kept.missing(cases, _note):
-        kept.add(case, rows_of(*cases[case], options.folder))
+        name, batch, strategy = cases[case]
+        kept.add(case, rows_of(name, batch, STRATEGIES[strategy], options.folder))
         _note(f"{case}: {len(kept.rows[case])} plans")
     text = page(kept.ordered(cases))
     sys.stdout.write(text)
