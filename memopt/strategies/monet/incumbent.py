@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memopt.models.graph import Graph
-from memopt.models.linearize import linearize
+from memopt.models.linearize import Linearization, linearize
 from memopt.models.liveness import store_all
 from memopt.models.program import Compute, Instruction, Program
 from memopt.models.replay import replay
@@ -13,15 +13,18 @@ from memopt.strategies.rotor.persistent import Rotor
 from memopt.strategies.slack import best_that_fits, smallest_budget
 
 
-def rotor_program(graph: Graph, budget_bytes: int | None) -> tuple[Program | None, int | None]:
-    """(Rotor's program within the budget or None, its smallest budget if known)."""
+def rotor_program(
+    graph: Graph, budget_bytes: int | None, view: Linearization | None = None
+) -> tuple[Program | None, int | None]:
+    """(Rotor's program within the budget or None, its smallest budget if known); `view` is the
+    graph's linearization, if the caller has it."""
     everything = store_all(graph)
     peak_bytes = replay(graph, everything).peak_bytes
     if budget_bytes is None or peak_bytes <= budget_bytes:
         return everything, peak_bytes
     if has_updates(graph):
         return None, peak_bytes
-    view = linearize(graph)
+    view = view or linearize(graph)
 
     def attempt(limit_bytes: int | None):  # type: ignore[no-untyped-def]  # Solution
         return Rotor().solve(view.chain, limit_bytes)

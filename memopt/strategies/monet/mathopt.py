@@ -4,7 +4,7 @@ relaxation is strong."""
 from __future__ import annotations
 
 import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memopt.strategies.base import Progress, Status
 
@@ -36,6 +36,34 @@ def solve_linear(
 
     if progress is not None:
         progress(0.5, f"ilp: {solver}")
+    model, variables, scale = _built(program, limit_bytes, least_peak)
+    kinds = {"highs": mathopt.SolverType.HIGHS, "scip": mathopt.SolverType.GSCIP}
+    seconds = None if time_limit_s is None else max(0.01, time_limit_s)
+    limit = None if seconds is None else datetime.timedelta(seconds=seconds)
+    parameters = mathopt.SolveParameters(
+        time_limit=limit, relative_gap_tolerance=gap, random_seed=seed
+    )
+    hints = {variables[v]: float(value) for v, value in program.hints.items()}
+    started = mathopt.ModelSolveParameters(
+        solution_hints=[mathopt.SolutionHint(variable_values=hints)] if hints else []
+    )
+    result = mathopt.solve(model, kinds[solver.value], params=parameters, model_params=started)
+    bound = max(0.0, result.termination.objective_bounds.dual_bound) * scale
+    reason = result.termination.reason
+    if reason in (mathopt.TerminationReason.INFEASIBLE,):
+        return Answer(Status.INFEASIBLE, (), 0.0, 0.0)
+    if not result.has_primal_feasible_solution():
+        return Answer(Status.UNKNOWN, (), 0.0, bound)
+    found = result.variable_values()
+    values = tuple(found[v] > 0.5 for v in variables)
+    status = Status.OPTIMAL if reason is mathopt.TerminationReason.OPTIMAL else Status.FEASIBLE
+    return Answer(status, values, result.objective_value() * scale, bound)
+
+
+def _built(program: Model, limit_bytes: int, least_peak: bool) -> tuple[Any, list[Any], float]:
+    """(the program in MathOpt, its variables, what an objective is multiplied by)."""
+    from ortools.math_opt.python import mathopt
+
     model = mathopt.Model()
     variables = [model.add_binary_variable() for _ in range(program.count)]
     for index, value in program.fixed.items():
@@ -63,24 +91,4 @@ def solve_linear(
         model.minimize(peak)
     else:
         model.minimize(sum(cost / scale * variables[v] for v, cost in program.costs.items()))
-    kinds = {"highs": mathopt.SolverType.HIGHS, "scip": mathopt.SolverType.GSCIP}
-    seconds = None if time_limit_s is None else max(0.01, time_limit_s)
-    limit = None if seconds is None else datetime.timedelta(seconds=seconds)
-    parameters = mathopt.SolveParameters(
-        time_limit=limit, relative_gap_tolerance=gap, random_seed=seed
-    )
-    hints = {variables[v]: float(value) for v, value in program.hints.items()}
-    started = mathopt.ModelSolveParameters(
-        solution_hints=[mathopt.SolutionHint(variable_values=hints)] if hints else []
-    )
-    result = mathopt.solve(model, kinds[solver.value], params=parameters, model_params=started)
-    bound = max(0.0, result.termination.objective_bounds.dual_bound) * scale
-    reason = result.termination.reason
-    if reason in (mathopt.TerminationReason.INFEASIBLE,):
-        return Answer(Status.INFEASIBLE, (), 0.0, 0.0)
-    if not result.has_primal_feasible_solution():
-        return Answer(Status.UNKNOWN, (), 0.0, bound)
-    found = result.variable_values()
-    values = tuple(found[v] > 0.5 for v in variables)
-    status = Status.OPTIMAL if reason is mathopt.TerminationReason.OPTIMAL else Status.FEASIBLE
-    return Answer(status, values, result.objective_value() * scale, bound)
+    return model, variables, scale

@@ -1,4 +1,5 @@
-"""Rotor with stage menus: the chain's program, with cheap recomputation inside each backward."""
+"""Rotor with stage menus: the chain's program, with cheap recomputation inside each backward,
+and beside it the whole step as one stage, with a choice of implementations."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from memopt.models.bounds import time_lower_bound
 from memopt.models.chain import Chain
 from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
-from memopt.models.graph import Graph
+from memopt.models.graph import Graph, Operator
 from memopt.models.linearize import Linearization, linearize
 from memopt.models.liveness import with_frees
 from memopt.models.lower import without_unread_reruns
@@ -19,6 +21,7 @@ from memopt.models.replay import replay
 from memopt.models.stage_map import has_updates
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 from memopt.strategies.monet.incumbent import rotor_program
+from memopt.strategies.monet.moment_search import MomentSearch
 from memopt.strategies.monet.stage_options import Option, menus
 from memopt.strategies.store_all import chain_steps
 
@@ -31,13 +34,18 @@ class RotorMenus(Strategy):
 
     Attributes:
         slots: memory is counted in so many slots of twice the budget, sizes rounded up.
+        exact_only: leave out implementations that change rounding.
+        merged_s: seconds for the whole step as one stage (`MomentSearch`), which knows of
+            implementations and gives the bound.
     """
 
     slots: int = 400
+    exact_only: bool = True
+    merged_s: float = 20.0
 
     name: ClassVar[str] = "rotor-menus"
     needs: ClassVar[str] = "graph"
-    features: ClassVar[frozenset[str]] = frozenset({"recompute"})
+    features: ClassVar[frozenset[str]] = frozenset({"recompute", "implementations"})
 
     def why_not(self, cost_model: CostModel) -> str | None:
         if isinstance(cost_model, Graph) and has_updates(cost_model):
@@ -53,49 +61,74 @@ class RotorMenus(Strategy):
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> Solution:
-        reason = self.why_not(cost_model)
-        if reason is not None or not isinstance(cost_model, Graph):
-            raise ValueError(reason)
-        graph, begin = cost_model, time.monotonic()
-        best, smallest = rotor_program(graph, budget_bytes)
-        stats: dict[str, object] = {"rotor_found": best is not None}
-        best_s = replay(graph, best).time_s if best is not None else float("inf")
-        stats["rotor_s"] = best_s
+        graph, begin = self.taken(cost_model, Graph), time.monotonic()
         deadline = begin + (math.inf if time_limit_s is None else time_limit_s)
-        searched = False
-        if budget_bytes is not None and best_s > graph.compute_time_s * (1 + SAME):
-            watch = _Watch(deadline, progress)
-            table, found, least = None, None, None
-            if not watch.stops(0.0):
-                view = linearize(graph)
-                stats["stages"] = len(view.chain)
-                table = MenuTable(view, budget_bytes, self.slots, watch)
-                stats["options"] = sum(map(len, table.options))
-            if table is not None and table.complete:
-                found, least = table.best(budget_bytes)
-            searched = table is not None and table.complete
-            stats["searched"] = searched
+        watch = _Watch(deadline, progress)
+        view = None if budget_bytes is None else linearize(graph)
+        best, smallest = rotor_program(graph, budget_bytes, view)
+        timeline = None if best is None else replay(graph, best)
+        plain_s = math.inf if timeline is None else timeline.time_s
+        stats: dict[str, object] = {"rotor_found": best is not None, "rotor_s": plain_s}
+        least_s, searched = time_lower_bound(graph), False
+        if view is not None and budget_bytes is not None and plain_s > least_s * (1 + SAME):
+            programs, least, searched = self._menus(view, budget_bytes, watch, stats)
             smallest = min(x for x in (smallest, least) if x) if smallest or least else None
-            if found is not None:
-                took_s = replay(graph, found).time_s
-                stats["menus_s"] = took_s
-                if took_s < best_s * (1 - SAME):
-                    best, best_s = found, took_s
+            merged, bound_s = self._merged(graph, budget_bytes, watch, stats)
+            least_s = max(least_s, bound_s)
+            for name, program in (("menus_s", programs), ("merged_s", merged)):
+                if program is None:
+                    continue
+                found = replay(graph, program)
+                stats[name] = found.time_s
+                if timeline is None or found.time_s < timeline.time_s * (1 - SAME):
+                    best, timeline = program, found
+        stats["searched"] = searched
         stats["solve_s"] = time.monotonic() - begin
-        if best is None:
+        if best is None or timeline is None:
             status = Status.INFEASIBLE if searched else Status.UNKNOWN
             return Solution(status, smallest_budget_bytes=smallest, stats=stats)
-        least_s = min(best_s, graph.compute_time_s)
-        gap = (best_s - least_s) / least_s if least_s > 0 else 0.0
+        least_s = min(timeline.time_s, least_s)
+        gap = (timeline.time_s - least_s) / least_s if least_s > 0 else 0.0
         return Solution(
             Status.OPTIMAL if gap <= SAME else Status.FEASIBLE,
             program=best,
-            peak_bytes=replay(graph, best).peak_bytes,
-            time_s=best_s,
+            peak_bytes=timeline.peak_bytes,
+            time_s=timeline.time_s,
             lower_bound_s=least_s,
             gap=gap,
             stats=stats,
         )
+
+    def _menus(
+        self, view: Linearization, budget_bytes: int, watch: _Watch, stats: dict[str, object]
+    ) -> tuple[Program | None, int | None, bool]:
+        """(the best program of the stages' menus, the smallest peak seen, whether it ended)."""
+        if watch.stops(0.0):
+            return None, None, False
+        stats["stages"] = len(view.chain)
+        table = MenuTable(view, budget_bytes, self.slots, watch)
+        stats["options"] = sum(map(len, table.options))
+        if not table.complete:
+            return None, None, False
+        return *table.best(budget_bytes), True
+
+    def _merged(
+        self, graph: Graph, budget_bytes: int, watch: _Watch, stats: dict[str, object]
+    ) -> tuple[Program | None, float]:
+        """(the best program of the whole step as one stage, implementations included; a bound)."""
+        if watch.stops(0.9):
+            return None, 0.0
+
+        def allowed(operator: Operator, name: str) -> bool:
+            return not self.exact_only or next(
+                choice.exact for choice in operator.implementations if choice.name == name
+            )
+
+        until = min(watch.deadline, time.monotonic() + self.merged_s)
+        search = MomentSearch(graph, allowed, budget_bytes, until, watch.progress)
+        search.run()
+        stats["merged_rounds"] = search.rounds
+        return search.best, search.bound_s
 
 
 class _Watch:
