@@ -234,29 +234,34 @@ def allocation_trace(graph: Graph, program: Program) -> Iterator[Event]:
     block: dict[int, tuple[int, int]] = {}
     """Live tensor → its block: the instruction and the tensor that it was asked for."""
     for position, instruction in enumerate(program):
-        new: tuple[int, ...] = ()
+        begun: tuple[int, ...] = ()
         if isinstance(instruction, Compute):
-            chosen = variant(graph.operators[instruction.op], instruction.implementation)
-            new = chosen.writes
-            if instruction.in_place in block:
-                block[new[0]] = block.pop(instruction.in_place)
-                new = ()
+            begun = instruction.outputs
         elif isinstance(instruction, LossBoundary):
-            new = tuple(sorted(graph.tangents))
+            begun = tuple(sorted(graph.tangents))
         elif isinstance(instruction, SwapIn):
-            new = (instruction.tensor,)
+            begun = (instruction.tensor,)
         elif isinstance(instruction, Free) and instruction.tensor in block:
             yield Release(block.pop(instruction.tensor))
-        for tensor in new:
-            if (position, tensor) not in placed:
+        taken = instruction.in_place if isinstance(instruction, Compute) else None
+        for tensor in begun:
+            if taken in block:
+                block[tensor] = block.pop(taken)
+            elif (position, tensor) not in placed:
                 block[tensor] = (position, tensor)
                 yield Allocate((position, tensor), graph.tensors[tensor].size_bytes)
         if isinstance(instruction, Compute):
+            chosen = variant(graph.operators[instruction.op], instruction.implementation)
+            passing = [] if taken is not None else list(set(chosen.writes).difference(begun))
+            passing = [tensor for tensor in passing if (position, tensor) not in placed]
+            for tensor in passing:
+                yield Allocate((position, tensor), graph.tensors[tensor].size_bytes)
             yield Allocate("workspace", chosen.workspace_bytes)
             yield Release("workspace")
-            for tensor in new:
-                if tensor not in instruction.outputs and tensor in block:
-                    yield Release(block.pop(tensor))
+            for tensor in passing:
+                yield Release((position, tensor))
+            if taken in block:
+                yield Release(block.pop(taken))
 
 
 def _rounded(size_bytes: int, unit: int) -> int:

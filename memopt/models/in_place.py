@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memopt.models.graph import Graph
-from memopt.models.program import Compute, DropHost, Free, Instruction, Program, SwapOut
+from memopt.models.program import Compute, DropHost, Free, Instruction, Program, SwapIn, SwapOut
 
 
 def with_in_place(graph: Graph, program: Program) -> Program:
     """Compute in place wherever the program allows it.
 
-    A Compute under its default implementation whose one output is kept, followed by the Free of a
-    tensor that it may overwrite and that has no copy on the host, takes over that storage instead.
+    A Compute under its default implementation, followed by the Free of a tensor that it may
+    overwrite and that is not being copied to the host, takes over that storage instead.
     Programs with a placement stay as they are: their tensors have addresses already.
 
     Laws: the replayed peak is at most the program's, the time is the same.
@@ -25,19 +25,19 @@ def with_in_place(graph: Graph, program: Program) -> Program:
     if program.offsets is not None:
         return program
     made: list[Instruction] = []
-    hosted: set[int] = set()
+    leaving: set[int] = set()
     waiting = list(reversed(program.instructions))
     while waiting:
         instruction = waiting.pop()
         if isinstance(instruction, SwapOut):
-            hosted.add(instruction.tensor)
-        elif isinstance(instruction, DropHost):
-            hosted.discard(instruction.tensor)
+            leaving.add(instruction.tensor)
+        elif isinstance(instruction, DropHost | SwapIn):
+            leaving.discard(instruction.tensor)
         elif isinstance(instruction, Compute):
             frees: list[Free] = []
             while waiting and isinstance(waiting[-1], Free):
                 frees.append(waiting.pop())  # type: ignore[arg-type]  # checked in the condition
-            taken = _overwritten(graph, instruction, frees, hosted)
+            taken = _overwritten(graph, instruction, frees, leaving)
             if taken is not None:
                 instruction = replace(instruction, in_place=taken.tensor)
                 frees.remove(taken)
@@ -65,12 +65,12 @@ def without_in_place(
 
 
 def _overwritten(
-    graph: Graph, instruction: Compute, frees: list[Free], hosted: set[int]
+    graph: Graph, instruction: Compute, frees: list[Free], leaving: set[int]
 ) -> Free | None:
     """The Free that computing in place does without."""
     operator = graph.operators[instruction.op]
     own = instruction.implementation is None and instruction.in_place is None
-    if not own or instruction.outputs != operator.writes:
+    if not own:
         return None
-    possible = set(operator.in_place) - hosted
+    possible = set(operator.in_place) - leaving
     return next((free for free in frees if free.tensor in possible), None)

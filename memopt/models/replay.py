@@ -166,6 +166,8 @@ class _State:
         self.resident = graph.resident
         self.live: set[int] = set()
         self.host: set[int] = set()
+        self.leaving: set[int] = set()
+        """Tensors whose device copy a SwapOut reads."""
         self.device_bytes = graph.resident_bytes
         self.during_bytes = self.device_bytes
         self.copied_bytes = 0
@@ -253,7 +255,7 @@ class _State:
 
     def _take_over(self, tensor: int) -> None:
         """The storage of a tensor becomes the output's."""
-        if tensor not in self.live or tensor in self.host:
+        if tensor not in self.live or tensor in self.leaving:
             raise _Invalid(f"{self._name(tensor)} cannot be overwritten")
         self.live.remove(tensor)
         self.device_bytes -= self.sizes[tensor]
@@ -286,6 +288,7 @@ class _State:
             self.from_host_free_s = end_s
         self.stored_s[tensor] = end_s
         self.host.add(tensor)
+        self.leaving.add(tensor)
         self.copied_bytes += self.sizes[tensor]
         self.during_bytes = self.device_bytes
         self.transfers.append(Transfer(position, tensor, Direction.TO_HOST, start_s, end_s))
@@ -294,6 +297,7 @@ class _State:
         if tensor not in self.host:
             raise _Invalid(f"{self._name(tensor)} is not on the host")
         self._appear(tensor)
+        self.leaving.discard(tensor)
         # The host copy is complete: the device copy was freed, which waits.
         start_s = max(self.now_s, self.from_host_free_s)
         end_s = start_s + self.device.swap_in_time_s(self.sizes[tensor])
@@ -309,6 +313,7 @@ class _State:
             raise _Invalid(f"{self._name(tensor)} is not on the host")
         self._wait(self.arrival_s.pop(tensor, 0.0), self.stored_s.pop(tensor))
         self.host.remove(tensor)
+        self.leaving.discard(tensor)
         self.copied_bytes -= self.sizes[tensor]
         self.during_bytes = self.device_bytes
 

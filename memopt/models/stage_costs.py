@@ -88,7 +88,12 @@ class _Costs:
         for i in operators:
             operator = self.graph.operators[i]
             written = [t for t in operator.writes if t not in uncounted]
-            peak = max(peak, live + self.bytes(written) + operator.workspace_bytes)
+            own = self.bytes(written) + operator.workspace_bytes
+            if written:
+                # The program computes in place where what the operator may overwrite ends here.
+                ending = (t for t in operator.in_place if last[t] == i and t not in after)
+                own -= max((sizes.get(t, 0) for t in ending), default=0)
+            peak = max(peak, live + own)
             for t in written:
                 if t in last or t in after:
                     sizes[t] = self.sizes[t]

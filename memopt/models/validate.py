@@ -205,7 +205,7 @@ def _malformed_compute(graph: Graph, i: int, instruction: Compute) -> Iterator[V
             yield Violation(Code.OUTPUT_REPEATED, i, f"{operator.name!r}, tensor {tensor}")
     if instruction.in_place is not None:
         allowed = instruction.implementation is None and instruction.in_place in operator.in_place
-        if not allowed or instruction.outputs != operator.writes:
+        if not allowed:
             message = f"{operator.name!r} cannot overwrite tensor {instruction.in_place}"
             yield Violation(Code.IN_PLACE, i, message)
 
@@ -316,8 +316,10 @@ class _History:
             self._need(not self.result, Code.RESULT_FREED, i)
             self._end_device(i)
         elif event == "overwrite":
-            # Where the tensor is absent, its reading has been found wrong already.
-            self._need(not self.result and not copied, Code.IN_PLACE, i)
+            # Where the tensor is absent, its reading has been found wrong already. A copy made
+            # of this very stay may still be under way.
+            leaving = (self.copied_since or -1) > (self.live_since or -1)
+            self._need(not self.result and not leaving, Code.IN_PLACE, i)
             self._end_device(i)
         elif event == "SwapOut":
             self._need(live, Code.SWAP_OUT_ABSENT, i)

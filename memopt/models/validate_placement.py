@@ -64,7 +64,7 @@ def misplaced(
             found.append(Violation(Code.OFFSET_MISSING, stay.begin, f"{name!r}"))
     if found:
         return first(found)
-    moved = _moved(program, lifetimes, placed)
+    moved = _moved(graph, program, lifetimes, placed)
     if moved is not None:
         return moved
     overlap = _overlap(graph, list(placed.values()))
@@ -79,6 +79,7 @@ def misplaced(
 
 
 def _moved(
+    graph: Graph,
     program: Program,
     lifetimes: Sequence[Lifetime],
     placed: Mapping[tuple[int, int], tuple[Lifetime, int]],
@@ -87,7 +88,7 @@ def _moved(
     for position, instruction in enumerate(program):
         if not isinstance(instruction, Compute) or instruction.in_place is None:
             continue
-        taken, made = instruction.in_place, instruction.outputs[0]
+        taken, made = instruction.in_place, *graph.operators[instruction.op].writes
         (before,) = [x for x in lifetimes if x.tensor == taken and x.end == position]
         here = [
             placed[key][1] for key in ((before.begin, taken), (position, made)) if key in placed

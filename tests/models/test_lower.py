@@ -11,6 +11,7 @@ from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, TensorKind
+from memopt.models.in_place import with_in_place
 from memopt.models.linearize import Linearization, linearize
 from memopt.models.liveness import store_all
 from memopt.models.lower import lower_steps
@@ -21,6 +22,7 @@ from memopt.models.steps import ChainStep, Move
 from memopt.models.validate import validate
 from tests.models.training_graphs import (
     Builder,
+    overwriting,
     random_schedule,
     random_training_graph,
     store_all_steps,
@@ -31,7 +33,8 @@ from tests.models.training_graphs import (
 def check(lin: Linearization, steps: tuple[ChainStep, ...]) -> None:
     """The laws of lowering."""
     chain = replay_chain(lin.chain, steps)
-    exact = replay(lin.graph, program := lower_steps(lin, steps, keep_unread=True))
+    program = with_in_place(lin.graph, lower_steps(lin, steps, keep_unread=True))
+    exact = replay(lin.graph, program)
     assert validate(lin.graph, program) is None
     assert exact.peak_bytes <= chain.peak_bytes
     assert exact.time_s == pytest.approx(chain.time_s)
@@ -44,8 +47,10 @@ def check(lin: Linearization, steps: tuple[ChainStep, ...]) -> None:
 def graph_of(seed: int) -> Graph:
     rng = random.Random(seed)
     if seed % 3 == 0:
-        return random_graph(rng, 1 + seed % 14)
-    return random_training_graph(seed, layers=1 + seed % 13)
+        graph = random_graph(rng, 1 + seed % 14)
+    else:
+        graph = random_training_graph(seed, layers=1 + seed % 13)
+    return overwriting(rng, graph) if seed % 2 else graph
 
 
 @pytest.mark.parametrize("seed", range(240))
@@ -87,7 +92,10 @@ def test_schedules_with_transfers(seed: int) -> None:
         steps = random_schedule(lin.chain, seed * 10 + k, detours=0.1 * k)
         steps = with_random_transfers(lin.chain, steps, seed * 10 + k)
         chain = replay_offload(lin.chain, steps, device)
-        for program in (lin.lower(steps), lower_steps(lin, steps, keep_unread=True)):
+        for program in (
+            lin.lower(steps),
+            with_in_place(lin.graph, lower_steps(lin, steps, keep_unread=True)),
+        ):
             assert validate(lin.graph, program) is None
             figures = replay(lin.graph, program, device)
             assert figures.peak_bytes <= chain.peak_bytes

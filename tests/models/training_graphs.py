@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memopt.errors import InvalidProgramError
 from memopt.models.chain import Chain
@@ -120,6 +120,50 @@ class Builder:
             self.tangents,
             **extra,  # type: ignore[arg-type]  # keywords of Graph
         )
+
+
+def overwriting(rng: random.Random, graph: Graph) -> Graph:
+    """The graph with operators that may overwrite what only they read, sizes made equal."""
+    sizes = {t: tensor.size_bytes for t, tensor in enumerate(graph.tensors)}
+    operators = []
+    for index, operator in enumerate(graph.operators):
+        taken = ()
+        if len(operator.writes) == 1 and rng.random() < 0.7:
+            taken = tuple(
+                t
+                for t in dict.fromkeys(operator.reads)
+                if graph.readers[t] == (index,)
+                and t not in graph.resident | graph.kept
+                and t not in graph.tangents
+                and sizes[t] == sizes[operator.writes[0]]
+            )
+            if not taken:
+                for t in operator.reads:
+                    free = graph.readers[t] == (index,) and t not in graph.tangents
+                    if free and t not in graph.resident | graph.kept:
+                        sizes[operator.writes[0]] = sizes[t]
+                        taken = (t,)
+                        break
+        operators.append(replace(operator, in_place=taken))
+    tensors = [replace(x, size_bytes=sizes[t]) for t, x in enumerate(graph.tensors)]
+    # A size changed later may undo an earlier equality.
+    operators = [
+        replace(
+            operator,
+            in_place=tuple(t for t in operator.in_place if sizes[t] == sizes[operator.writes[0]]),
+        )
+        for operator in operators
+    ]
+    return Graph(
+        tensors,
+        operators,
+        graph.outputs,
+        graph.gradients,
+        graph.tangents,
+        graph.tangents_held,
+        graph.boundary_bytes,
+        graph.extra_resident_bytes,
+    )
 
 
 def random_training_graph(seed: int, layers: int = 8) -> Graph:

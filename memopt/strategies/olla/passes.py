@@ -154,11 +154,13 @@ def place_program(
 
 
 def _placeable(graph: Graph, program: Program, place_results: bool) -> Program:
-    """The program with in-place outputs only where both tensors are placed, or neither."""
+    """The program with in-place outputs only where both tensors are placed, or neither, and the
+    output is kept."""
     unplaced = {*graph.tangents, *graph.outside, *(() if place_results else graph.kept)}
 
     def apart(instruction: Compute) -> bool:
-        return (instruction.in_place in unplaced) != (instruction.outputs[0] in unplaced)
+        kept = instruction.outputs
+        return not kept or (instruction.in_place in unplaced) != (kept[0] in unplaced)
 
     return without_in_place(program, apart)
 
