@@ -17,6 +17,7 @@ CPU = (
     "rotor_families",
     "rotor_paper",
     "offload_paper",
+    "offload_solve",
     "olla_tables",
     "olla_programs",
     "minimalloc",

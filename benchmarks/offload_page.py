@@ -221,8 +221,9 @@ def pictures(rows: Sequence[Row], out: Path) -> list[Path]:
     """Write the figures beside `out`; their paths, in the paper's order."""
     main = [row for row in rows if not row.own and row.link == 1]
     groups: list[tuple[str, list[Row]]] = []
-    chosen = [r for r in main if r.image == 224 and r.batch == max(x.batch for x in main)]
-    groups.append(("fig5", chosen))
+    small = [r for r in main if r.image == 224]
+    largest = {r.network: max(x.batch for x in small if x.network == r.network) for r in small}
+    groups.append(("fig5", [r for r in small if r.batch == largest[r.network]]))
     number = 6
     for family in ("resnet", "densenet"):
         for image in (224, 500, 1000):
@@ -242,7 +243,8 @@ def pictures(rows: Sequence[Row], out: Path) -> list[Path]:
 def _figure(rows: Sequence[Row], path: Path, *, scaled: bool) -> None:
     """Ratio over budget, a panel for each chain."""
     keys = list(dict.fromkeys((r.network, r.image, r.batch) for r in rows))
-    keys.sort(key=lambda key: (key[1], key[2]))
+    if scaled:
+        keys.sort(key=lambda key: (key[1], key[2]))
     across = min(5, len(keys))
     down = -(-len(keys) // across)
     figure = Figure(figsize=(2.7 * across, 2.2 * down + 0.6), layout="constrained")
