@@ -23,7 +23,7 @@ import torch
 
 import memopt
 from benchmarks.kept import Kept
-from benchmarks.peers.check import outcome, verdict
+from benchmarks.peers.check import outcome, rounding, verdict
 from benchmarks.peers.contests import CONTESTS, Contest, build
 from benchmarks.peers.peers import compiled, eager_peers
 from benchmarks.steps import Step, interleaved, peak_of, ratio
@@ -41,7 +41,7 @@ class Row:
     model: str
     peer: str
     peak_bytes: int
-    over_eager: float
+    over_own: float
     answers: str
     strategy: str
     our_peak_bytes: int
@@ -49,6 +49,7 @@ class Row:
     our_answers: str
     ours_over_peer: float
     reason: str = ""
+    over_eager: float | None = None
 
 
 def best_plan(first: Plan, peak_bytes: int) -> Plan | str:
@@ -69,15 +70,48 @@ def best_plan(first: Plan, peak_bytes: int) -> Plan | str:
     return "; ".join(reasons)
 
 
+@dataclass(frozen=True)
+class Group:
+    """Ways to train one model that were measured together, by name; memopt's at a peer's peak
+    under `_ours(peer)`."""
+
+    chosen: dict[str, Plan | str]
+    peaks: dict[str, int]
+    times: dict[str, list[float]]
+    answers: dict[str, str]
+
+
 def contest_rows(contest: Contest, rounds: int, budgets: tuple[float, ...]) -> list[Row]:
     """Measure one model's peers, then memopt at each of their peaks."""
-    device = next(contest.model.parameters()).device
     first = memopt.plan(contest.module, contest.inputs, strategy="store-all", progress=False)
     store_all = first.apply(contest.module)
-    steps: dict[str, Step] = {"eager": contest.step, STORE_ALL: lambda: contest.step(store_all)}
+    base: dict[str, Step] = {"eager": contest.step, STORE_ALL: lambda: contest.step(store_all)}
+    noise = rounding(contest)
     peers = eager_peers(contest)
-    peers |= {COMPILED.format(budget=b): compiled(contest, b) for b in budgets}
-    steps |= peers
+    group = measured(contest, first, base, peers, rounds, noise)
+    rows = [_row(contest.name, peer, group, ratio(group.times, peer, "eager")) for peer in peers]
+    own = 1.0
+    # One after the other: compiled code is kept by function, so that two budgets would share it.
+    for budget in sorted(budgets, reverse=True):
+        peer = COMPILED.format(budget=budget)
+        group = measured(contest, first, base, {peer: compiled(contest, budget)}, rounds, noise)
+        over_eager = ratio(group.times, peer, "eager")
+        own = over_eager if budget >= 1 else own
+        rows.append(_row(contest.name, peer, group, over_eager / own, over_eager))
+    return rows
+
+
+def measured(
+    contest: Contest,
+    first: Plan,
+    base: dict[str, Step],
+    peers: dict[str, Step],
+    rounds: int,
+    noise: float,
+) -> Group:
+    """Peaks and answers of peers and of memopt at their peaks, and interleaved times of all."""
+    device = next(contest.model.parameters()).device
+    steps = base | peers
     chosen: dict[str, Plan | str] = {}
     peaks = {name: peak_of(contest.model, step, device) for name, step in steps.items()}
     for peer in peers:
@@ -87,9 +121,8 @@ def contest_rows(contest: Contest, rounds: int, budgets: tuple[float, ...]) -> l
             steps[_ours(peer)] = lambda planned=planned: contest.step(planned)
             peaks[_ours(peer)] = peak_of(contest.model, steps[_ours(peer)], device)
     expected = outcome(contest, contest.step)
-    answers = {name: verdict(expected, outcome(contest, step)) for name, step in steps.items()}
-    times = interleaved(contest.model, steps, rounds, device)
-    return [_row(contest.name, peer, chosen[peer], peaks, times, answers) for peer in peers]
+    answers = {n: verdict(expected, outcome(contest, step), noise) for n, step in steps.items()}
+    return Group(chosen, peaks, interleaved(contest.model, steps, rounds, device), answers)
 
 
 def _ours(peer: str) -> str:
@@ -97,35 +130,26 @@ def _ours(peer: str) -> str:
 
 
 def _row(
-    model: str,
-    peer: str,
-    made: Plan | str,
-    peaks: dict[str, int],
-    times: dict[str, list[float]],
-    answers: dict[str, str],
+    model: str, peer: str, group: Group, over_own: float, over_eager: float | None = None
 ) -> Row:
-    own = COMPILED.format(budget=1.0)
-    # A fused program is compared by its overhead over its own store-all.
-    base = own if peer.startswith("torch.compile") and own in times else "eager"
-    over_eager = ratio(times, peer, base)
+    """A row; `over_own`: over the peer's own store-all, of a compiled one `over_eager` too: fused
+    kernels are compared by their overhead."""
+    made = group.chosen[peer]
+    given = (model, peer, group.peaks[peer], over_own, group.answers[peer])
     if isinstance(made, str):
         nan = float("nan")
-        return Row(model, peer, peaks[peer], over_eager, answers[peer], "-", 0, nan, "", nan, made)
+        return Row(*given, "-", 0, nan, "", nan, made, over_eager)
     ours = _ours(peer)
-    our_base = "eager" if base == "eager" else STORE_ALL
-    our_over = ratio(times, ours, our_base)
-    against = ratio(times, ours, peer) if base == "eager" else our_over / over_eager
+    our_over = ratio(group.times, ours, "eager" if over_eager is None else STORE_ALL)
+    against = ratio(group.times, ours, peer) if over_eager is None else our_over / over_own
     return Row(
-        model,
-        peer,
-        peaks[peer],
-        over_eager,
-        answers[peer],
+        *given,
         made.strategy.name,
-        peaks[ours],
+        group.peaks[ours],
         our_over,
-        answers[ours],
+        group.answers[ours],
         against,
+        over_eager=over_eager,
     )
 
 
@@ -144,10 +168,15 @@ def table(rows: list[Row]) -> str:
             else f"{row.reason} | | | | "
         )
         lines.append(
-            f"| {row.model} | {row.peer} | {row.peak_bytes / 2**20:.1f} | {row.over_eager:.3f} "
-            f"| {row.answers} | {ours} |"
+            f"| {row.model} | {row.peer} | {row.peak_bytes / 2**20:.1f} "
+            f"| {row.over_own:.3f}{fused(row)} | {row.answers} | {ours} |"
         )
     return "\n".join(lines)
+
+
+def fused(row: Row) -> str:
+    """A compiled step's time, of eager's."""
+    return "" if row.over_eager is None else f" ({row.over_eager:.2f} of eager)"
 
 
 def page(rows: list[Row], command: str, threads: int, rounds: int) -> str:
@@ -161,8 +190,10 @@ def page(rows: list[Row], command: str, threads: int, rounds: int) -> str:
             f"`{command}`: torch {torch.__version__}, CPU, {threads} threads, {rounds} interleaved "
             "rounds. Peaks are above what is resident. Times are medians of paired ratios: to "
             "eager for eager peers, to its own store-all for `torch.compile` (memopt's to "
-            'memopt\'s). "equal": gradients and buffers are eager\'s bit for bit; "close": within '
-            "1e-3 of each tensor's largest value.",
+            "memopt's), which draws its random numbers as eager does (`fallback_random`). "
+            '"equal": gradients and buffers are eager\'s bit for bit; "close": within '
+            "1e-3 of each tensor's largest value, gradients also ten times what one rounding of "
+            "the parameters changes in eager itself, if that is more (deep nets with batch norm).",
             "",
             f"memopt is faster at the peer's peak in {len(won)} of {len(rows)} cells. Not in: "
             f"{', '.join(lost) or 'none'}.",

@@ -34,24 +34,45 @@ def outcome(contest: Contest, step: Step) -> Outcome:
     return found
 
 
-def verdict(expected: Outcome, found: Outcome, tolerance: float = 1e-3) -> str:
-    """ "equal" bit for bit; "close" within the tolerance of each tensor's largest value; or what
-    is wrong."""
+def rounding(contest: Contest) -> float:
+    """How far eager's own gradients move when every parameter is rounded anew, in the units of
+    `verdict`: what no other order of additions can be blamed for."""
+    expected = outcome(contest, contest.step)
+
+    def perturbed() -> None:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in contest.model.parameters():
+                signs = torch.randint_like(parameter, 0, 2) * 2 - 1
+                parameter.mul_(1 + torch.finfo(parameter.dtype).eps / 2 * signs)
+        contest.step()
+
+    found = outcome(contest, perturbed)
+    return _worst(expected.gradients, found.gradients)
+
+
+def verdict(expected: Outcome, found: Outcome, noise: float = 0.0) -> str:
+    """ "equal" bit for bit; "close" within 1e-3 of each tensor's largest value (gradients: or ten
+    times the model's `rounding`); or what is wrong."""
     wrong = []
     exact = True
-    for name, ours, theirs in (
-        ("gradients", expected.gradients, found.gradients),
-        ("buffers", expected.buffers, found.buffers),
+    for name, ours, theirs, tolerance in (
+        ("gradients", expected.gradients, found.gradients, max(1e-3, 10 * noise)),
+        ("buffers", expected.buffers, found.buffers, 1e-3),
     ):
         if ours.keys() != theirs.keys():
             wrong.append(f"{name} missing")
             continue
         exact &= all(torch.equal(ours[key], theirs[key]) for key in ours)
-        largest = max((float(value.double().abs().max()) for value in ours.values()), default=0.0)
-        worst = max((_distance(ours[key], theirs[key], largest) for key in ours), default=0.0)
+        worst = _worst(ours, theirs)
         if worst > tolerance:
             wrong.append(f"{name} off by {worst:.2g}")
     return ", ".join(wrong) or ("equal" if exact else "close")
+
+
+def _worst(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+    largest = max((float(value.double().abs().max()) for value in expected.values()), default=0.0)
+    return max((_distance(expected[key], found[key], largest) for key in expected), default=0.0)
 
 
 def _distance(expected: Tensor, found: Tensor, largest: float) -> float:

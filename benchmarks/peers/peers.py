@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+import torch._inductor.config
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -76,13 +77,17 @@ def segmented(contest: Contest, count: int) -> Step:
 
 
 def compiled(contest: Contest, budget: float) -> Step:
-    """`torch.compile` with an activation memory budget; 1.0 stores all."""
+    """`torch.compile` with an activation memory budget; 1.0 stores all. What was compiled before
+    is forgotten; random numbers are drawn as eager draws them."""
     torch._dynamo.reset()
     fast = torch.compile(contest.module, fullgraph=True, dynamic=False)
 
     def step() -> None:
         # Read when the step is first compiled; later calls find the compiled code.
-        with torch._functorch.config.patch(activation_memory_budget=budget):
+        with (
+            torch._functorch.config.patch(activation_memory_budget=budget),
+            torch._inductor.config.patch(fallback_random=True),
+        ):
             contest.step(fast)
 
     return step
