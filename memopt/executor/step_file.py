@@ -10,6 +10,7 @@ from torch import nn
 
 from memopt.errors import PlanFileError
 from memopt.models.budget import format_bytes
+from memopt.models.graph import Phase
 from memopt.models.record import difference
 from memopt.models.serialize import fingerprint
 from memopt.models.stage_map import has_updates
@@ -58,7 +59,11 @@ def with_step(plan: Plan, model: nn.Module, loss_fn: Any, optimizer: torch.optim
     state = optimizer_state(optimizer, model.parameters(), record.block_bytes)
     base_bytes = lowering.graph.extra_resident_bytes + STEP_SCALARS_BYTES[device.type]
     stays_bytes = graph.extra_resident_bytes - base_bytes
-    if stays_bytes not in (0, state.bytes_total):
+    # State that is on the host between updates is charged to their workspace instead.
+    updates = [one for one in graph.operators if one.phase is Phase.UPDATE]
+    hosted_bytes = state.bytes_total - stays_bytes
+    charged_bytes = sum(one.workspace_bytes for one in updates)
+    if stays_bytes not in (0, state.bytes_total) or hosted_bytes > charged_bytes:
         raise PlanFileError(
             f"this plan is for {format_bytes(stays_bytes)} of optimizer state, and this "
             f"{state.name} keeps {format_bytes(state.bytes_total)}. {_again(plan)}"
@@ -74,7 +79,7 @@ def with_step(plan: Plan, model: nn.Module, loss_fn: Any, optimizer: torch.optim
         optimizer=replace(state, bytes_total=stays_bytes),
         parts=parts,
         user_call=user_call,
-        host_state_bytes=state.bytes_total - stays_bytes,
+        host_state_bytes=hosted_bytes,
     )
     return replace(plan, profiled=profiled)
 

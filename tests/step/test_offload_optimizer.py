@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from memopt.errors import ExecutionError
+from memopt.errors import ExecutionError, PlanFileError
 from memopt.profiler.host_state import HostState
 from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES
@@ -105,6 +106,28 @@ def test_state_from_before_and_loaded_state_move() -> None:
     torch.manual_seed(3)
     again(x2, targets=(y2,))
     assert_same(dict(model.state_dict()), after)
+
+
+def test_a_loaded_plan(tmp_path: Path) -> None:
+    expected_model, _, expected_losses = eager(MAKES["adam"])
+    model, optimizer, plan = offloaded("adam")
+    plan.save(tmp_path / "plan.json")
+    step = memopt.load(tmp_path / "plan.json").train_step(
+        model, nn.functional.cross_entropy, optimizer
+    )
+    assert_same(run(step, optimizer), expected_losses)
+    assert_same(model.state_dict(), expected_model.state_dict())
+    held = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    assert all(not v.untyped_storage().resizable() for v in held if v.dim() > 0)
+
+
+def test_a_loaded_plan_without_state_takes_no_other_optimizer(tmp_path: Path) -> None:
+    model, _, plan = planned(MAKES["sgd"])
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(PlanFileError, match="of optimizer state"):
+        memopt.load(tmp_path / "plan.json").train_step(
+            model, nn.functional.cross_entropy, MAKES["adam"](model)
+        )
 
 
 def _tensors(saved: dict[str, Any]) -> dict[tuple[int, str], Tensor]:
