@@ -43,15 +43,20 @@ class CheckedLease(Lease):
     def wrote(self, slots: Iterable[int], what: str) -> None:
         """`what` has written these slots."""
         for slot in slots:
-            one = self.layout.slots[slot]
-            for other in self.live:
-                beside = self.layout.slots[other]
-                if other != slot and (
-                    beside.offset_bytes < one.end_bytes and one.offset_bytes < beside.end_bytes
-                ):
-                    self.spoilt[other] = f"{self.layout.name(slot)}, written by {what}"
+            self._spoil(slot, f"{self.layout.name(slot)}, written by {what}")
             self.spoilt.pop(slot, None)
             self.live[slot] = self.digest(slot)
+
+    def _spoil(self, slot: int, by: str) -> None:
+        """Note what is done to the other slots in use that share addresses with this one."""
+        one = self.layout.slots[slot]
+        for other in self.live:
+            beside = self.layout.slots[other]
+            shared = min(one.end_bytes, beside.end_bytes) > max(
+                one.offset_bytes, beside.offset_bytes
+            )
+            if shared and other != slot:
+                self.spoilt[other] = by
 
     def read(self, slots: Iterable[int], what: str) -> None:
         """`what` is about to read these slots.
@@ -75,6 +80,7 @@ class CheckedLease(Lease):
         for slot in slots:
             self.live.pop(slot, None)
             self.spoilt.pop(slot, None)
+            self._spoil(slot, f"the poison of {self.layout.name(slot)}, freed")
             self.bytes_of(slot).fill_(POISON)
 
 

@@ -107,9 +107,13 @@ class ArenaWriter:
         if self.checked and tensor in self.used:
             writer.emit(f"arena.wrote([{self.used[tensor]}], 'swap in')")
 
-    def taken(self, tensor: int) -> None:
-        """A tensor whose addresses the last result has taken over."""
-        self.used.pop(tensor, None)
+    def taken(self, writer: Writer, tensor: int, outputs: Iterable[int], what: str) -> None:
+        """A tensor whose addresses the last result, computed in place, has taken over."""
+        slot = self.used.pop(tensor, None)
+        if slot is not None:
+            self.used |= dict.fromkeys(outputs, slot)
+            self.written, self.transient = [slot], []
+            self.after(writer, what)
 
     def free(self, writer: Writer, tensor: int) -> None:
         """The end of a tensor's lifetime."""

@@ -198,7 +198,8 @@ class _Writer:
             self.emit(f"{indent}{text}{note}")
         if in_place is not None:
             if self.arena is not None:
-                self.arena.taken(in_place)
+                name = self.lowering.graph.operators[op].name
+                self.arena.taken(self, in_place, outputs, name)
             self.free(in_place)
 
     def free(self, tensor: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from memopt.executor.apply import runtime_of
+from memopt.executor.arena_forms import outside_tensors
 from memopt.executor.module import PlannedModule, install
 from memopt.models.graph import Graph
 from memopt.models.in_place import with_in_place
@@ -30,6 +31,8 @@ from memopt.models.validate import validate
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.measure import replace_graph
+from memopt.strategies.olla.passes import place_program
 
 
 def recompute_all(graph: Graph) -> Program:
@@ -96,12 +99,18 @@ def in_place(graph: Graph) -> Program:
     return with_in_place(graph, recompute_all(graph))
 
 
+def placed(graph: Graph) -> Program:
+    """Recomputed late and in place, at addresses of one arena."""
+    return place_program(graph, with_in_place(graph, recompute_late(graph)))[0]
+
+
 PROGRAMS: dict[str, Callable[[Graph], Program]] = {
     "store_all": store_all,
     "recompute_all": recompute_all,
     "recompute_late": recompute_late,
     "swap_all": swap_all,
     "in_place": in_place,
+    "placed": placed,
 }
 
 
@@ -137,7 +146,9 @@ class Prepared:
 def prepare(model: nn.Module, inputs: Any) -> Prepared:
     """Capture a model for a call; nothing is measured."""
     captured = capture(model, to_call(inputs))
-    return Prepared(model, captured, build(model, captured))
+    lowering = build(model, captured)
+    graph = replace_graph(lowering.graph, outside=outside_tensors(lowering))
+    return Prepared(model, captured, replace(lowering, graph=graph))
 
 
 def sum_of_outputs(output: Any) -> Tensor:
