@@ -20,12 +20,10 @@ from memopt.strategies.monet.backend import Answer
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.incumbent import fastest_kernels, rotor_program
-from memopt.strategies.monet.whole import search_whole
+from memopt.strategies.monet.whole import CLOSE, search_whole
 
 DEFAULT_TIME_LIMIT_S = 60.0
 SAME = 1e-9
-CLOSE = 5e-3
-"""Gap to a proved bound at which the merged graph is not searched any more."""
 PROVED = 1e-6
 """Gap at which a plan counts as optimal: the solver's whole numbers round costs."""
 MONET_PAPER = (
@@ -287,6 +285,9 @@ def _close(graph: Graph, best: Program | None, bound_s: float | None) -> bool:
 def _kind(operator: Operator, name: str) -> Choices:
     """Which of the ablation's options an implementation belongs to."""
     choice = variant(operator, name)
+    if "convolution" in operator.target:
+        # One gradient alone is another algorithm, whatever it reads.
+        return Choices.CONV
     if set(choice.reads) == set(operator.reads) and set(choice.writes) == set(operator.writes):
         return Choices.CONV
     if "mask" in name or "intermediate" in name or set(choice.writes) != set(operator.writes):

@@ -11,8 +11,11 @@ from memopt.models.stage_map import has_updates
 from memopt.strategies.base import Progress
 from memopt.strategies.monet.moment_search import MomentSearch
 from memopt.strategies.monet.moments import Allowed
+from memopt.strategies.monet.window_search import improved
 
-RELAXATION_SHARE = 0.5
+RELAXATION_SHARE = 0.4
+CLOSE = 5e-3
+"""Gap to the bound at which the search ends."""
 SAME = 1e-9
 
 
@@ -45,11 +48,20 @@ def search_whole(
     best_s = float("inf") if best is None else replay(graph, best).time_s
     if search.best is not None and search.best_s < best_s * (1 - SAME):
         best, best_s, stats["whole"] = search.best, search.best_s, "relaxation"
-    if best_s > search.bound_s * (1 + 5e-3) and not has_updates(graph):
+    if best_s > search.bound_s * (1 + CLOSE) and not has_updates(graph):
         from memopt.strategies.monet.menus import RotorMenus
 
         left_s = max(0.0, deadline - time.monotonic())
-        found = RotorMenus().solve(graph, budget_bytes, time_limit_s=left_s, progress=progress)
+        found = RotorMenus(merged_s=0.0).solve(
+            graph, budget_bytes, time_limit_s=left_s, progress=progress
+        )
         if found.program is not None and (found.time_s or 0.0) < best_s * (1 - SAME):
             best, best_s, stats["whole"] = found.program, found.time_s or 0.0, "rotor-menus"
+    if best is not None and best_s > search.bound_s * (1 + CLOSE):
+        better, stats["windows"] = improved(
+            graph, allowed, best, budget_bytes, deadline,
+            bound_s=search.bound_s, progress=progress,
+        )  # fmt: skip
+        if better is not best:
+            best, stats["whole"] = better, "windows"
     return best, search.bound_s or None

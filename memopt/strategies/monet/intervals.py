@@ -1,0 +1,266 @@
+"""The retention-interval program (Moccasin, Bartan et al. 2023; DESIGN §6) with implementations.
+
+Every forward operator runs once in the forward and at most C-1 times again, each time in a stage:
+before the k-th operator after the forward, in the graph's order. So every run has an event:
+run 0 of operator i at i, the boundary at F, a run in stage k at F+1 + k(F+1) + i, the stage's
+own operator at the stage's last event. Every copy of a tensor that a run writes is kept from its
+event to an end of its own.
+
+Variables: x[i,c,l] run c of operator i uses implementation l (Σ_l ≤ 1; = 1 for c = 0)
+    stage[i,c] the stage of run c ≥ 1; end[i,c,t] the last event of the copy of t it writes
+    b[k,l]   the operator after the forward uses implementation l
+    z        a run finds its operand in a given copy: written before, kept to the run's event
+Constraints: a run of an implementation finds each of its operands in some copy; one cumulative
+    constraint: copies, scratch memory and the loss within the budget at every event.
+Memory is counted as replay counts it, so a plan's peak is the replayed one. Implementations of
+backward operators that write only some of their outputs are left out of this program.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from memopt.models.graph import Graph
+from memopt.models.liveness import with_frees
+from memopt.models.program import Compute, Instruction, LossBoundary, Program
+from memopt.strategies.base import Status
+from memopt.strategies.monet.moments import Allowed, choices_of
+
+Runs = tuple[tuple[int, int, str | None], ...]
+"""(stage, operator, implementation) of every run, in order; stage -1 is the forward."""
+
+
+def runs_of(graph: Graph, program: Program) -> Runs:
+    """The runs of a program: all that the interval program decides."""
+    stage, found = -1, []
+    for step in program:
+        if isinstance(step, LossBoundary):
+            stage = 0
+        elif isinstance(step, Compute):
+            found.append((stage, step.op, step.implementation))
+            stage += step.op >= graph.first_backward
+    return tuple(sorted(found, key=lambda run: (run[0], run[1])))
+
+
+def program_of(graph: Graph, runs: Runs) -> Program:
+    """The program of runs; tensors are freed after their last reader."""
+    steps: list[Instruction] = [Compute(i, (), name) for stage, i, name in runs if stage < 0]
+    if graph.tangents or graph.first_backward < len(graph.operators):
+        steps.append(LossBoundary())
+    steps += [Compute(i, (), name) for stage, i, name in runs if stage >= 0]
+    return Program(with_frees(graph, steps))
+
+
+@dataclass
+class _Copy:
+    """A copy of a tensor: written at `start` where `written` holds, kept to `end`."""
+
+    start: Any
+    end: Any
+    written: Any
+
+
+class IntervalModel:
+    """The program of a graph within a budget.
+
+    Attributes:
+        graph: the training step.
+        budget_bytes: total bytes.
+        allowed: which implementations may be chosen; None: all.
+        most_runs: C.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        budget_bytes: int,
+        allowed: Allowed | None = None,
+        most_runs: int = 2,
+    ) -> None:
+        from ortools.sat.python import cp_model
+
+        self.graph, self.most_runs = graph, most_runs
+        self.model = cp_model.CpModel()
+        self.first, self.count = graph.first_backward, len(graph.operators)
+        self.width = self.first + 1
+        self.end = self.width * (1 + self.count - self.first) - 1
+        self.choices = [choices_of(operator, allowed) for operator in graph.operators]
+        for k in range(self.first, self.count):
+            whole = set(graph.operators[k].writes)
+            self.choices[k] = [c for c in self.choices[k] if whole <= set(c[1].writes)]
+        self.copies: dict[int, list[_Copy]] = defaultdict(list)
+        self.x: dict[tuple[int, int], list[Any]] = {}
+        """(operator, run) → its choices; run 0 of the operators after the forward, too."""
+        self.stage: dict[tuple[int, int], Any] = {}
+        self.intervals: list[Any] = []
+        self.demands: list[int] = []
+        self._boundary()
+        for i in range(self.count):
+            self._operator(i)
+        for i, run in self.x:
+            self._operands(i, run)
+        self.model.add_cumulative(
+            self.intervals, self.demands, max(0, budget_bytes - graph.resident_bytes)
+        )
+        self.possible = budget_bytes >= graph.resident_bytes
+        cost = [
+            (choice.time_s, v)
+            for (i, _), variables in self.x.items()
+            for (_, choice), v in zip(self.choices[i], variables, strict=True)
+        ]
+        total_s = sum(seconds for seconds, _ in cost)
+        in_whole_seconds = all(seconds == int(seconds) for seconds, _ in cost)
+        self.scale = 1.0 if in_whole_seconds and total_s < 2**40 else 2.0**32 / max(total_s, 1e-30)
+        self.cost = sum(int(seconds * self.scale) * v for seconds, v in cost)
+        self.model.minimize(self.cost)
+
+    def _event(self, i: int, run: int) -> Any:
+        if i >= self.first:
+            return self.width * (1 + i - self.first) + self.first
+        return self.width * (1 + self.stage[i, run]) + i if run else i
+
+    def _copy(self, t: int, start: Any, written: Any, to_the_end: bool) -> None:
+        """A copy of a tensor and its interval."""
+        model, size = self.model, self.graph.tensors[t].size_bytes
+        last = self.end if to_the_end else model.new_int_var(0, self.end, "")
+        self.copies[t].append(_Copy(start, last, written))
+        if not to_the_end:
+            model.add(last >= start)
+        if size:
+            length = model.new_int_var(1, self.end + 1, "")
+            self.intervals.append(
+                model.new_optional_interval_var(start, length, last + 1, written, "")
+            )
+            self.demands.append(size)
+
+    def _boundary(self) -> None:
+        model, graph = self.model, self.graph
+        for t in graph.tangents:
+            self._copy(t, self.first, model.new_constant(1), t in graph.kept)
+        if graph.boundary_bytes:
+            self.intervals.append(model.new_fixed_size_interval_var(self.first, 1, ""))
+            self.demands.append(graph.boundary_bytes)
+
+    def _operator(self, i: int) -> None:
+        """The runs of an operator, its scratch memory, the copies it writes."""
+        model, operator = self.model, self.graph.operators[i]
+        again = i < self.first and operator.recomputable
+        for run in range(self.most_runs if again else 1):
+            x = self.x[i, run] = [model.new_bool_var("") for _ in self.choices[i]]
+            if not run:
+                model.add_exactly_one(x)
+            else:
+                model.add_at_most_one(x)
+                self.stage[i, run] = model.new_int_var(0, self.count - self.first - 1, "")
+                if run > 1:
+                    model.add(sum(x) <= sum(self.x[i, run - 1]))
+                    model.add(self.stage[i, run] > self.stage[i, run - 1]).only_enforce_if(
+                        self._any(x)
+                    )
+            start = self._event(i, run)
+            for (_, choice), v in zip(self.choices[i], x, strict=True):
+                if choice.workspace_bytes:
+                    self.intervals.append(
+                        model.new_optional_fixed_size_interval_var(start, 1, v, "")
+                    )
+                    self.demands.append(choice.workspace_bytes)
+            writes = dict.fromkeys(t for _, choice in self.choices[i] for t in choice.writes)
+            for t in writes:
+                pairs = zip(self.choices[i], x, strict=True)
+                written = self._any([v for (_, choice), v in pairs if t in choice.writes])
+                self._copy(t, start, written, t in self.graph.kept and not run)
+
+    def _any(self, literals: list[Any]) -> Any:
+        """A literal that is the sum of literals of which at most one holds."""
+        if len(literals) == 1:
+            return literals[0]
+        either = self.model.new_bool_var("")
+        self.model.add(sum(literals) == either)
+        return either
+
+    def _operands(self, i: int, run: int) -> None:
+        """Where a run's implementation finds what it reads."""
+        model, event = self.model, self._event(i, run)
+        reads = dict.fromkeys(t for _, choice in self.choices[i] for t in choice.reads)
+        for t in reads:
+            if t in self.graph.resident:
+                continue
+            pairs = zip(self.choices[i], self.x[i, run], strict=True)
+            reader = self._any([v for (_, choice), v in pairs if t in choice.reads])
+            copies = self.copies[t]
+            if i < self.first and not run:
+                copies = copies[:1]
+            found = []
+            for copy in copies:
+                there = reader if len(copies) == 1 else model.new_bool_var("")
+                found.append(there)
+                model.add_implication(there, copy.written)
+                model.add(copy.start < event).only_enforce_if(there)
+                model.add(copy.end >= event).only_enforce_if(there)
+            model.add_bool_or([*found, ~reader])
+
+    def start(self, runs: Runs, free: set[int] | None = None) -> bool:
+        """Begin from the runs of a program; False if this program cannot express them.
+
+        Args:
+            runs: as `runs_of` gives them.
+            free: forward operators whose runs may change; the others' are fixed. None: all.
+        """
+        model = self.model
+        numbered: dict[tuple[int, int], tuple[int, str | None]] = {}
+        number: dict[int, int] = defaultdict(int)
+        for stage, i, name in runs:
+            key = (i, number[i])
+            number[i] += 1
+            if key not in self.x or (stage < 0) != (key[1] == 0 and i < self.first):
+                return False
+            numbered[key] = (stage, name)
+        for key, variables in self.x.items():
+            fixed = free is not None and key[0] < self.first and key[0] not in free
+            stage, name = numbered.get(key, (0, ""))
+            for (other, _), v in zip(self.choices[key[0]], variables, strict=True):
+                value = key in numbered and other == name
+                model.add_hint(v, value)
+                if fixed:
+                    model.add(v == int(value))
+            if key in self.stage:
+                model.add_hint(self.stage[key], max(0, stage))
+                if fixed:
+                    model.add(self.stage[key] == max(0, stage))
+        return True
+
+    def solve(
+        self, time_limit_s: float | None = None, seed: int = 0, below_s: float | None = None
+    ) -> tuple[Status, Runs | None, float]:
+        """(status, the runs of the fastest program found, a bound in seconds for the class).
+
+        Args:
+            time_limit_s: seconds at most.
+            seed: the solver's.
+            below_s: only look for programs that take less.
+        """
+        from ortools.sat.python import cp_model
+
+        if not self.possible:
+            return Status.INFEASIBLE, None, float("inf")
+        if below_s is not None:
+            self.model.add(self.cost <= int(below_s * self.scale))
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = seed
+        if time_limit_s is not None:
+            solver.parameters.max_time_in_seconds = max(0.01, time_limit_s)
+        code = solver.status_name(solver.solve(self.model))
+        names = {status.name: status for status in Status}
+        status, bound = names.get(code, Status.UNKNOWN), solver.best_objective_bound / self.scale
+        if status not in (Status.OPTIMAL, Status.FEASIBLE):
+            return status, None, bound
+        runs = []
+        for (i, run), variables in self.x.items():
+            for (name, _), v in zip(self.choices[i], variables, strict=True):
+                if solver.value(v):
+                    stage = solver.value(self.stage[i, run]) if run else -1
+                    runs.append((i - self.first if i >= self.first else stage, i, name))
+        return status, tuple(sorted(runs, key=lambda r: (r[0], r[1]))), bound
