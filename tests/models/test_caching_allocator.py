@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import re
+from pathlib import Path
 from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopt.models.caching_allocator import (
+    LARGE_BYTES,
+    LARGE_SEGMENT_BYTES,
+    ROUND_BYTES,
+    SEGMENT_ROUND_BYTES,
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
     Allocate,
     CachingAllocator,
     Release,
@@ -21,6 +30,24 @@ from memopt.models.validate import validate
 from memopt.strategies.olla import place_program
 
 MIB = 2**20
+
+
+def test_constants_are_those_of_the_installed_torch() -> None:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    header = Path(spec.origin).parent / "include" / "c10" / "core" / "AllocatorConfig.h"
+    text = header.read_text(encoding="utf-8")
+    constants = dict(re.findall(r"constexpr size_t (k\w+) = (\d+);", text))
+    constants.pop("kLargeBuffer", None)
+    assert {name: int(value) for name, value in constants.items()} == {
+        "kMinBlockSize": ROUND_BYTES,
+        "kSmallSize": SMALL_BYTES,
+        "kSmallBuffer": SMALL_SEGMENT_BYTES,
+        "kMinLargeAlloc": LARGE_BYTES,
+        "kRoundLarge": SEGMENT_ROUND_BYTES,
+    }
+    assert re.search(rf"(large_segment_size_\{{|kLargeBuffer = ){LARGE_SEGMENT_BYTES}\b", text)
 
 
 def reserved(*events: Allocate | Release) -> int:

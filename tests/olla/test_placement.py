@@ -7,7 +7,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from typer.testing import CliRunner
 
+from memopt.cli import app
 from memopt.strategies.base import Status
 from memopt.strategies.olla import Buffer, lower_bound, place, read_buffers, write_buffers
 from memopt.strategies.olla.buffers import Layout
@@ -90,6 +92,21 @@ def test_outside_instances_reach_the_best_known_peak(name: str) -> None:
     placement = place(buffers, capacity=best)
     assert placement.peak <= best
     assert overlap(buffers, dict(placement.offsets)) is None
+
+
+@pytest.mark.parametrize("name", sorted(INSTANCES))
+def test_the_command_places_the_outside_instances(name: str, tmp_path: Path) -> None:
+    source, out = DATA / f"{name}.1048576.csv", tmp_path / "placed.csv"
+    best = INSTANCES[name][1]
+    done = CliRunner().invoke(
+        app, ["place", str(source), "--capacity", str(best), "--out", str(out)]
+    )
+    assert done.exit_code == 0, done.output
+    buffers, offsets = read_buffers(out)
+    assert buffers == read_buffers(source)[0]
+    assert offsets is not None
+    assert overlap(buffers, offsets) is None
+    assert max(offsets[b.id] + b.size for b in buffers) <= best
 
 
 @pytest.mark.slow
