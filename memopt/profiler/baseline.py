@@ -20,6 +20,7 @@ from memopt.profiler.inputs import Call
 from memopt.profiler.memory import metered
 
 _MINIMUM_STEPS = 3
+_MOST_STEPS = 10
 _ENOUGH_S = 2.0
 
 
@@ -111,7 +112,7 @@ def _synchronize(device: torch.device) -> None:
 def measure_baseline(
     model: nn.Module, call: Call, loss: Loss | None, device: torch.device, resident_bytes: int
 ) -> Baseline:
-    """Run a few unplanned steps: the first warms up, the second is metered, the rest timed.
+    """The unplanned step of a module: forward, loss, backward; see `measure_steps`.
 
     Args:
         model: the user's model, in its mode.
@@ -131,21 +132,35 @@ def measure_baseline(
             if tensor.is_leaf:
                 tensor.grad = None
 
-    times: list[float] = []
     with untouched(model, call):
+        return measure_steps(step, clear, device, resident_bytes)
+
+
+def measure_steps(
+    step: Callable[[], Any], clear: Callable[[], None], device: torch.device, resident_bytes: int
+) -> Baseline:
+    """Run unplanned steps: the first warms up, the second is metered, the rest are timed.
+
+    Args:
+        step: one step; what it returns is held while the metered one ends.
+        clear: called before every step, not timed: drops gradients.
+        device: where the model is.
+        resident_bytes: added to the metered peak.
+    """
+    clear()
+    step()
+    clear()
+    with metered(device) as use:
+        held = step()
+    del held
+    times: list[float] = []
+    while len(times) < _MINIMUM_STEPS or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
         clear()
+        _synchronize(device)
+        begin = time.perf_counter()
         step()
-        clear()
-        with metered(device) as use:
-            output = step()
-        del output
-        while len(times) < _MINIMUM_STEPS or (sum(times) < _ENOUGH_S and len(times) < 10):
-            clear()
-            _synchronize(device)
-            begin = time.perf_counter()
-            step()
-            _synchronize(device)
-            times.append(time.perf_counter() - begin)
+        _synchronize(device)
+        times.append(time.perf_counter() - begin)
     return Baseline(resident_bytes + use.peak_bytes, statistics.median(times), measured=True)
 
 

@@ -107,18 +107,15 @@ def profile_model(
         captured = capture(model, call)
         block_bytes = 512 if device.type == "cuda" else 1
         lowering = build(model, captured, block_bytes)
+
+    def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
         report(0.2, "measuring kernels")
-        graph = measure(lowering, device, chosen, lambda f, what: report(0.2 + 0.6 * f, what))
-    report(0.8, "measuring the unplanned step")
-    step = _baseline(model, call, loss, device, lowering, chosen)
-    notes: tuple[str, ...] = ()
-    if _kernels_s(graph) > _SUSPICIOUS * step.time_s:
-        # Costs from a busy moment, perhaps kept in the cache: measure again and replace them.
-        again = replace(chosen, renew=True)
-        graph = measure(lowering, device, again, lambda f, what: report(0.2 + 0.6 * f, what))
-        step = _baseline(model, call, loss, device, lowering, again)
-        if _kernels_s(graph) > _SUSPICIOUS * step.time_s:
-            notes = (_BUSY.format(ratio=_kernels_s(graph) / step.time_s),)
+        with diagnosed(model, call):
+            graph = measure(lowering, device, options, lambda f, w: report(0.2 + 0.6 * f, w))
+        report(0.8, "measuring the unplanned step")
+        return graph, _baseline(model, call, loss, device, lowering, options)
+
+    graph, step, notes = quietly(measured, chosen)
     state = optimizer_state(optimizer, model.parameters(), block_bytes)
     record = record_of(
         model, call, device, block_bytes=block_bytes, fingerprint=fingerprint(lowering.graph)
@@ -131,7 +128,7 @@ def profile_model(
         + state.bytes_total
         + STEP_SCALARS_BYTES[device.type],
     )
-    baseline = Baseline(graph.resident_bytes + step.workspace_bytes, step.time_s, measured=True)
+    baseline = replace(step, peak_bytes=graph.resident_bytes + step.peak_bytes)
     report(1.0, "profiled")
     return Profiled(
         graph,
@@ -151,6 +148,22 @@ _BUSY = (
 )
 
 
+def quietly(
+    measured: Callable[[MeasureOptions], tuple[Graph, Baseline]], options: MeasureOptions
+) -> tuple[Graph, Baseline, tuple[str, ...]]:
+    """Kernels and the unplanned step, measured again if the kernels take far longer than the step.
+
+    Such costs are from a busy moment, perhaps kept in the cache: they are renewed there. If that
+    does not help, the note says so.
+    """
+    graph, step = measured(options)
+    if _kernels_s(graph) <= _SUSPICIOUS * step.step_time_s:
+        return graph, step, ()
+    graph, step = measured(replace(options, renew=True))
+    ratio = _kernels_s(graph) / step.step_time_s
+    return graph, step, (_BUSY.format(ratio=ratio),) if ratio > _SUSPICIOUS else ()
+
+
 def _kernels_s(graph: Graph) -> float:
     return sum(operator.time_s for operator in graph.operators)
 
@@ -162,19 +175,18 @@ def _baseline(
     device: torch.device,
     lowering: Lowering,
     options: MeasureOptions,
-) -> Cost:
-    """The unplanned step: its median time, and its peak above what is resident as workspace."""
+) -> Baseline:
+    """The unplanned step, with its peak above what is resident."""
     key = _baseline_key(lowering, device, loss)
     cache = options.cache
     if cache is not None and key is not None and not options.renew:
         known = cache.load([key])
         if key in known:
-            return known[key]
+            return Baseline(known[key].workspace_bytes, known[key].time_s, measured=True)
     measured = measure_baseline(model, call, loss, device, 0)
-    cost = Cost(measured.step_time_s, measured.peak_bytes, ())
     if cache is not None and key is not None:
-        cache.store({key: cost})
-    return cost
+        cache.store({key: Cost(measured.step_time_s, measured.peak_bytes, ())})
+    return measured
 
 
 def _baseline_key(lowering: Lowering, device: torch.device, loss: Loss | None) -> str | None:

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from memopt.models.budget import format_bytes
+from memopt.models.graph import Graph
 from memopt.models.serialize import fingerprint
-from memopt.profiler.baseline import Baseline, Loss, untouched
+from memopt.profiler.baseline import Baseline, Loss, measure_steps, untouched
 from memopt.profiler.host_state import HostState
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.measure import MeasureOptions, measure, replace_graph
@@ -21,7 +22,7 @@ from memopt.profiler.memory import metered
 from memopt.profiler.misfit import check_arguments, diagnosed
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
-from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, Progress, device_of
+from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, Progress, device_of, quietly
 from memopt.profiler.step_capture import StepParts, capture_step, with_updates
 from memopt.profiler.step_optimizer import check_splittable, optimizer_untouched, update_one
 
@@ -74,26 +75,29 @@ def profile_step(
     block_bytes = 512 if device.type == "cuda" else 1
     with diagnosed(model, call):
         parts = capture_step(model, call, loss, optimizer, block_bytes)
-        report(0.2, "measuring kernels")
-        priced = measure(
-            parts.lowering, device, chosen, lambda f, what: report(0.2 + 0.5 * f, what)
-        )
-    report(0.7, "measuring updates")
-    costs = _update_costs(parts, optimizer, device, offload_optimizer)
-    _, lowering = with_updates(parts, replace(parts.lowering, graph=priced), costs)
-    captured, unpriced = with_updates(parts, parts.lowering, {})
     state = optimizer_state(optimizer, model.parameters(), block_bytes)
     stays_bytes = 0 if offload_optimizer else state.bytes_total
-    graph = replace_graph(
-        lowering.graph,
-        extra_resident_bytes=lowering.graph.extra_resident_bytes
-        + stays_bytes
-        + STEP_SCALARS_BYTES[device.type],
-    )
-    report(0.8, "measuring the unplanned step")
-    # That step has its state on the device, wherever the plan keeps it.
-    resident_bytes = graph.resident_bytes - stays_bytes + state.bytes_total
-    baseline = measure_step_baseline(model, call, loss, optimizer, resident_bytes)
+
+    def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
+        report(0.2, "measuring kernels")
+        with diagnosed(model, call):
+            priced = measure(parts.lowering, device, options, lambda f, w: report(0.2 + 0.5 * f, w))
+        report(0.7, "measuring updates")
+        costs = _update_costs(parts, optimizer, device, offload_optimizer)
+        _, lowering = with_updates(parts, replace(parts.lowering, graph=priced), costs)
+        graph = replace_graph(
+            lowering.graph,
+            extra_resident_bytes=lowering.graph.extra_resident_bytes
+            + stays_bytes
+            + STEP_SCALARS_BYTES[device.type],
+        )
+        report(0.8, "measuring the unplanned step")
+        # That step has its state on the device, wherever the plan keeps it.
+        resident_bytes = graph.resident_bytes - stays_bytes + state.bytes_total
+        return graph, measure_step_baseline(model, call, loss, optimizer, resident_bytes)
+
+    graph, baseline, busy = quietly(measured, chosen)
+    captured, unpriced = with_updates(parts, parts.lowering, {})
     report(1.0, "profiled")
     record = record_of(
         parts.module,
@@ -113,7 +117,7 @@ def profile_step(
         parts=parts,
         user_call=call,
         host_state_bytes=state.bytes_total - stays_bytes,
-        notes=_where_the_state_is(state, offload_optimizer),
+        notes=(*_where_the_state_is(state, offload_optimizer), *busy),
     )
 
 
@@ -193,18 +197,9 @@ def measure_step_baseline(
         type(optimizer).step(optimizer)
         optimizer.zero_grad(set_to_none=True)
 
-    device = device_of(model, call)
-    times = []
-    with untouched(model, call), optimizer_untouched(model, optimizer):
+    def clear() -> None:
         for parameter in model.parameters():
             parameter.grad = None
-        step()
-        with metered(device) as use:
-            step()
-        for _ in range(_ROUNDS):
-            begin = time.perf_counter()
-            step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - begin)
-    return Baseline(resident_bytes + use.peak_bytes, statistics.median(times), measured=True)
+
+    with untouched(model, call), optimizer_untouched(model, optimizer):
+        return measure_steps(step, clear, device_of(model, call), resident_bytes)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,9 +12,8 @@ from memopt.models.serialize import dumps
 from memopt.plan import Plan
 from memopt.profiler import Profiled
 from memopt.strategies import STRATEGIES, Strategy
-from tests.plan.tiny import MODELS, make, profiled, step_digest, tight_plan
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.plan.apply_saved import applied_elsewhere, program_digest, step_digest, subject
+from tests.plan.tiny import MODELS, make, profiled, tight_plan
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +24,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, tuple[str, Pla
     for name in MODELS:
         made = make(name)
         one = profiled(made)
-        expected = step_digest(name, make(name)[0])
+        expected = step_digest(subject(f"tiny:{name}"), make(name)[0])
         for strategy in STRATEGIES:
             target = one.graph.to_chain() if strategy.needs == "chain" else one.graph
             if strategy.why_not(target) is not None:
@@ -74,15 +70,9 @@ def test_saving_again_gives_the_same_file(
 
 
 def test_new_process_does_the_same_step(saved: dict[Path, tuple[str, Plan, str]]) -> None:
-    arguments = [f"{name}={path}" for path, (name, _, _) in saved.items()]
-    finished = subprocess.run(
-        [sys.executable, "-m", "tests.plan.apply_saved", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    found = applied_elsewhere(
+        {path: f"tiny:{name}" for path, (name, _, _) in saved.items()}, timeout_s=240
     )
-    assert finished.returncode == 0, finished.stderr
-    found = json.loads(finished.stdout)
-    assert found == {str(path): digest for path, (_, _, digest) in saved.items()}
+    assert found == {
+        path: [program_digest(plan.program), digest] for path, (_, plan, digest) in saved.items()
+    }

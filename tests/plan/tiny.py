@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import memopt
 from memopt.plan import Plan
 from memopt.profiler import Loss, MeasureOptions, ProfileCache, Profiled, profile_model
+from tests.zoo import call
 
 Made = tuple[nn.Module, Any, Callable[[Any], Tensor]]
 
@@ -117,16 +119,22 @@ def tight_plan(one: Profiled, strategy: str | memopt.strategies.Strategy = "roto
 
 
 def step_digest(name: str, module: nn.Module) -> str:
-    """SHA-256 of a step's outputs, gradients and buffers, bit for bit."""
+    """SHA-256 of what a step of a tiny model leaves behind, bit for bit."""
     _, inputs, loss = make(name)
+    return digest_of_step(module, inputs, loss)
+
+
+def digest_of_step(module: nn.Module, inputs: Any, loss: Callable[[Any], Tensor]) -> str:
+    """SHA-256 of a step's outputs, gradients, buffers and the next random draw, bit for bit."""
     torch.manual_seed(7)
-    output = module(**inputs) if isinstance(inputs, dict) else module(inputs)
+    output = call(module, inputs)
     loss(output).backward()
+    values = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    values += [p.grad for _, p in sorted(module.named_parameters()) if p.grad is not None]
+    values += [buffer for _, buffer in sorted(module.named_buffers())]
+    values.append(torch.rand(4))
     digest = hashlib.sha256()
-    results = [output] if isinstance(output, Tensor) else list(output.values())
-    results += [p.grad for _, p in module.named_parameters() if p.grad is not None]
-    results += [buffer for _, buffer in module.named_buffers()]
-    for value in results:
+    for value in values:
         digest.update(value.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from memopt.models.graph import Graph, Operator, Tensor
+from memopt.profiler.baseline import Baseline
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.measure import MeasureOptions
-from memopt.profiler.session import profile_model
+from memopt.profiler.session import profile_model, quietly
 
 
 def _poison(directory: Path) -> None:
@@ -38,3 +41,22 @@ def test_kernels_that_outlast_the_step_are_measured_again(tmp_path: Path) -> Non
     assert sum(operator.time_s for operator in again.graph.operators) < poisoned / 10
     third = profile_model(model, inputs, options=options)
     assert third.graph == again.graph  # the cache has the new costs
+
+
+def test_steps_whose_kernels_outlast_them_are_measured_again_and_said() -> None:
+    """What a module's and a whole step's profile share."""
+    graph = Graph([Tensor("x", 8)], [Operator("f", (), (0,), 9.0)])
+    renewed: list[bool] = []
+
+    def measured(step_time_s: float) -> Callable[[MeasureOptions], tuple[Graph, Baseline]]:
+        def run(options: MeasureOptions) -> tuple[Graph, Baseline]:
+            renewed.append(options.renew)
+            # The machine calms down, or not.
+            return graph, Baseline(1, 9.0 if options.renew and step_time_s > 2 else 1.0, True)
+
+        return run
+
+    _, step, notes = quietly(measured(3.0), MeasureOptions())
+    assert (step.step_time_s, notes, renewed) == (9.0, (), [False, True])
+    _, step, (note,) = quietly(measured(1.0), MeasureOptions())
+    assert "9.0 times as long as the unplanned step" in note
