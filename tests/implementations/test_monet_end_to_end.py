@@ -18,7 +18,7 @@ from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES, profile_model
 from memopt.strategies import Monet
 from tests.implementations.test_in_plans import QUICK, three_steps
-from tests.implementations.test_own_family import CALLS, attach_softplus
+from tests.implementations.test_own_family import CALLS, attach_log_sigmoid
 
 
 def small_cnn() -> tuple[nn.Module, torch.Tensor]:
@@ -73,11 +73,11 @@ def test_other_strategies_and_defaults_stay_exact() -> None:
 
 def test_monet_considers_an_own_family_whose_plan_file_is_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    layers = [nn.Linear(16, 64), nn.Softplus(), nn.Linear(64, 64), nn.Softplus()]
+    layers = [nn.Linear(16, 64), nn.LogSigmoid(), nn.Linear(64, 64), nn.LogSigmoid()]
     model, x = nn.Sequential(*layers, nn.Linear(64, 2)), torch.rand(256, 16)
     another = copy.deepcopy(model)
     profiled = profile_model(model, x, options=QUICK)
-    families = (*FAMILIES, ("softplus", attach_softplus))
+    families = (*FAMILIES, ("log-sigmoid", attach_log_sigmoid))
     profiled = with_implementations(profiled, families=families, options=QUICK)
     # A kernel that takes no time is worth choosing, whatever this machine measures.
     operators = [

@@ -17,35 +17,36 @@ from memopt.profiler.session import profile_model
 CALLS: list[str] = []
 
 
-def softplus_from_output(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """For softplus y = log(1 + exp(x)): dy/dx = 1 - exp(-y)."""
-    CALLS.append("softplus")
-    return g * -torch.expm1(-y)
+def log_sigmoid_from_output(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """For y = log σ(x): dy/dx = 1 - σ(x) = 1 - exp(y)."""
+    CALLS.append("log-sigmoid")
+    return g * -torch.expm1(y)
 
 
-KERNEL = Kernel("my_softplus_backward.output", softplus_from_output)
+KERNEL = Kernel("my_log_sigmoid_backward.output", log_sigmoid_from_output)
 
 
-def attach_softplus(sites: Sites) -> None:
-    for backward in sites.calls("aten.softplus_backward.default"):
-        gradient, x = backward.args[:2]
-        for forward in sites.calls("aten.softplus.default"):
-            if forward.args[0] is x:
-                sites.add(backward, "output", KERNEL, (gradient, forward), exact=False)
+def attach_log_sigmoid(sites: Sites) -> None:
+    for backward in sites.calls("aten.log_sigmoid_backward.default"):
+        gradient, _, buffer = backward.args
+        forward = sites.producer(buffer)
+        y = None if forward is None else sites.result(forward, 0)
+        if y is not None:
+            sites.add(backward, "output", KERNEL, (gradient, y), exact=False)
 
 
 def test_a_users_own_family_is_considered_and_executed() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Softplus(), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Linear(8, 8), nn.LogSigmoid(), nn.Linear(8, 4))
     x = torch.rand(5, 8)
     model(x).sum().backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     quick = MeasureOptions(cap_s=0.1, max_rounds=1)
-    families = (*FAMILIES, ("softplus", attach_softplus))
+    families = (*FAMILIES, ("log-sigmoid", attach_log_sigmoid))
     profiled = profile_model(model, x, options=quick)
     profiled = with_implementations(profiled, families=families, options=quick)
     graph = profiled.graph
-    mine = [i for i, o in enumerate(graph.operators) if "softplus_backward" in o.target]
+    mine = [i for i, o in enumerate(graph.operators) if "log_sigmoid_backward" in o.target]
     choice = graph.operators[mine[0]].implementations[0]
     assert (choice.name, choice.exact) == ("output", False)
     assert choice.time_s > 0
@@ -65,7 +66,7 @@ def test_a_users_own_family_is_considered_and_executed() -> None:
     installed = install(profiled.captured, profiled.lowering, program)
     runtime = runtime_of(profiled.captured)
     PlannedModule(model, profiled.captured, runtime, installed)(x).sum().backward()
-    assert CALLS == ["softplus"]
+    assert CALLS == ["log-sigmoid"]
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert parameter.grad is not None
         assert torch.allclose(parameter.grad, gradient, rtol=1e-5)
