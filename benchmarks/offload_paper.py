@@ -218,6 +218,9 @@ def main() -> None:
         sys.stderr.flush()
     command = " ".join([COMMAND, *(["--analytic"] if given.analytic else [])])
     rows = kept.ordered(wanted)
+    if all(row.own or row.link != 1 for row in rows):
+        sys.stdout.write("no case of the paper's own setting: no page\n")
+        return
     given.out.parent.mkdir(parents=True, exist_ok=True)
     images = pictures(rows, given.out)
     without = [name for name in wanted if name not in kept.rows]

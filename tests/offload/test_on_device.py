@@ -1,0 +1,124 @@
+"""Offloaded steps on a device as users run them: on CPU here, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import memopt
+from benchmarks.gpu.offload import limited, stepper
+from benchmarks.steps import peak_of
+from memopt.profiler import Loss, profile_model
+from memopt.profiler.session import STEP_SCALARS_BYTES
+from memopt.report.lanes import Lane
+from tests.zoo import get
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FRAGMENTATION = 1.05
+"""What the caching allocator may hold beyond what is allocated."""
+TIME_TOLERANCE = 0.10
+
+
+def to(device: torch.device, value: Any) -> Any:
+    move = partial(torch.Tensor.to, device=device)
+    return pytree.tree_map(lambda x: move(x) if isinstance(x, torch.Tensor) else x, value)
+
+
+@pytest.mark.parametrize("device_name", DEVICES)
+@pytest.mark.parametrize("name", ["resnet50", "gpt2"])
+def test_peak_gradients_and_time(name: str, device_name: str) -> None:
+    """Peak within the budget, enforced; gradients eager's; on CUDA the time as predicted."""
+    device = torch.device(device_name)
+    family = get(name)
+    model = family.build("paper" if device.type == "cuda" else "tiny").to(device)
+    inputs = to(device, family.inputs("paper" if device.type == "cuda" else "tiny"))
+    link = memopt.measure_device(device)
+    profiled = profile_model(model, inputs, loss=Loss(family.loss))
+    plan = memopt.plan(
+        profiled, budget="min", strategy="offload-graph", device=link, progress=False
+    )
+    assert plan.budget is not None
+    assert plan.host_peak_bytes > 0
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    steps = {}
+    gradients = {}
+    for way, module in {"eager": model, "memopt": plan.apply(model)}.items():
+        model.load_state_dict(state)
+        steps[way] = stepper(family, module, inputs, torch.enable_grad)
+        torch.manual_seed(0)
+        steps[way]()
+        gradients[way] = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad(set_to_none=True)
+    for key, expected in gradients["eager"].items():
+        if device.type == "cpu":
+            assert torch.equal(gradients["memopt"][key], expected)
+        else:
+            torch.testing.assert_close(gradients["memopt"][key], expected)
+    del gradients
+    with limited(device, FRAGMENTATION * plan.budget):
+        peak = peak_of(model, steps["memopt"], device)
+    measured = plan.resident_bytes - STEP_SCALARS_BYTES[device.type] + peak
+    assert measured <= plan.budget
+    if device.type == "cuda":
+        check = plan.check(model, inputs, loss_fn=family.loss)
+        assert check.measured_time_s == pytest.approx(plan.step_time_s, rel=TIME_TOLERANCE)
+
+
+@pytest.mark.parametrize("device_name", DEVICES)
+def test_a_recorded_step(device_name: str, tmp_path: Any) -> None:
+    """Copies and waits are recorded on every device; copies of one direction do not overlap."""
+    device = torch.device(device_name)
+    family = get("gpt2")
+    model = family.build("tiny").to(device)
+    plan = memopt.plan(
+        model,
+        to(device, family.inputs("tiny")),
+        budget="min",
+        strategy="offload-graph",
+        device=memopt.measure_device(device),
+        progress=False,
+    )
+    _, measured = plan.trace(tmp_path / "step.json", model)
+    for lane in (Lane.OUT, Lane.IN):
+        spans = sorted((s for s in measured.spans if s.lane is lane), key=lambda s: s.start_s)
+        assert spans
+        ends = [s.end_s for s in spans]
+        assert all(end <= s.start_s + 1e-6 for end, s in zip(ends, spans[1:], strict=False))
+
+
+@pytest.mark.parametrize("device_name", DEVICES)
+def test_optimizer_state_on_the_host(device_name: str) -> None:
+    """As on the device, to the last bit, where the kernels are the same."""
+    device = torch.device(device_name)
+    results = []
+    for offloaded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        x = torch.randn(32, 64, device=device)
+        y = torch.randint(0, 8, (32,), device=device)
+        plan = memopt.plan(
+            model,
+            x,
+            loss_fn=nn.functional.cross_entropy,
+            targets=(y,),
+            optimizer=optimizer,
+            strategy="olla",
+            whole_step=True,
+            offload_optimizer=offloaded,
+            cache=False,
+            progress=False,
+        )
+        step = plan.train_step(model, nn.functional.cross_entropy, optimizer)
+        for _ in range(3):
+            step(x, targets=(y,))
+        if offloaded:
+            for parameter_state in optimizer.state.values():
+                assert parameter_state["exp_avg"].device.type == "cpu"
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *results))
