@@ -1,7 +1,8 @@
 """Orders and addresses of other strategies' plans (OLLA §1: combinable).
 
     python -m benchmarks.olla_programs [--folder FOLDER] [--resume FILE] [--fresh]
-        [--batches 1 32] [--strategies rotor ...] [--out docs/results/olla_programs.md] [NAME ...]
+        [--report] [--batches 1 32] [--strategies rotor ...]
+        [--out docs/results/olla_programs.md] [NAME ...]
 
 Steps up to the gradients (benchmarks.olla_graphs without their updates), planned by strategies
 that recompute or move tensors, at budgets floor + x (baseline - floor). Every plan is placed as it
@@ -145,11 +146,14 @@ def page(rows: list[ProgramRow]) -> str:
     parts = [
         "# OLLA: other strategies' plans reordered and placed",
         "`python -m benchmarks.olla_programs --out docs/results/olla_programs.md`: "
-        f"{len(rows)} plans of the sixteen model graphs up to their gradients (batch "
-        f"{', '.join(str(b) for b in dict.fromkeys(r.batch for r in rows))}), priced for an "
+        f"{len(rows)} plans of {len({row.name for row in rows})} of the sixteen model graphs up to "
+        f"their gradients, batch {' and '.join(str(b) for b in sorted({r.batch for r in rows}))}, "
+        "priced for an "
         f"{DEVICE}, at budgets floor + x (baseline - floor) for x = "
         f"{', '.join(f'{share:g}' for share in SHARES)}; plans that differ. CPU seconds of one "
-        "thread of a shared machine. See [the strategy](../strategies/olla.md).",
+        'thread of a shared machine. "Placed within its peak": addresses and all that lies outside '
+        "them need not a byte more than the plan's own peak; the loss's tangent, one block, always "
+        "lies outside. See [the strategy](../strategies/olla.md).",
         "\n".join(_table(rows)),
         f"Of {len(gaps)} placements {sum(gap == 0 for gap in gaps)} have no fragmentation and "
         f"{sum(gap <= 0.01 for gap in gaps)} are within 1% of the bound; the largest gap is "
@@ -204,6 +208,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="*", default=tuple(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--folder", type=Path, default=Path("out/olla-graphs"))
     parser.add_argument("--resume", type=Path, default=Path("out/olla-programs.json"))
+    parser.add_argument("--report", action="store_true", help="only write what is kept")
     parser.add_argument("--fresh", action="store_true", help="drop the rows kept in FILE")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -215,8 +220,9 @@ def main() -> None:
         for batch in options.batches
     ]
     cases = {f"{triple[2]}, {triple[0]} b{triple[1]}": triple for triple in triples}
-    warm_up()
-    for case in kept.missing(cases, _note):
+    if not options.report:
+        warm_up()
+    for case in () if options.report else kept.missing(cases, _note):
         name, batch, strategy = cases[case]
         kept.add(case, rows_of(name, batch, STRATEGIES[strategy], options.folder))
         _note(f"{case}: {len(kept.rows[case])} plans")

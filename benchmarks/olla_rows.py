@@ -24,8 +24,12 @@ from memopt.profiler.inputs import to_call
 from memopt.strategies.olla import Olla, order_program, place_program
 from memopt.strategies.olla.contract import eager
 from memopt.strategies.olla.program_tasks import tasks_of
+from tests import zoo
+from tests.zoo.family import TINY_BATCH
 
 TIME_LIMIT_S = 60.0
+SMALL: tuple[int, zoo.Size] = (TINY_BATCH, "tiny")
+"""Batch and size at which every step is measured."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class MeasuredRow:
     """A step that ran here. Peaks include resident bytes.
 
     Attributes:
+        size: "paper", or "tiny": narrow, on small inputs.
         eager_bytes: PyTorch's own step, measured.
         planned_bytes: of OLLA's order, predicted with measured workspaces.
         step_bytes: of the planned step, measured.
@@ -90,6 +95,7 @@ class MeasuredRow:
 
     name: str
     batch: int
+    size: str
     resident_bytes: int
     eager_bytes: int
     planned_bytes: int
@@ -161,11 +167,11 @@ def _placed(graph: Graph, program: Program) -> Placed:
     )
 
 
-def measured_row(name: str, batch: int) -> MeasuredRow:
-    """Run PyTorch's step and the planned one, at full size, on the CPU."""
+def measured_row(name: str, batch: int, size: zoo.Size) -> MeasuredRow:
+    """Run PyTorch's step and the planned one, on the CPU."""
     family = family_of(name)
-    model = family.build("paper")
-    inputs = family.inputs("paper", batch=batch)
+    model = family.build(size)
+    inputs = family.inputs(size, batch=batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     plan = memopt.plan(
         model, inputs, loss_fn=family.loss, optimizer=optimizer, strategy=Olla(place=False),
@@ -179,6 +185,7 @@ def measured_row(name: str, batch: int) -> MeasuredRow:
     return MeasuredRow(
         name,
         batch,
+        size,
         plan.resident_bytes,
         plan.baseline.peak_bytes,
         plan.peak_bytes,
