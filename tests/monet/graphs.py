@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
@@ -80,4 +81,37 @@ def training_graph(rng: Random, forward: int, alternatives: bool) -> Graph:
         gradients=(gradient,),
         tangents=(tangent,),
         tangents_held=False,
+    )
+
+
+def with_one_gradient_choices(graph: Graph, rng: Random) -> Graph:
+    """The graph with a parameter gradient beside every input gradient, and for each of the two an
+    implementation that writes it alone, as convolutions have."""
+    tensors, operators, results = list(graph.tensors), [], list(graph.gradients)
+    for operator in graph.operators:
+        if operator.phase is not Phase.BACKWARD:
+            operators.append(operator)
+            continue
+        tensors.append(Tensor(f"w{operator.name}", rng.randint(1, 4), TensorKind.GRADIENT))
+        results.append(len(tensors) - 1)
+        some = rng.sample(operator.reads, rng.randint(1, len(operator.reads)))
+        operators.append(
+            replace(
+                operator,
+                writes=(*operator.writes, results[-1]),
+                implementations=(
+                    Implementation("input gradient", rng.randint(1, 4), writes=operator.writes),
+                    Implementation(
+                        "weight gradient", rng.randint(1, 4), 0, tuple(some), (results[-1],)
+                    ),
+                ),
+            )
+        )
+    return Graph(
+        tensors,
+        operators,
+        outputs=graph.outputs,
+        gradients=results,
+        tangents=graph.tangents,
+        tangents_held=graph.tangents_held,
     )

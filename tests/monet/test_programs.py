@@ -17,7 +17,8 @@ from memopt.strategies.base import Status
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.strategy import Checkmate, CheckmateRounding, Choices, Monet
-from tests.monet.graphs import training_graph
+from tests.monet.fast_oracle import FastBrute
+from tests.monet.graphs import training_graph, with_one_gradient_choices
 from tests.monet.oracle import Brute
 
 
@@ -57,6 +58,62 @@ def test_the_optimum_is_brute_force_under_the_same_count(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(1000, 1060))
 def test_the_optimum_is_brute_force_on_many(seed: int) -> None:
     check_monet(seed, 4)
+
+
+def check_eight(seed: int) -> None:
+    rng = Random(seed)
+    graph = training_graph(rng, rng.randint(5, 8), rng.random() < 0.8)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    budget = rng.randint(6 * peak // 10, peak)
+    built = MonetModel(graph)
+    answer = built.model.solve(budget - graph.resident_bytes)
+    best = FastBrute(graph, budget).best_s()
+    assert (answer.status is Status.INFEASIBLE) == (best == float("inf"))
+    if answer.values:
+        assert answer.objective == best
+        figures = replay(graph, built.program(answer.values))
+        assert figures.peak_bytes <= budget
+        assert figures.time_s == best
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_optimum_is_brute_force_up_to_eight_operators(seed: int) -> None:
+    check_eight(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2000, 2400))
+def test_the_optimum_is_brute_force_up_to_eight_operators_on_many(seed: int) -> None:
+    check_eight(seed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_fast_brute_force_is_the_plain_one(seed: int) -> None:
+    graph, budget = drawn(seed, 3)
+    assert FastBrute(graph, budget).best_s() == Brute(graph, budget).best_s()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_gradient_is_written_where_implementations_write_one_each(seed: int) -> None:
+    rng = Random(seed)
+    plain = training_graph(rng, rng.randint(2, 5), False)
+    graph = with_one_gradient_choices(plain, rng)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    budget = rng.randint(6 * peak // 10, peak)
+    built, halves = MonetModel(graph), 0
+    answer = built.model.solve(budget - graph.resident_bytes)
+    without = MonetModel(graph, lambda operator, name: False)
+    whole = without.model.solve(budget - graph.resident_bytes)
+    if answer.values:
+        program = built.program(answer.values)
+        violation, figures = judge(graph, None, program, budget, None)
+        assert violation is None
+        assert figures.time_s == answer.objective
+        halves = sum(getattr(step, "implementation", None) is not None for step in program)
+        assert halves % 2 == 0
+    if whole.values:
+        assert answer.values
+        assert answer.objective <= whole.objective
 
 
 @pytest.mark.parametrize("seed", range(40))
