@@ -55,6 +55,8 @@ def arrange(
         # The order is best for tensors with storages of their own.
         if replay(graph, ordered).peak_bytes < before_bytes:
             program = ordered
+        if ordering.stats["interrupted"]:
+            time_limit_s = 0.0
         stats |= {
             "peak_before_order_bytes": before_bytes,
             "order_bound_bytes": ordering.bound,

@@ -79,6 +79,8 @@ class Olla(Strategy):
         proved = True
         if self.order:
             program, proved = self._order(graph, program, share_s, progress, stats)
+            if stats["order_interrupted"]:
+                share_s = 0.0
         unplaced_bytes = replay(graph, program).peak_bytes
         peak_bytes, chosen = unplaced_bytes, program
         if self.place:
