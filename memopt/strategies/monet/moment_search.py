@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from memopt.models.graph import Graph
+from memopt.models.in_place import with_in_place
 from memopt.models.program import Compute, LossBoundary, Program
 from memopt.models.replay import Timeline, replay
 from memopt.strategies.base import Progress, Status
@@ -67,7 +68,7 @@ class MomentSearch:
                 self.infeasible = answer.status is Status.INFEASIBLE
             if not answer.values:
                 return
-            program = built.program(answer.values)
+            program = with_in_place(self.graph, built.program(answer.values))
             timeline = replay(self.graph, program)
             if timeline.peak_bytes <= self.budget_bytes:
                 if timeline.time_s < self.best_s:
