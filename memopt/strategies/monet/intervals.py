@@ -12,7 +12,8 @@ Variables: x[i,c,l] run c of operator i uses implementation l (Σ_l ≤ 1; = 1 f
     z        a run finds its operand in a given copy: written before, kept to the run's event
 Constraints: a run of an implementation finds each of its operands in some copy; one cumulative
     constraint: copies, scratch memory and the loss within the budget at every event.
-Memory is counted as replay counts it, so a plan's peak is the replayed one. Implementations of
+Memory is counted as replay counts it, so a plan's peak is the replayed one, or less where the
+program computes in place afterwards. Implementations of
 backward operators that write only some of their outputs are left out of this program.
 """
 
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memopt.models.graph import Graph
+from memopt.models.in_place import with_in_place
 from memopt.models.liveness import with_frees
 from memopt.models.program import Compute, Instruction, LossBoundary, Program
 from memopt.strategies.base import Status
@@ -45,12 +47,12 @@ def runs_of(graph: Graph, program: Program) -> Runs:
 
 
 def program_of(graph: Graph, runs: Runs) -> Program:
-    """The program of runs; tensors are freed after their last reader."""
+    """The program of runs; tensors are freed after their last reader, or overwritten by it."""
     steps: list[Instruction] = [Compute(i, (), name) for stage, i, name in runs if stage < 0]
     if graph.tangents or graph.first_backward < len(graph.operators):
         steps.append(LossBoundary())
     steps += [Compute(i, (), name) for stage, i, name in runs if stage >= 0]
-    return Program(with_frees(graph, steps))
+    return with_in_place(graph, Program(with_frees(graph, steps)))
 
 
 @dataclass
