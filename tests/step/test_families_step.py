@@ -15,10 +15,15 @@ from tests import zoo
 
 PEAK_TOLERANCE = 0.005
 CASES = [
-    pytest.param("resnet50", "momentum"),
-    pytest.param("gpt2", "adamw"),
+    pytest.param("resnet50", "momentum", "olla"),
+    pytest.param("gpt2", "adamw", "olla"),
+    pytest.param("gpt2", "adamw", "rotor"),
     *(
-        pytest.param(name, kind, marks=pytest.mark.slow)
+        pytest.param(name, kind, "rotor", marks=pytest.mark.slow)
+        for name, kind in (("resnet50", "momentum"), ("vit_b_16", "adamw"), ("bert", "adamw"))
+    ),
+    *(
+        pytest.param(name, kind, "olla", marks=pytest.mark.slow)
         for name in ("resnet50", "vgg16", "mobilenet_v2", "gpt2", "bert", "llama", "vit_b_16")
         for kind in ("momentum", "adamw")
         if (name, kind) not in {("resnet50", "momentum"), ("gpt2", "adamw")}
@@ -32,8 +37,10 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.001)
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_three_steps_equal_eager_within_the_planned_peak(name: str, kind: str) -> None:
+@pytest.mark.parametrize(("name", "kind", "strategy"), CASES)
+def test_three_steps_equal_eager_within_the_planned_peak(
+    name: str, kind: str, strategy: str
+) -> None:
     family = zoo.get(name)
     torch.manual_seed(0)
     model = family.build("tiny")
@@ -42,8 +49,8 @@ def test_three_steps_equal_eager_within_the_planned_peak(name: str, kind: str) -
     call = to_call(inputs)
     optimizer, expected = optimizer_of(kind, model), optimizer_of(kind, twin)
     plan = memopt.plan(
-        model, inputs, loss_fn=family.loss, optimizer=optimizer, strategy="olla",
-        cache=False, progress=False,
+        model, inputs, loss_fn=family.loss, optimizer=optimizer, strategy=strategy,
+        budget=None if strategy == "olla" else "min", whole_step=True, cache=False, progress=False,
     )  # fmt: skip
     step = plan.train_step(model, family.loss, optimizer)
     for number in range(3):
