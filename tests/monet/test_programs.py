@@ -14,6 +14,7 @@ from memopt.models.judge import judge
 from memopt.models.liveness import store_all
 from memopt.models.replay import replay
 from memopt.strategies.base import Status
+from memopt.strategies.monet.backend import Solver
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.strategy import Checkmate, CheckmateRounding, Choices, Monet
@@ -142,8 +143,9 @@ def test_without_alternatives_monet_is_no_better_than_checkmate(seed: int) -> No
         Checkmate(),
         CheckmateRounding(),
         Checkmate(fastest=True),
+        Monet(solver=Solver.HIGHS),
     ],
-    ids=["monet", "none", "checkmate", "rounding", "fastest"],
+    ids=["monet", "none", "checkmate", "rounding", "fastest", "highs"],
 )
 def test_strategies_keep_their_laws(strategy: Monet, seed: int) -> None:
     rng = Random(seed)
@@ -226,6 +228,7 @@ def test_a_hint_reads_back_the_program_it_came_from(seed: int) -> None:
 
 
 def test_choices_by_name() -> None:
+    assert Monet(solver="scip").solver is Solver.SCIP  # type: ignore[arg-type]
     assert Monet(choices="conv") == Monet(choices=Choices.CONV)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing"):
         Monet(choices="nothing")  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from memopt.models.program import Program
 from memopt.models.replay import replay
 from memopt.models.variants import variant
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
-from memopt.strategies.monet.backend import Answer
+from memopt.strategies.monet.backend import Answer, Solver
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.incumbent import fastest_kernels, rotor_program
@@ -193,7 +193,17 @@ class _GraphStrategy(Strategy):
 
 @dataclass(frozen=True)
 class _SolvedExactly(_GraphStrategy):
-    """Those whose 0-1 program is solved as it is."""
+    """Those whose 0-1 program is solved as it is.
+
+    Attributes:
+        solver: who solves it: "cp-sat", "highs" or "scip".
+    """
+
+    solver: Solver = Solver.CP_SAT
+
+    def __post_init__(self) -> None:
+        # A plan file, or a user, gives the name.
+        object.__setattr__(self, "solver", Solver(self.solver))
 
     @abstractmethod
     def model(self, graph: Graph) -> MonetModel | CheckmateModel:
@@ -211,6 +221,7 @@ class _SolvedExactly(_GraphStrategy):
             progress=progress,
             workers=self.workers,
             seed=self.seed,
+            solver=self.solver,
         )
         return answer.status, _program(built, answer), answer.bound
 
@@ -234,7 +245,7 @@ class Monet(_SolvedExactly):
     references: ClassVar[tuple[str, ...]] = (MONET_PAPER,)
 
     def __post_init__(self) -> None:
-        # A plan file, or a user, gives the name of a choice.
+        super().__post_init__()
         object.__setattr__(self, "choices", Choices(self.choices))
 
     def allowed(self, operator: Operator, name: str) -> bool:
