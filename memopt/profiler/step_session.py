@@ -85,12 +85,7 @@ def profile_step(
         report(0.7, "measuring updates")
         costs = _update_costs(parts, optimizer, device, offload_optimizer)
         _, lowering = with_updates(parts, replace(parts.lowering, graph=priced), costs)
-        graph = replace_graph(
-            lowering.graph,
-            extra_resident_bytes=lowering.graph.extra_resident_bytes
-            + stays_bytes
-            + STEP_SCALARS_BYTES[device.type],
-        )
+        graph = _with_resident(lowering.graph, stays_bytes + STEP_SCALARS_BYTES[device.type])
         report(0.8, "measuring the unplanned step")
         # That step has its state on the device, wherever the plan keeps it.
         resident_bytes = graph.resident_bytes - stays_bytes + state.bytes_total
@@ -119,6 +114,10 @@ def profile_step(
         host_state_bytes=state.bytes_total - stays_bytes,
         notes=(*_where_the_state_is(state, offload_optimizer), *busy),
     )
+
+
+def _with_resident(graph: Graph, more_bytes: int) -> Graph:
+    return replace_graph(graph, extra_resident_bytes=graph.extra_resident_bytes + more_bytes)
 
 
 def _where_the_state_is(state: OptimizerState, hosted: bool) -> tuple[str, ...]:
