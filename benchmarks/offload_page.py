@@ -79,17 +79,16 @@ def _table(rows: Sequence[Row]) -> str:
     lines = [
         "Mean / largest ratio over the cells in which the strategy has a plan.",
         "",
-        "| strategy | cells | " + " | ".join(MODELS) + " | seconds to solve: mean / most |",
-        "|" + "---|" * (len(MODELS) + 3),
+        "| strategy | cells | " + " | ".join(MODELS) + " |",
+        "|" + "---|" * (len(MODELS) + 2),
     ]
     for name in NAMES:
         found = {model: ratios(rows, name, model) for model in MODELS}
         if not found["whole"]:
             continue
-        seconds = [r.times_s[name][len(MODELS)] for r in rows if name in r.times_s]
-        cells = [str(len(seconds)), *map(_cell, found.values()), _cell(seconds)]
+        cells = [str(len(found["whole"])), *map(_cell, found.values())]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", "Seconds: one thread of a shared machine, the replays included."])
+    return "\n".join(lines)
 
 
 def _statements(rows: Sequence[Row]) -> str:
