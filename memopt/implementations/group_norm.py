@@ -35,7 +35,7 @@ def _again(
     scale = scale if weight is None else scale * channels(weight, x)
     shift = -_grouped(mean, x) * scale
     shift = shift if bias is None else shift + channels(bias, x)
-    return torch.addcmul(shift, x, scale)
+    return (torch.addcmul(shift, x, scale),)
 
 
 OUTPUT = Kernel("group_norm_backward.output", _backward)

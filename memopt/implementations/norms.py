@@ -69,7 +69,8 @@ def _batch_backward(
 def _batch_again(x: torch.Tensor, weight: Any, bias: Any, mean: Any, inverse: Any) -> Any:
     scale = inverse if weight is None else inverse * weight
     shift = -mean * scale if bias is None else bias - mean * scale
-    return torch.addcmul(channels(shift, x), x, channels(scale, x))
+    # A tuple, as the operator's: its other results are there already.
+    return (torch.addcmul(channels(shift, x), x, channels(scale, x)),)
 
 
 def _layer_backward(
@@ -81,7 +82,7 @@ def _layer_backward(
 
 
 BATCH_OUTPUT = Kernel("batch_norm_backward.output.2", _batch_backward)
-BATCH_AGAIN = Kernel("batch_norm.statistics", _batch_again)
+BATCH_AGAIN = Kernel("batch_norm.statistics.2", _batch_again)
 LAYER_OUTPUT = Kernel("layer_norm_backward.output.2", _layer_backward)
 
 

@@ -15,7 +15,7 @@ from memopt.implementations import FAMILIES, with_implementations
 from memopt.models.graph import Graph
 from memopt.models.liveness import computes, with_frees
 from memopt.models.presets import find_device
-from memopt.models.program import Compute, Program
+from memopt.models.program import Compute, LossBoundary, Program
 from memopt.models.replay import replay
 from memopt.models.validate import validate
 from memopt.profiler.estimate import estimate_model
@@ -276,3 +276,38 @@ def test_estimates_price_every_alternative() -> None:
     assert not {"split 2", "gemm", "fft"} & set(named)
     choice, operator = named["input gradient"]
     assert choice.time_s == pytest.approx(operator.time_s / 2)
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_batch_norm_runs_again_by_its_known_statistics(interpreted: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    x = torch.rand(4, 3, 9, 9)
+    other = copy.deepcopy(model)
+    expected = _gradients(nn.Sequential(other, Square()), other, (x,))
+    profiled = with_implementations(profile_model(model, x, options=QUICK), options=QUICK)
+    graph = profiled.graph
+    norm, relu = (
+        next(i for i, o in enumerate(graph.operators) if f"aten.{name}." in o.target)
+        for name in ("_native_batch_norm_legit_functional", "relu")
+    )
+    again = next(c for c in graph.operators[norm].implementations if c.name == "statistics")
+    assert again.writes is not None
+    assert again.writes < graph.operators[norm].writes or len(again.writes) == 1
+    [activation] = graph.operators[relu].writes
+    steps: list[Compute | LossBoundary] = []
+    for step in computes(graph, range(len(graph.operators))):
+        reads = graph.operators[step.op].reads if isinstance(step, Compute) else ()
+        later = isinstance(step, Compute) and step.op >= graph.first_backward
+        if later and activation in reads and steps.count(Compute(relu, ())) < 2:
+            steps += [Compute(norm, again.writes, "statistics"), Compute(relu, ())]
+        steps.append(step)
+    program = Program(with_frees(graph, steps))
+    assert validate(graph, program) is None
+    assert sum(isinstance(s, Compute) and s.op == norm for s in program) == 2
+    module = planned(profiled, model, program, interpreted)
+    found = _gradients(nn.Sequential(module, Square()), model, (x,))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+    for a, b in zip(model.buffers(), other.buffers(), strict=True):
+        assert torch.equal(a, b), "running statistics moved twice"

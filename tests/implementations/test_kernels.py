@@ -62,6 +62,7 @@ def _check(model: nn.Module, x: torch.Tensor, seed: int) -> set[str]:
         before = {n: values[n]._version for n in node.all_input_nodes}
         with torch.no_grad():
             found = node.target(*map_arg(node.args, values.__getitem__))  # type: ignore[operator]  # a kernel
+        assert isinstance(found, (tuple, list)) == isinstance(node.meta["val"], (tuple, list))
         assert all(values[n]._version == v for n, v in before.items()), "changed its argument"
         by_tensor = dict(zip(lowering.storages[lowering.nodes[op]], _tuple(expected), strict=True))
         convolution = "convolution" in operator.target  # norms: test_norms.py

@@ -74,7 +74,7 @@ def test_group_norm(dtype: torch.dtype, affine: bool, groups: int) -> None:
     if affine:
         for i, scale in ((1, size.sum((0, 2, 3)) * most), (2, size.sum((0, 2, 3)))):
             assert bool(((found[i].to(F64) - expected[i]).abs() <= step * scale).all())
-    again = group_norm.AGAIN(x, weight, bias, mean, inverse)
+    (again,) = group_norm.AGAIN(x, weight, bias, mean, inverse)
     terms = (x.to(F64).abs() * each + (m64.abs() * i64).amax()) * (1 if not affine else 2) + 5
     assert bool(((again.to(F64) - reference).abs() <= 64 * torch.finfo(dtype).eps * terms).all())
 
@@ -87,7 +87,7 @@ def test_batch_norm_by_known_statistics(dtype: torch.dtype, affine: bool) -> Non
     weight = torch.empty(4).uniform_(-2, -0.5).to(dtype) if affine else None
     bias = torch.randn(4).to(dtype) if affine else None
     y, mean, inverse = ATEN.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
-    again = norms.BATCH_AGAIN(x, weight, bias, mean, inverse)
+    (again,) = norms.BATCH_AGAIN(x, weight, bias, mean, inverse)
     wide = [None if v is None else v.to(F64) for v in (weight, bias)]
     reference = ATEN.native_batch_norm(x.to(F64), *wide, None, None, True, 0.1, 1e-5)[0]
     scale = (inverse.to(F64) * (1 if wide[0] is None else wide[0].abs())).view(1, -1, 1, 1)
