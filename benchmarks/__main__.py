@@ -14,6 +14,7 @@ CPU = (
     "rotor_solve",
     "checkpointing",
     "peers",
+    "auto_grid",
     "rotor_families",
     "rotor_paper",
     "offload_paper",

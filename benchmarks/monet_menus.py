@@ -98,7 +98,8 @@ def main() -> None:
         sys.stdout.flush()
         page += line
         if options.out is not None:
-            title = f"Time overhead, batch {BATCH}, estimated for {DEVICE} "
+            title = "# Rotor and stage menus on the families\n\n"
+            title += f"Time overhead, batch {BATCH}, estimated for {DEVICE} "
             title += "(`python -m benchmarks.monet_menus`).\n\n"
             options.out.write_text(title + page)
 

@@ -110,17 +110,17 @@ def unet() -> Contest:
     )
 
 
-def _language(name: str, model: nn.Module, layers: Any) -> Contest:
-    ids = torch.randint(0, VOCABULARY, (4, 128))
+def _language(name: str, model: nn.Module, layers: Any, vocabulary: int = VOCABULARY) -> Contest:
+    ids = torch.randint(0, vocabulary, (4, 128))
 
     def loss(output: Any) -> Tensor:
-        logits = output.logits[:, :-1].reshape(-1, VOCABULARY)
+        logits = output.logits[:, :-1].reshape(-1, vocabulary)
         return functional.cross_entropy(logits, ids[:, 1:].reshape(-1))
 
     return _contest(name, model, loss, {"input_ids": ids}, list(layers))
 
 
-def gpt2() -> Contest:
+def gpt2(vocabulary: int = VOCABULARY) -> Contest:
     """Hugging Face's GPT-2: 12 layers, d = 256, 4 x 128, dropout 0.1."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -129,13 +129,16 @@ def gpt2() -> Contest:
         n_embd=256,
         n_head=8,
         n_positions=128,
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         use_cache=False,
         bos_token_id=0,
         eos_token_id=0,
     )
     model = GPT2LMHeadModel(config)
-    return _language("GPT-2, 12 layers, d=256, 4 x 128", model, model.transformer.h)
+    name = "GPT-2, 12 layers, d=256, 4 x 128"
+    if vocabulary != VOCABULARY:
+        name += f", vocabulary {vocabulary}"
+    return _language(name, model, model.transformer.h, vocabulary)
 
 
 def bert() -> Contest:
@@ -184,7 +187,12 @@ CONTESTS: dict[str, Callable[[], Contest]] = {
 
 def build(name: str) -> Contest:
     """The contest of that name, weights and data always the same."""
+    return made(CONTESTS[name])
+
+
+def made(make: Callable[[], Contest]) -> Contest:
+    """A contest in train mode, weights and data always the same."""
     torch.manual_seed(0)
-    contest = CONTESTS[name]()
+    contest = make()
     contest.model.train()
     return contest

@@ -128,6 +128,11 @@ class Chain:
         """ω_δ of δ^index, index 0 (the gradient of the input) to n."""
         return self.input_gradient_bytes if index == 0 else self.stages[index - 1].gradient_bytes
 
+    def _repr_html_(self) -> str:
+        from memopt.models.chain_html import chain_html
+
+        return chain_html(self)
+
     @cached_property
     def compute_time_s(self) -> float:
         """One forward and one backward of every stage, seconds: a lower bound for every plan."""

@@ -92,3 +92,13 @@ def test_a_refused_step_leaves_the_state_as_it_was():
 
 def test_steps_print_as_in_the_paper():
     assert str(ChainStep(Move.FORWARD_NO_SAVE, 3)) == "F∅^3"
+
+
+def test_notebooks_show_it_escaped_and_short() -> None:
+    stages = [Stage(1.0, 2.0, 8, 16, 8, name="<b>") for _ in range(70)]
+    html = Chain(4, stages, resident_bytes=2048)._repr_html_()
+    assert "<b>memopt chain</b> of 70 stages" in html
+    assert "&lt;b&gt;" in html
+    assert "10 more" in html
+    assert "2.0 KiB" in html
+    assert html.count("<table>") == html.count("</table>") == 2
