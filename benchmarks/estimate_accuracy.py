@@ -37,8 +37,6 @@ from scipy.stats import spearmanr
 
 from benchmarks.kept import Kept
 from memopt.models.device import Device
-from memopt.models.liveness import store_all
-from memopt.models.replay import replay
 from memopt.planning import plan
 from memopt.profiler import device_measure, estimate_model
 from memopt.profiler.measure import environment
@@ -200,7 +198,7 @@ def row(family: Family, size: Any, batch: int, device: Device) -> Row:
         estimated_s=sum(estimated),
         measured_s=sum(measured),
         step_s=step_s,
-        estimated_peak=replay(profiled.graph, store_all(profiled.graph)).peak_bytes,
+        estimated_peak=plan(profiled, strategy="store-all", progress=False).peak_bytes,
         measured_peak=peak,
     )
 

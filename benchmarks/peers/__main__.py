@@ -193,7 +193,7 @@ def page(rows: list[Row], command: str, threads: int, rounds: int) -> str:
             "memopt's), which draws its random numbers as eager does (`fallback_random`). "
             '"equal": gradients and buffers are eager\'s bit for bit; "close": within '
             "1e-3 of each tensor's largest value, gradients also ten times what one rounding of "
-            "the parameters changes in eager itself, if that is more (deep nets with batch norm).",
+            "the parameters, or eager's kernels without oneDNN, change in eager itself.",
             "",
             f"memopt is faster at the peer's peak in {len(won)} of {len(rows)} cells. Not in: "
             f"{', '.join(lost) or 'none'}.",
