@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,12 +134,19 @@ def _check_fingerprint(plan: Plan, found: str) -> None:
     else:
         assert plan.profiled is not None
         planned = fingerprint(plan.profiled.lowering.graph)
+    there, here = plan.record.torch_version if plan.record else "", str(torch.__version__)
+    other = f"planned with torch {there}, this is {here}" if there not in ("", here) else ""
     if planned == found:
+        if other:
+            warnings.warn(
+                f"{other}: the model's graph is the same, so the plan runs, but what was predicted "
+                f"may not hold. {again(plan)}",
+                stacklevel=5,
+            )
         return
     reason = "the captured graphs differ although shapes and parameters are the same"
-    here = str(torch.__version__)
-    if plan.record is not None and plan.record.torch_version != here:
-        reason += f" (planned with torch {plan.record.torch_version}, this is {here})"
+    if other:
+        reason += f" ({other})"
     raise PlanFileError(f"this plan was made for another model: {reason}. {again(plan)}")
 
 

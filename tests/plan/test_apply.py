@@ -154,6 +154,10 @@ def test_another_torch_is_named(loaded: dict[str, Plan]) -> None:
     record = dataclasses.replace(plan.record, torch_version="1.0", fingerprint="0" * 64)
     message = refusal(dataclasses.replace(plan, record=record), make("mlp")[0])
     assert "planned with torch 1.0" in message
+    # Of the same graph, it runs and says so.
+    record = dataclasses.replace(plan.record, torch_version="1.0")
+    with pytest.warns(UserWarning, match=r"planned with torch 1\.0.*Plan again: memopt\.plan"):
+        dataclasses.replace(plan, record=record).apply(make("mlp")[0])
 
 
 def test_a_plan_of_a_cost_model_cannot_run(planned: dict[str, Plan], tmp_path: Path) -> None:
