@@ -23,6 +23,7 @@ CPU = (
     "olla_programs",
     "minimalloc",
     "monet_menus",
+    "arena",
     "llama_7b",
     "estimate_accuracy",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from memopt.executor.arena_forms import for_placing
 from memopt.models.replay import replay
 from memopt.profiler.baseline import Loss, untouched
 from memopt.profiler.inputs import to_call
-from memopt.profiler.measure import MeasureOptions
+from memopt.profiler.measure import MeasureOptions, replace_graph
 from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES, profile_model
 from tests.executor.harness import PROGRAMS, Prepared
@@ -92,12 +94,14 @@ def test_predicted_is_measured(case: str) -> None:
     torch.manual_seed(0)
     model, x = make(), inputs()
     options = MeasureOptions(cap_s=0.2, max_rounds=1)
-    profiled = profile_model(model, x, loss=Loss(function), options=options)
-    prepared = Prepared(model, profiled.captured, profiled.lowering)
+    profiled = for_placing(profile_model(model, x, loss=Loss(function), options=options))
+    graph = replace_graph(profiled.lowering.graph, outside=profiled.graph.outside)
+    prepared = Prepared(model, profiled.captured, replace(profiled.lowering, graph=graph))
     resident = profiled.graph.resident_bytes - STEP_SCALARS_BYTES["cpu"]
     for name, make_program in PROGRAMS.items():
         program = make_program(profiled.graph)
-        predicted = replay(profiled.graph, program).peak_bytes
+        timeline = replay(profiled.graph, program)
+        predicted = timeline.placed_peak_bytes or timeline.peak_bytes
         planned = prepared.planned(program)
         peak = measured_peak(planned, x, function)
         assert abs(resident + peak - predicted) <= TOLERANCE * predicted, (

@@ -14,6 +14,7 @@ from memopt.profiler.memory import metered
 from tests import zoo
 
 PEAK_TOLERANCE = 0.005
+LANGUAGE = ("gpt2", "bert", "llama")
 CASES = [
     pytest.param("resnet50", "momentum", "olla"),
     pytest.param("gpt2", "adamw", "olla"),
@@ -74,5 +75,10 @@ def test_three_steps_equal_eager_within_the_planned_peak(
         for key, value in state.items():
             same = torch.equal(states[index][key], value) if value is not None else True
             assert same, (index, key)
+    assert plan.arena is not None
+    assert "arenas.lease()" in step.code
+    if name in LANGUAGE:
+        assert plan.arena.coverage >= 0.85
     planned_bytes = plan.peak_bytes - plan.resident_bytes
+    assert use.peak_bytes >= 0.98 * planned_bytes
     assert use.peak_bytes <= planned_bytes * (1 + PEAK_TOLERANCE)
