@@ -75,10 +75,11 @@ def test_three_steps_equal_eager_within_the_planned_peak(
         for key, value in state.items():
             same = torch.equal(states[index][key], value) if value is not None else True
             assert same, (index, key)
-    assert plan.arena is not None
-    assert "arenas.lease()" in step.code
-    if name in LANGUAGE:
-        assert plan.arena.coverage >= 0.85
     planned_bytes = plan.peak_bytes - plan.resident_bytes
-    assert use.peak_bytes >= 0.98 * planned_bytes
+    if strategy == "olla":
+        assert plan.arena is not None
+        assert "arenas.lease()" in step.code
+        if name in LANGUAGE:
+            assert plan.arena.coverage >= 0.85
+        assert use.peak_bytes >= 0.98 * planned_bytes
     assert use.peak_bytes <= planned_bytes * (1 + PEAK_TOLERANCE)
