@@ -26,24 +26,24 @@ from memopt.strategies.monet.strategy import Monet
 
 FAMILIES = ("resnet50", "googlenet", "unet", "vgg16", "mobilenet_v2")
 SHARES = (0.25, 0.5, 0.75)
-HEAD = "| model | operators | share | budget GiB | Rotor | monet | bound | gap | s | plan by |\n"
+HEAD = "| model | operators | share | GiB | Rotor | monet | bound | gap | s | CPU s | by |\n"
 
 
-def rows(name: str, folder: Path, limit_s: float) -> str:
+def rows(name: str, folder: Path, limit_s: float, shares: list[float]) -> str:
     """The lines of one model."""
     graph = estimated_graph(name, folder)
     base = replay(graph, store_all(graph))
     floor = solve(graph, "min", Rotor(), device=Device()).budget
     assert floor is not None
     lines = ""
-    for share in SHARES:
+    for share in shares:
         budget = floor + int(share * (base.peak_bytes - floor))
         plain = rotor_program(graph, budget)[0]
         assert plain is not None
         plain_s = replay(graph, plain).time_s
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         solution = Monet().solve(graph, budget, time_limit_s=limit_s)
-        seconds = time.perf_counter() - begin
+        seconds, cpu_s = time.perf_counter() - begin, time.process_time() - cpu_begin
         assert solution.program is not None
         assert solution.time_s is not None
         assert solution.lower_bound_s is not None
@@ -60,6 +60,7 @@ def rows(name: str, folder: Path, limit_s: float) -> str:
             f"{solution.lower_bound_s / base.time_s - 1:+.1%}",
             f"{solution.gap:.1%}",
             f"{seconds:.0f}",
+            f"{cpu_s:.0f}",
             str(solution.stats["chosen"]),
         ]
         line = "| " + " | ".join(cells) + " |\n"
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("out/monet-graphs"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--limit", type=float, default=60.0)
+    parser.add_argument("--shares", type=float, nargs="*", default=list(SHARES))
     parser.add_argument("families", nargs="*", default=list(FAMILIES))
     options = parser.parse_args()
     page = (
@@ -82,9 +84,9 @@ def main() -> None:
         f"Time overhead of plans found within {options.limit:g} s, batch {BATCH}, estimated for "
         f"{DEVICE}, exact implementations\n(`python -m benchmarks.monet_scale`).\n\n{HEAD}"
     )
-    page += "|" + "---|" * 10 + "\n"
+    page += "|" + "---|" * 11 + "\n"
     for name in options.families:
-        page += rows(name, options.folder, options.limit)
+        page += rows(name, options.folder, options.limit, options.shares)
         if options.out is not None:
             options.out.write_text(page)
 
