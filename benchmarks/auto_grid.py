@@ -7,12 +7,14 @@ The tiny families, estimated, so that the graphs are the same everywhere. Budget
 smallest one + x (store-all's peak - that). "Least" is the least step time of the single strategies
 in SINGLE, each with all the time it wants; they end by themselves, so it is the same on every
 machine. `auto` is the default one, with every strategy it tries, under the time limit; its time is
-wall-clock time from call to plan. A finished model's rows are kept (--resume).
+wall-clock time from call to plan, and CPU time beside it: on a shared machine a member that stops
+in time by its own clock is late by the wall's. A finished model's rows are kept (--resume).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ class Row:
     auto_s: float
     chosen: str
     spent_s: float
+    cpu_s: float
 
 
 def graph_of(name: str) -> Graph:
@@ -81,11 +84,11 @@ def rows_of(name: str, limit_s: float) -> list[Row]:
     graph, rows = graph_of(name), []
     for share, budget_bytes in budgets_of(graph).items():
         least_s, least_by = least_of(graph, budget_bytes)
-        begin = time.monotonic()
+        begin, used = time.monotonic(), time.process_time()
         made = solve(graph, budget_bytes, Auto(), device=Device(), time_limit_s=limit_s)
         spent_s = time.monotonic() - begin
         chosen = str(made.stats.get("chosen", ""))
-        row = (least_s, least_by, made.step_time_s, chosen, spent_s)
+        row = (least_s, least_by, made.step_time_s, chosen, spent_s, time.process_time() - used)
         rows.append(Row(name, share, budget_bytes, *row))
     return rows
 
@@ -100,20 +103,22 @@ def page(rows: list[Row], limit_s: float) -> str:
         "# Auto against the single strategies",
         "",
         f"`python -m benchmarks.auto_grid --limit {limit_s:g}`: {models} tiny models, estimated, "
-        f"{len(SHARES)} budgets each; torch {torch.__version__}, shared machine. Least: of "
+        f"{len(SHARES)} budgets each; torch {torch.__version__}, {os.cpu_count()} cores, load "
+        f"average {os.getloadavg()[2]:.1f} (above the cores: a shared machine). Least: of "
         f"{', '.join(SINGLE)}, without a limit. auto: all its strategies within {limit_s:g} s.",
         "",
         f"auto is slower than the least in {slower} of {len(rows)} cells (largest ratio "
         f"{max(ratios):.6f}, smallest {min(ratios):.4f}). It ends {abs(over):.2f} s "
         f"{'after' if over > 0 else 'before'} its limit at the latest.",
         "",
-        "| model | share | budget, KiB | least, ms | by | auto / least | chosen | auto took, s |",
-        "|---|---:|---:|---:|---|---:|---|---:|",
+        "| model | share | budget, KiB | least, ms | by | auto / least | chosen | auto took, s "
+        "| of CPU, s |",
+        "|---|---:|---:|---:|---|---:|---|---:|---:|",
     ]
     lines += [
         f"| {row.model} | {row.share:g} | {row.budget_bytes / 1024:.1f} | "
         f"{1e3 * row.least_s:.3f} | {row.least_by} | {row.auto_s / row.least_s:.4f} | "
-        f"{row.chosen} | {row.spent_s:.2f} |"
+        f"{row.chosen} | {row.spent_s:.2f} | {row.cpu_s:.2f} |"
         for row in rows
     ]
     return "\n".join([*lines, ""])
