@@ -108,8 +108,8 @@ def estimated_graph(case: Case, folder: Path) -> Graph:
 
 
 def eager_peak_bytes(graph: Graph) -> int:
-    """Peak of the step as PyTorch runs it: in-place ReLU6 leaves its output for the backward, the
-    captured (functional) step its input, so that those backwards read the output here."""
+    """Peak of the step as the paper's PyTorch ran it: the backward of an in-place ReLU6 read its
+    output; today's reads a copy of its input, which the captured step has, too."""
     steps = []
     for step in computes(graph, range(len(graph.operators))):
         if isinstance(step, Compute):

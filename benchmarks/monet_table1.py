@@ -118,9 +118,9 @@ def page(columns: list[Column], command: str, limit_s: float) -> str:
         "",
         "Memory at 10% compute overhead, GiB and share of PyTorch's (the paper's GB are 2^30 "
         "bytes). PyTorch's own memory, the paper's and estimated, is that of the step without "
-        "memopt, in-place ReLU6 included. The paper's shares: 'Checkmate' and 'MONeT' of its Table "
-        "1. 'exact' leaves out implementations that change rounding; the paper's MONeT has them "
-        "(batch norm from its output).",
+        "memopt; today's would copy the input of every in-place ReLU6, the paper's did not. The "
+        "paper's shares are of its Table 1. 'exact' leaves out implementations that change "
+        "rounding; the paper's MONeT has them (batch norm from its output).",
         "",
         f"| model | batch | PyTorch: paper / here | Checkmate, paper | MONeT, paper | "
         f"{' | '.join(names)} |",

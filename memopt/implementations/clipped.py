@@ -73,6 +73,14 @@ def _bits(sites: Sites, forward: Node, kernel: Kernel) -> Node:
     return bits
 
 
+def _original(x: Any) -> Any:
+    """What is copied to `x`: an in-place hardtanh's backward reads a copy of its input, which need
+    not be made for the alternatives."""
+    while isinstance(x, Node) and str(x.target) == "aten.clone.default":
+        x = x.args[0]
+    return x
+
+
 def _dense_gradient(backward: Node) -> bool:
     """The operator's result is laid out as ours is: contiguous, from contiguous arguments."""
     return bool(value_of(backward).is_contiguous() and value_of(backward.args[0]).is_contiguous())
@@ -90,7 +98,8 @@ def attach(sites: Sites) -> None:
         limits: list[Any] = list(rest)
         if not relu6 and (limits[0] <= 0 or limits[1]):
             continue
-        forward = next((n for n in sites.calls(kernel) if n.args[0] is x), None)
+        original = _original(x)
+        forward = next((n for n in sites.calls(kernel) if n.args[0] is original), None)
         if (
             forward is None
             or not _dense_gradient(backward)

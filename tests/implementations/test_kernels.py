@@ -118,7 +118,7 @@ def _within(found: torch.Tensor, reference: torch.Tensor, scale: torch.Tensor) -
 
 
 DTYPES = [torch.float32, F64, torch.bfloat16]
-CLIPPED = [nn.ReLU(), nn.ReLU6(), nn.Hardtanh(-0.3, 0.4), nn.LeakyReLU(0.2), nn.Tanh()]
+CLIPPED = [nn.ReLU(), nn.ReLU6(inplace=True), nn.Hardtanh(-0.3, 0.4), nn.LeakyReLU(0.2), nn.Tanh()]
 SMOOTH = [nn.Hardsigmoid(), nn.ELU(0.7), nn.Softplus(2.0)]
 
 
