@@ -63,5 +63,5 @@ def _steps(axes: Axes, row: Row, times: list[float], values: list[float]) -> Col
 
 
 def _finish(figure: Figure, axes: Axes, path: Path) -> None:
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=80)

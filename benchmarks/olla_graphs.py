@@ -81,17 +81,6 @@ def captured(family: zoo.Family, batch: int) -> Graph:
     )
 
 
-def without_updates(graph: Graph) -> Graph:
-    """The step up to its gradients, which then are its results, for strategies that recompute."""
-    updates = [x for x in graph.operators if x.phase is Phase.UPDATE]
-    gradients = [t for x in updates for t in x.reads if t not in graph.resident]
-    return replace_graph(
-        graph,
-        operators=graph.operators[: len(graph.operators) - len(updates)],
-        gradients=tuple(dict.fromkeys((*graph.gradients, *gradients))),
-    )
-
-
 def graph_of(name: str, batch: int, folder: Path | None) -> Graph:
     """The captured graph, from the folder if it is there, else into it."""
     if folder is None:

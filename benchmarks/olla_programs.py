@@ -4,7 +4,7 @@
         [--report] [--batches 1 32] [--strategies rotor ...]
         [--out docs/results/olla_programs.md] [NAME ...]
 
-Steps up to the gradients (benchmarks.olla_graphs without their updates), planned by strategies
+Steps up to the gradients (benchmarks.olla_graphs, without updates), planned by strategies
 that recompute or move tensors, at budgets floor + x (baseline - floor). Every plan is placed as it
 is, then reordered and placed again, and each result is validated. Captures and finished rows are
 kept, so that a run cut short goes on where it was.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.kept import Kept
-from benchmarks.olla_graphs import DEVICE, NAMES, graph_of, without_updates
+from benchmarks.olla_graphs import DEVICE, NAMES, graph_of
 from benchmarks.olla_rows import warm_up
 from benchmarks.olla_tables import percent
 from memopt.models.graph import Graph
@@ -31,6 +31,7 @@ from memopt.models.lower import lower_steps
 from memopt.models.presets import find_device
 from memopt.models.program import Compute, Program, SwapIn
 from memopt.models.replay import replay
+from memopt.models.updates import without_updates
 from memopt.strategies.base import Solution, Strategy
 from memopt.strategies.offload.dynprog import DynProg
 from memopt.strategies.offload.graph import OffloadGraph

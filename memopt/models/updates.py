@@ -46,6 +46,7 @@ def without_updates(graph: Graph) -> Graph:
         tangents_held=graph.tangents_held,
         boundary_bytes=graph.boundary_bytes,
         extra_resident_bytes=graph.extra_resident_bytes,
+        outside=graph.outside,
     )
 
 
