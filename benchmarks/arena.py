@@ -1,7 +1,7 @@
 """Whole steps run at planned addresses: equality, coverage, peak and time.
 
     python -m benchmarks.arena [--size tiny|paper] [--batch N] [--rounds N] [--out FILE]
-                               [--resume FILE] [--fresh] [family ...]
+                               [--note TEXT] [--resume FILE] [--fresh] [family ...]
 
 Every family trains three steps under OLLA's plan with SGD-momentum and with AdamW, and must end
 with eager's loss, parameters, buffers and optimizer state, bit for bit. Time: the same program
@@ -202,6 +202,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, help="where to write the page")
+    parser.add_argument("--note", default="", help="a sentence for the page, on the machine say")
     parser.add_argument("--resume", type=Path, default=Path("build/arena.json"))
     parser.add_argument("--fresh", action="store_true")
     options = parser.parse_args()
@@ -223,7 +224,9 @@ def main() -> int:
             gc.collect()
         kept.add(name, rows)
     rows = kept.ordered(names)
-    text = "\n".join(page(rows, settings)) + "\n"
+    lines = page(rows, settings)
+    lines[4:4] = [options.note, ""] if options.note else []
+    text = "\n".join(lines) + "\n"
     print(text)
     if options.out is not None:
         options.out.write_text(text, encoding="utf-8")

@@ -25,7 +25,7 @@ from memopt.models.program import Compute, Program, SwapIn
 from memopt.profiler.build import Lowering, values_of
 from memopt.profiler.torch_private import storage_at
 
-_KNOWN_ADDRESSES = 2
+_KNOWN_ADDRESSES = 8
 
 
 @dataclass(frozen=True)
