@@ -127,7 +127,7 @@ def step_digest(name: str, module: nn.Module) -> str:
 def digest_of_step(module: nn.Module, inputs: Any, loss: Callable[[Any], Tensor]) -> str:
     """SHA-256 of a step's outputs, gradients, buffers and the next random draw, bit for bit."""
     torch.manual_seed(7)
-    output = call(module, inputs)
+    output = call(module, (inputs,) if isinstance(inputs, Tensor) else inputs)
     loss(output).backward()
     values = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     values += [p.grad for _, p in sorted(module.named_parameters()) if p.grad is not None]
