@@ -116,16 +116,18 @@ class _GraphStrategy(Strategy):
         stats["operators"] = len(coarse.graph.operators)
         # Of the merged graph a proof says nothing about plans that tear a group apart.
         exact = len(coarse.graph.operators) == len(graph.operators)
+        # Operators with implementations are not merged: a stage for each may be too many.
+        too_large = len(coarse.graph.operators) > 2 * self.max_operators
         status, found, bound_s = Status.UNKNOWN, None, None
         whole_s: float | None = None
         impossible = memory_lower_bound(graph) > limit_bytes
-        if not (exact or impossible or budget_bytes is None):
+        if not (exact or impossible):
             # All of the graph in a coarser program: a bound, and often a plan close to it.
-            best, whole_s = self.whole(graph, best, budget_bytes, begin + limit_s, stats, progress)
+            best, whole_s = self.whole(graph, best, limit_bytes, begin + limit_s, stats, progress)
         left_s = limit_s - (time.monotonic() - begin)
         if impossible:
             status, exact = Status.INFEASIBLE, True
-        elif left_s > 0 and not _close(graph, best, whole_s):
+        elif left_s > 0 and not (_close(graph, best, whole_s) or (whole_s and too_large)):
             status, found, bound_s = self.search(coarse.graph, limit_bytes, left_s, progress)
             stats["solver"] = str(status)
         if bound_s is not None and not exact:
