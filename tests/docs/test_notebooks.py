@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, the quickstart in every run of the tests."""
+"""The notebooks run from top to bottom."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from nbclient import NotebookClient
 from tests.zoo import torchvision_shim
 
 NOTEBOOKS = Path(__file__).parent.parent.parent / "docs" / "notebooks"
-QUICK = ("own-strategy",)
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -35,13 +34,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name in QUICK])
-def test_quick_notebook(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run(name, monkeypatch, tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [name for name in ALL if name not in QUICK])
+@pytest.mark.parametrize("name", ALL)
 def test_notebook(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run(name, monkeypatch, tmp_path)
