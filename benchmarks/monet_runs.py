@@ -25,7 +25,6 @@ from memopt.models.program import Compute, Program
 from memopt.models.replay import replay
 from memopt.models.serialize import dumps, loads
 from memopt.profiler.estimate import estimate_model
-from memopt.profiler.measure import replace_graph
 from memopt.strategies.base import Strategy
 from tests.zoo import get
 
@@ -124,7 +123,7 @@ def eager_peak_bytes(graph: Graph) -> int:
 def plain(graph: Graph) -> Graph:
     """The graph with default implementations only."""
     operators = [replace(operator, implementations=()) for operator in graph.operators]
-    return replace_graph(graph, operators=operators)
+    return replace(graph, operators=operators)
 
 
 def chosen_of(graph: Graph, program: Program | None) -> dict[str, int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from memopt.models.serialize import dumps, loads
 from memopt.profiler.baseline import Loss
 from memopt.profiler.estimate import estimate_costs
 from memopt.profiler.inputs import to_call
-from memopt.profiler.measure import replace_graph, with_costs
+from memopt.profiler.measure import with_costs
 from memopt.profiler.step_capture import capture_step, with_updates
 from tests import zoo
 from tests.zoo.language import logits_loss, make_xlm_r, tokens
@@ -76,9 +77,7 @@ def captured(family: zoo.Family, batch: int) -> Graph:
         priced = with_costs(parts.lowering, estimate_costs(parts.lowering, device))
         _, whole = with_updates(parts, parts.lowering, {})
     updates = [x for x in whole.graph.operators if x.phase is Phase.UPDATE]
-    return replace_graph(
-        priced, operators=(*priced.operators, *updates), gradients=whole.graph.gradients
-    )
+    return replace(priced, operators=(*priced.operators, *updates), gradients=whole.graph.gradients)
 
 
 def graph_of(name: str, batch: int, folder: Path | None) -> Graph:

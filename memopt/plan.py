@@ -189,14 +189,13 @@ class Plan:
     def _plan_again(self, model: nn.Module, call: Call) -> nn.Module:
         """The model under a plan for another call, within the same budget."""
         from memopt.planning import plan
-        from memopt.profiler.measure import replace_graph
         from memopt.profiler.session import profile_model
 
         assert self.graph is not None
         profiled = profile_model(model, call)
         optimizer = self.profiled.optimizer if self.profiled is not None else None
         extra_bytes = optimizer.bytes_total if optimizer is not None else 0
-        graph = replace_graph(
+        graph = replace(
             profiled.graph,
             boundary_bytes=self.graph.boundary_bytes,
             extra_resident_bytes=profiled.graph.extra_resident_bytes + extra_bytes,

@@ -18,7 +18,6 @@ from torch.fx import Node
 
 from memopt.executor.arena_lowered import EVERYWHERE, ON_CPU
 from memopt.profiler.build import Lowering, values_of
-from memopt.profiler.measure import replace_graph
 from memopt.profiler.session import Profiled
 from memopt.profiler.torch_private import has_kernel
 
@@ -126,7 +125,7 @@ def forms_of(lowering: Lowering) -> dict[Node, Form]:
 def for_placing(profiled: Profiled) -> Profiled:
     """A profiled model whose graph says which tensors a placement must leave out."""
     outside = outside_tensors(profiled.lowering)
-    return replace(profiled, graph=replace_graph(profiled.graph, outside=outside))
+    return replace(profiled, graph=replace(profiled.graph, outside=outside))
 
 
 def outside_tensors(lowering: Lowering) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.estimate import work_time_s
 from memopt.profiler.flops import work
-from memopt.profiler.measure import MeasureOptions, costs_of, replace_graph
+from memopt.profiler.measure import MeasureOptions, costs_of
 from memopt.profiler.session import Profiled
 from memopt.profiler.signature import describe_value, signature
 
@@ -141,7 +141,7 @@ def _allowed(lowering: Lowering, profiled: Profiled) -> Lowering:
         for i, o in enumerate(lowering.graph.operators)
     ]
     kept = {key: node for key, node in lowering.alternatives.items() if key not in out}
-    graph = replace_graph(lowering.graph, operators=operators)
+    graph = replace(lowering.graph, operators=tuple(operators))
     return replace(lowering, graph=graph, alternatives=kept)
 
 
@@ -191,4 +191,4 @@ def _priced(
             choices.append(replace(choice, time_s=time_s, workspace_bytes=known))
         priced = replace(old, implementations=tuple(choices))
         operators.append(replace(priced, implementations=undominated(priced)) if pruned else priced)
-    return replace_graph(graph, tensors=(*graph.tensors, *extras), operators=operators)
+    return replace(graph, tensors=(*graph.tensors, *extras), operators=tuple(operators))

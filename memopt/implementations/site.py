@@ -13,7 +13,6 @@ from torch.fx import Node
 from memopt.implementations.kernel import Kernel
 from memopt.models.graph import Implementation, Tensor
 from memopt.profiler.build import Lowering
-from memopt.profiler.measure import replace_graph
 
 Attach = Callable[["Sites"], None]
 """Adds one family's alternatives wherever they fit."""
@@ -150,7 +149,7 @@ class Sites:
         ]
         return replace(
             self._lowering,
-            graph=replace_graph(graph, tensors=self._tensors, operators=operators),
+            graph=replace(graph, tensors=tuple(self._tensors), operators=tuple(operators)),
             storages=self._storages,
             bases=self._bases,
             alternatives=self._nodes,

@@ -35,18 +35,9 @@ def without_updates(graph: Graph) -> Graph:
     if any(operator.phase is Phase.UPDATE for operator in graph.operators[:count]):
         raise ValueError("without_updates: updates must come after all other operators")
     gradients = [t for i in _updates(graph) for t in graph.operators[i].reads]
-    return Graph(
-        graph.tensors,
-        graph.operators[:count],
-        outputs=graph.outputs,
-        gradients=dict.fromkeys(
-            t for t in (*graph.gradients, *gradients) if t not in graph.resident
-        ),
-        tangents=graph.tangents,
-        tangents_held=graph.tangents_held,
-        boundary_bytes=graph.boundary_bytes,
-        extra_resident_bytes=graph.extra_resident_bytes,
-        outside=graph.outside,
+    results = (t for t in (*graph.gradients, *gradients) if t not in graph.resident)
+    return replace(
+        graph, operators=graph.operators[:count], gradients=tuple(dict.fromkeys(results))
     )
 
 

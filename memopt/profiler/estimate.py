@@ -40,7 +40,7 @@ from memopt.profiler.flops import (
     work,
 )
 from memopt.profiler.inputs import Call, to_call
-from memopt.profiler.measure import replace_graph, with_costs
+from memopt.profiler.measure import with_costs
 from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, replayed_baseline
@@ -158,7 +158,7 @@ def estimate_model(
     if loss is not None:
         boundary = _loss_bytes(fakes, stand_in, fake_call, loss, device)
     state = optimizer_state(optimizer, model.parameters(), device.block_bytes)
-    graph = replace_graph(
+    graph = replace(
         graph,
         boundary_bytes=boundary,
         extra_resident_bytes=graph.extra_resident_bytes

@@ -116,23 +116,7 @@ def with_costs(lowering: Lowering, costs: list[Cost]) -> Graph:
                     tensors[tensor] = Tensor(old.name, size, old.kind)
         priced = replace(operator, time_s=cost.time_s, workspace_bytes=cost.workspace_bytes)
         operators.append(priced)
-    return replace_graph(graph, tensors=tensors, operators=operators)
-
-
-def replace_graph(graph: Graph, **changes: object) -> Graph:
-    """`dataclasses.replace` for Graph."""
-    fields = {
-        "tensors": graph.tensors,
-        "operators": graph.operators,
-        "outputs": graph.outputs,
-        "gradients": graph.gradients,
-        "tangents": graph.tangents,
-        "tangents_held": graph.tangents_held,
-        "boundary_bytes": graph.boundary_bytes,
-        "extra_resident_bytes": graph.extra_resident_bytes,
-        "outside": graph.outside,
-    }
-    return Graph(**{**fields, **changes})  # type: ignore[arg-type]  # names checked by Graph
+    return replace(graph, tensors=tuple(tensors), operators=tuple(operators))
 
 
 def _measure(

@@ -20,7 +20,7 @@ from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call, to_call
-from memopt.profiler.measure import MeasureOptions, environment, measure, replace_graph
+from memopt.profiler.measure import MeasureOptions, environment, measure
 from memopt.profiler.misfit import check_arguments, diagnosed
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
@@ -121,7 +121,7 @@ def profile_model(
         model, call, device, block_bytes=block_bytes, fingerprint=fingerprint(lowering.graph)
     )
     boundary = measure_loss(model, call, loss, device) if loss is not None else 0
-    graph = replace_graph(
+    graph = replace(
         graph,
         boundary_bytes=boundary,
         extra_resident_bytes=graph.extra_resident_bytes

@@ -19,7 +19,6 @@ from memopt.profiler.baseline import Loss
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call
-from memopt.profiler.measure import replace_graph
 from memopt.profiler.step_optimizer import Update
 
 
@@ -156,9 +155,7 @@ def with_updates(
     graph = lowering.graph
     held = [lowering.storages[g] for g in gradients if isinstance(g, Node)]
     remaining = dict.fromkeys(t for group in held for t in group if t is not None)
-    graph = replace_graph(
-        graph, operators=(*graph.operators, *operators), gradients=tuple(remaining)
-    )
+    graph = replace(graph, operators=(*graph.operators, *operators), gradients=tuple(remaining))
     return captured, replace(
         lowering, graph=graph, nodes=(*lowering.nodes, *nodes), storages=storages
     )

@@ -17,7 +17,7 @@ from memopt.models.serialize import fingerprint
 from memopt.profiler.baseline import Baseline, Loss, measure_steps, untouched
 from memopt.profiler.host_state import HostState
 from memopt.profiler.inputs import Call, to_call
-from memopt.profiler.measure import MeasureOptions, measure, replace_graph
+from memopt.profiler.measure import MeasureOptions, measure
 from memopt.profiler.memory import metered
 from memopt.profiler.misfit import check_arguments, diagnosed
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
@@ -117,7 +117,7 @@ def profile_step(
 
 
 def _with_resident(graph: Graph, more_bytes: int) -> Graph:
-    return replace_graph(graph, extra_resident_bytes=graph.extra_resident_bytes + more_bytes)
+    return replace(graph, extra_resident_bytes=graph.extra_resident_bytes + more_bytes)
 
 
 def _where_the_state_is(state: OptimizerState, hosted: bool) -> tuple[str, ...]:

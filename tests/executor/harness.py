@@ -31,7 +31,6 @@ from memopt.models.validate import validate
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call, to_call
-from memopt.profiler.measure import replace_graph
 from memopt.strategies.olla.passes import place_program
 
 
@@ -147,7 +146,7 @@ def prepare(model: nn.Module, inputs: Any) -> Prepared:
     """Capture a model for a call; nothing is measured."""
     captured = capture(model, to_call(inputs))
     lowering = build(model, captured)
-    graph = replace_graph(lowering.graph, outside=outside_tensors(lowering))
+    graph = replace(lowering.graph, outside=outside_tensors(lowering))
     return Prepared(model, captured, replace(lowering, graph=graph))
 
 

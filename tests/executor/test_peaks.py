@@ -16,7 +16,7 @@ from memopt.executor.arena_forms import for_placing
 from memopt.models.replay import replay
 from memopt.profiler.baseline import Loss, untouched
 from memopt.profiler.inputs import to_call
-from memopt.profiler.measure import MeasureOptions, replace_graph
+from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES, profile_model
 from tests.executor.harness import PROGRAMS, Prepared
@@ -95,7 +95,7 @@ def test_predicted_is_measured(case: str) -> None:
     model, x = make(), inputs()
     options = MeasureOptions(cap_s=0.2, max_rounds=1)
     profiled = for_placing(profile_model(model, x, loss=Loss(function), options=options))
-    graph = replace_graph(profiled.lowering.graph, outside=profiled.graph.outside)
+    graph = replace(profiled.lowering.graph, outside=profiled.graph.outside)
     prepared = Prepared(model, profiled.captured, replace(profiled.lowering, graph=graph))
     resident = profiled.graph.resident_bytes - STEP_SCALARS_BYTES["cpu"]
     for name, make_program in PROGRAMS.items():

@@ -13,7 +13,6 @@ from torch import nn
 import memopt
 from memopt.implementations import FAMILIES, with_implementations
 from memopt.models.program import Compute
-from memopt.profiler.measure import replace_graph
 from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES, profile_model
 from memopt.strategies import Monet
@@ -84,7 +83,7 @@ def test_monet_considers_an_own_family_whose_plan_file_is_refused(tmp_path: Path
         replace(o, implementations=tuple(replace(c, time_s=0.0) for c in o.implementations))
         for o in profiled.graph.operators
     ]
-    profiled = replace(profiled, graph=replace_graph(profiled.graph, operators=operators))
+    profiled = replace(profiled, graph=replace(profiled.graph, operators=operators))
     plan = memopt.plan(profiled, strategy=Monet(exact_only=False), progress=False)
     assert chosen(plan) == {"output"}
     CALLS.clear()

@@ -154,16 +154,7 @@ def overwriting(rng: random.Random, graph: Graph) -> Graph:
         )
         for operator in operators
     ]
-    return Graph(
-        tensors,
-        operators,
-        graph.outputs,
-        graph.gradients,
-        graph.tangents,
-        graph.tangents_held,
-        graph.boundary_bytes,
-        graph.extra_resident_bytes,
-    )
+    return replace(graph, tensors=tuple(tensors), operators=tuple(operators))
 
 
 def random_training_graph(seed: int, layers: int = 8) -> Graph:
