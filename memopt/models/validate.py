@@ -103,24 +103,19 @@ def memory_use(graph: Graph, program: Program) -> Use:
     apart = [x for x in device if (x.begin, x.tensor) not in placed]
     unplaced = _Covering(apart, sizes)
     copies = _Covering(host, sizes)
-
-    def taken(i: int, among: Sequence[Lifetime]) -> int:
-        """Bytes that the output at i takes over from one of these lifetimes, which ends there."""
-        instruction = program.instructions[i]
-        if not isinstance(instruction, Compute) or instruction.in_place is None:
-            return 0
-        tensor = instruction.in_place
-        ending = any(x.tensor == tensor and x.end == i for x in among)
-        # Where both are placed, the output is in the arena and so was the tensor.
-        return sizes[tensor] if ending else 0
-
+    apart_ends = {(x.tensor, x.end) for x in apart}
     during, outside, copied = [], [], []
     for i, instruction in enumerate(program.instructions):
         produced, scratch = _produced(graph, instruction)
         inside = sum(sizes[t] for t in produced if (i, t) in placed)
         new = scratch + sum(sizes[t] for t in produced)
-        during.append(graph.resident_bytes + whole(i, i) + new - taken(i, device))
-        outside.append(graph.resident_bytes + unplaced(i, i) + new - inside - taken(i, apart))
+        during.append(graph.resident_bytes + whole(i, i) + new)
+        outside.append(graph.resident_bytes + unplaced(i, i) + new - inside)
+        taken = instruction.in_place if isinstance(instruction, Compute) else None
+        if taken is not None:
+            during[-1] -= sizes[taken]
+            # Where both are placed, the output is in the arena and so was the tensor.
+            outside[-1] -= sizes[taken] if (taken, i) in apart_ends else 0
         copied.append(copies(i + 1, i + 1))
     return Use(
         max(during, default=graph.resident_bytes), max(copied, default=0), during, copied, outside
@@ -318,7 +313,8 @@ class _History:
         elif event == "overwrite":
             # Where the tensor is absent, its reading has been found wrong already. A copy made
             # of this very stay may still be under way.
-            leaving = (self.copied_since or -1) > (self.live_since or -1)
+            since, copy = self.live_since, self.copied_since
+            leaving = since is not None and copy is not None and copy > since
             self._need(not self.result and not leaving, Code.IN_PLACE, i)
             self._end_device(i)
         elif event == "SwapOut":

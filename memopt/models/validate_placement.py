@@ -85,14 +85,13 @@ def _moved(
     placed: Mapping[tuple[int, int], tuple[Lifetime, int]],
 ) -> Violation | None:
     """A Compute in place whose output is not where the tensor is that it overwrites."""
+    begin = {(x.tensor, x.end): x.begin for x in lifetimes}
     for position, instruction in enumerate(program):
         if not isinstance(instruction, Compute) or instruction.in_place is None:
             continue
         taken, made = instruction.in_place, *graph.operators[instruction.op].writes
-        (before,) = [x for x in lifetimes if x.tensor == taken and x.end == position]
-        here = [
-            placed[key][1] for key in ((before.begin, taken), (position, made)) if key in placed
-        ]
+        keys = ((begin[taken, position], taken), (position, made))
+        here = [placed[key][1] for key in keys if key in placed]
         if len(here) == 1 or here[:1] != here[1:]:
             return Violation(Code.IN_PLACE, position, f"tensor {made} over {taken}, at {here}")
     return None
