@@ -291,8 +291,8 @@ def _wrap(
     program = solution.program
     if view is not None and solution.steps is not None and program is None:
         program = view.lower(solution.steps)
-    # OLLA proves its peaks for tensors that each have a storage of their own.
-    if program is not None and isinstance(cost_model, Graph) and "place" not in strategy.features:
+    elif program is not None and isinstance(cost_model, Graph) and "place" not in strategy.features:
+        # OLLA proves its peaks for tensors that each have a storage of their own.
         program = with_in_place(cost_model, program)
     chain = view.chain if view is not None else None
     chain = cost_model if isinstance(cost_model, Chain) else chain
