@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from memopt.executor.arena_lowered import EVERYWHERE, ON_CPU
 from memopt.profiler.build import Lowering, values_of
+from memopt.profiler.in_place import fills_storage
 from memopt.profiler.session import Profiled
 from memopt.profiler.torch_private import has_kernel
 
@@ -82,8 +83,6 @@ def _suits(node: Node) -> bool:
     norm with statistics of another dtype."""
     if node.target is torch.ops.aten.native_dropout.default:
         return node.args[2] is not False and _tensor(node, 0).numel() > 0
-    if node.target is torch.ops.aten.slice_backward.default:
-        return True
     if node.target is torch.ops.aten._safe_softmax.default:
         return _tensor(node, 0).numel() > 0
     if node.target in (torch.ops.aten.full.default, torch.ops.aten.full_like.default):
@@ -99,13 +98,9 @@ def _tensor(node: Node, position: int) -> torch.Tensor:
 
 
 def _plain(value: torch.Tensor) -> bool:
-    """Whether a result fills its storage without gaps, so that (address, shape, strides) is all."""
-    return (
-        value.layout is torch.strided
-        and value.storage_offset() == 0
-        and value.untyped_storage().nbytes() == value.numel() * value.element_size()
-        and not (value.is_conj() or value.is_neg())
-    )
+    """Whether (address, shape, strides) is all there is to say of a result."""
+    strided = value.layout is torch.strided and not (value.is_conj() or value.is_neg())
+    return strided and fills_storage(value)
 
 
 def _storages_apart(values: tuple[Any, ...]) -> bool:

@@ -102,14 +102,14 @@ def _storage(node: Node) -> int | None:
     return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
 
 
-def _whole(value: torch.Tensor) -> bool:
+def fills_storage(value: torch.Tensor) -> bool:
     """Whether a tensor is all of its storage, without gaps."""
-    return (
-        value.numel() > 0
-        and value.storage_offset() == 0
-        and value.untyped_storage().nbytes() == value.numel() * value.element_size()
-        and not value.is_complex()
-    )
+    size_bytes = value.numel() * value.element_size()
+    return value.storage_offset() == 0 and value.untyped_storage().nbytes() == size_bytes
+
+
+def _whole(value: torch.Tensor) -> bool:
+    return value.numel() > 0 and not value.is_complex() and fills_storage(value)
 
 
 def _alike(value: Any, result: torch.Tensor) -> bool:
