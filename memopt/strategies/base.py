@@ -22,6 +22,16 @@ Progress: TypeAlias = Callable[[float, str], None]
 solver, which then returns its best plan with its bound."""
 
 
+def stops(progress: Progress | None, fraction: float, what: str) -> bool:
+    """Tell the caller how far it is; whether the caller wants the search to end here."""
+    try:
+        if progress is not None:
+            progress(fraction, what)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
 class Status(StrEnum):
     """How a solve ended."""
 

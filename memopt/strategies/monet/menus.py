@@ -19,7 +19,7 @@ from memopt.models.lower import without_unread_reruns
 from memopt.models.program import Compute, Instruction, LossBoundary, Program
 from memopt.models.replay import replay
 from memopt.models.stage_map import has_updates
-from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy, stops
 from memopt.strategies.monet.incumbent import rotor_program
 from memopt.strategies.monet.moment_search import MomentSearch
 from memopt.strategies.monet.stage_options import Option, menus
@@ -140,12 +140,8 @@ class _Watch:
 
     def stops(self, fraction: float) -> bool:
         """Whether to end the search here; tells the caller how far it is."""
-        try:
-            if self.progress is not None:
-                self.progress(fraction, "stage menus")
-        except KeyboardInterrupt:
-            self.stopped = True
-        self.stopped = self.stopped or time.monotonic() >= self.deadline
+        interrupted = stops(self.progress, fraction, "stage menus")
+        self.stopped = self.stopped or interrupted or time.monotonic() >= self.deadline
         return self.stopped
 
 

@@ -9,7 +9,7 @@ from memopt.models.graph import Graph
 from memopt.models.in_place import with_in_place
 from memopt.models.program import Compute, LossBoundary, Program
 from memopt.models.replay import Timeline, replay
-from memopt.strategies.base import Progress, Status
+from memopt.strategies.base import Progress, Status, stops
 from memopt.strategies.monet.backend import Solver
 from memopt.strategies.monet.moments import Allowed, MomentModel
 
@@ -77,12 +77,8 @@ class MomentSearch:
             self._tighten(program, timeline)
 
     def _stopped(self) -> bool:
-        try:
-            if self.progress is not None:
-                self.progress(0.3, f"monet: relaxation {self.rounds}, bound {self.bound_s:.6g} s")
-        except KeyboardInterrupt:
-            return True
-        return time.monotonic() >= self.deadline
+        what = f"monet: relaxation {self.rounds}, bound {self.bound_s:.6g} s"
+        return stops(self.progress, 0.3, what) or time.monotonic() >= self.deadline
 
     def _tighten(self, program: Program, timeline: Timeline) -> None:
         """A moment where the program needs most, or more slack at the one that is there."""

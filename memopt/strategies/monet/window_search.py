@@ -9,7 +9,7 @@ from memopt.errors import InvalidProgramError
 from memopt.models.graph import Graph
 from memopt.models.program import Program
 from memopt.models.replay import replay
-from memopt.strategies.base import Progress
+from memopt.strategies.base import Progress, stops
 from memopt.strategies.monet.intervals import IntervalModel, Runs, program_of, runs_of
 from memopt.strategies.monet.moments import Allowed
 
@@ -55,7 +55,8 @@ def improved(
         faster = False
         for window in _windows(graph, runs, size):
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or best_s <= bound_s * (1 + 1e-6) or _stops(progress, best_s):
+            done = left_s <= 0 or best_s <= bound_s * (1 + 1e-6)
+            if done or stops(progress, 0.7, f"monet: windows, best {best_s:.6g} s"):
                 return best, solved
             built = IntervalModel(graph, budget_bytes, allowed, _most(runs))
             if not built.start(runs, window):
@@ -101,12 +102,3 @@ def _windows(graph: Graph, runs: Runs, size: int) -> list[set[int]]:
         (window for window in windows if any(again[i] for i in window)),
         key=lambda window: -sum(again[i] for i in window),
     )
-
-
-def _stops(progress: Progress | None, best_s: float) -> bool:
-    try:
-        if progress is not None:
-            progress(0.7, f"monet: windows, best {best_s:.6g} s")
-    except KeyboardInterrupt:
-        return True
-    return False
