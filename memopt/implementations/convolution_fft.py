@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 from torch.nn import functional
 
-from memopt.implementations.convolution_gemm import plain
+from memopt.implementations.convolution_gemm import both_gradients, plain
 from memopt.implementations.kernel import Kernel
 from memopt.implementations.site import Sites, value_of
 
@@ -110,23 +110,21 @@ def attach(sites: Sites) -> None:
 
 
 def _attach_backward(sites: Sites, backward: Node) -> None:
-    g, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = backward.args
-    needs: list[bool] = list(mask)  # type: ignore[arg-type]  # a list of booleans
-    if not (needs[0] and needs[1]) or not plain(x, weight, transposed, groups):
+    call = both_gradients(sites, backward)
+    if call is None or not fits(call.x, call.weight, call.steps):
         return
-    if not fits(x, weight, (stride, padding, dilation)) or not value_of(g).is_contiguous():
-        return
+    g, x, weight, results, padding = call.g, call.x, call.weight, call.results, call.steps[1]
     spectra = spectra_bytes(value_of(x), value_of(weight), value_of(g), padding)
-    results = [sites.result(backward, i) for i in range(3)]
+    half = ((backward, 0.5),)
     sites.add(
         backward,
         "weight gradient fft",
         WEIGHT,
-        (needs[2], g, x, tuple(value_of(weight).shape), padding),
-        (results[1], results[2]) if needs[2] else (results[1],),
+        (call.bias, g, x, tuple(value_of(weight).shape), padding),
+        (results[1], results[2]) if call.bias else (results[1],),
         workspace_bytes=2 * spectra,
         exact=False,
-        like=((backward, 0.5),),
+        like=half,
         moved_bytes=4 * spectra,
     )
     sites.add(
@@ -137,6 +135,6 @@ def _attach_backward(sites: Sites, backward: Node) -> None:
         (results[0],),
         workspace_bytes=2 * spectra,
         exact=False,
-        like=((backward, 0.5),),
+        like=half,
         moved_bytes=4 * spectra,
     )

@@ -3,6 +3,7 @@ image. Forward, input gradient and weight gradient are alternatives of their own
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,6 +74,32 @@ def plain(x: Any, weight: Any, transposed: Any, groups: Any) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """A backward call of a plain convolution that gives both gradients, contiguous."""
+
+    g: Any
+    x: Any
+    weight: Any
+    steps: tuple[Any, Any, Any]
+    """(stride, padding, dilation)."""
+    bias: bool
+    results: tuple[Node | None, Node | None, Node | None]
+
+
+def both_gradients(sites: Sites, backward: Node) -> Gradients | None:
+    """What a convolution's backward call is given; None if it is not of this kind."""
+    g, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = backward.args
+    needs: list[bool] = list(mask)  # type: ignore[arg-type]  # a list of booleans
+    if not (needs[0] and needs[1]) or not plain(x, weight, transposed, groups):
+        return None
+    if not value_of(g).is_contiguous():
+        return None
+    first, second, third = (sites.result(backward, i) for i in range(3))
+    steps = (stride, padding, dilation)
+    return Gradients(g, x, weight, steps, needs[2], (first, second, third))
+
+
 def columns_bytes(weight: Any, image: Any) -> int:
     """Of one image's columns: a row per weight of a filter, a column per output position."""
     return int(weight[0].numel() * image[0, 0].numel() * image.element_size())
@@ -101,23 +128,19 @@ def attach(sites: Sites) -> None:
 
 
 def _attach_backward(sites: Sites, backward: Node) -> None:
-    g, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = backward.args
-    needs: list[bool] = list(mask)  # type: ignore[arg-type]  # a list of booleans
-    if not (needs[0] and needs[1]) or not plain(x, weight, transposed, groups):
+    call = both_gradients(sites, backward)
+    if call is None:
         return
-    if not value_of(g).is_contiguous():
-        return
+    g, x, weight, results = call.g, call.x, call.weight, call.results
     columns = columns_bytes(value_of(weight), value_of(g))
-    steps, half = (stride, padding, dilation), ((backward, 0.5),)
-    results = [sites.result(backward, i) for i in range(3)]
-    weight_shape = tuple(value_of(weight).shape)
+    half = ((backward, 0.5),)
     moved = 2 * columns * value_of(x).shape[0]
     sites.add(
         backward,
         "weight gradient gemm",
         WEIGHT,
-        (needs[2], g, x, weight_shape, steps),
-        (results[1], results[2]) if needs[2] else (results[1],),
+        (call.bias, g, x, tuple(value_of(weight).shape), call.steps),
+        (results[1], results[2]) if call.bias else (results[1],),
         workspace_bytes=columns + 2 * value_of(weight).untyped_storage().nbytes(),
         exact=False,
         like=half,
@@ -127,7 +150,7 @@ def _attach_backward(sites: Sites, backward: Node) -> None:
         backward,
         "input gradient gemm",
         INPUT,
-        (g, weight, tuple(value_of(x).shape), steps),
+        (g, weight, tuple(value_of(x).shape), call.steps),
         (results[0],),
         workspace_bytes=columns,
         exact=False,
