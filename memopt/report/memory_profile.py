@@ -88,10 +88,9 @@ def program_profile(graph: Graph, program: Program, device: Device | None = None
                 during[layer_of(graph, tensor)] += graph.tensors[tensor].size_bytes
             during[WORKSPACE] += chosen.workspace_bytes
             if instruction.in_place is not None:
+                taken = graph.tensors[instruction.in_place]
+                during[layer_of(graph, instruction.in_place)] -= taken.size_bytes
                 vanish(instruction.in_place)
-                during[layer_of(graph, instruction.in_place)] -= graph.tensors[
-                    instruction.in_place
-                ].size_bytes
             appear(instruction.outputs)
         elif isinstance(instruction, LossBoundary):
             backward_s = timeline.end_s[position]

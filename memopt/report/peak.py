@@ -78,7 +78,7 @@ def peak_of(graph: Graph, program: Program, device: Device | None = None) -> Pea
 
 def _advance(graph: Graph, instruction: object, live: set[int]) -> None:
     if isinstance(instruction, Compute):
-        live.discard(-1 if instruction.in_place is None else instruction.in_place)
+        live.difference_update({instruction.in_place})
         live.update(instruction.outputs)
     elif isinstance(instruction, LossBoundary):
         live.update(graph.tangents)

@@ -88,8 +88,7 @@ def program_buffers(
     buffers: list[Buffer] = []
     open_: dict[int, tuple[int, int]] = {}
     """Live tensor → where its storage began, and as which tensor."""
-
-    unplaced = {*graph.tangents, *graph.outside, *(() if place_results else graph.kept)}
+    unplaced = _unplaced(graph, place_results)
 
     def add(tensor: int, begin: int, end: int) -> None:
         if tensor not in unplaced:
@@ -153,10 +152,15 @@ def place_program(
     return Program(program.instructions, _offsets(program, placement.offsets)), placement
 
 
+def _unplaced(graph: Graph, place_results: bool) -> set[int]:
+    """Tensors that get no address."""
+    return {*graph.tangents, *graph.outside, *(() if place_results else graph.kept)}
+
+
 def _placeable(graph: Graph, program: Program, place_results: bool) -> Program:
     """The program with in-place outputs only where both tensors are placed, or neither, and the
     output is kept."""
-    unplaced = {*graph.tangents, *graph.outside, *(() if place_results else graph.kept)}
+    unplaced = _unplaced(graph, place_results)
 
     def apart(instruction: Compute) -> bool:
         kept = instruction.outputs
