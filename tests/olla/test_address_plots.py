@@ -18,8 +18,6 @@ from memopt.report.address_plots import (
 )
 from memopt.strategies.olla import order_program, place_program
 
-pytest.importorskip("matplotlib")
-
 
 def test_pictures_show_the_placement() -> None:
     from matplotlib import pyplot
