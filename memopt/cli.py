@@ -107,17 +107,30 @@ def show(
     file: Annotated[Path, typer.Argument(help="A file that `memopt plan --out` saved.")],
     plot: Annotated[Path | None, typer.Option(help="Draw a picture here.")] = None,
     kind: Annotated[str, typer.Option(help="memory, schedule or timeline.")] = "memory",
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the step here for ui.perfetto.dev (json).")
+    ] = None,
+    measure: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Run the planned model, too, and trace that beside it."),
+    ] = None,
+    batch: BatchOption = 4,
+    sequence: SequenceOption = 128,
     as_json: JsonOption = False,
 ) -> None:
     """Show a saved plan, after checking it again."""
-    from memopt.commands.planning import draw, show_plan
-    from memopt.files import load
+    from memopt.commands.planning import show_command
 
     with failures(as_json):
-        found = load(file)
-        show_plan(found, as_json=as_json)
-        if plot is not None:
-            draw(found, kind, plot)
+        show_command(
+            file,
+            picture=plot,
+            kind=kind,
+            trace=trace,
+            measure=measure,
+            sizes=(batch, sequence),
+            as_json=as_json,
+        )
 
 
 @app.command()

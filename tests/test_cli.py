@@ -112,6 +112,39 @@ def test_plan_saves_draws_and_shows() -> None:
     assert figures["recomputations"] > 0
 
 
+def test_show_traces_a_saved_plan() -> None:
+    """The predicted step alone, and with the model a measured one beside it."""
+    offload = ("--strategy", "offload-graph", "--device", "cpu-core")
+    saved = run("plan", "mymodels:make", "--budget", "min", "--out", "p.json", "-q", *offload)
+    assert saved.exit_code == 0, saved.output
+    assert run("show", "p.json", "--trace", "t.json").exit_code == 0
+    predicted = json.loads(Path("t.json").read_text())["traceEvents"]
+    assert _processes(predicted) == {"predicted"}
+    assert {e["cat"] for e in predicted if e["ph"] == "X"} >= {"compute", "to host", "from host"}
+    end_us = max(e["ts"] + e["dur"] for e in predicted if e["ph"] == "X")
+    assert end_us == pytest.approx(1e6 * memopt.load("p.json").step_time_s)
+    beside = run_json("show", "p.json", "--trace", "t.json", "--measure", "mymodels:make")
+    assert beside["host_peak_bytes"] > 0
+    both = json.loads(Path("t.json").read_text())["traceEvents"]
+    assert _processes(both) == {"predicted", "measured"}
+    assert [e for e in both if e["pid"] == 1] == predicted
+    for arguments, part in (
+        (("--measure", "mymodels:make"), "--trace FILE.json"),
+        (("--trace", "none/t.json"), "no folder"),
+        (("--plot", "p.nix"), "its name must end in"),
+        (("--plot", "p.png", "--kind", "nosuch"), "there are memory, schedule, timeline"),
+        (("--trace", "t.json", "--measure", "mymodels:other"), "has no 'other'"),
+    ):
+        wrong = run("show", "p.json", *arguments)
+        assert wrong.exit_code == ExitCode.FAILED
+        assert part in " ".join(wrong.stderr.split())
+        assert wrong.stdout == ""
+
+
+def _processes(events: list[dict[str, Any]]) -> set[str]:
+    return {e["args"]["name"] for e in events if e["name"] == "process_name"}
+
+
 def test_plan_for_machines() -> None:
     figures = run_json("plan", "mymodels.py:Namespace.make", "--strategy", "store-all")
     assert figures["strategy"] == "store-all"

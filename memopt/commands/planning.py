@@ -8,6 +8,7 @@ import memopt
 from memopt.commands.output import plan_figures, say, say_json
 from memopt.commands.profiling import Profiling
 from memopt.commands.targets import Sizes, load_target
+from memopt.files import load
 from memopt.plan import Plan
 
 
@@ -51,6 +52,36 @@ def plan_command(
             for path in (out, picture):
                 if path is not None:
                     say(f"wrote {path}")
+
+
+def show_command(
+    file: Path,
+    *,
+    picture: Path | None,
+    kind: str,
+    trace: Path | None,
+    measure: str | None,
+    sizes: tuple[int, int],
+    as_json: bool,
+) -> None:
+    """See `memopt.cli.show`.
+
+    Raises:
+        ValueError: a model to measure, and no trace to write.
+    """
+    if measure is not None and trace is None:
+        raise ValueError("--measure traces a step: say where to, with --trace FILE.json")
+    check_picture(picture)
+    check_writable(trace)
+    plan = load(file)
+    if picture is not None:
+        draw(plan, kind, picture)
+    if trace is not None and measure is not None:
+        found = load_target(measure, Sizes(*sizes))
+        plan.trace(trace, found.model, found.inputs, loss_fn=found.loss_fn)
+    elif trace is not None:
+        plan.trace(trace)
+    show_plan(plan, as_json=as_json)
 
 
 def read_budget(text: str | None) -> int | float | str | None:
