@@ -161,10 +161,15 @@ class DynProg(ChainOffload):
         )
 
     def _refined(self, problem: OffloadProblem, planned: Bytes, eager: Bytes) -> Bytes:
+        """The best of local searches from the planned set, Greedy's, and three with gaps."""
+        movable = np.flatnonzero(problem.movable)
         best, best_s = improved_amounts(problem, planned, self.host_budget_bytes)
-        if self.within_host(int(eager.sum())):
-            other, other_s = improved_amounts(problem, eager, self.host_budget_bytes)
-            best = other if other_s < best_s else best
+        # Where activations are large, sets whose copies have pauses between them are another
+        # valley: one in two, either parity, and all less what is superfluous.
+        for start in (eager, *map(problem.amounts, (movable[::2], movable[1::2], movable))):
+            if self.within_host(int(start.sum())) and problem.fits(start):
+                other, other_s = improved_amounts(problem, start, self.host_budget_bytes)
+                best, best_s = (other, other_s) if other_s < best_s else (best, best_s)
         return best
 
 

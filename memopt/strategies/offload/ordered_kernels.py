@@ -93,19 +93,27 @@ def prefetch_until(
 
 @njit(cache=True)
 def room_time(
-    need: int, whole: bool, amounts: Ints, offloads: Floats, to_host: float, latency: float
+    need: int,
+    whole: bool,
+    amounts: Ints,
+    sums: Ints,
+    offloads: Floats,
+    to_host: float,
+    latency: float,
 ) -> float:
-    """When `need` bytes have left the device, whole activations or any part of them."""
+    """When `need` bytes have left the device, whole activations or any part of them.
+
+    sums[j]: amounts[0] + … + amounts[j].
+    """
     if need <= 0:
         return 0.0
-    left = need
-    for j in range(len(amounts)):
-        if amounts[j] >= left:
-            if whole:
-                return float(offloads[j, 1])
-            return float(offloads[j, 0] + latency + left / to_host)
-        left -= amounts[j]
-    return np.inf
+    j = np.searchsorted(sums, need)
+    if j == len(amounts):
+        return np.inf
+    if whole:
+        return float(offloads[j, 1])
+    left = need - (sums[j] - amounts[j])
+    return float(offloads[j, 0] + latency + left / to_host)
 
 
 @njit(cache=True)
@@ -136,6 +144,7 @@ def replay(
     allowed = allowances(need, amounts, max(last, 0), total)
     state = np.array([0, last, 0])
     clock = np.zeros(2)
+    sums = np.cumsum(amounts)
     now = 0.0
     for k in range(2 * n):
         if k <= last and amounts[k] > 0:
@@ -143,7 +152,7 @@ def replay(
         clock[0] = now
         if k >= last >= 0:
             prefetch_until(state, clock, allowed[k], whole, amounts, prefetches, from_host, latency)
-        now = max(now, room_time(need[k], whole, amounts, offloads, to_host, latency))
+        now = max(now, room_time(need[k], whole, amounts, sums, offloads, to_host, latency))
         # B_i reads x_i and x_{i+1}; the latter is back since B_{i+1}.
         if k >= n:
             now = max(now, prefetches[2 * n - 1 - k, 1])
