@@ -292,7 +292,7 @@ def _wrap(
     if view is not None and solution.steps is not None and program is None:
         program = view.lower(solution.steps)
     elif program is not None and isinstance(cost_model, Graph) and "place" not in strategy.features:
-        # OLLA proves its peaks for tensors that each have a storage of their own.
+        # OLLA decides on it before it orders.
         program = with_in_place(cost_model, program)
     chain = view.chain if view is not None else None
     chain = cost_model if isinstance(cost_model, Chain) else chain

@@ -8,6 +8,7 @@ import pytest
 
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
+from memopt.models.in_place import with_in_place
 from memopt.models.liveness import store_all
 from memopt.models.replay import replay
 from memopt.models.validate import validate
@@ -23,6 +24,7 @@ from memopt.strategies.olla.exact_models import solve_joint, solve_order
 from memopt.strategies.olla.mincut import forced_live, last_task_bound, minimum_cut
 from memopt.strategies.olla.orders import greedy_orders
 from memopt.strategies.olla.tasks import Tasks
+from tests.models.training_graphs import overwriting
 from tests.olla.oracles import all_orders, best_order_bytes
 
 
@@ -51,6 +53,19 @@ def check_against_all_orders(graph: Graph) -> None:
 def test_equals_brute_force() -> None:
     for graph in small_graphs(60, 1, 8):
         check_against_all_orders(graph)
+
+
+def test_equals_brute_force_where_results_are_computed_in_place() -> None:
+    rng = Random(4)
+    better = 0
+    for graph in small_graphs(60, 3, 8):
+        graph = overwriting(rng, graph)
+        program, ordering = order_program(graph, with_in_place(graph, store_all(graph)))
+        best = min(replay(graph, with_in_place(graph, one)).peak_bytes for one in all_orders(graph))
+        assert ordering.peak == replay(graph, program).peak_bytes == best
+        assert ordering.status is Status.OPTIMAL
+        better += best < best_order_bytes(graph)
+    assert better > 5
 
 
 @pytest.mark.slow

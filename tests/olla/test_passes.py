@@ -10,6 +10,7 @@ from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.generate_programs import random_program
 from memopt.models.graph import Graph
+from memopt.models.in_place import with_in_place
 from memopt.models.liveness import store_all
 from memopt.models.program import Compute, LossBoundary, Program, SwapIn, SwapOut
 from memopt.models.replay import replay
@@ -17,6 +18,7 @@ from memopt.models.validate import memory_use, validate
 from memopt.models.variants import variant
 from memopt.strategies.base import Status
 from memopt.strategies.olla import Olla, order_program, place_program, program_buffers
+from tests.models.training_graphs import overwriting
 
 
 def programs(count: int, seed: int) -> list[tuple[Graph, Program]]:
@@ -74,6 +76,23 @@ def check_order(graph: Graph, program: Program) -> bool:
 def test_reordering_keeps_what_feeds_what() -> None:
     proved = [check_order(graph, program) for graph, program in programs(120, 1)]
     assert sum(proved) >= 110
+
+
+def test_what_is_computed_in_place_stays_so_in_a_better_order() -> None:
+    rng = Random(8)
+    proved = overwritten = 0
+    for _ in range(120):
+        graph = overwriting(rng, random_graph(rng, rng.randint(3, 8), updates=rng.random() < 0.5))
+        program = with_in_place(
+            graph,
+            random_program(
+                rng, graph, recomputations=rng.randint(0, 3), swaps=rng.randint(0, 2), reorder=True
+            ),
+        )
+        proved += check_order(graph, program)
+        overwritten += any(isinstance(x, Compute) and x.in_place is not None for x in program)
+    assert proved >= 110
+    assert overwritten > 30
 
 
 def test_reordering_never_waits_longer_for_transfers() -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from memopt.errors import InvalidProgramError
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place, without_in_place
 from memopt.models.program import Program
 from memopt.models.replay import replay
 from memopt.models.steps import ChainStep
@@ -48,13 +47,7 @@ def arrange(
     stats: dict[str, object] = {"pass_order": order, "pass_place": place}
     if order:
         before_bytes = replay(graph, program).peak_bytes
-        ordered, ordering = order_program(
-            graph, without_in_place(program), device=device, time_limit_s=time_limit_s
-        )
-        ordered = with_in_place(graph, ordered)
-        # The order is best for tensors with storages of their own.
-        if replay(graph, ordered).peak_bytes < before_bytes:
-            program = ordered
+        program, ordering = order_program(graph, program, device=device, time_limit_s=time_limit_s)
         if ordering.stats["interrupted"]:
             time_limit_s = 0.0
         stats |= {

@@ -47,11 +47,13 @@ class ProgramTasks:
         for task in order:
             instruction = self.instructions[task]
             listed.append(instruction)
+            ended = instruction.in_place if isinstance(instruction, Compute) else None
             for index in self.tasks.consumed[task]:
                 left[index] -= 1
-                value = self.tasks.values[index]
-                if left[index] == 0 and not value.kept and not isinstance(instruction, Free):
-                    listed.append(Free(self.tensors[index]))
+                value, tensor = self.tasks.values[index], self.tensors[index]
+                ends = left[index] == 0 and not value.kept and tensor != ended
+                if ends and not isinstance(instruction, Free):
+                    listed.append(Free(tensor))
             listed.extend(Free(tensor) for tensor in self.unread[task])
         return Program(listed)
 
@@ -60,9 +62,10 @@ def tasks_of(graph: Graph, program: Program) -> ProgramTasks:
     """The ordering problem of a valid program, its own order first.
 
     Orders keep what each instance of a tensor feeds: a re-computed or re-loaded tensor's next
-    lifetime begins after the last reader of the one before. Where the loss is the user's (the
-    graph has tangents) nothing crosses the loss boundary. Updates follow every reader of their
-    parameters. Transfers stay between the two computations they are between, so that what they
+    lifetime begins after the last reader of the one before. What is computed in place stays so,
+    after every other reader of what it overwrites. Where the loss is the user's (the graph has
+    tangents) nothing crosses the loss boundary. Updates follow every reader of their parameters.
+    Transfers stay between the two computations they are between, so that what they
     overlap with stays the same, in their order on the links.
     """
     return _Reader(graph, program).result()
@@ -120,6 +123,11 @@ class _Reader:
             else:
                 self.transient[task] += self.graph.tensors[tensor].size_bytes
         self.transient[task] += chosen.workspace_bytes
+        if instruction.in_place is not None:
+            taken = self.open.pop(instruction.in_place)
+            self.closed.append(taken)
+            self.after[task].update(other for other in taken.readers if other != task)
+            self.transient[task] -= self.graph.tensors[taken.tensor].size_bytes
         if operator.phase is Phase.UPDATE:
             for tensor in chosen.reads:
                 earlier = self.parameter_readers.get(tensor, ())

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.in_place import with_in_place
 from memopt.models.liveness import store_all
 from memopt.models.program import Program
 from memopt.models.replay import replay
@@ -26,6 +27,8 @@ class Olla(Strategy):
 
     Attributes:
         order: look for an order of operators (eq. 14); else keep the framework's.
+        in_place: let an elementwise output take over the storage of an argument that nothing else
+            reads, as eager's `relu_` does; else every tensor has a storage of its own.
         place: look for addresses (eq. 15).
         alignment: of every address, bytes; 1: none.
         place_results: whether outputs and gradients get addresses, too.
@@ -38,6 +41,7 @@ class Olla(Strategy):
 
     order: bool = True
     place: bool = True
+    in_place: bool = True
     alignment: int = 1
     place_results: bool = True
     seed: int = 0
@@ -74,6 +78,8 @@ class Olla(Strategy):
         assert isinstance(cost_model, Graph)
         graph = cost_model
         program = store_all(graph)
+        if self.in_place:
+            program = with_in_place(graph, program)
         share_s = None if time_limit_s is None else time_limit_s / (1 + (self.order and self.place))
         stats: dict[str, object] = {"framework_peak_bytes": replay(graph, program).peak_bytes}
         proved = True
