@@ -11,6 +11,7 @@ from torch.fx import Node
 from memopt.implementations import (
     activations,
     attention,
+    batch_norm,
     clipped,
     convolution,
     convolution_fft,
@@ -41,7 +42,8 @@ FAMILIES: tuple[tuple[str, Attach], ...] = (
     ("pooling", pooling.attach),
     ("activations", activations.attach),
     ("smooth", smooth.attach),
-    ("norms", norms.attach),
+    ("batch norm", batch_norm.attach),
+    ("layer norm", norms.attach),
     ("group norm", group_norm.attach),
     ("convolution", convolution.attach),
     ("convolution by products", convolution_gemm.attach),

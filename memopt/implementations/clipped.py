@@ -1,7 +1,11 @@
-"""ReLU and its kin: the backward needs one bit per element, or the output, or the input."""
+"""ReLU and its kin: the backward needs one bit per element, or the output, or the input.
+
+Each writes over its first argument where a plan lets it (MONeT appendix C.1).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +19,14 @@ ATEN = torch.ops.aten
 
 
 def _relu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    y = ATEN.relu(x)
+    return _with_sign(ATEN.relu(x))
+
+
+def _relu_over(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _with_sign(ATEN.relu_(x))
+
+
+def _with_sign(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # A NaN passes its gradient on, as in threshold_backward: not (y <= 0).
     return y, pack((y <= 0).logical_not_())
 
@@ -23,7 +34,16 @@ def _relu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _hardtanh(
     x: torch.Tensor, low: float = -1.0, high: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    y = ATEN.hardtanh(x, low, high)
+    return _with_inside(ATEN.hardtanh(x, low, high), low, high)
+
+
+def _hardtanh_over(
+    x: torch.Tensor, low: float = -1.0, high: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _with_inside(ATEN.hardtanh_(x, low, high), low, high)
+
+
+def _with_inside(y: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
     return y, pack(((y <= low) | (y >= high)).logical_not_())
 
 
@@ -31,8 +51,17 @@ def _leaky(x: torch.Tensor, slope: float = 0.01) -> tuple[torch.Tensor, torch.Te
     return ATEN.leaky_relu(x, slope), pack(x > 0)
 
 
+def _leaky_over(x: torch.Tensor, slope: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
+    bits = pack(x > 0)
+    return ATEN.leaky_relu_(x, slope), bits
+
+
 def _masked(g: torch.Tensor, bits: torch.Tensor) -> Any:
     return torch.where(unpack(bits, g.shape), g, 0)
+
+
+def _masked_over(g: torch.Tensor, bits: torch.Tensor) -> Any:
+    return g.masked_fill_(unpack(bits, g.shape).logical_not_(), 0)
 
 
 def _scaled(g: torch.Tensor, bits: torch.Tensor, slope: float) -> Any:
@@ -43,22 +72,38 @@ def _from_output(g: torch.Tensor, y: torch.Tensor, low: float, high: float) -> A
     return ATEN.hardtanh_backward(g, y, low, high)
 
 
+def _from_output_over(g: torch.Tensor, y: torch.Tensor, low: float, high: float) -> Any:
+    return ATEN.hardtanh_backward(g, y, low, high, grad_input=g)
+
+
 def _leaky_from_output(g: torch.Tensor, y: torch.Tensor, slope: float) -> Any:
     return ATEN.leaky_relu_backward(g, y, slope, True)
+
+
+def _leaky_from_output_over(g: torch.Tensor, y: torch.Tensor, slope: float) -> Any:
+    return ATEN.leaky_relu_backward(g, y, slope, True, grad_input=g)
 
 
 def _relu_from_input(g: torch.Tensor, x: torch.Tensor) -> Any:
     return ATEN.threshold_backward(g, x, 0)
 
 
-RELU = Kernel("relu.bitmask", _relu)
-HARDTANH = Kernel("hardtanh.bitmask", _hardtanh)
-LEAKY = Kernel("leaky_relu.bitmask", _leaky)
-MASKED = Kernel("masked_gradient.bitmask", _masked)
+def _relu_from_input_over(g: torch.Tensor, x: torch.Tensor) -> Any:
+    return ATEN.threshold_backward(g, x, 0, grad_input=g)
+
+
+def _kernel(name: str, function: Callable[..., Any], over: Callable[..., Any]) -> Kernel:
+    return Kernel(name, function, Kernel(f"{name}.over", over))
+
+
+RELU = _kernel("relu.bitmask", _relu, _relu_over)
+HARDTANH = _kernel("hardtanh.bitmask", _hardtanh, _hardtanh_over)
+LEAKY = _kernel("leaky_relu.bitmask", _leaky, _leaky_over)
+MASKED = _kernel("masked_gradient.bitmask", _masked, _masked_over)
 SCALED = Kernel("scaled_gradient.bitmask", _scaled)
-HARDTANH_OUTPUT = Kernel("hardtanh_backward.output", _from_output)
-LEAKY_OUTPUT = Kernel("leaky_relu_backward.output", _leaky_from_output)
-RELU_INPUT = Kernel("relu_backward.input", _relu_from_input)
+HARDTANH_OUTPUT = _kernel("hardtanh_backward.output", _from_output, _from_output_over)
+LEAKY_OUTPUT = _kernel("leaky_relu_backward.output", _leaky_from_output, _leaky_from_output_over)
+RELU_INPUT = _kernel("relu_backward.input", _relu_from_input, _relu_from_input_over)
 
 
 def _bits(sites: Sites, forward: Node, kernel: Kernel) -> Node:

@@ -22,8 +22,17 @@ def _backward(g: torch.Tensor, bits: torch.Tensor, scale: float) -> Any:
     return ATEN.native_dropout_backward(g, unpack(bits, g.shape), scale)
 
 
+def _backward_over(g: torch.Tensor, bits: torch.Tensor, scale: float) -> Any:
+    mask = unpack(bits, g.shape).view(-1)
+    for part, kept in zip(g.view(-1).chunk(8), mask.chunk(8), strict=True):
+        part.copy_(ATEN.native_dropout_backward(part, kept, scale))
+    return g
+
+
 FORWARD = Kernel("dropout.bitmask", _forward)
-BACKWARD = Kernel("dropout_backward.bitmask", _backward)
+BACKWARD = Kernel(
+    "dropout_backward.bitmask", _backward, Kernel("dropout_backward.bitmask.over", _backward_over)
+)
 
 
 def attach(sites: Sites) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memopt.implementations.kernel import Kernel
-from memopt.implementations.norms import channels, invertible, normalised
+from memopt.implementations.norms import channels, check_invertible, invertible, normalised
 from memopt.implementations.site import Sites, value_of
 
 ATEN = torch.ops.aten
@@ -23,6 +23,7 @@ def _grouped(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _backward(
     g: torch.Tensor, y: torch.Tensor, inverse: torch.Tensor, weight: Any, bias: Any, *more: Any
 ) -> Any:
+    check_invertible(weight, bias)
     x = normalised(y, weight, bias, lambda v: channels(v, y)).div_(_grouped(inverse, y))
     # The input less its mean: only that difference counts.
     return ATEN.native_group_norm_backward(g, x, torch.zeros_like(inverse), inverse, weight, *more)

@@ -15,10 +15,13 @@ class Kernel:
         name: "family.variant", unique; change it when the function changes, so that measured
             costs are not reused.
         function: takes and returns what the operator does, without writing to its arguments.
+        over: the same, bit for bit, but that its first result is its first argument, overwritten;
+            None: there is no such kernel.
     """
 
     name: str
     function: Callable[..., Any]
+    over: Kernel | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel."""

@@ -1,5 +1,5 @@
 """Normalisations whose backward reads the output instead of the input (MONeT §3, in-place
-activated batch norm's inversion), and batch norm's forward again with its known statistics.
+activated batch norm's inversion): what they share, and layer norm.
 
 The normalised input is x̂ = (y − b) / w. It costs the digits that |b| ≫ |w·x̂| cancels: with ε the
 dtype's rounding, x̂ is off by at most about 2ε·(|x̂| + 2·|b/w|), and so not exact. That bounds the
@@ -19,7 +19,6 @@ from memopt.implementations.kernel import Kernel
 from memopt.implementations.site import Sites, value_of
 
 ATEN = torch.ops.aten
-_BATCH = "aten._native_batch_norm_legit_functional.default"
 LIMIT = 100.0
 """The largest |b/w|: x̂ is then off by at most 2.4e-5 + 1.2e-7·|x̂| in float32."""
 
@@ -41,8 +40,8 @@ def invertible(weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
     return bool(fine.all())
 
 
-def normalised(y: torch.Tensor, weight: Any, bias: Any, shaped: Any) -> torch.Tensor:
-    """x̂ from the output, in one tensor of scratch memory.
+def check_invertible(weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+    """Refuse what loses x̂.
 
     Raises:
         ExecutionError: the weights do not allow it.
@@ -53,67 +52,28 @@ def normalised(y: torch.Tensor, weight: Any, bias: Any, shaped: Any) -> torch.Te
             f"{LIMIT:g} times its weight, and cannot find its input again. No gradient was written "
             "in this step. Plan again with exact_only=True, or from the present weights"
         )
+
+
+def normalised(y: torch.Tensor, weight: Any, bias: Any, shaped: Any) -> torch.Tensor:
+    """x̂ from the output, in one tensor of scratch memory; the weights allow it."""
     found = y.clone() if bias is None else y - shaped(bias)
     return found if weight is None else found.div_(shaped(weight))
-
-
-def _batch_backward(
-    g: torch.Tensor, y: torch.Tensor, weight: Any, bias: Any, inverse: Any, eps: float, mask: Any
-) -> Any:
-    x = normalised(y, weight, bias, lambda v: channels(v, y)).div_(channels(inverse, y))
-    # The input less its mean: only that difference counts, and adding the mean would round it.
-    mean = torch.zeros_like(inverse)
-    return ATEN.native_batch_norm_backward(g, x, weight, None, None, mean, inverse, True, eps, mask)
-
-
-def _batch_again(x: torch.Tensor, weight: Any, bias: Any, mean: Any, inverse: Any) -> Any:
-    scale = inverse if weight is None else inverse * weight
-    shift = -mean * scale if bias is None else bias - mean * scale
-    # A tuple, as the operator's: its other results are there already.
-    return (torch.addcmul(channels(shift, x), x, channels(scale, x)),)
 
 
 def _layer_backward(
     g: torch.Tensor, y: torch.Tensor, shape: Any, inverse: Any, weight: Any, bias: Any, mask: Any
 ) -> Any:
+    check_invertible(weight, bias)
     x = normalised(y, weight, bias, lambda v: v).div_(inverse)
     mean = torch.zeros_like(inverse)
     return ATEN.native_layer_norm_backward(g, x, shape, mean, inverse, weight, bias, mask)
 
 
-BATCH_OUTPUT = Kernel("batch_norm_backward.output.2", _batch_backward)
-BATCH_AGAIN = Kernel("batch_norm.statistics.2", _batch_again)
 LAYER_OUTPUT = Kernel("layer_norm_backward.output.2", _layer_backward)
 
 
-def _attach_batch(sites: Sites) -> None:
-    for backward in sites.calls("aten.native_batch_norm_backward.default"):
-        g, x, weight, _, _, mean, inverse, train, eps, mask = backward.args
-        forward = sites.producer(mean)
-        if forward is None or str(forward.target) != _BATCH or not train:
-            continue
-        y = sites.result(forward, 0)
-        if y is None or value_of(y).dtype not in (torch.float32, torch.float64):
-            continue
-        size = value_of(y).untyped_storage().nbytes()
-        bias = forward.args[2]
-        args = (g, y, weight, bias, inverse, eps, mask)
-        sites.add(
-            backward,
-            "output",
-            BATCH_OUTPUT,
-            args,
-            workspace_bytes=2 * size,
-            exact=False,
-            like=((backward, 1.3),),
-            requires=(invertible, (weight, bias)),
-        )
-        sites.add(
-            forward, "statistics", BATCH_AGAIN, (x, weight, bias, mean, inverse), (y,), exact=False
-        )
-
-
-def _attach_layer(sites: Sites) -> None:
+def attach(sites: Sites) -> None:
+    """Layer norm, in float32 and float64."""
     for backward in sites.calls("aten.native_layer_norm_backward.default"):
         g, _, shape, mean, inverse, weight, bias, mask = backward.args
         forward = sites.producer(mean)
@@ -132,9 +92,3 @@ def _attach_layer(sites: Sites) -> None:
             like=((backward, 1.3),),
             requires=(invertible, (weight, bias)),
         )
-
-
-def attach(sites: Sites) -> None:
-    """Batch norm in training mode and layer norm, in float32 and float64."""
-    _attach_batch(sites)
-    _attach_layer(sites)

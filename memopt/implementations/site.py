@@ -13,6 +13,7 @@ from torch.fx import Node
 from memopt.implementations.kernel import Kernel
 from memopt.models.graph import Implementation, Tensor
 from memopt.profiler.build import Lowering
+from memopt.profiler.in_place import overwritable
 
 Attach = Callable[["Sites"], None]
 """Adds one family's alternatives wherever they fit."""
@@ -136,9 +137,29 @@ class Sites:
         self._nodes[index, name] = call
         self._choices.setdefault(index, []).append(
             Implementation(
-                name, 0.0, workspace_bytes, tuple(reads), tuple(dict.fromkeys(writes)), exact
+                name,
+                0.0,
+                workspace_bytes,
+                tuple(reads),
+                tuple(dict.fromkeys(writes)),
+                exact,
+                self._in_place(call),
             )
         )
+
+    def _in_place(self, call: Node) -> tuple[int, ...]:
+        """The tensors over which a call may write its first result: computed by the step, and no
+        result of it, nor may the first result be one by another view."""
+        graph, made = self._lowering.graph, self._storages[call][0]
+        found = []
+        for argument in overwritable(call):
+            (tensor,) = self._storages[argument]
+            if tensor is None or made is None or tensor not in graph.producer:
+                continue
+            plain = self._bases.get(tensor) is argument
+            if tensor not in graph.kept and (plain or made not in graph.kept):
+                found.append(tensor)
+        return tuple(found)
 
     def lowering(self) -> Lowering:
         """The extended lowering; its Graph has the alternatives, unpriced."""

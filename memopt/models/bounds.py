@@ -117,11 +117,10 @@ def _graph_working_sets(graph: Graph) -> Iterator[int]:
             held = held | after_boundary
         # An operator's first run: none of what it writes is live, so writes come on top, or take
         # over the storage of a tensor that it overwrites.
-        overwritten = sizes[operator.writes[0]] if operator.in_place else 0
         yield min(
             total({*held, *choice.reads} - {*choice.writes})
             + total(choice.writes)
-            - (overwritten if choice is operator else 0)
+            - (sizes[choice.writes[0]] if choice.in_place else 0)
             + choice.workspace_bytes
             for choice in _choices(operator)
         )

@@ -243,16 +243,19 @@ def allocation_trace(graph: Graph, program: Program) -> Iterator[Event]:
             begun = (instruction.tensor,)
         elif isinstance(instruction, Free) and instruction.tensor in block:
             yield Release(block.pop(instruction.tensor))
-        taken = instruction.in_place if isinstance(instruction, Compute) else None
+        taken = made = None
+        if isinstance(instruction, Compute) and instruction.in_place is not None:
+            taken = instruction.in_place
+            made = variant(graph.operators[instruction.op], instruction.implementation).writes[0]
         for tensor in begun:
-            if taken in block:
+            if tensor == made and taken in block:
                 block[tensor] = block.pop(taken)
             elif (position, tensor) not in placed:
                 block[tensor] = (position, tensor)
                 yield Allocate((position, tensor), graph.tensors[tensor].size_bytes)
         if isinstance(instruction, Compute):
             chosen = variant(graph.operators[instruction.op], instruction.implementation)
-            passing = [] if taken is not None else list(set(chosen.writes).difference(begun))
+            passing = [t for t in set(chosen.writes).difference(begun) if t != made]
             passing = [tensor for tensor in passing if (position, tensor) not in placed]
             for tensor in passing:
                 yield Allocate((position, tensor), graph.tensors[tensor].size_bytes)

@@ -200,7 +200,12 @@ def _renumbered(operator: Operator, index: dict[int, int]) -> Operator:
         writes=tuple(index[t] for t in operator.writes),
         in_place=tuple(index[t] for t in operator.in_place),
         implementations=tuple(
-            replace(choice, reads=coarse(choice.reads), writes=coarse(choice.writes))
+            replace(
+                choice,
+                reads=coarse(choice.reads),
+                writes=coarse(choice.writes),
+                in_place=tuple(index[t] for t in choice.in_place),
+            )
             for choice in operator.implementations
         ),
     )

@@ -129,6 +129,7 @@ def _operator(value: Operator) -> dict[str, Any]:
                 "reads": maybe_indices(x.reads),
                 "writes": maybe_indices(x.writes),
                 "exact": x.exact,
+                **({"in_place": indices(x.in_place)} if x.in_place else {}),
             }
             for x in value.implementations
         ],
@@ -183,8 +184,14 @@ def _read_operator(reader: Reader) -> Operator:
 
 
 def _read_implementation(reader: Reader) -> Implementation:
-    name, time_s, workspace_bytes, reads, writes, exact = reader.fields(
-        "name", "time_s", "workspace_bytes", "reads", "writes", "exact"
+    name, time_s, workspace_bytes, reads, writes, exact, in_place = reader.fields(
+        "name",
+        "time_s",
+        "workspace_bytes",
+        "reads",
+        "writes",
+        "exact",
+        optional=("in_place",),
     )
     return reader.build(
         lambda: Implementation(
@@ -194,6 +201,7 @@ def _read_implementation(reader: Reader) -> Implementation:
             reads.optional(Reader.wholes),
             writes.optional(Reader.wholes),
             exact.flag(),
+            in_place.optional(Reader.wholes) or (),
         )
     )
 
@@ -267,10 +275,12 @@ def _read_stage(reader: Reader) -> Stage:
 def program(value: Program) -> dict[str, Any]:
     """A Program: ["compute", operator, [outputs], implementation or null], with the tensor whose
     storage the output takes over as a fifth entry, if any; ["loss"], ["free", tensor] and so on;
-    offsets as [instruction, tensor, offset]."""
+    offsets as [instruction, tensor, offset]; what is apart, if anything, as [instruction,
+    tensor]."""
     return {
         "instructions": [_instruction(instruction) for instruction in value.instructions],
         "offsets": None if value.offsets is None else [indices(row) for row in value.offsets],
+        **({"apart": [indices(row) for row in value.apart]} if value.apart else {}),
     }
 
 
@@ -285,10 +295,11 @@ def _instruction(value: Instruction) -> list[Any]:
 
 def read_program(reader: Reader) -> Program:
     """The Program that `program` wrote."""
-    instructions, offsets = reader.fields("instructions", "offsets")
+    instructions, offsets, apart = reader.fields("instructions", "offsets", optional=("apart",))
     return Program(
         instructions.each(_read_instruction),
         offsets.optional(lambda rows: rows.each(_read_offset)),
+        apart.optional(lambda rows: rows.each(_read_apart)) or (),
     )
 
 

@@ -77,6 +77,8 @@ class Implementation:
         reads: tensor indices it needs; None: the operator's own.
         writes: tensor indices it produces; None: the operator's own.
         exact: whether it gives the operator's results bit for bit.
+        in_place: as the operator's, under this implementation: the first tensor it writes may
+            take over the storage of one of these.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Implementation:
     reads: tuple[int, ...] | None = None
     writes: tuple[int, ...] | None = None
     exact: bool = True
+    in_place: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_seconds(f"Implementation {self.name!r}", time_s=self.time_s)
@@ -107,8 +110,8 @@ class Operator:
         module: the user's module it comes from, "layers.3.attn"; "" if unknown.
         target: the kernel, "aten.convolution.default"; "" if unknown.
         implementations: other ways to run it; () means only the default one.
-        in_place: tensors among its reads that nothing else reads and whose storage its one output
-            may take over, under the default implementation (MONeT appendix C.1).
+        in_place: tensors among its reads whose storage its first output may take over, under the
+            default implementation (MONeT appendix C.1).
     """
 
     name: str
@@ -223,7 +226,7 @@ class Graph:
                     name = self.tensors[index].name
                     raise ValueError(f"{owner}: {name!r} cannot be written here")
             self._check_implementations(operator)
-            self._check_in_place(operator)
+            self._check_in_place(owner, operator.in_place, operator.reads, operator.writes)
             written.update(operator.writes)
             available.update(operator.writes)
         for index in self.outside:
@@ -247,13 +250,17 @@ class Graph:
                 if self.tensors[index].resident or index in self.tangents:
                     name = self.tensors[index].name
                     raise ValueError(f"{owner}: {name!r} cannot be written")
+            reads = operator.reads if choice.reads is None else choice.reads
+            writes = operator.writes if choice.writes is None else choice.writes
+            self._check_in_place(owner, choice.in_place, reads, writes)
 
-    def _check_in_place(self, operator: Operator) -> None:
-        owner = f"Graph: operator {operator.name!r}"
-        for index in operator.in_place:
-            if index not in operator.reads or len(operator.writes) != 1:
-                raise ValueError(f"{owner}: in_place needs one output, and tensors that it reads")
-            taken, made = self.tensors[index], self.tensors[operator.writes[0]]
+    def _check_in_place(
+        self, owner: str, in_place: tuple[int, ...], reads: tuple[int, ...], writes: tuple[int, ...]
+    ) -> None:
+        for index in in_place:
+            if index not in reads or not writes:
+                raise ValueError(f"{owner}: in_place needs an output, and tensors that it reads")
+            taken, made = self.tensors[index], self.tensors[writes[0]]
             if taken.resident or index in self.tangents or taken.size_bytes != made.size_bytes:
                 raise ValueError(f"{owner}: its output cannot take over {taken.name!r}")
 

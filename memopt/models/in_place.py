@@ -1,7 +1,8 @@
 """Computing in place (MONeT appendix C.1): an output takes over the storage of what dies there.
 
-A pass over finished programs. Which tensors an operator may overwrite is the graph's to say
-(`Operator.in_place`); whether one dies there depends on the plan.
+A pass over finished programs. Which tensors an operator may overwrite, and under which
+implementation, is the graph's to say (`Operator.in_place`, `Implementation.in_place`); whether one
+dies there depends on the plan.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from dataclasses import replace
 
 from memopt.models.graph import Graph
 from memopt.models.program import Compute, DropHost, Free, Instruction, Program, SwapIn, SwapOut
+from memopt.models.variants import variant
 
 
 def with_in_place(graph: Graph, program: Program) -> Program:
     """Compute in place wherever the program allows it.
 
-    A Compute under its default implementation, followed by the Free of a tensor that it may
+    A Compute followed by the Free of a tensor that it may
     overwrite and that is not being copied to the host, takes over that storage instead.
     Programs with a placement stay as they are: their tensors have addresses already.
 
@@ -61,16 +63,15 @@ def without_in_place(
             made += [replace(instruction, in_place=None), Free(instruction.in_place)]
         else:
             made.append(instruction)
-    return Program(made, program.offsets)
+    return Program(made, program.offsets, program.apart)
 
 
 def _overwritten(
     graph: Graph, instruction: Compute, frees: list[Free], leaving: set[int]
 ) -> Free | None:
     """The Free that computing in place does without."""
-    operator = graph.operators[instruction.op]
-    own = instruction.implementation is None and instruction.in_place is None
-    if not own:
+    if instruction.in_place is not None:
         return None
-    possible = set(operator.in_place) - leaving
+    chosen = variant(graph.operators[instruction.op], instruction.implementation)
+    possible = set(chosen.in_place) - leaving
     return next((free for free in frees if free.tensor in possible), None)

@@ -11,8 +11,9 @@ from typing import TypeAlias
 class Compute:
     """Run operator `op`; of its written tensors keep `outputs`, the others are transient.
 
-    A second Compute of the same operator recomputes it. With `in_place`, one of the operator's
-    `Operator.in_place`, its output takes over that tensor's storage, and the tensor ends here.
+    A second Compute of the same operator recomputes it. With `in_place`, one of the `in_place` of
+    the operator or of the implementation, the first tensor that it writes takes over that tensor's
+    storage, and the tensor ends here.
     """
 
     op: int
@@ -67,18 +68,23 @@ class Program:
         instructions: in the order of the compute stream.
         offsets: a placement, or None: for each Compute/SwapIn instruction index and tensor,
             the byte offset of that lifetime in the arena: ((instruction, tensor, offset), ...).
+        apart: lifetimes that the placement leaves to the allocator, which would make the arena
+            larger than they are worth: ((instruction, tensor), ...).
     """
 
     instructions: tuple[Instruction, ...]
     offsets: tuple[tuple[int, int, int], ...] | None = None
+    apart: tuple[tuple[int, int], ...] = ()
 
     def __init__(
         self,
         instructions: Iterable[Instruction],
         offsets: Iterable[tuple[int, int, int]] | None = None,
+        apart: Iterable[tuple[int, int]] = (),
     ) -> None:
         object.__setattr__(self, "instructions", tuple(instructions))
         object.__setattr__(self, "offsets", None if offsets is None else tuple(offsets))
+        object.__setattr__(self, "apart", tuple(apart))
 
     def __len__(self) -> int:
         return len(self.instructions)

@@ -199,8 +199,11 @@ def _malformed_compute(graph: Graph, i: int, instruction: Compute) -> Iterator[V
         elif tensor in instruction.outputs[:position]:
             yield Violation(Code.OUTPUT_REPEATED, i, f"{operator.name!r}, tensor {tensor}")
     if instruction.in_place is not None:
-        allowed = instruction.implementation is None and instruction.in_place in operator.in_place
-        if not allowed:
+        allowed = operator.in_place
+        for choice in operator.implementations:
+            if choice.name == instruction.implementation:
+                allowed = choice.in_place
+        if instruction.in_place not in allowed:
             message = f"{operator.name!r} cannot overwrite tensor {instruction.in_place}"
             yield Violation(Code.IN_PLACE, i, message)
 

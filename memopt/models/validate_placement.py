@@ -31,9 +31,9 @@ def misplaced(
 ) -> Violation | None:
     """What is wrong with `program.offsets`, or None.
 
-    Every lifetime that begins at a Compute or SwapIn has an offset; those of results
-    (`graph.kept`), which the user may hold beyond the step, and transient outputs may have one.
-    Tangents come from outside and have none, nor have the tensors that the graph lists as
+    Every lifetime that begins at a Compute or SwapIn has an offset or is named in
+    `program.apart`; those of results (`graph.kept`), which the user may hold beyond the step, and
+    transient outputs may have one. Tangents come from outside and have none, nor have the tensors that the graph lists as
     `outside`. Workspace is not placed.
 
     Args:
@@ -58,10 +58,16 @@ def misplaced(
         else:
             placed[position, tensor] = stay, offset
     free = {*graph.outputs, *graph.gradients, *graph.tangents, *graph.outside}
+    apart = set(program.apart)
     for stay in lifetimes:
-        if stay.tensor not in free and (stay.begin, stay.tensor) not in placed:
+        key = stay.begin, stay.tensor
+        if stay.tensor not in free and key not in placed and key not in apart:
             name = graph.tensors[stay.tensor].name
             found.append(Violation(Code.OFFSET_MISSING, stay.begin, f"{name!r}"))
+    if apart & placed.keys():
+        position, tensor = min(apart & placed.keys())
+        message = f"tensor {tensor} has an offset, and is apart"
+        found.append(Violation(Code.OFFSET_STRAY, position, message))
     if found:
         return first(found)
     moved = _moved(graph, program, lifetimes, placed)
@@ -89,7 +95,12 @@ def _moved(
     for position, instruction in enumerate(program):
         if not isinstance(instruction, Compute) or instruction.in_place is None:
             continue
-        taken, made = instruction.in_place, *graph.operators[instruction.op].writes
+        operator = graph.operators[instruction.op]
+        writes: Sequence[int] = operator.writes
+        for choice in operator.implementations:
+            if choice.name == instruction.implementation and choice.writes is not None:
+                writes = choice.writes
+        taken, made = instruction.in_place, writes[0]
         keys = ((begin[taken, position], taken), (position, made))
         here = [placed[key][1] for key in keys if key in placed]
         if len(here) == 1 or here[:1] != here[1:]:

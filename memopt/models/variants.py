@@ -17,17 +17,25 @@ class Variant:
         writes: indices of the tensors it writes.
         time_s: seconds.
         workspace_bytes: peak during the call minus its outputs, bytes.
+        in_place: tensors whose storage its first output may take over.
     """
 
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     time_s: float
     workspace_bytes: int
+    in_place: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, figures: Operator | Variant) -> Variant:
         """A Variant with these figures."""
-        return cls(figures.reads, figures.writes, figures.time_s, figures.workspace_bytes)
+        return cls(
+            figures.reads,
+            figures.writes,
+            figures.time_s,
+            figures.workspace_bytes,
+            figures.in_place,
+        )
 
     def as_good_as(self, other: Variant) -> bool:
         """Whether it can stand in for the other at no cost in time or memory."""
@@ -36,11 +44,12 @@ class Variant:
             and set(self.writes) == set(other.writes)
             and self.time_s <= other.time_s
             and self.workspace_bytes <= other.workspace_bytes
+            and set(self.in_place) >= set(other.in_place)
         )
 
 
 def variant(operator: Operator, implementation: str | None) -> Operator | Variant:
-    """The reads, writes, time_s and workspace_bytes of `operator` under `implementation`.
+    """The reads, writes, time_s, workspace_bytes and in_place of `operator` under `implementation`.
 
     None is the operator's own, default implementation.
 
@@ -56,6 +65,7 @@ def variant(operator: Operator, implementation: str | None) -> Operator | Varian
                 operator.writes if choice.writes is None else choice.writes,
                 choice.time_s,
                 choice.workspace_bytes,
+                choice.in_place,
             )
     raise InvalidProgramError(
         f"operator {operator.name!r} has no implementation {implementation!r}"

@@ -3,6 +3,7 @@
 Elementwise kernels only: every element is read before it is written, by the same loop in the same
 order, so that the result is the same bit for bit. The forward ones have a twin that works in place,
 the backward ones an overload that takes the tensor to write to, which may be their gradient.
+A kernel of memopt's own names its twin itself, its attribute `over` (`implementations/kernel.py`).
 """
 
 from __future__ import annotations
@@ -63,9 +64,12 @@ def overwritable(node: Node) -> tuple[Node, ...]:
     own, and stands in the call once.
     """
     result = node.meta.get("val")
+    over = getattr(node.target, "over", None)
+    if over is not None and isinstance(result, tuple):
+        result = result[0]
     if not isinstance(result, torch.Tensor) or not _whole(result):
         return ()
-    positions = [0] if node.target in _OVER_FIRST or node.target in _INTO else []
+    positions = [0] if over or node.target in _OVER_FIRST or node.target in _INTO else []
     if node.target in _COMMUTE and not node.kwargs:
         positions.append(1)
     found = []
@@ -88,6 +92,9 @@ def in_place_call(
         node: a kernel call.
         taken: one of `overwritable(node)`.
     """
+    over = getattr(node.target, "over", None)
+    if over is not None:
+        return over, tuple(node.args), dict(node.kwargs)
     if node.target in _INTO:
         target, name = _INTO[node.target]
         return target, tuple(node.args), {**node.kwargs, name: taken}

@@ -15,6 +15,7 @@ from memopt.implementations import attach
 from memopt.implementations.bits import pack, packed_bytes, unpack
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
+from memopt.profiler.in_place import in_place_call, overwritable
 from memopt.profiler.inputs import to_call
 
 F64 = torch.float64
@@ -62,6 +63,8 @@ def _check(model: nn.Module, x: torch.Tensor, seed: int) -> set[str]:
         before = {n: values[n]._version for n in node.all_input_nodes}
         with torch.no_grad():
             found = node.target(*map_arg(node.args, values.__getitem__))  # type: ignore[operator]  # a kernel
+        if choice.in_place:
+            _same_in_place(node, values, _tuple(found))
         assert isinstance(found, (tuple, list)) == isinstance(node.meta["val"], (tuple, list))
         assert all(values[n]._version == v for n, v in before.items()), "changed its argument"
         by_tensor = dict(zip(lowering.storages[lowering.nodes[op]], _tuple(expected), strict=True))
@@ -82,6 +85,24 @@ def _check(model: nn.Module, x: torch.Tensor, seed: int) -> set[str]:
                 _within(value, reference[tensor], scale[tensor])
         seen.add(f"{operator.target.split('.')[1]} {name}")
     return seen
+
+
+def _same_in_place(node: Node, values: dict[Node, Any], expected: tuple[Any, ...]) -> None:
+    """Written over the argument that it may overwrite: the same bits."""
+    (taken,) = overwritable(node)
+    target, args, kwargs = in_place_call(node, taken)
+    own = values[taken].clone(memory_format=torch.preserve_format)
+    given = {n: own if n is taken else values[n] for n in node.all_input_nodes}
+    with torch.no_grad():
+        found = target(*map_arg(args, given.__getitem__), **kwargs)
+    assert _tuple(found)[0].data_ptr() == own.data_ptr()
+    for a, b in zip(_tuple(found), expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.stride() == b.stride() and torch.equal(_bits(a), _bits(b)))
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
@@ -182,7 +203,7 @@ def test_norms_and_convolutions(dtype: torch.dtype) -> None:
         x = torch.randn(9, 2 * channels, 5, 6, dtype=dtype)
         names |= _check(Scaled(nn.Sequential(convolution, norm.to(dtype)), dtype), x, seed)
         names |= _check(Scaled(layer.to(dtype), dtype), x, seed)
-    assert len(names) == 15, names
+    assert len(names) == 16, names
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 64, 1001])

@@ -1,5 +1,6 @@
 """Computing in place: the pass, its semantics, and what the validator refuses."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,7 +10,7 @@ from memopt.models.bounds import memory_lower_bound
 from memopt.models.caching_allocator import Allocate, allocation_trace
 from memopt.models.generate import random_graph
 from memopt.models.generate_programs import random_program
-from memopt.models.graph import Graph, Operator, Tensor, TensorKind
+from memopt.models.graph import Graph, Implementation, Operator, Tensor, TensorKind
 from memopt.models.in_place import with_in_place, without_in_place
 from memopt.models.liveness import store_all
 from memopt.models.program import Compute, DropHost, Free, LossBoundary, Program, SwapIn, SwapOut
@@ -58,9 +59,32 @@ def test_the_lower_bound_knows():
     assert memory_lower_bound(line(in_place=())) == 7 + 64
 
 
-def test_only_the_default_implementation_overwrites():
-    program = Program([Compute(0, (2,)), Compute(1, (3,)), Free(2), Compute(2, (4,)), Free(3)])
-    assert with_in_place(line(in_place=()), program) == program
+def test_an_implementation_says_itself_what_it_overwrites():
+    plain = line()
+    mask = len(plain.tensors)
+    masked = Implementation("masked", 1.0, 2, (2,), (3, mask), in_place=(2,))
+    for choice, changed in ((masked, True), (replace(masked, in_place=()), False)):
+        g = replace(plain.operators[1], implementations=(choice,))
+        operators = (plain.operators[0], g, plain.operators[2])
+        graph = Graph((*plain.tensors, Tensor("mask", 3)), operators, outputs=(4,))
+        steps = [Compute(0, (2,)), Compute(1, (3,), "masked"), Free(2), Compute(2, (4,)), Free(3)]
+        made = with_in_place(graph, Program(steps))
+        assert (made.instructions[1] == Compute(1, (3,), "masked", 2)) == changed
+        assert validate(graph, made) is None
+        timeline = replay(graph, made)
+        assert timeline.step_bytes[1] == 7 + 30 * (2 - changed) + 3 + 2
+        assert tuple(memory_use(graph, made).during) == timeline.step_bytes
+        assert memory_lower_bound(graph) == 42
+        refused = Program([steps[0], Compute(1, (3,), "masked", 2), *IN_PLACE[2:]])
+        assert (validate(graph, refused) is None) == changed
+        assert loads(dumps(graph)) == graph
+
+
+def test_an_implementations_output_must_fit():
+    graph = line()
+    g = replace(graph.operators[1], implementations=(Implementation("x", 1.0, in_place=(0,)),))
+    with pytest.raises(ValueError, match="in_place"):
+        replace(graph, operators=(graph.operators[0], g, graph.operators[2]))
 
 
 @pytest.mark.parametrize("back", [True, False])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from memopt.errors import InvalidProgramError
 from memopt.models.chain import Chain
 from memopt.models.chain_replay import ChainState
-from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
+from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
 from memopt.models.offload_replay import replay_offload
 from memopt.models.steps import ChainStep, Move
 
@@ -151,10 +151,32 @@ def overwriting(rng: random.Random, graph: Graph) -> Graph:
         replace(
             operator,
             in_place=tuple(t for t in operator.in_place if sizes[t] == sizes[operator.writes[0]]),
+            implementations=tuple(
+                replace(choice, in_place=_fitting(graph, index, choice, sizes))
+                for choice in operator.implementations
+            ),
         )
-        for operator in operators
+        for index, operator in enumerate(operators)
     ]
     return replace(graph, tensors=tuple(tensors), operators=tuple(operators))
+
+
+def _fitting(
+    graph: Graph, index: int, choice: Implementation, sizes: dict[int, int]
+) -> tuple[int, ...]:
+    """What only this operator reads and an implementation's first result may take over."""
+    operator = graph.operators[index]
+    reads = operator.reads if choice.reads is None else choice.reads
+    writes = operator.writes if choice.writes is None else choice.writes
+    kept = graph.resident | graph.kept | set(graph.tangents)
+    return tuple(
+        t
+        for t in dict.fromkeys(reads)
+        if writes
+        and t not in kept
+        and graph.readers[t] == (index,)
+        and sizes[t] == sizes[writes[0]]
+    )
 
 
 def random_training_graph(seed: int, layers: int = 8) -> Graph:

@@ -153,7 +153,7 @@ class MomentModel:
             return
         for (_, choice), chosen in zip(self.choices[begin], self.run[begin], strict=True):
             constant = slack + self._gradient_bytes(begin) + self._bytes(choice.writes)
-            taken = max((self.size[t] for t in graph.operators[begin].in_place), default=0)
+            taken = max((self.size[t] for t in choice.in_place), default=0)
             one = len(self.choices[begin]) == 1
             constant += choice.workspace_bytes - taken
             model.memory(constant, terms, None if one else chosen)

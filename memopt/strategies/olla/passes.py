@@ -159,12 +159,14 @@ def _unplaced(graph: Graph, place_results: bool) -> set[int]:
 
 def _placeable(graph: Graph, program: Program, place_results: bool) -> Program:
     """The program with in-place outputs only where both tensors are placed, or neither, and the
-    output is kept."""
+    operator's own kernel has that output alone, which is kept."""
     unplaced = _unplaced(graph, place_results)
 
     def apart(instruction: Compute) -> bool:
         kept = instruction.outputs
-        return not kept or (instruction.in_place in unplaced) != (kept[0] in unplaced)
+        if len(kept) != 1 or instruction.implementation is not None:
+            return True
+        return (instruction.in_place in unplaced) != (kept[0] in unplaced)
 
     return without_in_place(program, apart)
 
