@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memopt.profiler.inputs import Call
-from memopt.profiler.memory import metered
+from memopt.profiler.memory import library_bytes, metered
 
 _MINIMUM_STEPS = 3
 _MOST_STEPS = 10
@@ -64,11 +64,14 @@ class Baseline:
         peak_bytes: total device memory, resident included.
         step_time_s: seconds, median.
         measured: whether it was measured (else replayed from the graph).
+        library_bytes: what libraries keep on the device from step to step (`library_bytes`);
+            not in the peak of `measure_steps`, which counts from where a step begins.
     """
 
     peak_bytes: int
     step_time_s: float
     measured: bool
+    library_bytes: int = 0
 
 
 @contextmanager
@@ -77,7 +80,7 @@ def untouched(model: nn.Module, call: Call) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     tensors = [*model.parameters(), *call.tensors()]
     gradients = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    devices = sorted({t.get_device() for t in (*tensors, *model.buffers()) if t.is_cuda})
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             yield
@@ -161,7 +164,10 @@ def measure_steps(
         step()
         _synchronize(device)
         times.append(time.perf_counter() - begin)
-    return Baseline(resident_bytes + use.peak_bytes, statistics.median(times), measured=True)
+    clear()
+    kept = library_bytes(device)
+    peak_bytes = resident_bytes + use.peak_bytes
+    return Baseline(peak_bytes, statistics.median(times), measured=True, library_bytes=kept)
 
 
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> int:

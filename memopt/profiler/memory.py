@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from memopt.profiler.torch_private import give_back_workspaces
+
 _MEMORY_EVENT = "[memory]"
 
 
@@ -58,6 +60,21 @@ def metered(device: torch.device) -> Iterator[MemoryUse]:
         level += size
         use.peak_bytes = max(use.peak_bytes, level)
     use.end_bytes = level
+
+
+def library_bytes(device: torch.device) -> int:
+    """Bytes of a device that libraries keep between steps, and give back here.
+
+    On CUDA these are cuBLAS's workspaces, one for every thread (the forward's and autograd's have
+    their own) and stream that has multiplied matrices; the next product takes its own again. What
+    they are is what the allocator counts less once they are given back. 0 on CPU.
+    """
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    give_back_workspaces()
+    return max(0, before - torch.cuda.memory_allocated(device))
 
 
 @contextmanager

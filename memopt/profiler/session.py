@@ -126,6 +126,7 @@ def profile_model(
         boundary_bytes=boundary,
         extra_resident_bytes=graph.extra_resident_bytes
         + state.bytes_total
+        + step.library_bytes
         + STEP_SCALARS_BYTES[device.type],
     )
     baseline = replace(step, peak_bytes=graph.resident_bytes + step.peak_bytes)
@@ -182,10 +183,12 @@ def _baseline(
     if cache is not None and key is not None and not options.renew:
         known = cache.load([key])
         if key in known:
-            return Baseline(known[key].workspace_bytes, known[key].time_s, measured=True)
+            one = known[key]
+            return Baseline(one.workspace_bytes, one.time_s, True, sum(one.output_bytes))
     measured = measure_baseline(model, call, loss, device, 0)
     if cache is not None and key is not None:
-        cache.store({key: Cost(measured.step_time_s, measured.peak_bytes, ())})
+        kept = (measured.library_bytes,) if measured.library_bytes else ()
+        cache.store({key: Cost(measured.step_time_s, measured.peak_bytes, kept)})
     return measured
 
 

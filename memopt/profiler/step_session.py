@@ -89,7 +89,9 @@ def profile_step(
         report(0.8, "measuring the unplanned step")
         # That step has its state on the device, wherever the plan keeps it.
         resident_bytes = graph.resident_bytes - stays_bytes + state.bytes_total
-        return graph, measure_step_baseline(model, call, loss, optimizer, resident_bytes)
+        step = measure_step_baseline(model, call, loss, optimizer, resident_bytes)
+        step = replace(step, peak_bytes=step.peak_bytes + step.library_bytes)
+        return _with_resident(graph, step.library_bytes), step
 
     graph, baseline, busy = quietly(measured, chosen)
     captured, unpriced = with_updates(parts, parts.lowering, {})

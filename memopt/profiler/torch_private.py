@@ -30,6 +30,11 @@ def _import(module: str, name: str) -> Any:
         raise CaptureError(message) from error
 
 
+def give_back_workspaces() -> None:
+    """Let cuBLAS return its workspaces, of all threads and streams, to torch's CUDA allocator."""
+    _import("torch._C", "_cuda_clearCublasWorkspaces")()
+
+
 _SIDE_EFFECTS = "certain side effects happened"
 
 

@@ -16,7 +16,8 @@ On CUDA they are those that are known from torch's sources:
   What its heuristics take beyond that is not known without the hardware;
 - the embedding's backward sorts the indices (Embedding.cu);
 - cuBLAS holds one workspace per handle and stream to the end of the process: 32 MiB on Hopper,
-  8.1 MiB before (CublasHandlePool.cpp). That one is resident.
+  8.1 MiB before (CublasHandlePool.cpp). Handles belong to threads, and autograd's backward runs on
+  its own, so a step has two. They are resident.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def cublas_workspace_bytes(device_name: str) -> int:
-    """What cuBLAS keeps on a device; the larger figure for devices memopt does not know."""
+    """What cuBLAS keeps on a device for the thread of the forward and for that of the backward;
+    the larger figure for devices memopt does not know."""
     older = any(word in device_name.upper() for word in ("P100", "V100", "T4", "A100", "A10"))
-    return (4096 * 2 + 16 * 8) * 1024 if older else 4096 * 8 * 1024
+    return 2 * ((4096 * 2 + 16 * 8) * 1024 if older else 4096 * 8 * 1024)
 
 
 def workspace_bytes(call: Signature, outputs: Any, *, cuda: bool) -> int:

@@ -73,6 +73,6 @@ def test_half_precision_images_are_transposed_in_workspace() -> None:
 
 
 def test_cublas_workspaces() -> None:
-    assert cublas_workspace_bytes(H100.name) == 32 * 2**20
-    assert cublas_workspace_bytes(A100.name) == 8320 * 1024
-    assert cublas_workspace_bytes("something new") == 32 * 2**20
+    assert cublas_workspace_bytes(H100.name) == 2 * 32 * 2**20
+    assert cublas_workspace_bytes(A100.name) == 2 * 8320 * 1024
+    assert cublas_workspace_bytes("something new") == 2 * 32 * 2**20

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from memopt.profiler.memory import metered, metered_sections
+from memopt.profiler.baseline import Loss
+from memopt.profiler.cache import ProfileCache
+from memopt.profiler.measure import MeasureOptions
+from memopt.profiler.memory import library_bytes, metered, metered_sections
+from memopt.profiler.session import profile_model
+from memopt.profiler.step_session import ProfiledStep, profile_step
 
 CPU = torch.device("cpu")
 
@@ -53,3 +59,43 @@ def test_sections_are_apart() -> None:
 
     uses = metered_sections(CPU, [lambda: temporary, prepare, lambda: temporary])
     assert [(u.peak_bytes, u.end_bytes) for u in uses] == [(1010, 10), (77, 77), (1010, 10)]
+
+
+def test_what_libraries_keep_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the allocator counts before and after cuBLAS gives its workspaces back."""
+    counted = [500]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: counted[0])
+    monkeypatch.setattr(
+        "memopt.profiler.memory.give_back_workspaces", lambda: counted.__setitem__(0, 436)
+    )
+    assert library_bytes(torch.device("cuda", 0)) == 64
+    assert library_bytes(torch.device("cuda", 0)) == 0
+    assert library_bytes(CPU) == 0
+
+
+def test_what_libraries_keep_is_resident(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Measured with the unplanned step, and remembered with it."""
+    model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    plain = profile_model(model, x, options=MeasureOptions())
+    monkeypatch.setattr("memopt.profiler.baseline.library_bytes", lambda _device: 1000)
+    options = MeasureOptions(cache=ProfileCache(tmp_path))
+    for _ in range(2):
+        charged = profile_model(model, x, options=options)
+        assert charged.graph.resident_bytes == plain.graph.resident_bytes + 1000
+        assert charged.baseline.peak_bytes == plain.baseline.peak_bytes + 1000
+        monkeypatch.setattr("memopt.profiler.session.measure_baseline", None)
+
+
+def test_what_libraries_keep_in_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+
+    def profiled() -> ProfiledStep:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return profile_step(model, x, loss=Loss(torch.sum), optimizer=optimizer)
+
+    plain = profiled()
+    monkeypatch.setattr("memopt.profiler.baseline.library_bytes", lambda _device: 1000)
+    charged = profiled()
+    assert charged.graph.resident_bytes == plain.graph.resident_bytes + 1000
+    assert charged.baseline.peak_bytes == plain.baseline.peak_bytes + 1000
