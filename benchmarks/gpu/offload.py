@@ -1,15 +1,16 @@
 """Offloaded plans on a GPU: measured peak and time beside the prediction and two peers.
 
-A plan of `offload-graph` at floor + share·(baseline − floor) runs with the process's memory
-limited to its budget; where the caching allocator's own fragmentation does not fit, the limit is
-raised in steps of 5% and the one that held is shown. Peers: `save_on_cpu(pin_memory=True)` and
-streamed saved-tensor hooks. On CPU the plans run with worker threads, and the peers that copy to
-host memory have no peak of their own to show.
+Plans of `offload-graph` at floor + share·(baseline − floor), and at each peer's own peak, run with
+the process's memory limited to their budget; where the caching allocator's own fragmentation does
+not fit, the limit is raised in steps and the one that held is shown. Peers: eager,
+`save_on_cpu(pin_memory=True)` and streamed saved-tensor hooks. On CPU the plans run with worker
+threads, and the peers that copy to host memory have no peak of their own to show.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -22,18 +23,25 @@ from torch.utils import _pytree as pytree
 
 import memopt
 from benchmarks.gpu.hooks import StreamedHooks
-from benchmarks.steps import interleaved, peak_of
+from benchmarks.steps import Step, clear, interleaved, peak_of, ratio
 from memopt.profiler import Loss, profile_model
-from tests.zoo import FAMILIES, Family, call
+from memopt.profiler.memory import library_bytes
+from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled
+from tests.zoo import Family, call, get
+from tests.zoo.family import TINY_BATCH
 
-MODELS = ("resnet50", "vit_b_16", "gpt2")
+BATCHES = {"resnet50": 64, "vit_b_16": 32, "gpt2_medium": 8}
+"""Examples in a step at the published size: enough work to hide what Python takes."""
+MODELS = tuple(BATCHES)
 LIMITS = (1.0, 1.05, 1.1, 1.2)
+AT_PEAK = "memopt at the peak of "
 
 
 @dataclass(frozen=True)
 class Row:
     """One way to train one model. Bytes are totals; None: not known or not applicable. The
     prediction of the eager step is the sum of its kernels: what it takes beyond is the framework's.
+    of_peer: its time over that of the peer whose peak it had for a budget.
     """
 
     model: str
@@ -43,6 +51,7 @@ class Row:
     peak_bytes: int | None
     predicted_s: float | None
     step_s: float
+    of_peer: float | None
     limit: float | None
 
 
@@ -63,6 +72,7 @@ def limited(device: torch.device, limit_bytes: float) -> Iterator[None]:
         yield
         return
     total = torch.cuda.get_device_properties(device).total_memory
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
     try:
@@ -71,11 +81,14 @@ def limited(device: torch.device, limit_bytes: float) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def limit_that_held(step: Callable[[], Any], budget: int, device: torch.device) -> float | None:
+def limit_that_held(
+    model: nn.Module, step: Step, budget: int, device: torch.device
+) -> float | None:
     """The least of LIMITS, in budgets, under which a step ran; None: none did, or no GPU."""
     if device.type != "cuda":
         return None
     for limit in LIMITS:
+        clear(model)  # what the step before, perhaps cut off, has left
         try:
             with limited(device, limit * budget):
                 step()
@@ -83,6 +96,27 @@ def limit_that_held(step: Callable[[], Any], budget: int, device: torch.device) 
             continue
         return limit
     return None
+
+
+def standing_bytes(device: torch.device) -> int:
+    """What is allocated on a GPU before a model comes, without libraries' workspaces; 0 on CPU."""
+    if device.type != "cuda":
+        return 0
+    gc.collect()
+    library_bytes(device)
+    return int(torch.cuda.memory_allocated(device))
+
+
+def total_peak_of(
+    model: nn.Module, step: Step, device: torch.device, resident_bytes: int, before_bytes: int
+) -> int:
+    """The whole peak of a step: on CUDA all that the process has allocated, by
+    `torch.cuda.max_memory_allocated`, but what was there before the model; on CPU what the step
+    allocates beyond what is resident."""
+    above_bytes = peak_of(model, step, device)
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device)) - before_bytes
+    return resident_bytes + above_bytes
 
 
 def peers(model: nn.Module, device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -96,51 +130,74 @@ def peers(model: nn.Module, device: torch.device) -> dict[str, Callable[[], Any]
     return ways
 
 
+def plans_for(
+    profiled: Profiled, link: memopt.Device, shares: tuple[float, ...], peaks: dict[str, int]
+) -> dict[str, memopt.Plan]:
+    """Plans at shares between floor and baseline, and one at each peer's peak that can be met."""
+
+    def plan(budget: int | str) -> memopt.Plan:
+        return memopt.plan(
+            profiled, budget=budget, strategy="offload-graph", device=link, progress=False
+        )
+
+    floor, baseline = plan("min").peak_bytes, profiled.baseline.peak_bytes
+    plans = {
+        f"memopt {share:g}": plan(floor + int(share * max(0, baseline - floor))) for share in shares
+    }
+    for way, peak_bytes in peaks.items():
+        if peak_bytes >= floor:
+            plans[f"{AT_PEAK}{way}"] = plan(peak_bytes)
+    return plans
+
+
 def measure(
     name: str, size: Any, device: torch.device, shares: tuple[float, ...], rounds: int
 ) -> list[Row]:
     """All rows of one model."""
-    family = next(f for f in FAMILIES if f.name == name)
+    family = get(name)
+    before_bytes = standing_bytes(device)
     model = family.build(size).to(device)
+    batch = BATCHES[name] if size == "paper" else TINY_BATCH
     inputs = pytree.tree_map(
-        lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, family.inputs(size)
+        lambda x: x.to(device) if isinstance(x, torch.Tensor) else x,
+        family.inputs(size, batch=batch),
     )
     link = memopt.measure_device(device)
     profiled = profile_model(model, inputs, loss=Loss(family.loss))
-    baseline = profiled.baseline.peak_bytes
-    floor = memopt.plan(
-        profiled, budget="min", strategy="offload-graph", device=link, progress=False
-    ).peak_bytes
-    plans = {}
-    for share in shares:
-        budget = floor + int(share * max(0, baseline - floor))
-        plans[f"memopt {share:g}"] = memopt.plan(
-            profiled, budget=budget, strategy="offload-graph", device=link, progress=False
-        )
+    resident_bytes = profiled.graph.resident_bytes - STEP_SCALARS_BYTES[device.type]
+
+    def peak(step: Step) -> int:
+        return total_peak_of(model, step, device, resident_bytes, before_bytes)
+
     steps = {
         way: stepper(family, model, inputs, around) for way, around in peers(model, device).items()
     }
+    # On CPU the host copies of other ways are device memory, too: no peak to compare with.
+    apart = [way for way in steps if device.type == "cuda" or way == "eager"]
+    peaks = {way: peak(steps[way]) for way in apart}
+    plans = plans_for(profiled, link, shares, peaks)
     for way, plan in plans.items():
         steps[way] = stepper(family, plan.apply(model), inputs, contextlib.nullcontext)
-    resident = next(iter(plans.values())).resident_bytes
-    kernels_s = profiled.graph.compute_time_s
+        peaks[way] = peak(steps[way])
     times = interleaved(model, steps, rounds, device)
+    kernels_s = profiled.graph.compute_time_s
     rows = []
     for way, step in steps.items():
-        plan = plans.get(way)
-        apart = device.type == "cuda" or plan is not None or way == "eager"
+        found = plans.get(way)
+        peer = way.removeprefix(AT_PEAK) if way.startswith(AT_PEAK) else None
         rows.append(
             Row(
                 model=name,
                 way=way,
-                budget_bytes=None if plan is None else plan.budget,
-                predicted_bytes=None if plan is None else plan.peak_bytes,
-                peak_bytes=resident + peak_of(model, step, device) if apart else None,
-                predicted_s=plan.step_time_s if plan else kernels_s if way == "eager" else None,
+                budget_bytes=None if found is None else found.budget,
+                predicted_bytes=None if found is None else found.peak_bytes,
+                peak_bytes=peaks.get(way),
+                predicted_s=found.step_time_s if found else kernels_s if way == "eager" else None,
                 step_s=statistics.median(times[way]),
+                of_peer=None if peer is None else ratio(times, way, peer),
                 limit=None
-                if plan is None or plan.budget is None
-                else limit_that_held(step, plan.budget, device),
+                if found is None or found.budget is None
+                else limit_that_held(model, step, found.budget + before_bytes, device),
             )
         )
     return rows
@@ -157,12 +214,13 @@ def table(rows: list[Row]) -> str:
 
     lines = [
         "| model | way | budget MiB | predicted MiB | measured MiB | predicted ms | measured ms "
-        "| limit held |",
-        "|---|---|---|---|---|---|---|---|",
+        "| × that peer's | limit held |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         limit = "" if row.limit is None else f"{row.limit:g}"
         cells = (row.model, row.way, mib(row.budget_bytes), mib(row.predicted_bytes))
-        cells += (mib(row.peak_bytes), ms(row.predicted_s), ms(row.step_s), limit)
+        over = "" if row.of_peer is None else f"{row.of_peer:.2f}"
+        cells += (mib(row.peak_bytes), ms(row.predicted_s), ms(row.step_s), over, limit)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -30,8 +30,8 @@ class Streams(Protocol):
     def here(self) -> Any:
         """The compute stream: the one that is current now."""
 
-    def mark(self) -> Any:
-        """An event recorded on the compute stream now."""
+    def mark(self, home: Any) -> Any:
+        """An event recorded now on a compute stream, one that `here` has named."""
 
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, outward: bool, after: Sequence[Any]
@@ -60,9 +60,9 @@ class CudaStreams:
     def here(self) -> Any:
         return torch.cuda.current_stream(self._device)
 
-    def mark(self) -> Any:
+    def mark(self, home: Any) -> Any:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
-        event.record(self.here())
+        event.record(home)
         return event
 
     def copy(
@@ -104,10 +104,12 @@ class Lease:
     pool: torch.Tensor
     streams: Streams
     free: list[tuple[torch.Tensor, Any]]
+    home: Any
+    """The compute stream of the step. Whoever drops its last copies, that stream has waited for
+    them, so that the pool is idle after a mark on it."""
 
     def __del__(self) -> None:
-        # The step's last copy has just been waited for, here: after this mark the pool is idle.
-        self.free.append((self.pool, self.streams.mark()))
+        self.free.append((self.pool, self.streams.mark(self.home)))
 
 
 @dataclass
@@ -157,12 +159,13 @@ class StreamSwap:
         """A pool for one step; a second one only if two steps are under way at once."""
         with self._lock:
             pool, idle = self._free.pop() if self._free else (None, None)
+        home = self._streams.here()
         if pool is None:
             pool = self._streams.host_bytes(self.pool_bytes)
         else:
             # The step before may have run on another stream.
-            self._streams.wait(idle, self._streams.here())
-        return Lease(pool, self._streams, self._free)
+            self._streams.wait(idle, home)
+        return Lease(pool, self._streams, self._free, home)
 
     def out(
         self, tensor: torch.Tensor, address: int | None = None, lease: Lease | None = None
@@ -188,7 +191,7 @@ class StreamSwap:
         self.account.add(count)
         copy.held, copy.home = source, self._streams.here()
         copy.pending = copy.stored = self._streams.copy(
-            buffer, source, True, (self._streams.mark(),)
+            buffer, source, True, (self._streams.mark(copy.home),)
         )
         return copy
 
@@ -200,10 +203,11 @@ class StreamSwap:
         flat = self._streams.device_bytes(size_bytes) if into is None else _flat(into)
         tensor = torch.empty(0, dtype=copy.dtype, device=flat.device)
         tensor.set_(flat.untyped_storage(), copy.offset, copy.size, copy.stride)
+        home = self._streams.here()
         copy.pending = self._streams.copy(
-            flat, copy.buffer, False, (self._streams.mark(), copy.stored)
+            flat, copy.buffer, False, (self._streams.mark(home), copy.stored)
         )
-        copy.home = self._streams.here()
+        copy.home = home
         copy.held = flat  # only now: a copy that could not start must not keep device memory
         return tensor
 

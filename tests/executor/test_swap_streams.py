@@ -40,7 +40,8 @@ class LateStreams:
     def here(self) -> str:
         return "compute"
 
-    def mark(self) -> Event:
+    def mark(self, home: str) -> Event:
+        assert home == "compute"
         return ("compute", 0)  # the compute stream runs at once: its events are over
 
     def copy(
@@ -166,6 +167,46 @@ def test_host_copies_never_overlap_and_nothing_comes_over_what_a_retained_graph_
                 del live[instruction.tensor]
             elif isinstance(instruction, LossBoundary):
                 crossed = dict(live)
+
+
+class TwoStreams(LateStreams):
+    """With a compute stream for each thread, and notes of who was told to wait or marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = "first"
+        self.marked: list[str] = []
+        self.waited: list[tuple[str, str]] = []
+
+    def here(self) -> str:
+        return self.current
+
+    def mark(self, home: str) -> Event:
+        self.marked.append(home)
+        return ("compute", len(self.marked))
+
+    def wait(self, event: Event, home: str = "compute") -> None:
+        if home != "compute":  # else an event that a copy waits for
+            self.waited.append((self.current, home))
+        super().wait(event)
+
+
+def test_a_step_dropped_under_another_stream() -> None:
+    """Its own stream waits for what is under way, and says when the pool is idle."""
+    streams = TwoStreams()
+    swap = StreamSwap(streams, 512)
+    copy = swap.out(torch.ones(64), 0, swap.lease())
+    streams.current = "second"  # the garbage collector's thread, say
+    del copy
+    gc.collect()
+    assert streams.waited == [("second", "first")]
+    assert streams.dead == []
+    assert streams.marked == ["first", "first"]
+    ((_, idle),) = swap._free
+    lease = swap.lease()
+    assert streams.waited[1:] == [("second", "second")]
+    assert idle == ("compute", 2)
+    assert lease.home == "second"
 
 
 @pytest.mark.gpu

@@ -11,17 +11,19 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import memopt
-from benchmarks.gpu.offload import limited, stepper
-from benchmarks.steps import peak_of
+from benchmarks.gpu.offload import limited, standing_bytes, stepper, total_peak_of
 from memopt.profiler import Loss, profile_model
 from memopt.profiler.session import STEP_SCALARS_BYTES
 from memopt.report.lanes import Lane
 from tests.zoo import get
+from tests.zoo.family import TINY_BATCH
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FRAGMENTATION = 1.05
 """What the caching allocator may hold beyond what is allocated."""
 TIME_TOLERANCE = 0.10
+CUDA_BATCHES = {"resnet50": 64, "gpt2": 16}
+"""Enough work that a step's time is its kernels' and copies', as predictions say."""
 
 
 def to(device: torch.device, value: Any) -> Any:
@@ -35,8 +37,11 @@ def test_peak_gradients_and_time(name: str, device_name: str) -> None:
     """Peak within the budget, enforced; gradients eager's; on CUDA the time as predicted."""
     device = torch.device(device_name)
     family = get(name)
-    model = family.build("paper" if device.type == "cuda" else "tiny").to(device)
-    inputs = to(device, family.inputs("paper" if device.type == "cuda" else "tiny"))
+    before_bytes = standing_bytes(device)
+    cuda = device.type == "cuda"
+    model = family.build("paper" if cuda else "tiny").to(device)
+    batch = CUDA_BATCHES[name] if cuda else TINY_BATCH
+    inputs = to(device, family.inputs("paper" if cuda else "tiny", batch=batch))
     link = memopt.measure_device(device)
     profiled = profile_model(model, inputs, loss=Loss(family.loss))
     plan = memopt.plan(
@@ -44,27 +49,34 @@ def test_peak_gradients_and_time(name: str, device_name: str) -> None:
     )
     assert plan.budget is not None
     assert plan.host_peak_bytes > 0
-    state = {key: value.clone() for key, value in model.state_dict().items()}
+    # On the host: nothing but the step may take device memory below.
+    state = {key: value.cpu().clone() for key, value in model.state_dict().items()}
     steps = {}
     gradients = {}
-    for way, module in {"eager": model, "memopt": plan.apply(model)}.items():
+    ways = {"eager": model, "eager again": model, "memopt": plan.apply(model)}
+    for way, module in ways.items():
         model.load_state_dict(state)
         steps[way] = stepper(family, module, inputs, torch.enable_grad)
         torch.manual_seed(0)
         steps[way]()
-        gradients[way] = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+        found = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+        gradients[way] = to(torch.device("cpu"), found)
+        del found
         model.zero_grad(set_to_none=True)
     for key, expected in gradients["eager"].items():
-        if device.type == "cpu":
-            assert torch.equal(gradients["memopt"][key], expected)
-        else:
-            torch.testing.assert_close(gradients["memopt"][key], expected)
-    del gradients
-    with limited(device, FRAGMENTATION * plan.budget):
-        peak = peak_of(model, steps["memopt"], device)
-    measured = plan.resident_bytes - STEP_SCALARS_BYTES[device.type] + peak
+        found = gradients["memopt"][key]
+        if not cuda:
+            assert torch.equal(found, expected)
+            continue
+        # Some of CUDA's kernels add in any order: eager's own second run says how far that goes.
+        scale = max(float(expected.abs().max()), 1e-12)
+        noise = float((gradients["eager again"][key] - expected).abs().max()) / scale
+        assert float((found - expected).abs().max()) / scale <= max(1e-4, 10 * noise)
+    resident_bytes = plan.resident_bytes - STEP_SCALARS_BYTES[device.type]
+    with limited(device, before_bytes + FRAGMENTATION * plan.budget):
+        measured = total_peak_of(model, steps["memopt"], device, resident_bytes, before_bytes)
     assert measured <= plan.budget
-    if device.type == "cuda":
+    if cuda:
         check = plan.check(model, inputs, loss_fn=family.loss)
         assert check.measured_time_s == pytest.approx(plan.step_time_s, rel=TIME_TOLERANCE)
 

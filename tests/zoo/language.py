@@ -39,8 +39,11 @@ def logits_loss(output: Any) -> Tensor:
     return class_loss(output.logits)
 
 
-def make_gpt2(dropout: float) -> Callable[[Size], nn.Module]:
-    """GPT-2 small with its language-model head, tied to the embedding."""
+GPT2_MEDIUM = {"n_layer": 24, "n_embd": 1024, "n_head": 16}
+
+
+def make_gpt2(dropout: float, paper: dict[str, int] | None = None) -> Callable[[Size], nn.Module]:
+    """GPT-2, small unless told otherwise, with its language-model head, tied to the embedding."""
 
     def make(size: Size) -> nn.Module:
         rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
@@ -48,7 +51,7 @@ def make_gpt2(dropout: float) -> Callable[[Size], nn.Module]:
             shape = {"n_layer": 3, "n_embd": 64, "n_head": 4, "n_positions": 64}
             rates |= {"vocab_size": TINY_VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
         else:
-            shape = {}
+            shape = paper or {}
         config = transformers.GPT2Config(
             **shape, **rates, use_cache=False, attn_implementation="sdpa"
         )
@@ -153,8 +156,9 @@ FAMILIES: tuple[Family, ...] = (
 
 VARIANTS: tuple[Family, ...] = (
     _language("gpt2_no_dropout", make_gpt2(0.0), "tied"),
+    _language("gpt2_medium", make_gpt2(0.1, GPT2_MEDIUM), "dropout", "tied"),
     _language("bert_no_dropout", make_bert(0.0), "tied", padded=True),
     _language("xlm_r", make_xlm_r, "dropout", "tied", padded=True),
     _language("llama_7b", make_llama(LLAMA_7B)),
 )
-"""More of the kind; llama_7b's tiny size is llama's."""
+"""More of the kind; the tiny size of gpt2_medium is gpt2's, that of llama_7b is llama's."""
