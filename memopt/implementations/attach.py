@@ -14,6 +14,7 @@ from memopt.implementations import (
     batch_norm,
     clipped,
     convolution,
+    convolution_again,
     convolution_fft,
     convolution_gemm,
     convolution_library,
@@ -46,6 +47,7 @@ FAMILIES: tuple[tuple[str, Attach], ...] = (
     ("layer norm", norms.attach),
     ("group norm", group_norm.attach),
     ("convolution", convolution.attach),
+    ("convolution from what made its input", convolution_again.attach),
     ("convolution by products", convolution_gemm.attach),
     ("convolution by transforms", convolution_fft.attach),
     ("convolution by libraries", convolution_library.attach),
@@ -192,5 +194,8 @@ def _priced(
             known = choice.workspace_bytes if workspace is None else workspace
             choices.append(replace(choice, time_s=time_s, workspace_bytes=known))
         priced = replace(old, implementations=tuple(choices))
-        operators.append(replace(priced, implementations=undominated(priced)) if pruned else priced)
+        if pruned:
+            better = undominated(priced, graph.resident)
+            priced = replace(priced, implementations=better)
+        operators.append(priced)
     return replace(graph, tensors=(*graph.tensors, *extras), operators=tuple(operators))

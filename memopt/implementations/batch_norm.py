@@ -15,7 +15,7 @@ from memopt.implementations.norms import channels, check_invertible, invertible,
 from memopt.implementations.site import Sites, value_of
 
 ATEN = torch.ops.aten
-_FORWARD = "aten._native_batch_norm_legit_functional.default"
+FORWARD = "aten._native_batch_norm_legit_functional.default"
 PARTS = 8
 """Parts of the batch: scratch memory is two of them."""
 
@@ -109,7 +109,7 @@ def attach(sites: Sites) -> None:
     for backward in sites.calls("aten.native_batch_norm_backward.default"):
         g, x, weight, _, _, mean, inverse, train, _, mask = backward.args
         forward = sites.producer(mean)
-        if forward is None or str(forward.target) != _FORWARD or not train:
+        if forward is None or str(forward.target) != FORWARD or not train:
             continue
         y = sites.result(forward, 0)
         if y is None or value_of(y).dtype not in (torch.float32, torch.float64):

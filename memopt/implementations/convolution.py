@@ -1,5 +1,5 @@
-"""Convolutions: image by image or in halves, to bound the workspace; the gradients of the input
-and of the weight as runs of their own.
+"""Convolutions: in parts of the batch, to bound the workspace or to write over what they read; the
+gradients of the input and of the weight as runs of their own.
 
 A library may choose another algorithm for another batch, so that the split ones are not declared
 exact. Both gradients are computed apart in ATen in any case: asked for alone they are the same
@@ -20,22 +20,42 @@ SPLITS = (2, 8)
 """Parts of the batch."""
 
 
-def _forward(parts: int, x: torch.Tensor, *arguments: Any) -> Any:
-    step = -(-x.shape[0] // parts)
-    pieces = (x[i : i + step] for i in range(0, x.shape[0], step))
+def split(batch: int, parts: int) -> list[slice]:
+    """At most so many slices of a batch, alike but for the last."""
+    step = -(-batch // parts)
+    return [slice(i, i + step) for i in range(0, batch, step)]
+
+
+def _forward(x: torch.Tensor, parts: int, *arguments: Any) -> Any:
     result = None
-    for i, piece in enumerate(pieces):
-        one = ATEN.convolution(piece, *arguments)
+    for part in split(len(x), parts):
+        one = ATEN.convolution(x[part], *arguments)
         if result is None:
-            result = one.new_empty((x.shape[0], *one.shape[1:]))
-        result[i * step : i * step + len(one)] = one
+            result = one.new_empty((len(x), *one.shape[1:]))
+        result[part] = one
     return result
+
+
+def _forward_over(x: torch.Tensor, parts: int, *arguments: Any) -> Any:
+    for part in split(len(x), parts):
+        x[part] = ATEN.convolution(x[part], *arguments)
+    return x
 
 
 def _input_gradient(g: torch.Tensor, shape: Any, *arguments: Any) -> Any:
     # The input's values are not used (MONeT appendix C); oneDNN copies it all the same.
     like = g.new_empty(()).expand(shape)
     return ATEN.convolution_backward(g, like, *arguments, [True, False, False])[:1]
+
+
+def _input_gradient_split(g: torch.Tensor, parts: int, shape: Any, *arguments: Any) -> Any:
+    return _input_gradient_into(g.new_empty(shape), g, parts, *arguments)
+
+
+def _input_gradient_into(result: torch.Tensor, g: torch.Tensor, parts: int, *arguments: Any) -> Any:
+    for part in split(len(g), parts):
+        (result[part],) = _input_gradient(g[part], result[part].shape, *arguments)
+    return (result,)
 
 
 def _input_gradient_of(*arguments: Any) -> Any:
@@ -46,7 +66,15 @@ def _weight_gradient(bias: bool, *arguments: Any) -> Any:
     return ATEN.convolution_backward(*arguments, [False, True, bias])[1:]
 
 
-FORWARD = Kernel("convolution.split", _forward)
+FORWARD = Kernel("convolution.split.2", _forward, Kernel("convolution.split.2.over", _forward_over))
+INPUT_SPLIT = Kernel(
+    "convolution_backward.input.split",
+    _input_gradient_split,
+    Kernel(
+        "convolution_backward.input.split.over",
+        lambda g, parts, _, *more: _input_gradient_into(g, g, parts, *more),
+    ),
+)
 INPUT = Kernel("convolution_backward.input.2", _input_gradient)
 KEEPING = Kernel("convolution_backward.input", _input_gradient_of)
 WEIGHT = Kernel("convolution_backward.weight", _weight_gradient)
@@ -59,15 +87,16 @@ def attach(sites: Sites) -> None:
         y = value_of(forward)
         for parts in SPLITS:
             if x.shape[0] >= parts and x.is_contiguous() and y.is_contiguous():
-                part_bytes = -(-y.untyped_storage().nbytes() // parts)
+                size = y.untyped_storage().nbytes()
                 sites.add(
                     forward,
                     f"split {parts}",
                     FORWARD,
-                    (parts, *forward.args),
-                    workspace_bytes=part_bytes,
+                    (forward.args[0], parts, *forward.args[1:]),
+                    workspace_bytes=-(-size // parts),
                     exact=False,
                     like=((forward, 1.0),),
+                    moved_bytes=2 * size,
                 )
     for backward in sites.calls("aten.convolution_backward.default"):
         *arguments, mask = backward.args
@@ -90,5 +119,19 @@ def attach(sites: Sites) -> None:
         if value_of(x).is_contiguous():
             without = (g, tuple(value_of(x).shape), *more)
             sites.add(backward, "input gradient", INPUT, without, (results[0],), like=half)
+            if value_of(g).shape == value_of(x).shape and len(value_of(x)) >= SPLITS[-1]:
+                # Worth its copies where it can write over the gradient.
+                size = value_of(x).untyped_storage().nbytes()
+                sites.add(
+                    backward,
+                    "input gradient split",
+                    INPUT_SPLIT,
+                    (g, SPLITS[-1], *without[1:]),
+                    (results[0],),
+                    workspace_bytes=-(-size // SPLITS[-1]),
+                    exact=False,
+                    like=half,
+                    moved_bytes=2 * size,
+                )
         else:
             sites.add(backward, "input gradient", KEEPING, given, (results[0],), like=half)

@@ -147,6 +147,12 @@ class Sites:
             )
         )
 
+    def _read_and_written(self, choice: Implementation) -> tuple[int, int]:
+        """(less its operands' bytes, its results' bytes)."""
+        reads = (self._tensors[t] for t in choice.reads or ())
+        read_bytes = sum(tensor.size_bytes for tensor in reads if not tensor.resident)
+        return -read_bytes, sum(self._tensors[t].size_bytes for t in choice.writes or ())
+
     def _in_place(self, call: Node) -> tuple[int, ...]:
         """The tensors over which a call may write its first result: computed by the step, and no
         result of it, nor may the first result be one by another view."""
@@ -162,10 +168,20 @@ class Sites:
         return tuple(found)
 
     def lowering(self) -> Lowering:
-        """The extended lowering; its Graph has the alternatives, unpriced."""
+        """The extended lowering; its Graph has the alternatives, unpriced.
+
+        Those of one operator in the order in which two of them should run: what reads much and
+        writes little first, so that an operand can go, or be written over by the second.
+        """
         graph = self._lowering.graph
         operators = [
-            replace(o, implementations=(*o.implementations, *self._choices.get(i, ())))
+            replace(
+                o,
+                implementations=(
+                    *o.implementations,
+                    *sorted(self._choices.get(i, ()), key=self._read_and_written),
+                ),
+            )
             for i, o in enumerate(graph.operators)
         ]
         return replace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memopt.errors import InvalidProgramError
 from memopt.models.graph import Implementation, Operator
@@ -72,13 +72,22 @@ def variant(operator: Operator, implementation: str | None) -> Operator | Varian
     )
 
 
-def undominated(operator: Operator) -> tuple[Implementation, ...]:
+def undominated(
+    operator: Operator, resident: frozenset[int] = frozenset()
+) -> tuple[Implementation, ...]:
     """The implementations that are better in something than every other, the default included:
-    with what they write, faster, with less scratch memory, with fewer reads, or exact."""
+    with what they write, faster, with less scratch memory, with fewer reads, or exact.
+
+    Args:
+        operator: with its implementations.
+        resident: tensors that are there in any case, so that reading them costs nothing.
+    """
     kept: list[Implementation] = []
-    known: list[tuple[Variant, bool]] = [(Variant.of(operator), True)]
-    for choice in operator.implementations:
-        known.append((Variant.of(variant(operator, choice.name)), choice.exact))
+    known: list[tuple[Variant, bool]] = []
+    for name, exact in ((None, True), *((c.name, c.exact) for c in operator.implementations)):
+        figures = Variant.of(variant(operator, name))
+        reads = tuple(t for t in figures.reads if t not in resident)
+        known.append((replace(figures, reads=reads), exact))
     for position, choice in enumerate(operator.implementations, start=1):
         own, exact = known[position]
         others = (

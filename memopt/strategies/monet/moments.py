@@ -151,12 +151,16 @@ class MomentModel:
         if not moment:
             model.memory(slack + self._bytes(graph.tangents) + graph.boundary_bytes, terms)
             return
+        read_by_some = {t for _, choice in self.choices[begin] for t in choice.reads}
         for (_, choice), chosen in zip(self.choices[begin], self.run[begin], strict=True):
-            constant = slack + self._gradient_bytes(begin) + self._bytes(choice.writes)
+            constant = slack + self._gradient_bytes(begin, choice) + self._bytes(choice.writes)
             taken = max((self.size[t] for t in choice.in_place), default=0)
             one = len(self.choices[begin]) == 1
             constant += choice.workspace_bytes - taken
-            model.memory(constant, terms, None if one else chosen)
+            # Of two runs that give one result each, the second need not hold the first's operands.
+            gone = read_by_some - set(choice.reads) - kept
+            held_here = [(self.size[t], v) for t, v in held.items() if t not in gone]
+            model.memory(constant, held_here, None if one else chosen)
 
     def _sources(self, moment: int, t: int) -> list[int]:
         """s and r that give a forward tensor between a moment and the next."""
@@ -178,17 +182,15 @@ class MomentModel:
     def _bytes(self, tensors: Iterable[int]) -> int:
         return sum(self.size[t] for t in tensors)
 
-    def _gradient_bytes(self, k: int) -> int:
-        """Bytes of the backward's tensors that every program holds when operator k runs."""
-        graph, total = self.graph, 0
+    def _gradient_bytes(self, k: int, choice: Operator | Variant) -> int:
+        """Bytes of the backward's tensors that every program holds when operator k runs so."""
+        held = set(self.graph.tangents).union(self.gradients).intersection(choice.reads)
         for t, writers in self.gradients.items():
             sure = len({i for i, _ in writers}) == 1 and writers[0][0] < k
             if sure and self._sure(t, k):
-                total += self.size[t]
-        for t in graph.tangents:
-            if self._sure(t, k):
-                total += self.size[t]
-        return total
+                held.add(t)
+        held.update(t for t in self.graph.tangents if self._sure(t, k))
+        return self._bytes(held)
 
     def _sure(self, t: int, k: int) -> bool:
         """Whether a tensor must be held when operator k runs: the step ends with it, or an
