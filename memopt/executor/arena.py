@@ -10,9 +10,10 @@ have arenas of their own.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from memopt.executor.arena_forms import Form, forms_of
 from memopt.models.placed import ALIGNMENT_BYTES
 from memopt.models.program import Compute, Program, SwapIn
 from memopt.profiler.build import Lowering, values_of
-from memopt.profiler.torch_private import storage_at
+from memopt.profiler.torch_private import profiler_looks_on, storage_at
 
 _KNOWN_ADDRESSES = 8
 
@@ -131,30 +132,65 @@ class Lease:
     """One step's arena.
 
     Attributes:
-        memory: its bytes; they go with the lease.
+        memory: its bytes; they go back with the lease.
         slots: the placed tensors, in the layout's order.
+        arenas: where the bytes go.
     """
 
     memory: Tensor
     slots: list[Tensor]
+    arenas: Arenas
+
+    def __del__(self) -> None:
+        self.arenas.keep(self.memory)
 
 
 class Arenas:
-    """Makes the arenas of one installed program."""
+    """Makes the arenas of one installed program.
+
+    On the CPU the last step's memory is kept for the next one: torch gives a large allocation back
+    to the operating system, and touching every page anew takes a tenth of a step. One program of
+    the process keeps it, the last that ran. While torch's profiler looks on nothing is kept, so
+    that it sees every step's arena. CUDA's allocator keeps what it is given back itself.
+    """
+
+    _keeper: ClassVar[weakref.ref[Arenas] | None] = None
 
     def __init__(self, layout: ArenaLayout) -> None:
         self.layout = layout
+        self._idle: list[Tensor] = []
         self._known: dict[int, list[Tensor]] = {}
         """Address of an arena → its slots: the allocator often gives the same address again."""
         self._lock = threading.Lock()
 
     def lease(self) -> Lease:
         """An arena for one step."""
-        layout = self.layout
-        memory = torch.empty(layout.extent_bytes, dtype=torch.uint8, device=layout.device)
-        return Lease(memory, self._slots(memory.data_ptr()))
+        memory = self.memory()
+        return Lease(memory, self.slots_at(memory.data_ptr()), self)
 
-    def _slots(self, address: int) -> list[Tensor]:
+    def memory(self) -> Tensor:
+        """The bytes of an arena: those of the last step, or new ones."""
+        layout = self.layout
+        if profiler_looks_on():
+            self._idle.clear()
+        try:
+            # Of two steps at once only one gets them: pop is atomic.
+            return self._idle.pop()
+        except IndexError:
+            return torch.empty(layout.extent_bytes, dtype=torch.uint8, device=layout.device)
+
+    def keep(self, memory: Tensor) -> None:
+        """A step is over; this was its arena."""
+        if self.layout.device.type != "cpu" or profiler_looks_on():
+            return
+        before = Arenas._keeper() if Arenas._keeper is not None else None
+        if before is not None and before is not self:
+            before._idle.clear()
+        Arenas._keeper = weakref.ref(self)
+        self._idle[:] = [memory]
+
+    def slots_at(self, address: int) -> list[Tensor]:
+        """The placed tensors of an arena at an address."""
         # Two living arenas have two addresses, so slots are never shared by two steps.
         with self._lock:
             slots = self._known.get(address)

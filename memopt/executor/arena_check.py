@@ -89,9 +89,8 @@ class CheckedArenas(Arenas):
 
     def lease(self) -> Lease:
         """An arena for one step."""
-        lease = super().lease()
-        lease.memory.fill_(POISON)
-        return CheckedLease(lease.memory, lease.slots, self.layout)
+        memory = self.memory().fill_(POISON)
+        return CheckedLease(memory, self.slots_at(memory.data_ptr()), self, self.layout)
 
     def fork(self, saved: list[object]) -> list[object]:
         """As `Arenas.fork`; the copy knows what the original knew."""

@@ -310,6 +310,13 @@ def _read_offset(reader: Reader) -> tuple[int, int, int]:
     return row[0], row[1], row[2]
 
 
+def _read_apart(reader: Reader) -> tuple[int, int]:
+    row = reader.wholes()
+    if len(row) != 2:
+        raise reader.fail("[instruction, tensor]")
+    return row[0], row[1]
+
+
 def _read_instruction(reader: Reader) -> Instruction:
     word, *rest = reader.items() or [reader]
     if word.value == "compute" and len(rest) in (3, 4):

@@ -63,7 +63,7 @@ def without_in_place(
             made += [replace(instruction, in_place=None), Free(instruction.in_place)]
         else:
             made.append(instruction)
-    return Program(made, program.offsets, program.apart)
+    return Program(made, program.offsets)
 
 
 def _overwritten(

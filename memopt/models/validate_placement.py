@@ -33,8 +33,8 @@ def misplaced(
 
     Every lifetime that begins at a Compute or SwapIn has an offset or is named in
     `program.apart`; those of results (`graph.kept`), which the user may hold beyond the step, and
-    transient outputs may have one. Tangents come from outside and have none, nor have the tensors that the graph lists as
-    `outside`. Workspace is not placed.
+    transient outputs may have one. Tangents come from outside and have none, nor have the tensors
+    that the graph lists as `outside`. Workspace is not placed.
 
     Args:
         graph: the cost model.
@@ -64,10 +64,10 @@ def misplaced(
         if stay.tensor not in free and key not in placed and key not in apart:
             name = graph.tensors[stay.tensor].name
             found.append(Violation(Code.OFFSET_MISSING, stay.begin, f"{name!r}"))
-    if apart & placed.keys():
-        position, tensor = min(apart & placed.keys())
-        message = f"tensor {tensor} has an offset, and is apart"
-        found.append(Violation(Code.OFFSET_STRAY, position, message))
+    for position, tensor in apart:
+        if (position, tensor) in placed or (position, tensor) not in stays:
+            message = f"tensor {tensor} is apart, but has an offset or does not appear here"
+            found.append(Violation(Code.OFFSET_STRAY, position, message))
     if found:
         return first(found)
     moved = _moved(graph, program, lifetimes, placed)

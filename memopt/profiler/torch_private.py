@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import sys
 import warnings
@@ -28,6 +29,17 @@ def _import(module: str, name: str) -> Any:
     except (ImportError, AttributeError) as error:
         message = _MOVED.format(version=torch.__version__, name=f"{module}.{name}")
         raise CaptureError(message) from error
+
+
+def profiler_looks_on() -> bool:
+    """Whether torch's profiler records what this thread does."""
+    return bool(_profiler_enabled()())
+
+
+@functools.cache
+def _profiler_enabled() -> Callable[[], bool]:
+    enabled: Callable[[], bool] = _import("torch.autograd", "_profiler_enabled")
+    return enabled
 
 
 def give_back_workspaces() -> None:

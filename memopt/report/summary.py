@@ -103,12 +103,15 @@ def _passes(stats: Mapping[str, object]) -> list[tuple[str, str]]:
     lost = stats.get("fragmentation")
     if isinstance(arena, int) and isinstance(bound, int) and isinstance(lost, float):
         text = f"{format_bytes(arena)}, bound {format_bytes(bound)}, fragmentation {lost:.2%}"
-        total = stats.get("placed_peak_bytes")
-        if isinstance(total, int):
-            text += f"; {format_bytes(total)} with what lies outside"
-        if stats.get("placed") is False:
-            text += ": over the budget, so left out"
         rows.append(("arena", text))
+        total, apart = stats.get("placed_peak_bytes"), stats.get("apart_bytes")
+        if isinstance(total, int) and isinstance(apart, int):
+            text = f"{format_bytes(total)} with what lies outside"
+            if apart:
+                text += f"; {format_bytes(apart)} left there, too dear to place"
+            rows.append(("", text))
+    elif stats.get("placed") is False:
+        rows.append(("arena", "none: beside what lies outside, it would cost too much"))
     return rows
 
 

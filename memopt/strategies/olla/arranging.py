@@ -13,7 +13,7 @@ from memopt.models.replay import replay
 from memopt.models.steps import ChainStep
 from memopt.models.validate import validate
 from memopt.strategies.base import Solution
-from memopt.strategies.olla.passes import order_program, place_program
+from memopt.strategies.olla.passes import order_program, place_program, placing_figures
 
 
 def arrange(
@@ -31,8 +31,9 @@ def arrange(
     Args:
         graph: the cost model of the program.
         program: valid, and within the budget.
-        budget_bytes: kept: a placement that with all that lies outside the arena would exceed it
-            is left out (stats say so).
+        budget_bytes: kept: lifetimes whose addresses would need more, with all that lies outside
+            the arena, are left to the allocator; stats say how much that is. None: everything
+            that can be is placed.
         device: link rates; no order is taken that waits longer for transfers.
         order: look for an order of smaller peak.
         place: give every lifetime an address.
@@ -57,20 +58,12 @@ def arrange(
         }
         _check(graph, program, budget_bytes, "reordered")
     if place:
-        placed, placement = place_program(graph, program, time_limit_s=time_limit_s)
-        _check(graph, placed, None, "placed")
-        total_bytes = replay(graph, placed).placed_peak_bytes
-        assert total_bytes is not None
-        fits = budget_bytes is None or total_bytes <= budget_bytes
-        program = placed if fits else Program(program.instructions)
-        stats |= {
-            "arena_bytes": placement.peak,
-            "arena_bound_bytes": placement.bound,
-            "arena_gap": placement.gap,
-            "fragmentation": placement.fragmentation,
-            "placed_peak_bytes": total_bytes,
-            "placed": fits,
-        }
+        program, placement = place_program(
+            graph, program, limit_bytes=budget_bytes, time_limit_s=time_limit_s
+        )
+        _check(graph, program, budget_bytes, "placed")
+        stats |= placing_figures(graph, program, placement)
+        stats |= {"arena_gap": placement.gap, "placed": program.offsets is not None}
     return program, stats
 
 

@@ -17,6 +17,10 @@ from memopt.strategies.olla.buffers import Buffer, Placement
 from memopt.strategies.olla.ordering import DEFAULT_STATES, Ordering, order_tasks
 from memopt.strategies.olla.placement import DEFAULT_WORK_LIMIT, place
 from memopt.strategies.olla.program_tasks import tasks_of
+from memopt.strategies.olla.within import buffers_within
+
+ATTEMPTS = 5
+"""At a placement with a limit, each for a smaller one."""
 
 Improvement = Callable[[float, int, int], None]
 """Called with (seconds since the start, peak bytes, bound bytes)."""
@@ -76,7 +80,7 @@ def program_buffers(
 
     Times are instruction indices; ids are "instruction:tensor". Tangents come from outside, and
     workspace is the kernel's own: neither is placed (nor are tangents that were swapped), nor is
-    what the graph lists as `outside`.
+    what the graph lists as `outside`, or shares a storage with that.
 
     Args:
         graph: the cost model of the program.
@@ -89,9 +93,11 @@ def program_buffers(
     open_: dict[int, tuple[int, int]] = {}
     """Live tensor → where its storage began, and as which tensor."""
     unplaced = _unplaced(graph, place_results)
+    outside: set[tuple[int, int]] = set()
+    """Storages that another tensor takes over which has no address."""
 
     def add(tensor: int, begin: int, end: int) -> None:
-        if tensor not in unplaced:
+        if tensor not in unplaced and (begin, tensor) not in outside:
             size = graph.tensors[tensor].size_bytes
             buffers.append(Buffer(f"{begin}:{tensor}", begin, end, size, alignment))
 
@@ -99,8 +105,10 @@ def program_buffers(
         if isinstance(instruction, Compute):
             chosen = variant(graph.operators[instruction.op], instruction.implementation)
             for tensor in chosen.writes:
-                if instruction.in_place is not None:
+                if instruction.in_place is not None and tensor == chosen.writes[0]:
                     open_[tensor] = open_.pop(instruction.in_place)
+                    if tensor in unplaced:
+                        outside.add(open_[tensor])
                 elif tensor in instruction.outputs:
                     open_[tensor] = (position, tensor)
                 else:
@@ -121,6 +129,7 @@ def place_program(
     *,
     alignment: int = 1,
     place_results: bool = True,
+    limit_bytes: int | None = None,
     time_limit_s: float | None = None,
     work_limit: int | None = DEFAULT_WORK_LIMIT,
     seed: int = 0,
@@ -133,23 +142,89 @@ def place_program(
     Arguments as in `program_buffers` and `place`. Where the graph lists what lies `outside`, it is
     of a captured model and will run at the addresses: they are multiples of ALIGNMENT_BYTES, too.
 
+    Args:
+        graph, program, alignment, place_results: see `program_buffers`.
+        limit_bytes: the most that the arena and all that lies outside it may need, resident bytes
+            included: lifetimes that would need more are left to the allocator (`Program.apart`),
+            as few bytes as `buffers_within` finds. No offsets come back where no arena is within
+            the limit. None: no limit, everything has an address.
+        time_limit_s, work_limit, seed, cp_sat, num_workers, on_improvement: see `place`.
+
     Returns:
         The program with its offsets, and the placement with its bound (of the arena alone).
     """
     if graph.outside:
         alignment = lcm(alignment, ALIGNMENT_BYTES)
-    program = _placeable(graph, program, place_results)
-    buffers = program_buffers(graph, program, alignment=alignment, place_results=place_results)
-    placement = place(
-        buffers,
-        time_limit_s=time_limit_s,
-        work_limit=work_limit,
-        seed=seed,
-        cp_sat=cp_sat,
-        num_workers=num_workers,
-        on_improvement=on_improvement,
-    )
-    return Program(program.instructions, _offsets(program, placement.offsets)), placement
+
+    def place_(limit_bytes: int | None) -> tuple[Program, Placement]:
+        made, buffers = _chosen(graph, program, alignment, place_results, limit_bytes)
+        placement = place(
+            buffers,
+            time_limit_s=time_limit_s,
+            work_limit=work_limit,
+            seed=seed,
+            cp_sat=cp_sat,
+            num_workers=num_workers,
+            on_improvement=on_improvement,
+        )
+        offsets = _offsets(made, placement.offsets)
+        apart = _apart(made, offsets, _unplaced(graph, place_results))
+        return Program(made.instructions, offsets, apart), placement
+
+    if limit_bytes is None:
+        return place_(None)
+    aim_bytes = limit_bytes
+    for _ in range(ATTEMPTS):
+        placed, placement = place_(aim_bytes)
+        total_bytes = replay(graph, placed).placed_peak_bytes
+        assert total_bytes is not None
+        if not placed.offsets:
+            break
+        if total_bytes <= limit_bytes:
+            return placed, placement
+        # Fragmentation, which the choice does not foresee.
+        aim_bytes -= total_bytes - limit_bytes
+    return Program(program.instructions), placement
+
+
+def placing_figures(graph: Graph, placed: Program, placement: Placement) -> dict[str, object]:
+    """What a plan's stats say about its addresses: the arena, its bound and its fragmentation,
+    the peak with what lies outside, and the bytes written to lifetimes left to the allocator."""
+    if placed.offsets is None:
+        return {}
+    return {
+        "arena_bytes": placement.peak,
+        "arena_bound_bytes": placement.bound,
+        "fragmentation": placement.fragmentation,
+        "placed_peak_bytes": replay(graph, placed).placed_peak_bytes,
+        "apart_bytes": sum(graph.tensors[tensor].size_bytes for _, tensor in placed.apart),
+    }
+
+
+def _chosen(
+    graph: Graph,
+    program: Program,
+    alignment: int,
+    place_results: bool,
+    limit_bytes: int | None,
+) -> tuple[Program, tuple[Buffer, ...]]:
+    """The program with in-place outputs where the placement takes them, and what to place."""
+    unplaced = _unplaced(graph, place_results)
+
+    def buffers_of(one: Program) -> tuple[Buffer, ...]:
+        return program_buffers(graph, one, alignment=alignment, place_results=place_results)
+
+    separate = _placeable(program, unplaced)
+    if limit_bytes is None:
+        return separate, buffers_of(separate)
+    best: tuple[Program, tuple[Buffer, ...]] = program, ()
+    # With an address for the output, a kernel works in place on nothing that has none: that
+    # costs the output's size once more, which may be over the limit.
+    for one in (separate, _kept(program)):
+        found = buffers_within(graph, one, buffers_of(one), limit_bytes) or ()
+        if sum(b.extent for b in found) > sum(b.extent for b in best[1]):
+            best = one, found
+    return best
 
 
 def _unplaced(graph: Graph, place_results: bool) -> set[int]:
@@ -157,18 +232,38 @@ def _unplaced(graph: Graph, place_results: bool) -> set[int]:
     return {*graph.tangents, *graph.outside, *(() if place_results else graph.kept)}
 
 
-def _placeable(graph: Graph, program: Program, place_results: bool) -> Program:
-    """The program with in-place outputs only where both tensors are placed, or neither, and the
-    operator's own kernel has that output alone, which is kept."""
-    unplaced = _unplaced(graph, place_results)
+def _kept(program: Program) -> Program:
+    """The program with in-place outputs only where the operator's own kernel has that output
+    alone, which is kept."""
+    return without_in_place(program, _is_odd)
+
+
+def _is_odd(instruction: Compute) -> bool:
+    return len(instruction.outputs) != 1 or instruction.implementation is not None
+
+
+def _placeable(program: Program, unplaced: set[int]) -> Program:
+    """`_kept`, and only where both tensors are placed, or neither."""
 
     def apart(instruction: Compute) -> bool:
-        kept = instruction.outputs
-        if len(kept) != 1 or instruction.implementation is not None:
+        if _is_odd(instruction):
             return True
-        return (instruction.in_place in unplaced) != (kept[0] in unplaced)
+        return (instruction.in_place in unplaced) != (instruction.outputs[0] in unplaced)
 
     return without_in_place(program, apart)
+
+
+def _apart(
+    program: Program, offsets: list[tuple[int, int, int]], unplaced: set[int]
+) -> list[tuple[int, int]]:
+    """The lifetimes that could have an offset and have none."""
+    placed = {(position, tensor) for position, tensor, _ in offsets}
+    found = []
+    for position, instruction in enumerate(program):
+        begun = instruction.outputs if isinstance(instruction, Compute) else ()
+        begun = (instruction.tensor,) if isinstance(instruction, SwapIn) else begun
+        found += [(position, t) for t in begun if t not in unplaced and (position, t) not in placed]
+    return found
 
 
 def _offsets(program: Program, of_buffers: Mapping[str, int]) -> list[tuple[int, int, int]]:

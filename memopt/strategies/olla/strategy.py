@@ -14,7 +14,12 @@ from memopt.models.program import Program
 from memopt.models.replay import replay
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 from memopt.strategies.olla.ordering import DEFAULT_STATES
-from memopt.strategies.olla.passes import Improvement, order_program, place_program
+from memopt.strategies.olla.passes import (
+    Improvement,
+    order_program,
+    place_program,
+    placing_figures,
+)
 from memopt.strategies.olla.placement import DEFAULT_WORK_LIMIT
 
 
@@ -30,6 +35,8 @@ class Olla(Strategy):
         in_place: let an elementwise output take over the storage of an argument that nothing else
             reads, as eager's `relu_` does; else every tensor has a storage of its own.
         place: look for addresses (eq. 15).
+        arena_cost: the most that addresses may add to the peak, as a share of what moves of it:
+            lifetimes that would cost more are left to the allocator. None: whatever they cost.
         alignment: of every address, bytes; 1: none.
         place_results: whether outputs and gradients get addresses, too.
         seed: of the placement's random restarts.
@@ -42,6 +49,7 @@ class Olla(Strategy):
     order: bool = True
     place: bool = True
     in_place: bool = True
+    arena_cost: float | None = 0.02
     alignment: int = 1
     place_results: bool = True
     seed: int = 0
@@ -63,6 +71,8 @@ class Olla(Strategy):
     def __post_init__(self) -> None:
         if self.alignment < 1:
             raise ValueError(f"Olla: alignment must be at least 1 byte, got {self.alignment}")
+        if self.arena_cost is not None and self.arena_cost < 0:
+            raise ValueError(f"Olla: arena_cost must be at least 0, got {self.arena_cost}")
         if self.num_workers < 1:
             raise ValueError(f"Olla: num_workers must be at least 1, got {self.num_workers}")
 
@@ -87,27 +97,26 @@ class Olla(Strategy):
             program, proved = self._order(graph, program, share_s, progress, stats)
             if stats["order_interrupted"]:
                 share_s = 0.0
-        unplaced_bytes = replay(graph, program).peak_bytes
-        peak_bytes, chosen = unplaced_bytes, program
-        if self.place:
-            placed, total, placement_proved = self._place(graph, program, share_s, progress, stats)
+        unplaced_bytes = peak_bytes = replay(graph, program).peak_bytes
+        if self.place and (budget_bytes is None or unplaced_bytes <= budget_bytes):
+            limit_bytes = self._limit_bytes(graph, unplaced_bytes, budget_bytes)
+            program, placement_proved = self._place(
+                graph, program, limit_bytes, share_s, progress, stats
+            )
             proved = proved and placement_proved
-            # Workspace lies outside the arena, so the two together may just miss a budget that
-            # the caching allocator would meet.
-            if budget_bytes is None or total <= budget_bytes or unplaced_bytes > budget_bytes:
-                chosen, peak_bytes = placed, total
-        stats["placed"] = chosen.offsets is not None
+            peak_bytes = replay(graph, program).placed_peak_bytes or unplaced_bytes
+            stats["placed"] = program.offsets is not None
         if budget_bytes is not None and peak_bytes > budget_bytes:
             return Solution(
                 Status.INFEASIBLE if proved else Status.UNKNOWN,
-                smallest_budget_bytes=min(peak_bytes, unplaced_bytes),
+                smallest_budget_bytes=peak_bytes,
                 stats=stats,
             )
         return Solution(
             Status.OPTIMAL if proved else Status.FEASIBLE,
-            program=chosen,
+            program=program,
             peak_bytes=peak_bytes,
-            time_s=replay(graph, chosen, device).time_s,
+            time_s=replay(graph, program, device).time_s,
             lower_bound_s=graph.compute_time_s,
             gap=0.0,
             stats=stats,
@@ -133,20 +142,33 @@ class Olla(Strategy):
         stats |= {"order_bound_bytes": ordering.bound, "order_gap": ordering.gap}
         return ordered, ordering.status is Status.OPTIMAL
 
+    def _limit_bytes(
+        self, graph: Graph, unplaced_bytes: int, budget_bytes: int | None
+    ) -> int | None:
+        """For the arena and what lies outside it."""
+        if self.arena_cost is None:
+            return budget_bytes
+        cost_bytes = int(self.arena_cost * (unplaced_bytes - graph.resident_bytes))
+        limit_bytes = unplaced_bytes + cost_bytes
+        return limit_bytes if budget_bytes is None else min(limit_bytes, budget_bytes)
+
     def _place(
         self,
         graph: Graph,
         program: Program,
+        limit_bytes: int | None,
         time_limit_s: float | None,
         progress: Progress | None,
         stats: dict[str, object],
-    ) -> tuple[Program, int, bool]:
-        """(the program with offsets, bytes of the arena and all outside it, whether proved)."""
+    ) -> tuple[Program, bool]:
+        """(the program with offsets if any are within the limit, whether the arena is proved to
+        be as small as can be)."""
         placed, placement = place_program(
             graph,
             program,
             alignment=self.alignment,
             place_results=self.place_results,
+            limit_bytes=limit_bytes,
             time_limit_s=time_limit_s,
             work_limit=self.work_limit,
             seed=self.seed,
@@ -155,14 +177,8 @@ class Olla(Strategy):
             on_improvement=_listener(progress, 0.5, "placing"),
         )
         stats |= {f"place_{key}": value for key, value in placement.stats.items()}
-        stats |= {
-            "arena_bytes": placement.peak,
-            "arena_bound_bytes": placement.bound,
-            "fragmentation": placement.fragmentation,
-        }
-        total = replay(graph, placed).placed_peak_bytes
-        assert total is not None
-        return placed, total, placement.status is Status.OPTIMAL
+        stats |= placing_figures(graph, placed, placement)
+        return placed, placement.status is Status.OPTIMAL
 
 
 def _listener(progress: Progress | None, fraction: float, what: str) -> Improvement | None:

@@ -1,0 +1,78 @@
+"""What to place so that an arena, with all that lies outside it, stays within a limit.
+
+A placed plan needs the arena, which is there for the whole step, and the most that lies outside it
+at any instruction: workspace, tangents, what kernels allocate themselves. The two peak at
+different instructions, so placing everything may cost more than the liveness peak. A lifetime that
+is left to the allocator makes the arena smaller where it is live, and what lies outside larger
+only there.
+
+With s_i the bytes of buffer i, f_t what lies outside at moment t in any case, and x_i whether i is
+placed: the most bytes Σ s_i x_i such that A + O <= limit, Σ_{i live at t} s_i x_i <= A and
+f_t + Σ_{i live at t} s_i (1 - x_i) <= O for all t. Greedily, for `STEPS` values of A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from memopt.models.graph import Graph
+from memopt.models.program import Free, Program
+from memopt.models.replay import replay
+from memopt.strategies.olla.buffers import Buffer, Ints
+
+STEPS = 24
+
+
+def buffers_within(
+    graph: Graph, program: Program, buffers: Sequence[Buffer], limit_bytes: int
+) -> tuple[Buffer, ...] | None:
+    """The buffers to place, as many bytes as found; None: not even nothing is within the limit.
+
+    Args:
+        graph: the cost model of the program.
+        program: valid, without offsets.
+        buffers: its lifetimes that could be placed.
+        limit_bytes: for the arena (taken to be as large as what is in it at most) and all that
+            lies outside it, resident bytes included.
+    """
+    lower, upper, total = _moments(graph, program, buffers)
+    raw = np.array([buffer.size for buffer in buffers], dtype=np.int64)
+    size = np.array([buffer.extent for buffer in buffers], dtype=np.int64)
+    fixed = total - _live(lower, upper, raw, len(total))
+    if int(total.max(initial=0)) > limit_bytes:
+        return None
+    inside = _live(lower, upper, size, len(total))
+    largest = limit_bytes - int(fixed.max(initial=0))
+    if int(inside.max(initial=0)) <= largest:
+        return tuple(buffers)
+    from memopt.strategies.olla.within_kernels import leave_out
+
+    best, best_bytes = np.zeros(len(buffers), dtype=np.bool_), 0
+    for step in range(STEPS, 0, -1):
+        capacity = largest * step // STEPS
+        placed, kept = leave_out(
+            lower, upper, size, fixed, inside, capacity, limit_bytes - capacity
+        )
+        if kept and int(size[placed].sum()) > best_bytes:
+            best, best_bytes = placed, int(size[placed].sum())
+    return tuple(buffer for buffer, placed in zip(buffers, best, strict=True) if placed)
+
+
+def _moments(graph: Graph, program: Program, buffers: Sequence[Buffer]) -> tuple[Ints, Ints, Ints]:
+    """(first moment, end of each buffer, bytes at each moment). Moments are the instructions but
+    for frees, which never need more than what comes before them."""
+    free = np.array([isinstance(x, Free) for x in program], dtype=np.bool_)
+    before = np.concatenate(([0], np.cumsum(~free))).astype(np.int64)
+    lower = before[[buffer.lower for buffer in buffers]]
+    upper = before[[buffer.upper for buffer in buffers]]
+    total = np.array(replay(graph, program).step_bytes, dtype=np.int64)[~free]
+    return lower, upper, total
+
+
+def _live(lower: Ints, upper: Ints, size: Ints, moments: int) -> Ints:
+    change = np.zeros(moments + 1, dtype=np.int64)
+    np.add.at(change, lower, size)
+    np.subtract.at(change, upper, size)
+    return np.cumsum(change[:-1])

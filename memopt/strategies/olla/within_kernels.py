@@ -1,0 +1,81 @@
+"""Compiled search for what to leave out of an arena of a given size."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from memopt.strategies.olla.buffers import Ints
+
+Flags = npt.NDArray[np.bool_]
+
+
+@njit(cache=True)
+def leave_out(
+    lower: Ints, upper: Ints, size: Ints, fixed: Ints, inside: Ints, capacity: int, room: int
+) -> tuple[Flags, bool]:
+    """(which buffers stay in the arena, whether that keeps both limits).
+
+    Where the arena is fullest, the buffer goes that fits outside for all its life and frees the
+    most moments that are too full, for its bytes. Then what fits again comes back, largest first.
+
+    Args:
+        lower, upper: lifetimes, as moments.
+        size: bytes.
+        fixed: bytes outside at each moment whatever is chosen.
+        inside: bytes of all buffers at each moment.
+        capacity: of the arena.
+        room: the most that may be outside at any moment.
+    """
+    count, moments = size.shape[0], fixed.shape[0]
+    placed = np.ones(count, np.bool_)
+    inside, outside = inside.copy(), fixed.copy()
+    full = np.zeros(moments + 1, np.int64)
+    while True:
+        most, worst = 0, -1
+        for moment in range(moments):
+            excess = inside[moment] - capacity
+            full[moment + 1] = full[moment] + (1 if excess > 0 else 0)
+            if excess > most:
+                most, worst = excess, moment
+        if worst < 0:
+            break
+        best, best_score = -1, -1.0
+        for i in range(count):
+            if placed[i] and lower[i] <= worst < upper[i] and size[i] > 0:
+                fits = True
+                for moment in range(lower[i], upper[i]):
+                    if outside[moment] + size[i] > room:
+                        fits = False
+                        break
+                if fits:
+                    score = (full[upper[i]] - full[lower[i]]) * min(size[i], most) / size[i]
+                    if score > best_score:
+                        best, best_score = i, score
+        if best < 0:
+            return placed, False
+        placed[best] = False
+        for moment in range(lower[best], upper[best]):
+            inside[moment] -= size[best]
+            outside[moment] += size[best]
+    _bring_back(lower, upper, size, inside, placed, capacity)
+    return placed, True
+
+
+@njit(cache=True)
+def _bring_back(
+    lower: Ints, upper: Ints, size: Ints, inside: Ints, placed: Flags, capacity: int
+) -> None:
+    """What was left out and fits after all."""
+    for i in np.argsort(-size):
+        if not placed[i]:
+            fits = True
+            for moment in range(lower[i], upper[i]):
+                if inside[moment] + size[i] > capacity:
+                    fits = False
+                    break
+            if fits:
+                placed[i] = True
+                for moment in range(lower[i], upper[i]):
+                    inside[moment] += size[i]
