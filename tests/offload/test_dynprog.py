@@ -9,6 +9,7 @@ import pytest
 
 from memopt.strategies.offload.bounds import fractional_optimum_s
 from memopt.strategies.offload.dynprog import solve_dynprog
+from memopt.strategies.offload.improve import searched_amounts
 from memopt.strategies.offload.ordered import makespan_s
 from memopt.strategies.offload.problem import OffloadProblem, offload_problem, with_capacity
 from memopt.strategies.offload.rounding import recurrence_data
@@ -22,13 +23,15 @@ def random_problem(rng: random.Random, stages: int) -> OffloadProblem:
     return with_capacity(problem, rng.randint(problem.floor_bytes, problem.peak_bytes))
 
 
-def brute_force_s(problem: OffloadProblem, host: int | None = None) -> float:
+def brute_force_s(
+    problem: OffloadProblem, host: int | None = None, *, whole: bool = False
+) -> float:
     movable = [int(j) for j in np.flatnonzero(problem.movable)]
     best = np.inf
     for chosen in subsets(movable):
         amounts = problem.amounts(list(chosen))
         if host is None or amounts.sum() <= host:
-            best = min(best, makespan_s(problem, amounts))
+            best = min(best, makespan_s(problem, amounts, whole=whole))
     return best
 
 
@@ -98,6 +101,22 @@ def _times(problem: OffloadProblem) -> tuple[float, float]:
     amounts = solve_dynprog(problem, None).amounts
     assert amounts is not None
     return makespan_s(problem, amounts), fractional_optimum_s(problem)
+
+
+def test_the_local_search_comes_close_to_the_best_ordered_set() -> None:
+    """Whole transfers: against all sets; never better, seldom worse."""
+    rng = random.Random(17)
+    ratios = []
+    for _ in range(150):
+        problem = random_problem(rng, rng.randint(4, 9))
+        best = brute_force_s(problem, whole=True)
+        amounts, found = searched_amounts(problem, solve_dynprog(problem, 500).amounts)
+        assert problem.fits(amounts)
+        assert found == makespan_s(problem, amounts, whole=True)
+        assert found >= best - TOLERANCE
+        ratios.append(found / best)
+    assert np.mean(ratios) < 1.001
+    assert np.mean(np.array(ratios) > 1 + 1e-9) < 0.05
 
 
 def test_slots_give_valid_sets_close_to_the_optimum() -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from memopt.models.device import Device
+from memopt.models.validate_offload import validate_offload
 from memopt.strategies.base import Status
-from memopt.strategies.offload import OffloadExact
+from memopt.strategies.offload import DynProg, OffloadExact
 from memopt.strategies.offload.problem import offload_problem
 from tests.offload.oracle import TOLERANCE, paper_link, random_chain
 from tests.offload.search import least_makespan
@@ -106,3 +107,18 @@ def test_stops_in_time_with_a_plan_and_a_bound() -> None:
     assert solution.lower_bound_s is not None
     assert solution.time_s is not None
     assert solution.lower_bound_s <= solution.time_s
+
+
+def test_sixty_stages() -> None:
+    """As a strategy: a plan within the budget, no slower than DynProg's, and a bound."""
+    chain, device = random_chain(random.Random(28), 60), paper_link(1.0)
+    problem = offload_problem(chain, None, device)
+    budget = chain.resident_bytes + (2 * problem.floor_bytes + problem.peak_bytes) // 3
+    solution = OffloadExact(effort=0.3).solve(chain, budget, device=device)
+    other = DynProg().solve(chain, budget, device=device)
+    assert solution.steps is not None
+    assert validate_offload(chain, solution.steps, budget) is None
+    assert solution.time_s is not None
+    assert other.time_s is not None
+    assert solution.lower_bound_s is not None
+    assert solution.lower_bound_s <= solution.time_s <= other.time_s * (1 + 1e-9)

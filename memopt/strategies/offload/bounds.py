@@ -44,6 +44,11 @@ def eager_amounts(problem: OffloadProblem, size_bytes: int) -> Bytes:
     return amounts
 
 
+def greedy_amounts(problem: OffloadProblem) -> Bytes:
+    """Greedy's set: the first activations whose sizes reach the excess."""
+    return problem.amounts(np.flatnonzero(eager_amounts(problem, problem.excess_bytes)))
+
+
 def fractional_optimum_s(problem: OffloadProblem) -> float:
     """The optimum when activations may be offloaded in part (Theorem 2), seconds.
 

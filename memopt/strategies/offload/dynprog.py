@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from memopt.models.chain import Chain
 from memopt.models.device import Device
-from memopt.strategies.offload.bounds import eager_amounts
+from memopt.strategies.offload.bounds import eager_amounts, greedy_amounts
 from memopt.strategies.offload.chain_offload import ChainOffload, Choice, Limits
-from memopt.strategies.offload.improve import improved_amounts
+from memopt.strategies.offload.improve import searched_amounts
 from memopt.strategies.offload.problem import Bytes, OffloadProblem
 from memopt.strategies.offload.program import ordered_transfers
 from memopt.strategies.offload.rounding import RecurrenceData, bump, recurrence_data
@@ -138,17 +138,18 @@ class DynProg(ChainOffload):
         self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
     ) -> Choice:
         result = solve_dynprog(problem, self.slots, self.host_budget_bytes)
-        amounts, eager = result.amounts, _eager(problem)
+        amounts = result.amounts
         # The rounded problem may have no schedule where the real one has.
         fallback = amounts is None
         if amounts is None:
+            eager = greedy_amounts(problem)
             amounts = eager if self.within_host(int(eager.sum())) else None
         if amounts is None:
             self.refuse_host(problem, chain.resident_bytes, problem.excess_bytes + 1)
         assert amounts is not None
         planned = np.flatnonzero(amounts).tolist()
         if self.refine:
-            amounts = self._refined(problem, amounts, eager)
+            amounts, _ = searched_amounts(problem, amounts, self.host_budget_bytes)
         return Choice(
             ordered_transfers(np.flatnonzero(amounts).tolist()),
             stats={
@@ -159,20 +160,3 @@ class DynProg(ChainOffload):
                 "greedy_fallback": fallback,
             },
         )
-
-    def _refined(self, problem: OffloadProblem, planned: Bytes, eager: Bytes) -> Bytes:
-        """The best of local searches from the planned set, Greedy's, and three with gaps."""
-        movable = np.flatnonzero(problem.movable)
-        best, best_s = improved_amounts(problem, planned, self.host_budget_bytes)
-        # Where activations are large, sets whose copies have pauses between them are another
-        # valley: one in two, either parity, and all less what is superfluous.
-        for start in (eager, *map(problem.amounts, (movable[::2], movable[1::2], movable))):
-            if self.within_host(int(start.sum())) and problem.fits(start):
-                other, other_s = improved_amounts(problem, start, self.host_budget_bytes)
-                best, best_s = (other, other_s) if other_s < best_s else (best, best_s)
-        return best
-
-
-def _eager(problem: OffloadProblem) -> Bytes:
-    """Greedy's set: the first activations whose sizes reach the excess."""
-    return problem.amounts(np.flatnonzero(eager_amounts(problem, problem.excess_bytes)))

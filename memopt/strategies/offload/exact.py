@@ -10,12 +10,11 @@ import numpy as np
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.strategies.base import CostModel
-from memopt.strategies.offload.bounds import eager_amounts
 from memopt.strategies.offload.chain_offload import ChainOffload, Choice, Limits
 from memopt.strategies.offload.dynprog import solve_dynprog
 from memopt.strategies.offload.exact_model import ExactModel
-from memopt.strategies.offload.improve import improved_amounts
-from memopt.strategies.offload.ordered import makespan_s, ordered_schedule
+from memopt.strategies.offload.improve import searched_amounts
+from memopt.strategies.offload.ordered import ordered_schedule
 from memopt.strategies.offload.problem import Bytes, OffloadProblem
 from memopt.strategies.offload.program import Transfers, best_program, ordered_transfers
 from memopt.strategies.offload.ticks import choose_ticks
@@ -64,8 +63,8 @@ class OffloadExact(ChainOffload):
     def choose(
         self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
     ) -> Choice:
-        amounts = known_amounts(problem, self.host_budget_bytes)
-        horizon_s = makespan_s(problem, amounts, whole=True)
+        planned = solve_dynprog(problem, 500, self.host_budget_bytes).amounts
+        amounts, horizon_s = searched_amounts(problem, planned, self.host_budget_bytes)
         if not np.isfinite(horizon_s):
             horizon_s = 2 * _serial_s(problem)
         ticks = choose_ticks(problem, horizon_s, self.resolution)
@@ -104,22 +103,6 @@ class OffloadExact(ChainOffload):
             optimum_s=found.time_s if found.proved else None,
             stats=stats,
         )
-
-
-def known_amounts(problem: OffloadProblem, host_budget_bytes: int | None) -> Bytes:
-    """The best set for ordered whole transfers known after a local search; all zero if none."""
-    starts = [problem.amounts(np.flatnonzero(eager_amounts(problem, problem.excess_bytes)))]
-    planned = solve_dynprog(problem, 500, host_budget_bytes).amounts
-    if planned is not None:
-        starts.append(planned)
-    best, best_s = np.zeros_like(problem.sizes), np.inf
-    for start in starts:
-        if host_budget_bytes is not None and start.sum() > host_budget_bytes:
-            continue
-        amounts, time_s = improved_amounts(problem, start, host_budget_bytes)
-        if time_s < best_s:
-            best, best_s = amounts, time_s
-    return best
 
 
 def _hint(model: ExactModel, problem: OffloadProblem, amounts: Bytes) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from memopt.models.chain import Chain
 from memopt.models.device import Device
-from memopt.strategies.offload.bounds import eager_amounts
+from memopt.strategies.offload.bounds import greedy_amounts
 from memopt.strategies.offload.chain_offload import ChainOffload, Choice, Limits
 from memopt.strategies.offload.problem import OffloadProblem
 from memopt.strategies.offload.program import ordered_transfers
@@ -26,8 +26,8 @@ class Greedy(ChainOffload):
     def choose(
         self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
     ) -> Choice:
-        offloaded = np.flatnonzero(eager_amounts(problem, problem.excess_bytes))
-        size = int(problem.sizes[offloaded].sum())
+        amounts = greedy_amounts(problem)
+        size = int(amounts.sum())
         if not self.within_host(size):
             self.refuse_host(problem, chain.resident_bytes, size)
-        return Choice(ordered_transfers(offloaded.tolist()))
+        return Choice(ordered_transfers(np.flatnonzero(amounts).tolist()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from memopt.strategies.offload.bounds import greedy_amounts
 from memopt.strategies.offload.problem import Bytes, OffloadProblem
 
 EVALUATIONS = 20_000
@@ -41,3 +42,29 @@ def improved_amounts(
         EVALUATIONS,
     )
     return np.where(chosen, problem.sizes, 0), float(time_s)
+
+
+def searched_amounts(
+    problem: OffloadProblem, planned: Bytes | None, host_budget_bytes: int | None = None
+) -> tuple[Bytes, float]:
+    """The best of `improved_amounts` from a planned set, from Greedy's, and from three with gaps.
+
+    Where activations are large, sets whose copies have pauses between them are another valley: one
+    activation in two, either parity, and all less what turns out superfluous. At equal times the
+    set that comes first stays.
+
+    Returns:
+        The amounts, all 0 if nothing fits, and the time, infinite then.
+    """
+    movable = np.flatnonzero(problem.movable)
+    starts = [] if planned is None else [planned]
+    starts.append(greedy_amounts(problem))
+    starts += map(problem.amounts, (movable[::2], movable[1::2], movable))
+    best, best_s = np.zeros_like(problem.sizes), np.inf
+    for start in starts:
+        over = host_budget_bytes is not None and start.sum() > host_budget_bytes
+        if over or not problem.fits(start):
+            continue
+        amounts, time_s = improved_amounts(problem, start, host_budget_bytes)
+        best, best_s = (amounts, time_s) if time_s < best_s else (best, best_s)
+    return best, best_s
