@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from memopt.models.program import Compute
 from memopt.models.record import difference
 from memopt.models.serialize import fingerprint
 from memopt.models.stage_map import has_updates
+from memopt.profiler.autocast import autocast_as, autocast_state
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call, to_call
@@ -56,16 +58,25 @@ def apply_plan(
             "this plan is of a whole step: run plan.train_step(model, loss_fn, optimizer). For a "
             'drop-in module plan with the optimizer\'s name (optimizer="adamw"), not an instance'
         )
-    captured, lowering = _captured(plan, model, inputs)
-    installed = install(
-        captured,
-        lowering,
-        plan.program,
-        interpreted=interpreted,
-        checked=checked,
-        recorder=recorder,
-    )
-    return PlannedModule(model, captured, runtime_of(captured), installed, otherwise)
+    with _as_planned(plan):
+        captured, lowering = _captured(plan, model, inputs)
+        installed = install(
+            captured,
+            lowering,
+            plan.program,
+            interpreted=interpreted,
+            checked=checked,
+            recorder=recorder,
+        )
+        return PlannedModule(model, captured, runtime_of(captured), installed, otherwise)
+
+
+def _as_planned(plan: Plan) -> AbstractContextManager[object]:
+    """Autocast as it was when the plan was made, unless the caller has set one: plans are applied
+    outside of the `with torch.autocast` that the steps will run in."""
+    if plan.record is None or any(autocast_state()):
+        return nullcontext()
+    return autocast_as(plan.record.autocast)
 
 
 def planned_call(plan: Plan, inputs: Any = None) -> Call:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memopt.errors import GuardError
+from memopt.profiler.autocast import autocast_state
 from memopt.profiler.inputs import Call
 
 _REMEDY = "plan again for this call (memopt.plan), or call the original module"
@@ -57,13 +58,6 @@ def _call_text(call: Call) -> str:
     return f"model({', '.join(parts)})"
 
 
-def _autocast() -> tuple[Any, ...]:
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-        for kind in ("cpu", "cuda")
-    )
-
-
 def _constants(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """Settings that torch's own modules declare (`__constants__`): a dropout's p, a norm's eps."""
     names: Iterable[str] = getattr(type(module), "__constants__", ())
@@ -107,7 +101,7 @@ class Guard:
         separate: whether arguments that were apart must stay so (the step updates one in place).
         modules: (name, type, training flag, declared settings) of every sub-module.
         parameters: (name, description) of every parameter and buffer.
-        autocast: enabled autocast dtypes.
+        autocast: its dtype on cpu and cuda.
     """
 
     spec: Any
@@ -117,7 +111,7 @@ class Guard:
     separate: bool
     modules: tuple[tuple[str, type, bool, tuple[tuple[str, Any], ...]], ...]
     parameters: tuple[tuple[str, tuple[Any, ...]], ...]
-    autocast: tuple[Any, ...]
+    autocast: tuple[str | None, ...]
 
     @staticmethod
     def of(model: nn.Module, call: Call, updates_inputs: bool = False) -> Guard:
@@ -140,7 +134,7 @@ class Guard:
                 (name, type(m), m.training, _constants(m)) for name, m in modules.items()
             ),
             parameters=tuple((name, _describe(tensor)) for name, tensor in named),
-            autocast=_autocast(),
+            autocast=autocast_state(),
         )
 
     def evaluating(self, model: nn.Module) -> bool:
@@ -169,8 +163,11 @@ class Guard:
         tensors = _registered(modules)
         self._check_parameters(tensors)
         self._check_identities(leaves, tensors)
-        if _autocast() != self.autocast:
-            raise GuardError(f"autocast: planned {self.autocast}, got {_autocast()}; {_REMEDY}")
+        if autocast_state() != self.autocast:
+            raise GuardError(
+                f"autocast: planned {self.autocast}, got {autocast_state()} (on cpu, cuda); "
+                + _REMEDY
+            )
 
     def _check_modules(self, modules: dict[str, nn.Module]) -> None:
         for name, kind, training, constants in self.modules:

@@ -23,7 +23,7 @@ from memopt.executor.swap_streams import CudaStreams, StreamSwap
 from memopt.executor.values import Halves
 from memopt.models.program import Program
 from memopt.profiler.build import Lowering
-from memopt.profiler.capture import Captured, Primal
+from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call, align
 
 Otherwise: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
@@ -203,7 +203,7 @@ class PlannedModule(nn.Module):
                 raise
             instead = otherwise(model, call, error)
             return instead(*args, **kwargs)
-        held = [_value(model, p) for p in captured.primals if p.kind != "input"]
+        held = [p.value(model, ()) for p in captured.primals if p.kind != "input"]
         return runtime.run(program, held, call)
 
 
@@ -211,10 +211,3 @@ def _shared_names(model: nn.Module) -> list[str]:
     """Attributes that a planned module shares with its model."""
     names = ["_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"]
     return names + [name for name in model.__dict__ if "state_dict" in name and "hooks" in name]
-
-
-def _value(model: nn.Module, primal: Primal) -> Any:
-    if primal.constant is not None:
-        return primal.constant
-    path, _, name = primal.name.rpartition(".")
-    return getattr(model.get_submodule(path), name)

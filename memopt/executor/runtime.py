@@ -7,7 +7,6 @@ backward has run, unless the graph is retained.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import weakref
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from memopt.errors import ExecutionError
+from memopt.profiler.autocast import autocast_off
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
 from memopt.profiler.torch_private import keeps_graph
@@ -118,15 +118,5 @@ class Runtime:
             saved = program.fork(saved)
         else:
             del self._states[key]
-        with _autocast_off():
+        with autocast_off():
             return program.backward(state.primals, args, saved)
-
-
-def _autocast_off() -> contextlib.ExitStack:
-    """The casts are in the graph, so kernels run as they are even in a backward that the user
-    calls under autocast."""
-    stack = contextlib.ExitStack()
-    for kind in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack

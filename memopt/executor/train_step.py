@@ -12,6 +12,7 @@ from memopt.errors import ExecutionError
 from memopt.executor.guard import Guard
 from memopt.executor.module import install
 from memopt.executor.step_file import with_step
+from memopt.profiler.autocast import autocast_as, autocast_off, autocast_state
 from memopt.profiler.host_state import HostState
 from memopt.profiler.inputs import Call, align
 from memopt.profiler.step_optimizer import check_splittable, update_one
@@ -54,7 +55,9 @@ class TrainStep:
             interpreted=interpreted,
             checked=checked,
         )
-        self._guard = Guard.of(self._parts.module, self._parts.call)
+        planned = profiled.record.autocast if profiled.record is not None else autocast_state()
+        with autocast_as(planned):
+            self._guard = Guard.of(self._parts.module, self._parts.call)
         self._parameters = dict(self._parts.module.named_parameters(remove_duplicate=False))
         self._host_state = HostState(optimizer) if profiled.host_state_bytes else None
 
@@ -102,7 +105,8 @@ class TrainStep:
             raise ExecutionError("this plan's train step is running already")
         target.run = update
         try:
-            with torch.no_grad():
+            # The casts are in the graph.
+            with torch.no_grad(), autocast_off():
                 if host_state is not None:
                     host_state.leave()
                 return self._step(call)
@@ -144,14 +148,7 @@ class TrainStep:
         module = self._parts.module
         values = []
         for primal in self._captured.primals:
-            if primal.kind == "input":
-                assert primal.index is not None
-                value = leaves[primal.index]
-            elif primal.constant is not None:
-                value = primal.constant
-            else:
-                path, _, name = primal.name.rpartition(".")
-                value = getattr(module.get_submodule(path), name)
+            value = primal.value(module, leaves)
             values.append(value.detach() if isinstance(value, torch.Tensor) else value)
         return values
 

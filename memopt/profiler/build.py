@@ -20,6 +20,7 @@ from torch.fx import Node
 from memopt.errors import CaptureError
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.profiler.capture import Captured
+from memopt.profiler.fake_results import InGradMode
 from memopt.profiler.in_place import overwritable
 from memopt.profiler.names import module_paths
 from memopt.profiler.torch_private import backward_owns_tangents
@@ -253,7 +254,7 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> No
 
 
 def _check_target(node: Node) -> None:
-    target = node.target
+    target = node.target.overload if isinstance(node.target, InGradMode) else node.target
     if not isinstance(target, torch._ops.OpOverload):
         raise CaptureError(
             f"the model uses {target!s} (in {node.format_node()}), a higher-order or Python "

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
 from memopt.profiler import torch_private
+from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.inputs import Call
 from memopt.profiler.side_effects import check_side_effects
 
@@ -51,6 +52,15 @@ class Primal:
     name: str
     index: int | None = None
     constant: torch.Tensor | None = None
+
+    def value(self, model: nn.Module, leaves: Sequence[Any]) -> Any:
+        """What it is at run time, given the model and the call's flat arguments."""
+        if self.index is not None:
+            return leaves[self.index]
+        if self.constant is not None:
+            return self.constant
+        path, _, name = self.name.rpartition(".")
+        return getattr(model.get_submodule(path), name)
 
 
 @dataclass(eq=False)
@@ -96,7 +106,7 @@ def capture(model: nn.Module, call: Call) -> Captured:
     """Capture one training step of `model` for the example call.
 
     Raises:
-        CaptureError: the model cannot be captured whole (a data-dependent branch, an LSTM...),
+        CaptureError: the model cannot be captured whole (a data-dependent branch...),
             or nothing in it can be trained; the message names the place and the remedy.
     """
     if not any(p.requires_grad for p in model.parameters()) and not any(
@@ -142,9 +152,8 @@ def _explain(error: Exception) -> str:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return (
         f"the model cannot be captured as one graph{where}: {first}. memopt needs a forward "
-        "without data-dependent Python control flow (.item(), tensor truth values) and without "
-        "nn.LSTM/GRU/RNN; rewrite that part with tensor operators (torch.where, an unrolled "
-        "cell) or plan the sub-modules around it"
+        "without data-dependent Python control flow (.item(), tensor truth values); rewrite that "
+        "part with tensor operators (torch.where) or plan the sub-modules around it"
     )
 
 
@@ -167,6 +176,8 @@ def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
                 "derivative, in-place updates of leaf parameters, or double backward in the forward"
             ) from error
         module: GraphModule = joint.graph_module
+        _check_effects(module)
+        correct_fake_results(module)
         split = _split(module)
         if not split.tangents:
             raise CaptureError(
@@ -195,6 +206,17 @@ def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
         hooks=hooks,
         model=weakref.ref(model),
     )
+
+
+def _check_effects(module: GraphModule) -> None:
+    """Refuse operators whose order among themselves is an effect (checks for errors, prints)."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and str(node.target) == "with_effects":
+            raise CaptureError(
+                f"the model uses {node.args[1]}, which checks values or prints while the step "
+                "runs, and cannot be moved or run again; use operators without the check "
+                "(torch.linalg.inv_ex, solve_ex, cholesky_ex instead of inv, solve, cholesky)"
+            )
 
 
 def _shape_from_data(traced: GraphModule) -> str | None:

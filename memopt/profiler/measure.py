@@ -14,13 +14,21 @@ import torch
 from torch.fx import Node
 
 from memopt.errors import ProfileError
-from memopt.models.graph import Graph, Tensor
+from memopt.models.graph import Graph, Operator, Tensor
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost, ProfileCache
+from memopt.profiler.capture import Captured
 from memopt.profiler.memory import metered_sections
+from memopt.profiler.real_values import real_arguments
 from memopt.profiler.signature import Signature, StandIns, signature
 
 Progress = Callable[[float, str], None]
+
+_CRASH = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
+"""Kernels that end the process on data that does not fit."""
+
+_REFUSALS = (RuntimeError, IndexError, TypeError, ValueError)
+"""What kernels raise for arguments that do not fit."""
 
 _MINIMUM_SAMPLE_S = 100e-6
 _PRECISION = 0.05
@@ -68,14 +76,20 @@ def measure(
     device: torch.device,
     options: MeasureOptions,
     progress: Progress | None = None,
+    captured: Captured | None = None,
 ) -> Graph:
     """The lowering's Graph with measured times, workspaces and real output sizes.
 
     Each distinct call (operator, shapes, strides, other arguments) is measured once, alone, on
     stand-in data: one warm-up, then interleaved rounds until the median's standard error is
-    within 5% or the cap is reached. Random state is left as it was.
+    within 5% or the cap is reached. Random state is left as it was. Kernels that refuse stand-in
+    data get what they get in a step on the example inputs, if `captured`, the model that was
+    lowered, is given.
+
+    Raises:
+        ProfileError: a kernel refuses its data.
     """
-    return with_costs(lowering, costs_of(lowering.nodes, device, options, progress))
+    return with_costs(lowering, costs_of(lowering.nodes, device, options, progress, captured))
 
 
 def costs_of(
@@ -83,6 +97,7 @@ def costs_of(
     device: torch.device,
     options: MeasureOptions,
     progress: Progress | None = None,
+    captured: Captured | None = None,
 ) -> list[Cost]:
     """The measured cost of each kernel call; see `measure`."""
     signatures = [signature(node) for node in nodes]
@@ -94,7 +109,7 @@ def costs_of(
     missing = [s for text, s in distinct.items() if keys[text] not in known]
     if missing:
         with torch.random.fork_rng(), torch.no_grad():
-            fresh = _measure(missing, device, options, progress)
+            fresh = _measure(missing, device, options, progress, captured)
         fresh_by_key = {keys[s.text]: cost for s, cost in zip(missing, fresh, strict=True)}
         if options.cache:
             options.cache.store(fresh_by_key)
@@ -114,9 +129,20 @@ def with_costs(lowering: Lowering, costs: list[Cost]) -> Graph:
                 if tensor in operator.writes:
                     old = tensors[tensor]
                     tensors[tensor] = Tensor(old.name, size, old.kind)
-        priced = replace(operator, time_s=cost.time_s, workspace_bytes=cost.workspace_bytes)
+        priced = replace(
+            operator,
+            time_s=cost.time_s,
+            workspace_bytes=cost.workspace_bytes,
+            in_place=tuple(t for t in operator.in_place if _same_size(tensors, t, operator)),
+        )
         operators.append(priced)
     return replace(graph, tensors=tuple(tensors), operators=tuple(operators))
+
+
+def _same_size(tensors: list[Tensor], taken: int, operator: Operator) -> bool:
+    """Whether an operator's first output is as large as a tensor it may take over: kernels may
+    return larger storages than their fake ones (fold)."""
+    return tensors[taken].size_bytes == tensors[operator.writes[0]].size_bytes
 
 
 def _measure(
@@ -124,19 +150,37 @@ def _measure(
     device: torch.device,
     options: MeasureOptions,
     progress: Progress | None,
+    captured: Captured | None,
 ) -> list[Cost]:
     stand_ins = StandIns(device)
+    if captured is not None:
+        crash = {one.text for one in missing if one.target in _CRASH}
+        stand_ins.give(real_arguments(captured, crash) if crash else {})
     outputs: list[tuple[int, ...]] = []
     for position, one in enumerate(missing):
         if progress is not None:
             progress(0.3 * position / len(missing), f"warming up {one.target}")
-        outputs.append(_output_bytes(_ready(one, stand_ins)(), device))
+        outputs.append(_output_bytes(_warmed_up(one, stand_ins, captured), device))
     uses = metered_sections(device, [functools.partial(_ready, one, stand_ins) for one in missing])
     times = _times(missing, stand_ins, device, options, progress)
     return [
         Cost(seconds, max(0, use.peak_bytes - use.end_bytes), sizes)
         for seconds, use, sizes in zip(times, uses, outputs, strict=True)
     ]
+
+
+def _warmed_up(one: Signature, stand_ins: StandIns, captured: Captured | None) -> object:
+    """The result of a first call; where it refuses stand-in data, on a real step's arguments."""
+    try:
+        return _ready(one, stand_ins)()
+    except ProfileError as refused:
+        if captured is None:
+            raise
+        try:
+            stand_ins.give(real_arguments(captured, {one.text}))
+        except _REFUSALS:  # of an operator before this one
+            raise refused from None
+        return _ready(one, stand_ins)()
 
 
 def _ready(one: Signature, stand_ins: StandIns) -> Callable[[], object]:
@@ -146,7 +190,7 @@ def _ready(one: Signature, stand_ins: StandIns) -> Callable[[], object]:
     def run() -> object:
         try:
             return one.target(*args, **kwargs)
-        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        except _REFUSALS as error:
             message = f"{one.text} cannot be measured on stand-in data: {error}"
             raise ProfileError(message) from error
 

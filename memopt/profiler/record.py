@@ -9,6 +9,7 @@ from torch import nn
 
 from memopt.errors import PlanFileError
 from memopt.models.record import Argument, ModelRecord, Nest, Opaque, Plain, TensorSpec
+from memopt.profiler.autocast import autocast_state
 from memopt.profiler.inputs import Call
 
 
@@ -39,10 +40,7 @@ def record_of(
         ),
         training=tuple((name, module.training) for name, module in model.named_modules()),
         tensors=tuple((name, _spec(tensor)) for name, tensor in named),
-        autocast=tuple(
-            _name(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-            for kind in ("cpu", "cuda")
-        ),
+        autocast=autocast_state(),
         torch_version=str(torch.__version__),
         block_bytes=block_bytes,
         fingerprint=fingerprint,

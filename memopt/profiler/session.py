@@ -111,7 +111,9 @@ def profile_model(
     def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
         report(0.2, "measuring kernels")
         with diagnosed(model, call):
-            graph = measure(lowering, device, options, lambda f, w: report(0.2 + 0.6 * f, w))
+            graph = measure(
+                lowering, device, options, lambda f, w: report(0.2 + 0.6 * f, w), captured
+            )
         report(0.8, "measuring the unplanned step")
         return graph, _baseline(model, call, loss, device, lowering, options)
 

@@ -81,7 +81,13 @@ def profile_step(
     def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
         report(0.2, "measuring kernels")
         with diagnosed(model, call):
-            priced = measure(parts.lowering, device, options, lambda f, w: report(0.2 + 0.5 * f, w))
+            priced = measure(
+                parts.lowering,
+                device,
+                options,
+                lambda f, w: report(0.2 + 0.5 * f, w),
+                parts.captured,
+            )
         report(0.7, "measuring updates")
         costs = _update_costs(parts, optimizer, device, offload_optimizer)
         _, lowering = with_updates(parts, replace(parts.lowering, graph=priced), costs)

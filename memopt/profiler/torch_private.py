@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -58,10 +59,11 @@ def dynamo_capture(
     capture = _import("torch._dynamo.functional_export", "_dynamo_graph_capture_for_export")
     import torch._dynamo.config as config
 
-    patch: Any = contextlib.nullcontext()
+    options: dict[str, Any] = {"allow_rnn": True}
     if hasattr(config, "side_effect_replay_policy"):
-        patch = config.patch(side_effect_replay_policy="warn")
-    with warnings.catch_warnings(record=True) as caught, patch:
+        options["side_effect_replay_policy"] = "warn"
+    patch = config.patch(**options)
+    with warnings.catch_warnings(record=True) as caught, patch, kernels_kept_whole():
         warnings.simplefilter("always")
         try:
             module = capture(model)(*args, **kwargs)
@@ -90,7 +92,64 @@ def export_joint(
 ) -> Any:
     """The joint forward+backward ATen graph with descriptors, without decompositions."""
     export = _import("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
+    stack.enter_context(kernels_kept_whole())
     return export(stack, module, args, kwargs)
+
+
+# Operators that eager runs as one kernel, and that torch takes apart in Python while it traces:
+# other bits (interpolation), more memory, or another result (the dropout between the layers of an
+# LSTM is lost, torch.nn.MultiLabelMarginLoss is wrong).
+_TAKEN_APART = (
+    *(
+        f"upsample_{kind}.{form}"
+        for kind in (
+            "nearest1d",
+            "nearest2d",
+            "nearest3d",
+            "linear1d",
+            "bilinear2d",
+            "bicubic2d",
+            "trilinear3d",
+        )
+        for form in ("default", "vec")
+    ),
+    *(f"_upsample_nearest_exact{n}d.{form}" for n in (1, 2, 3) for form in ("default", "vec")),
+    "_upsample_bilinear2d_aa.vec",
+    "_upsample_bicubic2d_aa.vec",
+    "multi_margin_loss.default",
+    "multilabel_margin_loss_forward.default",
+    *(
+        f"{kind}.{form}"
+        for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+        for form in ("input", "data")
+    ),
+)
+
+
+_ONE_AT_A_TIME = threading.RLock()
+
+
+@contextlib.contextmanager
+def kernels_kept_whole() -> Iterator[None]:
+    """Trace with the operators that eager runs, not with Python decompositions of them."""
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    found = [
+        getattr(getattr(torch.ops.aten, packet), form, None)
+        for packet, _, form in (name.partition(".") for name in _TAKEN_APART)
+    ]
+    overloads = [overload for overload in found if overload is not None]
+    with _ONE_AT_A_TIME:
+        kept = [dict(overload.py_kernels) for overload in overloads]
+        try:
+            for overload in overloads:
+                for key in keys:
+                    overload.py_kernels.pop(key, None)
+                overload._dispatch_cache.clear()
+            yield
+        finally:
+            for overload, kernels in zip(overloads, kept, strict=True):
+                overload.py_kernels.update(kernels)
+                overload._dispatch_cache.clear()
 
 
 def compile_joint(

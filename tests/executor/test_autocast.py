@@ -1,0 +1,172 @@
+"""Mixed precision: plans made under autocast, and networks in bfloat16."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Interpreter, Node
+
+import memopt
+from memopt import GuardError, Plan
+from memopt.profiler.capture import Captured, capture
+from memopt.profiler.inputs import to_call
+from tests.executor.harness import Case, check
+
+
+class Normed(nn.Module):
+    """Every normalisation, each behind an operator that autocast casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.batch = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+        self.group = nn.GroupNorm(2, 8)
+        self.third = nn.Conv2d(8, 8, 3, padding=1)
+        self.instance = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
+        self.linear = nn.Linear(8, 8)
+        self.layer = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.batch(self.first(x)).relu()
+        y = self.group(self.second(y)).relu()
+        y = self.instance(self.third(y)).relu()
+        return self.layer(self.linear(y.mean((2, 3))))
+
+
+def images(dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    return (torch.linspace(-2, 2, 4 * 3 * 6 * 6).reshape(4, 3, 6, 6).to(dtype),)
+
+
+def autocast() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def test_the_bits_of_eager_under_autocast() -> None:
+    check(Case(Normed, images, context=autocast))
+
+
+def test_the_bits_of_eager_in_bfloat16() -> None:
+    check(Case(lambda: Normed().bfloat16(), lambda: images(torch.bfloat16)))
+
+
+def layout(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), value.stride()
+    return tuple(layout(one) for one in value) if isinstance(value, (tuple, list)) else None
+
+
+class Compared(Interpreter):
+    """Runs a captured graph and lists the kernels whose results are not as described."""
+
+    def __init__(self, captured: Captured) -> None:
+        super().__init__(captured.module)
+        self.wrong: list[tuple[str, Any, Any]] = []
+
+    def run_node(self, n: Node) -> Any:
+        found = super().run_node(n)
+        if n.op == "call_function" and n.target is not operator.getitem:
+            described = layout(n.meta["val"])
+            if layout(found) != described:
+                self.wrong.append((str(n.target), described, layout(found)))
+        return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "context"),
+    [
+        (torch.float32, contextlib.nullcontext),
+        (torch.bfloat16, contextlib.nullcontext),
+        (torch.float32, autocast),
+    ],
+)
+def test_the_graph_describes_what_the_kernels_return(
+    dtype: torch.dtype, context: Callable[[], Any]
+) -> None:
+    model = Normed().to(dtype)
+    call = to_call(images(dtype))
+    with context():
+        captured = capture(model, call)
+    values = [p.value(model, call.leaves).detach().clone() for p in captured.primals]
+    tangents = [torch.ones_like(t.meta["val"], device="cpu") for t in captured.tangents]
+    given = iter([*values, *(torch.ones(t.shape, dtype=t.dtype) for t in tangents)])
+    compared = Compared(captured)
+    with torch.no_grad():
+        compared.run(*given)
+    assert compared.wrong == []
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    with autocast():
+        return memopt.plan(Normed(), images(), strategy="rotor", progress=False)
+
+
+def digest(module: nn.Module, model: nn.Module) -> list[Tensor]:
+    with autocast():
+        loss = module(*images()).float().square().mean()
+    loss.backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return [loss.detach(), *gradients]
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_plan_is_applied_outside_of_autocast(plan: Plan, saved: bool, tmp_path: Path) -> None:
+    """As training loops are written: only the forward is inside."""
+    torch.manual_seed(0)
+    model = Normed()
+    expected = digest(model, model)
+    torch.manual_seed(0)
+    model = Normed()
+    if saved:
+        plan.save(tmp_path / "plan.json")
+        plan = memopt.load(tmp_path / "plan.json")
+    found = digest(plan.apply(model, images()), model)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_without_autocast_it_is_refused(plan: Plan) -> None:
+    planned = plan.apply(Normed(), images())
+    with pytest.raises(GuardError, match=r"autocast: planned \('bfloat16', None\), got \(None"):
+        planned(*images())
+
+
+def test_a_whole_step_under_autocast() -> None:
+    def trained(planned: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Normed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_fn: Callable[[Tensor], Tensor] = lambda y: y.float().square().mean()  # noqa: E731
+        if planned:
+            with autocast():
+                plan = memopt.plan(
+                    model,
+                    images(),
+                    loss_fn=loss_fn,
+                    optimizer=optimizer,
+                    strategy="rotor",
+                    whole_step=True,
+                    progress=False,
+                )
+            step = plan.train_step(model, loss_fn, optimizer)
+        for _ in range(2):
+            if planned:
+                with autocast():
+                    step(*images())
+                continue
+            with autocast():
+                loss = loss_fn(model(*images()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(trained(True), trained(False), strict=True))
