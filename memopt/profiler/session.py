@@ -75,6 +75,11 @@ def device_of(model: nn.Module, call: Call) -> torch.device:
     return next(iter(accelerators or devices), torch.device("cpu"))
 
 
+def part_of(report: Progress, start: float, end: float) -> Progress:
+    """Progress of a part, reported as from `start` to `end` of the whole."""
+    return lambda fraction, what: report(start + (end - start) * fraction, what)
+
+
 def profile_model(
     model: nn.Module,
     inputs: Any,
@@ -111,9 +116,7 @@ def profile_model(
     def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
         report(0.2, "measuring kernels")
         with diagnosed(model, call):
-            graph = measure(
-                lowering, device, options, lambda f, w: report(0.2 + 0.6 * f, w), captured
-            )
+            graph = measure(lowering, device, options, part_of(report, 0.2, 0.8), captured)
         report(0.8, "measuring the unplanned step")
         return graph, _baseline(model, call, loss, device, lowering, options)
 

@@ -22,7 +22,14 @@ from memopt.profiler.memory import metered
 from memopt.profiler.misfit import check_arguments, diagnosed
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
-from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, Progress, device_of, quietly
+from memopt.profiler.session import (
+    STEP_SCALARS_BYTES,
+    Profiled,
+    Progress,
+    device_of,
+    part_of,
+    quietly,
+)
 from memopt.profiler.step_capture import StepParts, capture_step, with_updates
 from memopt.profiler.step_optimizer import check_splittable, optimizer_untouched, update_one
 
@@ -81,13 +88,8 @@ def profile_step(
     def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
         report(0.2, "measuring kernels")
         with diagnosed(model, call):
-            priced = measure(
-                parts.lowering,
-                device,
-                options,
-                lambda f, w: report(0.2 + 0.5 * f, w),
-                parts.captured,
-            )
+            told = part_of(report, 0.2, 0.7)
+            priced = measure(parts.lowering, device, options, told, parts.captured)
         report(0.7, "measuring updates")
         costs = _update_costs(parts, optimizer, device, offload_optimizer)
         _, lowering = with_updates(parts, replace(parts.lowering, graph=priced), costs)
@@ -102,12 +104,9 @@ def profile_step(
     graph, baseline, busy = quietly(measured, chosen)
     captured, unpriced = with_updates(parts, parts.lowering, {})
     report(1.0, "profiled")
+    planned = fingerprint(unpriced.graph)
     record = record_of(
-        parts.module,
-        parts.call,
-        device,
-        block_bytes=block_bytes,
-        fingerprint=fingerprint(unpriced.graph),
+        parts.module, parts.call, device, block_bytes=block_bytes, fingerprint=planned
     )
     return ProfiledStep(
         graph,
