@@ -24,6 +24,8 @@ class Row:
         bound_s: max(Proposition 3, fractional optimum).
         times_s: strategy → time in each of `MODELS`, and of solving; absent: no plan.
         link: bandwidth over the paper's.
+        best_whole_s: the least time of all sets of activations, ordered, with whole transfers;
+            None: too many sets to try.
     """
 
     family: str
@@ -38,6 +40,7 @@ class Row:
     bound_s: float
     times_s: dict[str, list[float]]
     link: float = 1.0
+    best_whole_s: float | None = None
 
     @property
     def network(self) -> str:
