@@ -16,6 +16,7 @@ from benchmarks.steps import peak_of
 from memopt.models.caching_allocator import allocation_trace, replay_allocations
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
+from memopt.models.in_place import with_in_place
 from memopt.models.liveness import store_all
 from memopt.models.program import Program
 from memopt.models.replay import replay
@@ -112,7 +113,7 @@ def warm_up() -> None:
 def row_of(name: str, batch: int, folder: Path | None) -> Row:
     """Order and place one step."""
     graph = graph_of(name, batch, folder)
-    own = store_all(graph)
+    own = with_in_place(graph, store_all(graph))
     trace: list[list[float]] = []
     began = time.process_time()
     best, ordering = order_program(

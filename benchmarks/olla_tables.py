@@ -200,8 +200,9 @@ def page(rows: list[Row], measured: list[MeasuredRow], stem: str) -> str:
         f"{TIME_LIMIT_S:.0f} s of wall clock each. See [the strategy](../strategies/olla.md).",
         "## Order",
         "Peaks in MiB without resident bytes, by liveness. The framework's order has all updates "
-        "at the end, as eager does; its liveness stands for eager's peak here, see below for "
-        "measured ones. Saved: of the framework's peak, without and with resident bytes.",
+        "at the end, as eager does, and computes in place wherever that is possible, which is more "
+        "often than eager does; its liveness stands for eager's peak here, see below for measured "
+        "ones. Saved: of the framework's peak, without and with resident bytes.",
         "\n".join(order_table(first)),
     ]
     if others:
