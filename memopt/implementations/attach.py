@@ -18,6 +18,7 @@ from memopt.implementations import (
     convolution_fft,
     convolution_gemm,
     convolution_library,
+    convolution_parts,
     cross_entropy,
     dropout,
     group_norm,
@@ -51,6 +52,7 @@ FAMILIES: tuple[tuple[str, Attach], ...] = (
     ("convolution by products", convolution_gemm.attach),
     ("convolution by transforms", convolution_fft.attach),
     ("convolution by libraries", convolution_library.attach),
+    ("convolution behind a concatenation", convolution_parts.attach),
     ("attention", attention.attach),
     ("cross-entropy", cross_entropy.attach),
 )

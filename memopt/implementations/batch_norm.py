@@ -68,7 +68,8 @@ def _from_input(
     result: Any, g: Any, x: Any, weight: Any, mean: Any, inverse: Any, mask: Any
 ) -> Any:
     def find(part: torch.Tensor) -> torch.Tensor:
-        return (part - channels(mean, part)).mul_(channels(inverse, part))
+        found: torch.Tensor = (part - channels(mean, part)).mul_(channels(inverse, part))
+        return found
 
     scale = inverse if weight is None else inverse * weight
     return _gradients(g, x, find, scale, mask, result)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 
 
@@ -13,24 +15,34 @@ def packed_bytes(elements: int) -> int:
 def pack(mask: torch.Tensor) -> torch.Tensor:
     """A boolean tensor as a flat uint8 tensor, in the mask's logical (row-major) order: bit k of
     byte j is element k·n/8 + j, so that packing is eight passes over contiguous memory."""
-    count = mask.numel()
-    size = packed_bytes(count)
-    flat = mask.reshape(-1).view(torch.uint8)
-    packed = torch.zeros(size, dtype=torch.uint8, device=mask.device)
+    return pack_where(mask, lambda part: part)
+
+
+def pack_where(values: torch.Tensor, test: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`pack` of what an elementwise test says of the values, an eighth of them at a time."""
+    flat = values.reshape(-1)
+    size = packed_bytes(values.numel())
+    packed = torch.zeros(size, dtype=torch.uint8, device=values.device)
     for bit in range(8):
         part = flat[bit * size : (bit + 1) * size]
         if part.numel():
-            packed[: part.numel()] |= part << bit
+            packed[: part.numel()] |= test(part).view(torch.uint8) << bit
     return packed
+
+
+def masks(packed: torch.Tensor, count: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(place in the flat tensor, mask) of each eighth of `count` packed elements."""
+    size = packed_bytes(count)
+    for bit in range(8):
+        place = slice(bit * size, min((bit + 1) * size, count))
+        if place.start < place.stop:
+            found = (packed[: place.stop - place.start] >> bit).bitwise_and_(1)
+            yield place, found.view(torch.bool)
 
 
 def unpack(packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """The boolean tensor, contiguous, that `pack` was given."""
-    count = shape.numel()
-    size = packed_bytes(count)
-    flat = torch.empty(count, dtype=torch.uint8, device=packed.device)
-    for bit in range(8):
-        part = flat[bit * size : (bit + 1) * size]
-        if part.numel():
-            torch.bitwise_and(packed[: part.numel()] >> bit, 1, out=part)
-    return flat.view(torch.bool).view(shape)
+    flat = torch.empty(shape.numel(), dtype=torch.bool, device=packed.device)
+    for place, mask in masks(packed, shape.numel()):
+        flat[place] = mask
+    return flat.view(shape)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from memopt.implementations.bits import pack, packed_bytes, unpack
+from memopt.implementations.bits import masks, pack_where, packed_bytes
 from memopt.implementations.kernel import Kernel
 from memopt.implementations.site import Sites, value_of
 
@@ -28,7 +28,7 @@ def _relu_over(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _with_sign(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # A NaN passes its gradient on, as in threshold_backward: not (y <= 0).
-    return y, pack((y <= 0).logical_not_())
+    return y, pack_where(y, lambda part: (part <= 0).logical_not_())
 
 
 def _hardtanh(
@@ -44,28 +44,43 @@ def _hardtanh_over(
 
 
 def _with_inside(y: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return y, pack(((y <= low) | (y >= high)).logical_not_())
+    return y, pack_where(y, lambda part: ((part <= low) | (part >= high)).logical_not_())
 
 
 def _leaky(x: torch.Tensor, slope: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
-    return ATEN.leaky_relu(x, slope), pack(x > 0)
+    return _with_positive(ATEN.leaky_relu(x, slope))
 
 
 def _leaky_over(x: torch.Tensor, slope: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
-    bits = pack(x > 0)
-    return ATEN.leaky_relu_(x, slope), bits
+    return _with_positive(ATEN.leaky_relu_(x, slope))
+
+
+def _with_positive(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # Where x is: the slope is positive.
+    return y, pack_where(y, lambda part: part > 0)
 
 
 def _masked(g: torch.Tensor, bits: torch.Tensor) -> Any:
-    return torch.where(unpack(bits, g.shape), g, 0)
+    return _masked_over(g.clone(), bits)
 
 
 def _masked_over(g: torch.Tensor, bits: torch.Tensor) -> Any:
-    return g.masked_fill_(unpack(bits, g.shape).logical_not_(), 0)
+    flat = g.view(-1)
+    for place, mask in masks(bits, g.numel()):
+        flat[place].masked_fill_(mask.logical_not_(), 0)
+    return g
 
 
 def _scaled(g: torch.Tensor, bits: torch.Tensor, slope: float) -> Any:
-    return torch.where(unpack(bits, g.shape), g, g * slope)
+    return _scaled_over(g.clone(), bits, slope)
+
+
+def _scaled_over(g: torch.Tensor, bits: torch.Tensor, slope: float) -> Any:
+    flat = g.view(-1)
+    for place, mask in masks(bits, g.numel()):
+        part = flat[place]
+        torch.where(mask, part, part * slope, out=part)
+    return g
 
 
 def _from_output(g: torch.Tensor, y: torch.Tensor, low: float, high: float) -> Any:
@@ -96,11 +111,11 @@ def _kernel(name: str, function: Callable[..., Any], over: Callable[..., Any]) -
     return Kernel(name, function, Kernel(f"{name}.over", over))
 
 
-RELU = _kernel("relu.bitmask", _relu, _relu_over)
-HARDTANH = _kernel("hardtanh.bitmask", _hardtanh, _hardtanh_over)
-LEAKY = _kernel("leaky_relu.bitmask", _leaky, _leaky_over)
-MASKED = _kernel("masked_gradient.bitmask", _masked, _masked_over)
-SCALED = Kernel("scaled_gradient.bitmask", _scaled)
+RELU = _kernel("relu.bitmask.2", _relu, _relu_over)
+HARDTANH = _kernel("hardtanh.bitmask.2", _hardtanh, _hardtanh_over)
+LEAKY = _kernel("leaky_relu.bitmask.2", _leaky, _leaky_over)
+MASKED = _kernel("masked_gradient.bitmask.2", _masked, _masked_over)
+SCALED = _kernel("scaled_gradient.bitmask.2", _scaled, _scaled_over)
 HARDTANH_OUTPUT = _kernel("hardtanh_backward.output", _from_output, _from_output_over)
 LEAKY_OUTPUT = _kernel("leaky_relu_backward.output", _leaky_from_output, _leaky_from_output_over)
 RELU_INPUT = _kernel("relu_backward.input", _relu_from_input, _relu_from_input_over)
@@ -111,10 +126,9 @@ def _bits(sites: Sites, forward: Node, kernel: Kernel) -> Node:
     bits = sites.extra(
         f"{forward.name}__bits", y.new_empty((packed_bytes(y.numel()),), dtype=torch.uint8)
     )
-    # The comparison's masks, then the shifted eighth.
-    sites.add(
-        forward, "bitmask", kernel, forward.args, (forward, bits), workspace_bytes=3 * y.numel()
-    )
+    # An eighth's comparisons and their shifted bits.
+    scratch = 3 * packed_bytes(y.numel())
+    sites.add(forward, "bitmask", kernel, forward.args, (forward, bits), workspace_bytes=scratch)
     return bits
 
 
@@ -152,12 +166,12 @@ def attach(sites: Sites) -> None:
         ):
             continue
         bits = _bits(sites, forward, HARDTANH if relu6 else LEAKY)
-        scratch = 2 * value_of(forward).numel()
+        scratch = 2 * packed_bytes(value_of(forward).numel())
         if relu6:
             sites.add(backward, "bitmask", MASKED, (g, bits), workspace_bytes=scratch)
             sites.add(backward, "output", HARDTANH_OUTPUT, (g, forward, *limits))
         else:
-            scratch += value_of(forward).untyped_storage().nbytes()
+            scratch += -(-value_of(forward).untyped_storage().nbytes() // 8)
             sites.add(backward, "bitmask", SCALED, (g, bits, limits[0]), workspace_bytes=scratch)
             sites.add(backward, "output", LEAKY_OUTPUT, (g, forward, limits[0]))
 
@@ -171,6 +185,6 @@ def _attach_relu(sites: Sites) -> None:
         if not _dense_gradient(backward) or not value_of(forward).is_contiguous():
             continue
         bits = _bits(sites, forward, RELU)
-        scratch = 2 * value_of(forward).numel()
+        scratch = 2 * packed_bytes(value_of(forward).numel())
         sites.add(backward, "bitmask", MASKED, (g, bits), workspace_bytes=scratch)
         sites.add(backward, "input", RELU_INPUT, (g, forward.args[0]))

@@ -42,7 +42,8 @@ def _forward_over(x: torch.Tensor, parts: int, *arguments: Any) -> Any:
     return x
 
 
-def _input_gradient(g: torch.Tensor, shape: Any, *arguments: Any) -> Any:
+def input_gradient(g: torch.Tensor, shape: Any, *arguments: Any) -> Any:
+    """A tuple of the input gradient of a convolution alone, without its input's values."""
     # The input's values are not used (MONeT appendix C); oneDNN copies it all the same.
     like = g.new_empty(()).expand(shape)
     return ATEN.convolution_backward(g, like, *arguments, [True, False, False])[:1]
@@ -54,7 +55,7 @@ def _input_gradient_split(g: torch.Tensor, parts: int, shape: Any, *arguments: A
 
 def _input_gradient_into(result: torch.Tensor, g: torch.Tensor, parts: int, *arguments: Any) -> Any:
     for part in split(len(g), parts):
-        (result[part],) = _input_gradient(g[part], result[part].shape, *arguments)
+        (result[part],) = input_gradient(g[part], result[part].shape, *arguments)
     return (result,)
 
 
@@ -75,7 +76,7 @@ INPUT_SPLIT = Kernel(
         lambda g, parts, _, *more: _input_gradient_into(g, g, parts, *more),
     ),
 )
-INPUT = Kernel("convolution_backward.input.2", _input_gradient)
+INPUT = Kernel("convolution_backward.input.2", input_gradient)
 KEEPING = Kernel("convolution_backward.input", _input_gradient_of)
 WEIGHT = Kernel("convolution_backward.weight", _weight_gradient)
 

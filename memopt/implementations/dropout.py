@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memopt.implementations.bits import pack, packed_bytes, unpack
+from memopt.implementations.bits import masks, pack, packed_bytes, unpack
 from memopt.implementations.kernel import Kernel
 from memopt.implementations.site import Sites, value_of
 
@@ -19,19 +19,25 @@ def _forward(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torc
 
 
 def _backward(g: torch.Tensor, bits: torch.Tensor, scale: float) -> Any:
-    return ATEN.native_dropout_backward(g, unpack(bits, g.shape), scale)
+    if not g.is_contiguous():
+        return ATEN.native_dropout_backward(g, unpack(bits, g.shape), scale)
+    return _backward_over(g.clone(), bits, scale)
 
 
 def _backward_over(g: torch.Tensor, bits: torch.Tensor, scale: float) -> Any:
-    mask = unpack(bits, g.shape).view(-1)
-    for part, kept in zip(g.view(-1).chunk(8), mask.chunk(8), strict=True):
-        part.copy_(ATEN.native_dropout_backward(part, kept, scale))
+    if not g.is_contiguous():
+        return g.copy_(ATEN.native_dropout_backward(g, unpack(bits, g.shape), scale))
+    flat = g.view(-1)
+    for place, mask in masks(bits, g.numel()):
+        flat[place] = ATEN.native_dropout_backward(flat[place], mask, scale)
     return g
 
 
 FORWARD = Kernel("dropout.bitmask", _forward)
 BACKWARD = Kernel(
-    "dropout_backward.bitmask", _backward, Kernel("dropout_backward.bitmask.over", _backward_over)
+    "dropout_backward.bitmask.2",
+    _backward,
+    Kernel("dropout_backward.bitmask.2.over", _backward_over),
 )
 
 
@@ -61,6 +67,8 @@ def attach(sites: Sites) -> None:
             (result, bits),
             workspace_bytes=value_bytes + size,
         )
-        sites.add(
-            backward, "bitmask", BACKWARD, (g, bits, scale), workspace_bytes=value_bytes + size
+        # An eighth at a time, but for other layouts.
+        scratch = (
+            (value_bytes + 2 * size) // 8 if value_of(g).is_contiguous() else value_bytes + size
         )
+        sites.add(backward, "bitmask", BACKWARD, (g, bits, scale), workspace_bytes=scratch)
