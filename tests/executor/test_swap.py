@@ -14,7 +14,7 @@ from memopt.executor.apply import runtime_of
 from memopt.executor.module import PlannedModule, install
 from memopt.executor.swap import ThreadSwap
 from memopt.models.generate_programs import random_program
-from memopt.models.program import SwapIn, SwapOut
+from memopt.models.program import Compute, Free, SwapIn, SwapOut
 from memopt.models.replay import replay
 from memopt.models.validate import validate
 from tests.executor.harness import Case, Prepared, assert_same, prepare, run_steps, swap_all
@@ -118,6 +118,31 @@ def test_host_memory_of_a_step_is_the_replayed_one(interpreted: bool) -> None:
     gc.collect()
     assert swap.account.peak_bytes == replay(prepared.graph, program).host_peak_bytes
     assert swap.account.now_bytes == 0
+
+
+def test_what_shares_storage_moves_once_and_stays_for_its_readers() -> None:
+    """`value` and `gate` are views of one product: one copy out while both still read the device's,
+    one back."""
+    prepared = prepared_block(random=False)
+    graph, program = prepared.graph, swap_all(prepared.graph)
+    (shared,) = (t for t in graph.operators[0].writes if graph.tensors[t].size_bytes == 4 * 4 * 12)
+    left = [i for i, one in enumerate(program) if one == SwapOut(shared)]
+    assert len(left) == sum(one == SwapIn(shared) for one in program) == 1
+    freed = next(i for i, one in enumerate(program) if one == Free(shared))
+    readers = [
+        i
+        for i, one in enumerate(program.instructions[:freed])
+        if isinstance(one, Compute) and shared in graph.operators[one.op].reads
+    ]
+    assert len(readers) == 2
+    assert left[0] < min(readers)
+    case = Case(lambda: prepared.model, rows)
+    state = {name: value.clone() for name, value in prepared.model.state_dict().items()}
+    torch.manual_seed(1)
+    expected = run_steps(case, prepared.model, prepared.model)
+    prepared.model.load_state_dict(state)
+    torch.manual_seed(1)
+    assert_same(run_steps(case, prepared.planned(program), prepared.model), expected, "swapped")
 
 
 @pytest.mark.parametrize("random", [False, True], ids=["deterministic", "random"])
