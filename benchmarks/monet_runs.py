@@ -179,8 +179,10 @@ class Runs:
         if key in self._kept.rows:
             return self._kept.rows[key][0]
         begin = time.perf_counter()
-        record = self._solved(strategy, budget_bytes)
+        record, program = self._solved(strategy, budget_bytes)
         record = replace(record, planning_s=time.perf_counter() - begin)
+        if program is not None:
+            self._program_path(key).write_bytes(dumps(program))
         self._kept.add(key, [record])
         sys.stderr.write(
             f"{self.name} {strategy.name} {budget_bytes / self.base_bytes:.3f}: "
@@ -189,7 +191,19 @@ class Runs:
         sys.stderr.flush()
         return record
 
-    def _solved(self, strategy: Strategy, budget_bytes: int) -> Record:
+    def program(self, strategy: Strategy, budget_bytes: int) -> Program | None:
+        """The program of a strategy's plan within a budget; None where there is no plan."""
+        if self.solve(strategy, budget_bytes).time_s is None:
+            return None
+        found = loads(self._program_path(f"{strategy!r} {budget_bytes}").read_bytes())
+        assert isinstance(found, Program)
+        return found
+
+    def _program_path(self, key: str) -> Path:
+        name = hashlib.sha256(key.encode()).hexdigest()[:12]
+        return self._kept.path.with_name(f"{self._kept.path.stem}-{name}.json")
+
+    def _solved(self, strategy: Strategy, budget_bytes: int) -> tuple[Record, Program | None]:
         chooses = "implementations" in strategy.features
         graph = self.graph if chooses else self._plain
         view = None
@@ -205,8 +219,8 @@ class Runs:
                 linearization=view,
             )
         except MemoptError as error:
-            return Record(budget_bytes, type(error).__name__, None, None, None, 0.0, "")
-        return Record(
+            return Record(budget_bytes, type(error).__name__, None, None, None, 0.0, ""), None
+        record = Record(
             budget_bytes,
             str(plan.status),
             plan.peak_bytes,
@@ -215,6 +229,7 @@ class Runs:
             0.0,
             ", ".join(f"{n}× {name}" for name, n in chosen_of(graph, plan.program).items()),
         )
+        return record, plan.program
 
     def overhead(self, record: Record) -> str:
         """Of a record's time over the baseline's, for people."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memopt.models.graph import Graph
 from memopt.models.linearize import Linearization, linearize
 from memopt.models.liveness import store_all
@@ -52,7 +54,8 @@ def fastest_kernels(graph: Graph, program: Program, budget_bytes: int | None) ->
             other = variant(operator, choice.name)
             same = set(other.reads) == set(current.reads) and other.writes == current.writes
             fits = room is None or other.workspace_bytes - first <= room
-            if choice.exact and same and fits and other.time_s < current.time_s:
-                instructions[position] = Compute(instruction.op, instruction.outputs, choice.name)
+            over = instruction.in_place is None or instruction.in_place in other.in_place
+            if choice.exact and same and fits and over and other.time_s < current.time_s:
+                instructions[position] = replace(instruction, implementation=choice.name)
                 current = other
     return Program(instructions)
