@@ -216,23 +216,21 @@ _STAGE_BYTES = (
 )
 
 
+def _stage(value: Stage) -> dict[str, Any]:
+    no_save = value.forward_no_save_overhead_bytes
+    return {
+        "name": value.name,
+        **{name: _number(getattr(value, name)) for name in ("forward_time_s", "backward_time_s")},
+        "forward_no_save_overhead_bytes": None if no_save is None else int(no_save),
+        **{name: int(getattr(value, name)) for name in _STAGE_BYTES},
+    }
+
+
 def chain(value: Chain) -> dict[str, Any]:
     """A Chain."""
-    stages = []
-    for stage in value.stages:
-        no_save = stage.forward_no_save_overhead_bytes
-        stages.append(
-            {
-                "name": stage.name,
-                "forward_time_s": _number(stage.forward_time_s),
-                "backward_time_s": _number(stage.backward_time_s),
-                "forward_no_save_overhead_bytes": None if no_save is None else int(no_save),
-                **{name: int(getattr(stage, name)) for name in _STAGE_BYTES},
-            }
-        )
     return {
         "input_bytes": int(value.input_bytes),
-        "stages": stages,
+        "stages": [_stage(stage) for stage in value.stages],
         "resident_bytes": int(value.resident_bytes),
         "input_gradient_bytes": int(value.input_gradient_bytes),
     }
@@ -273,10 +271,9 @@ def _read_stage(reader: Reader) -> Stage:
 
 
 def program(value: Program) -> dict[str, Any]:
-    """A Program: ["compute", operator, [outputs], implementation or null], with the tensor whose
-    storage the output takes over as a fifth entry, if any; ["loss"], ["free", tensor] and so on;
-    offsets as [instruction, tensor, offset]; what is apart, if anything, as [instruction,
-    tensor]."""
+    """A Program: ["compute", operator, [outputs], implementation or null] and, if the output takes
+    over a storage, that tensor; ["loss"], ["free", tensor] and so on; offsets as [instruction,
+    tensor, offset]; what is apart, if anything, as [instruction, tensor]."""
     return {
         "instructions": [_instruction(instruction) for instruction in value.instructions],
         "offsets": None if value.offsets is None else [indices(row) for row in value.offsets],
