@@ -28,6 +28,7 @@ from memopt.models.program import (
     SwapOut,
 )
 from memopt.models.steps import ChainStep, Move
+from memopt.models.variants import variant
 
 if TYPE_CHECKING:
     from memopt.models.linearize import Linearization
@@ -175,11 +176,11 @@ def without_unread_reruns(graph: Graph, instructions: Sequence[Instruction]) -> 
     for position in range(len(instructions) - 1, -1, -1):
         instruction = instructions[position]
         if isinstance(instruction, Compute):
-            operator = graph.operators[instruction.op]
-            if first[instruction.op] != position and read_later.isdisjoint(operator.writes):
+            run = variant(graph.operators[instruction.op], instruction.implementation)
+            if first[instruction.op] != position and read_later.isdisjoint(run.writes):
                 continue
-            read_later.difference_update(operator.writes)
-            read_later.update(operator.reads)
+            read_later.difference_update(run.writes)
+            read_later.update(run.reads)
         elif isinstance(instruction, SwapIn):
             read_later.discard(instruction.tensor)
         elif isinstance(instruction, SwapOut):

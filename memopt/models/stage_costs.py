@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from memopt.models.chain import Stage
-from memopt.models.graph import Graph
+from memopt.models.graph import Graph, Operator
 from memopt.models.stage_map import StageMap
+from memopt.models.variants import Variant
 
 
 def stage_costs(graph: Graph, stage_map: StageMap) -> tuple[Stage, ...]:
@@ -78,30 +79,8 @@ class _Costs:
         after: frozenset[int],
         uncounted: frozenset[int],
     ) -> int:
-        """Peak bytes of running operators, starting with `before` and leaving `after`.
-
-        Only tensors of `before` and written ones count, `uncounted` ones not at all.
-        """
-        last = {t: i for i in operators for t in self.graph.operators[i].reads}
-        sizes = {t: self.sizes[t] for t in before if t in last or t in after}
-        live = peak = sum(sizes.values())
-        for i in operators:
-            operator = self.graph.operators[i]
-            written = [t for t in operator.writes if t not in uncounted]
-            own = self.bytes(written) + operator.workspace_bytes
-            if written:
-                # The program computes in place where what the operator may overwrite ends here.
-                ending = (t for t in operator.in_place if last[t] == i and t not in after)
-                own -= max((sizes.get(t, 0) for t in ending), default=0)
-            peak = max(peak, live + own)
-            for t in written:
-                if t in last or t in after:
-                    sizes[t] = self.sizes[t]
-                    live += sizes[t]
-            for t in dict.fromkeys(operator.reads):
-                if last[t] == i and t not in after:
-                    live -= sizes.pop(t, 0)
-        return max(peak, live)
+        figures = [self.graph.operators[i] for i in operators]
+        return running_peak_bytes(figures, self.sizes, before, after, uncounted)
 
     def loss(self) -> Stage:
         """The loss boundary: the user's loss runs, the tangents arrive."""
@@ -117,6 +96,39 @@ class _Costs:
             parameter_gradient_bytes=self.bytes(held),
             name="loss",
         )
+
+
+def running_peak_bytes(
+    runs: Sequence[Operator | Variant],
+    sizes: Sequence[int],
+    before: frozenset[int],
+    after: frozenset[int],
+    uncounted: frozenset[int] = frozenset(),
+) -> int:
+    """Peak bytes of operators, each under some implementation, starting with `before` and leaving
+    `after`.
+
+    Only tensors of `before` and written ones count, `uncounted` ones not at all.
+    """
+    last = {t: n for n, run in enumerate(runs) for t in run.reads}
+    there = {t: sizes[t] for t in before if t in last or t in after}
+    live = peak = sum(there.values())
+    for n, run in enumerate(runs):
+        written = [t for t in run.writes if t not in uncounted]
+        own = sum([sizes[t] for t in written]) + run.workspace_bytes
+        if written:
+            # The program computes in place where what the operator may overwrite ends here.
+            ending = (t for t in run.in_place if last[t] == n and t not in after)
+            own -= max((there.get(t, 0) for t in ending), default=0)
+        peak = max(peak, live + own)
+        for t in written:
+            if (last.get(t, -1) > n or t in after) and t not in there:
+                there[t] = sizes[t]
+                live += sizes[t]
+        for t in dict.fromkeys(run.reads):
+            if last[t] == n and t not in after:
+                live -= there.pop(t, 0)
+    return max(peak, live)
 
 
 def _set(tensor: int | None) -> frozenset[int]:

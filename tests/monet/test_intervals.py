@@ -16,7 +16,7 @@ from memopt.models.replay import replay
 from memopt.models.variants import variant
 from memopt.strategies.base import Status
 from memopt.strategies.monet.intervals import IntervalModel, program_of, runs_of
-from tests.monet.graphs import training_graph
+from tests.monet.graphs import training_graph, with_one_gradient_choices
 
 
 def brute_force_s(graph: Graph, budget: int) -> float:
@@ -27,7 +27,10 @@ def brute_force_s(graph: Graph, budget: int) -> float:
     for i, operator in enumerate(graph.operators):
         names = [None, *(choice.name for choice in operator.implementations)]
         own = -1 if i < first else i - first
+        parts = [n for n in names if set(variant(operator, n).writes) < set(operator.writes)]
         runs = [((own, i, name),) for name in names]
+        if i >= first:
+            runs += [((own, i, a), (own, i, b)) for a in parts for b in parts]
         if i < first and operator.recomputable:
             runs += [
                 ((own, i, name), (k, i, other)) for name in names for k in stages for other in names
@@ -41,7 +44,8 @@ def brute_force_s(graph: Graph, budget: int) -> float:
 
     for picked in sorted(product(*options), key=seconds):
         try:
-            program = program_of(graph, tuple(sorted(run for runs in picked for run in runs)))
+            runs = sorted((run for runs in picked for run in runs), key=lambda run: run[:2])
+            program = program_of(graph, tuple(runs))
             timeline = replay(graph, program)
         except InvalidProgramError:
             continue
@@ -68,6 +72,30 @@ def test_the_optimum_is_brute_force_over_its_class(seed: int) -> None:
     violation, figures = judge(graph, None, program_of(graph, runs), budget, None)
     assert violation is None
     assert figures.time_s == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_gradients_written_one_by_one_are_brute_force_too(seed: int) -> None:
+    rng = Random(seed)
+    graph = with_one_gradient_choices(training_graph(rng, rng.randint(1, 2), False), rng)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    budget = rng.randint(2 * peak // 3, peak)
+    status, runs, bound = IntervalModel(graph, budget).solve()
+    best = brute_force_s(graph, budget)
+    if status is Status.INFEASIBLE:
+        assert best == float("inf")
+        return
+    assert status is Status.OPTIMAL
+    assert runs is not None
+    assert bound == pytest.approx(best)
+    program = program_of(graph, runs)
+    violation, figures = judge(graph, None, program, budget, None)
+    assert violation is None
+    assert figures.time_s == pytest.approx(best)
+    assert runs_of(graph, program) == runs
+    built = IntervalModel(graph, budget)
+    assert built.start(runs, free=set())
+    assert built.solve()[2] == pytest.approx(best)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -3,12 +3,14 @@ MathOpt; their linear relaxation in GLOP."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from memopt.strategies.base import Progress, Status
+from memopt.strategies.monet.waiting import waited
 
 Term = tuple[int, int]
 """(coefficient, variable)."""
@@ -94,7 +96,8 @@ class Model:
         Args:
             limit_bytes: bound on the peak variable, bytes.
             time_limit_s: seconds; None: no limit.
-            progress: called where CP-SAT finds solutions or bounds, else once.
+            progress: called now and then; KeyboardInterrupt ends the search: CP-SAT's with what it
+                has, the others' with nothing.
             workers, seed: CP-SAT's threads (the others run on one), and the seed.
             solver: whose search.
             gap: relative gap at which the search may end.
@@ -122,6 +125,46 @@ class Model:
     ) -> Answer:
         from ortools.sat.python import cp_model
 
+        begin = time.monotonic()
+        model, variables, scale = self._cp_model(limit, least_peak)
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = workers
+        solver.parameters.random_seed = seed
+        solver.parameters.relative_gap_limit = gap
+        if time_limit_s is not None:
+            time_limit_s = max(0.01, time_limit_s - (time.monotonic() - begin))
+            solver.parameters.max_time_in_seconds = time_limit_s
+        # The caller's thread takes Ctrl-C.
+        solver.parameters.catch_sigint_signal = False
+        known = {"best": float("inf"), "bound": 0.0}
+
+        class Listener(cp_model.CpSolverSolutionCallback):
+            def on_solution_callback(self) -> None:
+                known["best"] = self.objective_value / scale
+
+        def on_bound(bound: float) -> None:
+            known["bound"] = bound / scale
+
+        solver.best_bound_callback = on_bound
+        code = waited(
+            lambda: solver.solve(model, Listener()),
+            progress,
+            lambda: f"ilp: {known['best']:.6g}, bound {known['bound']:.6g}",
+            limit_s=time_limit_s,
+            stop=solver.stop_search,
+        )
+        assert code is not None
+        names = {status.name: status for status in Status}
+        status = names.get(solver.status_name(code), Status.UNKNOWN)
+        if status not in (Status.OPTIMAL, Status.FEASIBLE):
+            return Answer(status, (), 0.0, solver.best_objective_bound / scale)
+        values = tuple(bool(solver.value(v)) for v in variables)
+        # Costs are rounded down to the solver's whole numbers, so its bound stays one.
+        cost, bound = solver.objective_value / scale, solver.best_objective_bound / scale
+        return Answer(status, values, cost, bound)
+
+    def _cp_model(self, limit: int, least_peak: bool) -> tuple[Any, list[Any], float]:
+        """(the program in CP-SAT, its variables, what a cost is multiplied by)."""
         model, variables = self._started()
         peak = model.new_int_var(0, limit, "peak")
         for row in self.rows:
@@ -132,41 +175,7 @@ class Model:
         scale = 1.0 if least_peak else _scale(self.costs.values())
         whole = [int(cost * scale) * variables[v] for v, cost in self.costs.items()]
         model.minimize(peak if least_peak else sum(whole))
-        solver = cp_model.CpSolver()
-        solver.parameters.num_workers = workers
-        solver.parameters.random_seed = seed
-        solver.parameters.relative_gap_limit = gap
-        if time_limit_s is not None:
-            solver.parameters.max_time_in_seconds = max(0.01, time_limit_s)
-
-        class Listener(cp_model.CpSolverSolutionCallback):
-            def on_solution_callback(self) -> None:
-                """Report, and stop where the caller interrupts; the best plan is kept."""
-                try:
-                    if progress is not None:
-                        gap = f"{self.objective_value / scale:.6g}, bound "
-                        progress(0.5, f"ilp: {gap}{self.best_objective_bound / scale:.6g}")
-                except KeyboardInterrupt:
-                    self.stop_search()
-
-        def on_bound(bound: float) -> None:
-            """Between solutions, too, the caller hears of progress and may interrupt."""
-            try:
-                if progress is not None:
-                    progress(0.5, f"ilp: bound {bound / scale:.6g}")
-            except KeyboardInterrupt:
-                solver.stop_search()
-
-        solver.best_bound_callback = on_bound
-        code = solver.solve(model, Listener())
-        names = {status.name: status for status in Status}
-        status = names.get(solver.status_name(code), Status.UNKNOWN)
-        if status not in (Status.OPTIMAL, Status.FEASIBLE):
-            return Answer(status, (), 0.0, solver.best_objective_bound / scale)
-        values = tuple(bool(solver.value(v)) for v in variables)
-        # Costs are rounded down to the solver's whole numbers, so its bound stays one.
-        cost, bound = solver.objective_value / scale, solver.best_objective_bound / scale
-        return Answer(status, values, cost, bound)
+        return model, variables, scale
 
     def _started(self) -> tuple[Any, list[Any]]:
         """A CP-SAT model with the variables, those that are fixed, and the hints."""

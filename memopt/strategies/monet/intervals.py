@@ -2,19 +2,20 @@
 
 Every forward operator runs once in the forward and at most C-1 times again, each time in a stage:
 before the k-th operator after the forward, in the graph's order. So every run has an event:
-run 0 of operator i at i, the boundary at F, a run in stage k at F+1 + k(F+1) + i, the stage's
-own operator at the stage's last event. Every copy of a tensor that a run writes is kept from its
-event to an end of its own.
+run 0 of operator i at i, the boundary at F, a run in stage k at F+1 + k(F+2) + i, the stage's
+own operator at the stage's last event. An operator after the forward with implementations that
+write some of its outputs each (one gradient of a convolution) may run twice, by two of them, with
+the event after for the second run. Every copy of a tensor that a run writes is kept from its event
+to an end of its own.
 
 Variables: x[i,c,l] run c of operator i uses implementation l (Σ_l ≤ 1; = 1 for c = 0)
     stage[i,c] the stage of run c ≥ 1; end[i,c,t] the last event of the copy of t it writes
-    b[k,l]   the operator after the forward uses implementation l
     z        a run finds its operand in a given copy: written before, kept to the run's event
-Constraints: a run of an implementation finds each of its operands in some copy; one cumulative
+Constraints: a run of an implementation finds each of its operands in some copy; two runs after the
+    forward write no tensor twice, and what the step ends with is written; one cumulative
     constraint: copies, scratch memory and the loss within the budget at every event.
 Memory is counted as replay counts it, so a plan's peak is the replayed one, or less where the
-program computes in place afterwards. Implementations of
-backward operators that write only some of their outputs are left out of this program.
+program computes in place afterwards.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ Runs = tuple[tuple[int, int, str | None], ...]
 
 def runs_of(graph: Graph, program: Program) -> Runs:
     """The runs of a program: all that the interval program decides."""
-    stage, found = -1, []
-    for step in program:
+    stage, found = 0, []
+    for step in reversed(program.instructions):
         if isinstance(step, LossBoundary):
-            stage = 0
+            stage = -1
         elif isinstance(step, Compute):
+            if step.op >= graph.first_backward:
+                stage = step.op - graph.first_backward
             found.append((stage, step.op, step.implementation))
-            stage += step.op >= graph.first_backward
+    found.reverse()
     return tuple(sorted(found, key=lambda run: (run[0], run[1])))
 
 
@@ -86,12 +89,9 @@ class IntervalModel:
         self.graph, self.most_runs = graph, most_runs
         self.model = cp_model.CpModel()
         self.first, self.count = graph.first_backward, len(graph.operators)
-        self.width = self.first + 1
-        self.end = self.width * (1 + self.count - self.first) - 1
+        self.width = self.first + 2
+        self.end = self.first + self.width * (self.count - self.first)
         self.choices = [choices_of(operator, allowed) for operator in graph.operators]
-        for k in range(self.first, self.count):
-            whole = set(graph.operators[k].writes)
-            self.choices[k] = [c for c in self.choices[k] if whole <= set(c[1].writes)]
         self.copies: dict[int, list[_Copy]] = defaultdict(list)
         self.x: dict[tuple[int, int], list[Any]] = {}
         """(operator, run) → its choices; run 0 of the operators after the forward, too."""
@@ -119,9 +119,10 @@ class IntervalModel:
         self.model.minimize(self.cost)
 
     def _event(self, i: int, run: int) -> Any:
+        start = self.first + 1
         if i >= self.first:
-            return self.width * (1 + i - self.first) + self.first
-        return self.width * (1 + self.stage[i, run]) + i if run else i
+            return start + self.width * (i - self.first) + self.first + run
+        return start + self.width * self.stage[i, run] + i if run else i
 
     def _copy(self, t: int, start: Any, written: Any, to_the_end: bool) -> None:
         """A copy of a tensor and its interval."""
@@ -149,12 +150,19 @@ class IntervalModel:
         """The runs of an operator, its scratch memory, the copies it writes."""
         model, operator = self.model, self.graph.operators[i]
         again = i < self.first and operator.recomputable
-        for run in range(self.most_runs if again else 1):
+        parts = [set(choice.writes) < set(operator.writes) for _, choice in self.choices[i]]
+        split = i >= self.first and any(parts)
+        for run in range(self.most_runs if again else 1 + split):
             x = self.x[i, run] = [model.new_bool_var("") for _ in self.choices[i]]
             if not run:
                 model.add_exactly_one(x)
             else:
                 model.add_at_most_one(x)
+            if split and run:
+                for v, part in zip(x, parts, strict=True):
+                    if not part:
+                        model.add(v == 0)
+            elif run:
                 self.stage[i, run] = model.new_int_var(0, self.count - self.first - 1, "")
                 if run > 1:
                     model.add(sum(x) <= sum(self.x[i, run - 1]))
@@ -172,7 +180,13 @@ class IntervalModel:
             for t in writes:
                 pairs = zip(self.choices[i], x, strict=True)
                 written = self._any([v for (_, choice), v in pairs if t in choice.writes])
-                self._copy(t, start, written, t in self.graph.kept and not run)
+                self._copy(t, start, written, t in self.graph.kept and not (run and again))
+        if split:
+            for t in operator.writes:
+                written = [copy.written for copy in self.copies[t]]
+                model.add(sum(written) <= 1)
+                if t in self.graph.kept:
+                    model.add_bool_or(written)
 
     def _any(self, literals: list[Any]) -> Any:
         """A literal that is the sum of literals of which at most one holds."""
@@ -263,6 +277,8 @@ class IntervalModel:
         for (i, run), variables in self.x.items():
             for (name, _), v in zip(self.choices[i], variables, strict=True):
                 if solver.value(v):
-                    stage = solver.value(self.stage[i, run]) if run else -1
-                    runs.append((i - self.first if i >= self.first else stage, i, name))
+                    stage = i - self.first if i >= self.first else -1
+                    if (i, run) in self.stage:
+                        stage = solver.value(self.stage[i, run])
+                    runs.append((stage, i, name))
         return status, tuple(sorted(runs, key=lambda r: (r[0], r[1]))), bound

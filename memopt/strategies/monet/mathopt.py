@@ -4,9 +4,11 @@ relaxation is strong."""
 from __future__ import annotations
 
 import datetime
+import time
 from typing import TYPE_CHECKING, Any
 
 from memopt.strategies.base import Progress, Status
+from memopt.strategies.monet.waiting import waited
 
 if TYPE_CHECKING:
     from memopt.strategies.monet.backend import Answer, Model, Solver
@@ -28,17 +30,18 @@ def solve_linear(
     """`Model.solve` by a solver of mixed integer linear programs; rows that only hold where a
     variable does get the largest excess as that variable's coefficient.
 
-    The caller may interrupt before the search; these solvers have no way out but the time limit.
+    The time limit counts from here, building the model included. These solvers have no way out
+    but that limit: a caller who interrupts gets no answer of theirs (see `waiting`).
     """
     from ortools.math_opt.python import mathopt
 
     from memopt.strategies.monet.backend import Answer
 
-    if progress is not None:
-        progress(0.5, f"ilp: {solver}")
+    begin = time.monotonic()
     model, variables, scale = _built(program, limit_bytes, least_peak)
     kinds = {"highs": mathopt.SolverType.HIGHS, "scip": mathopt.SolverType.GSCIP}
-    seconds = None if time_limit_s is None else max(0.01, time_limit_s)
+    spent_s = time.monotonic() - begin
+    seconds = None if time_limit_s is None else max(0.01, time_limit_s - spent_s)
     limit = None if seconds is None else datetime.timedelta(seconds=seconds)
     parameters = mathopt.SolveParameters(
         time_limit=limit, relative_gap_tolerance=gap, random_seed=seed
@@ -47,7 +50,14 @@ def solve_linear(
     started = mathopt.ModelSolveParameters(
         solution_hints=[mathopt.SolutionHint(variable_values=hints)] if hints else []
     )
-    result = mathopt.solve(model, kinds[solver.value], params=parameters, model_params=started)
+    result = waited(
+        lambda: mathopt.solve(model, kinds[solver.value], params=parameters, model_params=started),
+        progress,
+        lambda: f"ilp: {solver}, {time.monotonic() - begin:.0f} s",
+        limit_s=seconds,
+    )
+    if result is None:
+        return Answer(Status.UNKNOWN, (), 0.0, 0.0)
     bound = max(0.0, result.termination.objective_bounds.dual_bound) * scale
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE,):

@@ -1,5 +1,5 @@
-"""Rotor with stage menus: the chain's program, with cheap recomputation inside each backward,
-and beside it the whole step as one stage, with a choice of implementations."""
+"""Rotor with stage menus: the chain's program, with cheap recomputation inside each backward and a
+choice of implementations, and beside it the whole step as one stage."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ from memopt.models.chain import Chain
 from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
+from memopt.models.in_place import with_in_place
 from memopt.models.linearize import Linearization, linearize
 from memopt.models.liveness import with_frees
 from memopt.models.lower import without_unread_reruns
 from memopt.models.program import Compute, Instruction, LossBoundary, Program
 from memopt.models.replay import replay
-from memopt.models.stage_map import has_updates
+from memopt.models.stage_map import StageOperators, has_updates
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy, stops
 from memopt.strategies.monet.incumbent import rotor_program
 from memopt.strategies.monet.moment_search import MomentSearch
-from memopt.strategies.monet.stage_options import Option, menus
+from memopt.strategies.monet.moments import Allowed
+from memopt.strategies.monet.stage_options import Option, first_run, menus
 from memopt.strategies.store_all import chain_steps
 
 SAME = 1e-9
+MENU_SLOTS = 400
+MENUS_S = 30.0
+MENUS_SHARE = 0.4
+"""Seconds, and share of the time left, for the stages' options; stages after that have one."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class RotorMenus(Strategy):
             implementations and gives the bound.
     """
 
-    slots: int = 400
+    slots: int = MENU_SLOTS
     exact_only: bool = True
     merged_s: float = 20.0
 
@@ -63,7 +69,7 @@ class RotorMenus(Strategy):
     ) -> Solution:
         graph, begin = self.taken(cost_model, Graph), time.monotonic()
         deadline = begin + (math.inf if time_limit_s is None else time_limit_s)
-        watch = _Watch(deadline, progress)
+        watch = Watch(deadline, progress)
         view = None if budget_bytes is None else linearize(graph)
         best, smallest = rotor_program(graph, budget_bytes, view)
         timeline = None if best is None else replay(graph, best)
@@ -99,39 +105,39 @@ class RotorMenus(Strategy):
             stats=stats,
         )
 
+    def allowed(self, operator: Operator, name: str) -> bool:
+        """Whether the plan may run `operator` by its implementation `name`."""
+        return not self.exact_only or next(
+            choice.exact for choice in operator.implementations if choice.name == name
+        )
+
     def _menus(
-        self, view: Linearization, budget_bytes: int, watch: _Watch, stats: dict[str, object]
+        self, view: Linearization, budget_bytes: int, watch: Watch, stats: dict[str, object]
     ) -> tuple[Program | None, int | None, bool]:
         """(the best program of the stages' menus, the smallest peak seen, whether it ended)."""
         if watch.stops(0.0):
             return None, None, False
         stats["stages"] = len(view.chain)
-        table = MenuTable(view, budget_bytes, self.slots, watch)
+        table = MenuTable(view, budget_bytes, self.slots, watch, self.allowed)
         stats["options"] = sum(map(len, table.options))
         if not table.complete:
             return None, None, False
         return *table.best(budget_bytes), True
 
     def _merged(
-        self, graph: Graph, budget_bytes: int, watch: _Watch, stats: dict[str, object]
+        self, graph: Graph, budget_bytes: int, watch: Watch, stats: dict[str, object]
     ) -> tuple[Program | None, float]:
         """(the best program of the whole step as one stage, implementations included; a bound)."""
-        if watch.stops(0.9):
+        if self.merged_s <= 0 or watch.stops(0.9):
             return None, 0.0
-
-        def allowed(operator: Operator, name: str) -> bool:
-            return not self.exact_only or next(
-                choice.exact for choice in operator.implementations if choice.name == name
-            )
-
         until = min(watch.deadline, time.monotonic() + self.merged_s)
-        search = MomentSearch(graph, allowed, budget_bytes, until, watch.progress)
+        search = MomentSearch(graph, self.allowed, budget_bytes, until, watch.progress)
         search.run()
         stats["merged_rounds"] = search.rounds
         return search.best, search.bound_s
 
 
-class _Watch:
+class Watch:
     """The time limit and the caller's interrupt, asked now and then."""
 
     def __init__(self, deadline: float, progress: Progress | None) -> None:
@@ -148,10 +154,19 @@ class _Watch:
 class MenuTable:
     """One table for all budgets up to twice the one given, and its programs."""
 
-    def __init__(self, view: Linearization, budget_bytes: int, slots: int, watch: _Watch) -> None:
+    def __init__(
+        self,
+        view: Linearization,
+        budget_bytes: int,
+        slots: int,
+        watch: Watch,
+        allowed: Allowed | None = None,
+    ) -> None:
         self.watch = watch
         self.view, self.graph = view, view.graph
-        self.options = menus(view)
+        begin = time.monotonic()
+        share = MENUS_SHARE * max(0.0, watch.deadline - begin)
+        self.options = menus(view, allowed, begin + min(MENUS_S, share))
         chain = view.chain
         fixed = chain.resident_bytes + chain.input_bytes
         whole = replay_chain(chain, chain_steps(chain)).peak_bytes
@@ -191,7 +206,7 @@ class MenuTable:
 
     def program(self, slots: int) -> Program:
         """The program of the table's schedule for so many slots."""
-        order: list[tuple[int, Option | None]] = []
+        order: list[tuple[int, Option | None, bool]] = []
         stack: list[Any] = [(1, len(self.view.chain), slots)]
         while stack:
             item = stack.pop()
@@ -201,39 +216,46 @@ class MenuTable:
             s, t, m = item
             pick = int(self.choice[s, t, m])
             if pick > 0:
-                order += [(j, None) for j in range(s, pick)]
+                order += [(j, None, False) for j in range(s, pick)]
                 stack.append((s, pick - 1, m))
                 stack.append((pick, t, m - int(self.output[pick - 1])))
             else:
-                option = -pick - 1
-                order.append((s, None))
-                stack.append((s, self.options[s - 1][option]))
+                place = -pick - 1
+                option = self.options[s - 1][place]
+                order.append((s, option, False))
+                stack.append((s, option, True))
                 if s < t:
-                    stack.append((s + 1, t, m - int(self.saved[s, option])))
+                    stack.append((s + 1, t, m - int(self.saved[s, place])))
         return self._lowered(order)
 
-    def _lowered(self, order: list[tuple[int, Option | None]]) -> Program:
+    def _lowered(self, order: list[tuple[int, Option | None, bool]]) -> Program:
+        """The runs of (stage, its option where that is kept for the backward, whether this is the
+        backward), in order."""
         instructions: list[Instruction] = []
         begun: set[int] = set()
         trains = self.graph.first_backward < len(self.graph.operators)
-        for stage, option in order:
+        for stage, option, backward in order:
             if stage > len(self.view.stages):
-                if option is not None and (trains or self.graph.tangents):
+                if backward and (trains or self.graph.tangents):
                     instructions.append(LossBoundary())
                 continue
             own = self.view.stages[stage - 1]
-            if option is not None:
-                operators = option.backward
-            else:
-                operators = own.rerun if stage in begun else own.forward
-                begun.add(stage)
-            instructions.extend(Compute(i, ()) for i in operators)
+            if backward and option is not None:
+                instructions += option.backward
+                continue
+            forward = option.forward if option is not None else _plain_runs(own)
+            instructions += forward if stage in begun else first_run(own, forward)
+            begun.add(stage)
         instructions = without_unread_reruns(self.graph, instructions)
-        return Program(with_frees(self.graph, instructions))
+        return with_in_place(self.graph, Program(with_frees(self.graph, instructions)))
+
+
+def _plain_runs(stage: StageOperators) -> tuple[Compute, ...]:
+    return tuple(Compute(i, ()) for i in stage.rerun)
 
 
 def _filled(
-    chain: Chain, options: list[list[Option]], slot: int, slots: int, watch: _Watch
+    chain: Chain, options: list[list[Option]], slot: int, slots: int, watch: Watch
 ) -> tuple[Any, Any, Any, Any]:
     """The table, its choices, and the sizes in slots that a trace needs."""
     import numpy as np
@@ -269,7 +291,7 @@ def _filled(
                 + option.saved_bytes
                 + option.backward_overhead_bytes
             )
-            seconds[k, o] = stage.forward_time_s + option.backward_time_s
+            seconds[k, o] = option.forward_time_s + option.backward_time_s
     walk = np.zeros((n + 2, n + 2), np.int64)
     for s in range(1, n + 1):
         need = 0

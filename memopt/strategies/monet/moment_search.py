@@ -14,7 +14,11 @@ from memopt.strategies.monet.backend import Solver
 from memopt.strategies.monet.moments import Allowed, MomentModel
 
 MOST_MOMENTS = 4
+MOST_MORE = 8
+"""So many are added at most to raise the bound."""
 MOST_ROUNDS = 24
+CLOSE = 5e-3
+"""Gap between bound and program at which the search ends."""
 GAP = 1e-3
 ROUND_SHARE = 0.25
 """Share of the time left that one solve may take."""
@@ -52,29 +56,65 @@ class MomentSearch:
     def run(self) -> None:
         """Search until a program fits, or nothing more can be tried."""
         while self.rounds < MOST_ROUNDS and not self._stopped():
-            left_s = self.deadline - time.monotonic()
-            keys = sorted(self.slack)
-            slack = tuple(self.slack[key] for key in keys)
-            built = MomentModel(self.graph, self.allowed, tuple(keys[1:]), slack)
-            answer = built.model.solve(
-                self.budget_bytes - self.graph.resident_bytes,
-                time_limit_s=left_s if not self.rounds else max(1.0, ROUND_SHARE * left_s),
-                solver=Solver.HIGHS,
-                gap=GAP,
-            )
-            self.rounds += 1
-            if not any(slack):
-                self.bound_s = max(self.bound_s, answer.bound)
-                self.infeasible = answer.status is Status.INFEASIBLE
-            if not answer.values:
+            found = self._solved(self.slack)
+            if found is None:
                 return
-            program = with_in_place(self.graph, built.program(answer.values))
-            timeline = replay(self.graph, program)
-            if timeline.peak_bytes <= self.budget_bytes:
-                if timeline.time_s < self.best_s:
-                    self.best, self.best_s = program, timeline.time_s
+            if found[1].peak_bytes <= self.budget_bytes:
+                break
+            self._tighten(*found)
+        self._raise_bound()
+
+    def _solved(self, slack: dict[int, int]) -> tuple[Program, Timeline] | None:
+        """The relaxation's program under moments and slack, kept if it is the best; its bound."""
+        left_s = self.deadline - time.monotonic()
+        keys = sorted(slack)
+        free = tuple(slack[key] for key in keys)
+        built = MomentModel(self.graph, self.allowed, tuple(keys[1:]), free)
+        answer = built.model.solve(
+            self.budget_bytes - self.graph.resident_bytes,
+            time_limit_s=left_s if not self.rounds else max(1.0, ROUND_SHARE * left_s),
+            progress=self.progress,
+            solver=Solver.HIGHS,
+            gap=GAP,
+        )
+        self.rounds += 1
+        if not any(free):
+            self.bound_s = max(self.bound_s, answer.bound)
+            self.infeasible = self.infeasible or answer.status is Status.INFEASIBLE
+        if not answer.values:
+            return None
+        program = with_in_place(self.graph, built.program(answer.values))
+        timeline = replay(self.graph, program)
+        if timeline.peak_bytes <= self.budget_bytes and timeline.time_s < self.best_s:
+            self.best, self.best_s = program, timeline.time_s
+        return program, timeline
+
+    def _raise_bound(self) -> None:
+        """More moments, nothing left free, while the bound is not close to the best program."""
+        moments = dict.fromkeys(self.slack, 0)
+        most = len(moments) + MOST_MORE
+        while len(moments) < most and self.best_s > self.bound_s * (1 + CLOSE):
+            found = None if self._stopped() else self._solved(moments)
+            if found is None or found[1].peak_bytes <= self.budget_bytes:
                 return
-            self._tighten(program, timeline)
+            key = self._worst(*found, set(moments))
+            if key is None:
+                return
+            moments[key] = 0
+
+    def _worst(self, program: Program, timeline: Timeline, known: set[int]) -> int | None:
+        """The backward operator, none of the known ones, before whose end a program overflows
+        most."""
+        worst, most, need = None, self.budget_bytes, 0
+        after = False
+        for step, size_bytes in zip(program, timeline.step_bytes, strict=True):
+            after = after or isinstance(step, LossBoundary)
+            need = max(need, size_bytes)
+            if after and isinstance(step, Compute) and step.op >= self.graph.first_backward:
+                if need > most and step.op not in known:
+                    worst, most = step.op, need
+                need = 0
+        return worst
 
     def _stopped(self) -> bool:
         what = f"monet: relaxation {self.rounds}, bound {self.bound_s:.6g} s"

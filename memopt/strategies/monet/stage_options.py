@@ -1,23 +1,36 @@
-"""Menus: ways to save less of a stage and run part of it again inside its backward.
+"""Menus: ways to save less of a stage, to run part of it again inside its backward, and to run its
+operators by other implementations.
 
-For a price λ of a byte, the best choice is a minimum cut: a tensor that the backward needs is
-either saved (λ · bytes) or its operator runs again (its time), and then needs its own operands.
-The stage's input a^{ℓ-1} and its output a^ℓ are there in any case. Sweeping λ gives the lower
-convex hull of saved bytes against time, exactly.
+Each distinct stage is a small training step of its own, solved by the graph model (`moments`, at
+the stage's own boundary) for a handful of limits on what its forward saves. The stage's input
+a^{ℓ-1} and its output a^ℓ are there in any case.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memopt.models.chain import Stage
-from memopt.models.graph import Graph
+from memopt.models.graph import Graph, Implementation, Operator, Tensor, TensorKind
 from memopt.models.linearize import Linearization
+from memopt.models.program import Compute, LossBoundary, Program
+from memopt.models.stage_costs import running_peak_bytes
 from memopt.models.stage_map import StageOperators
+from memopt.models.variants import variant
+from memopt.strategies.monet.backend import Solver
+from memopt.strategies.monet.moments import Allowed, MomentModel
 
-PRICES = 24
-MOST = 6
+MOST = 8
+"""Options of a stage beside the plain one."""
+SOLVE_S = 2.0
+GAP = 1e-3
+TIE = 1e-6
+"""Share of the stage's time that all its bytes cost: of equally fast options the smallest."""
+
+Run = tuple[int, str | None]
+"""(place of an operator in its stage, implementation)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,46 +38,77 @@ class Option:
     """One way to keep a stage for its backward.
 
     Attributes:
-        backward: the operators of B^ℓ, those that run again among them, in order.
-        saved_bytes, backward_time_s: ω_ā and u_b of the chain under this option.
+        forward: the runs of F_all, operators that run only once left out.
+        backward: those of B^ℓ, the ones that run again among them, in order.
+        saved_bytes, forward_time_s, backward_time_s: ω_ā, u_f of F_all and u_b under this option.
         forward_overhead_bytes, backward_overhead_bytes: o_f of F_all and o_b.
     """
 
-    backward: tuple[int, ...]
+    forward: tuple[Compute, ...]
+    backward: tuple[Compute, ...]
     saved_bytes: int
+    forward_time_s: float
     backward_time_s: float
     forward_overhead_bytes: int
     backward_overhead_bytes: int
 
 
-def menus(view: Linearization) -> list[list[Option]]:
-    """The options of every stage of the chain, the first of each being the plain one."""
-    known: dict[object, list[tuple[frozenset[int], tuple[int, ...]]]] = {}
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """An option of all stages that are alike, in places within the stage."""
+
+    saved: frozenset[int]
+    forward: tuple[Run, ...]
+    backward: tuple[Run, ...]
+
+
+def menus(
+    view: Linearization, allowed: Allowed | None = None, deadline: float = float("inf")
+) -> list[list[Option]]:
+    """The options of every stage of the chain, the first of each being the plain one.
+
+    Args:
+        view: the graph as a chain.
+        allowed: which implementations may be chosen; None: all.
+        deadline: on time.monotonic's clock; stages after it have the plain option only.
+    """
+    known: dict[object, tuple[Recipe, ...]] = {}
     found: list[list[Option]] = []
     for k, stage in enumerate(view.chain.stages):
         plain = _plain(view, k, stage)
         found.append([plain])
-        if k >= len(view.stages):
+        if k >= len(view.stages) or not view.stages[k].backward or time.monotonic() >= deadline:
             continue
-        work = _Stage(view, k)
+        work = _Stage(view, k, allowed)
         key = work.signature()
         if key not in known:
-            known[key] = work.choices()
-        seen = {(plain.saved_bytes, plain.backward_time_s)}
-        for saved, again in known[key]:
-            option = work.option(saved, again)
-            mark = (option.saved_bytes, option.backward_time_s)
-            if mark not in seen and option.saved_bytes < plain.saved_bytes:
-                seen.add(mark)
-                found[-1].append(option)
+            known[key] = work.recipes(plain.saved_bytes, deadline)
+        best = [plain]
+        for recipe in known[key]:
+            option = work.option(recipe)
+            if not any(_as_good(other, option) for other in best):
+                best.append(option)
+        found[-1] = best
     return found
 
 
+def _as_good(one: Option, other: Option) -> bool:
+    seconds = one.forward_time_s + one.backward_time_s
+    return (
+        seconds <= other.forward_time_s + other.backward_time_s
+        and one.saved_bytes <= other.saved_bytes
+        and one.forward_overhead_bytes <= other.forward_overhead_bytes
+        and one.backward_overhead_bytes <= other.backward_overhead_bytes
+    )
+
+
 def _plain(view: Linearization, k: int, stage: Stage) -> Option:
-    backward = view.stages[k].backward if k < len(view.stages) else ()
+    own = view.stages[k] if k < len(view.stages) else None
     return Option(
-        backward,
+        tuple(Compute(i, ()) for i in own.rerun) if own else (),
+        tuple(Compute(i, ()) for i in own.backward) if own else (),
         stage.saved_bytes,
+        stage.forward_time_s,
         stage.backward_time_s,
         stage.forward_overhead_bytes,
         stage.backward_overhead_bytes,
@@ -74,156 +118,199 @@ def _plain(view: Linearization, k: int, stage: Stage) -> Option:
 class _Stage:
     """One stage; tensors and operators by their place in it, so that repeated ones are alike."""
 
-    def __init__(self, view: Linearization, k: int) -> None:
+    def __init__(self, view: Linearization, k: int, allowed: Allowed | None) -> None:
         self.graph: Graph = view.graph
         self.stage: StageOperators = view.stages[k]
-        self.chain_stage = view.chain.stages[k]
+        self.held = view.held
         previous = view.stages[k - 1] if k else None
-        self.source = frozenset(
-            () if previous is None or previous.output is None else {previous.output}
-        )
+        self.source = _one(previous.output if previous is not None else None)
+        self.output = _one(self.stage.output)
         self.later = previous.gradients if previous is not None else frozenset()
+        self.operators = (*self.stage.rerun, *self.stage.backward)
+        """Place → operator of the graph."""
+        self.choices = self._implementations(allowed)
         own: dict[int, None] = {}
-        for i in (*self.stage.forward, *self.stage.backward):
-            operator = self.graph.operators[i]
-            own.update(dict.fromkeys((*operator.reads, *operator.writes)))
-        self.local = {t: n for n, t in enumerate(own)}
+        for operator in self.choices:
+            for t in (*operator.reads, *operator.writes):
+                own.setdefault(t)
+            for choice in operator.implementations:
+                own.update(dict.fromkeys((*(choice.reads or ()), *(choice.writes or ()))))
+        own.update(dict.fromkeys(sorted(self.stage.gradients)))
         self.tensors = list(own)
-        self.size = {t: self.graph.tensors[t].size_bytes for t in self.tensors}
-        self.producer = {t: i for i in self.stage.rerun for t in self.graph.operators[i].writes}
+        self.local = {t: n for n, t in enumerate(own)}
+        self.small = self._small()
+
+    def _implementations(self, allowed: Allowed | None) -> list[Operator]:
+        """The stage's operators with those implementations that it can feed, and that write what
+        other stages read of theirs."""
+        graph = self.graph
+        there = self.source | self.held | graph.resident | self.stage.gradients
+        there |= frozenset(graph.tangents)
+        once = {t for i in self.stage.once for t in graph.operators[i].reads}
+        outside = self.output | self.held | once
+        found: list[Operator] = []
+        for i in self.operators:
+            operator = graph.operators[i]
+            fed: list[Implementation] = []
+            needed = outside.intersection(operator.writes)
+            for choice in operator.implementations:
+                figures = variant(operator, choice.name)
+                possible = there.issuperset(figures.reads) and needed <= set(figures.writes)
+                if possible and (allowed is None or allowed(operator, choice.name)):
+                    fed.append(choice)
+                    there |= frozenset(figures.writes)
+            there |= frozenset(operator.writes)
+            found.append(replace(operator, implementations=tuple(fed)))
+        return found
+
+    def _small(self) -> Graph:
+        """The stage as a training step. What is there in any case has no bytes."""
+        graph, local = self.graph, self.local
+        around = graph.resident | self.source | self.held
+        made = {t for op in self.choices for t in op.writes} - around
+        given = self.stage.gradients - around - made
+        given |= frozenset(graph.tangents).intersection(local) - made
+        tensors = []
+        for n, t in enumerate(self.tensors):
+            whole = graph.tensors[t]
+            if t in around:
+                whole = replace(whole, size_bytes=0, kind=TensorKind.INPUT)
+            elif t in given:
+                whole = replace(whole, size_bytes=0)
+            tensors.append(Tensor(str(n), whole.size_bytes, whole.kind))
+        results = (self.later | self.stage.results) & made
+        return Graph(
+            tensors,
+            [self._localized(operator, around) for operator in self.choices],
+            outputs=sorted(local[t] for t in self.output & made),
+            gradients=sorted(local[t] for t in results),
+            tangents=sorted(local[t] for t in given),
+            tangents_held=False,
+        )
+
+    def _localized(self, operator: Operator, around: frozenset[int]) -> Operator:
+        def there(tensors: Iterable[int]) -> tuple[int, ...]:
+            return tuple(self.local[t] for t in tensors)
+
+        def written(tensors: Iterable[int]) -> tuple[int, ...]:
+            return there(t for t in tensors if t not in around)
+
+        choices = tuple(
+            replace(
+                choice,
+                reads=None if choice.reads is None else there(choice.reads),
+                writes=None if choice.writes is None else written(choice.writes),
+                in_place=(),
+            )
+            for choice in operator.implementations
+        )
+        return replace(
+            operator,
+            reads=there(operator.reads),
+            writes=written(operator.writes),
+            implementations=choices,
+            in_place=(),
+        )
 
     def signature(self) -> object:
         """Equal for stages that are the same problem."""
-        place = {i: n for n, i in enumerate((*self.stage.forward, *self.stage.backward))}
-        operators = tuple(
-            (
-                tuple(self.local[t] for t in op.reads),
-                tuple(self.local[t] for t in op.writes),
-                op.time_s,
-                op.workspace_bytes,
-                op.recomputable,
-            )
-            for op in (self.graph.operators[i] for i in place)
+        nameless = tuple(replace(op, name="", module="", target="") for op in self.small.operators)
+        sizes = tuple(tensor.size_bytes for tensor in self.small.tensors)
+        kinds = tuple(tensor.resident for tensor in self.small.tensors)
+        ends = (self.small.outputs, self.small.gradients, self.small.tangents)
+        return nameless, sizes, kinds, ends
+
+    def recipes(self, most_bytes: int, deadline: float) -> tuple[Recipe, ...]:
+        """What to save and how to run, for limits from all of ω_ā down to the least."""
+        built = MomentModel(self.small)
+        for variables in built.run[: built.first]:
+            built.model.exactly_one(variables)
+        total = sum(self.size(t) for t in built.s[0]) or 1
+        price = TIE * (sum(built.model.costs.values()) or 1.0) / total
+        answer = built.model.solve(None, time_limit_s=SOLVE_S, solver=Solver.HIGHS)
+        if not answer.values:
+            return ()
+        least = limit = self._held(built, answer.values)
+        for t, v in built.s[0].items():
+            built.model.costs[v] = price * self.size(t)
+        found: dict[Recipe, None] = {}
+        limit = most_bytes
+        for step in reversed(range(MOST)):
+            limit = min(limit, least + (most_bytes - least) * step // (MOST - 1))
+            if limit < least or time.monotonic() >= deadline:
+                break
+            answer = built.model.solve(limit, time_limit_s=SOLVE_S, solver=Solver.HIGHS, gap=GAP)
+            if not answer.values:
+                break
+            found[self._recipe(built, answer.values)] = None
+            limit = min(limit, self._held(built, answer.values)) - 1
+        return tuple(found)
+
+    def size(self, n: int) -> int:
+        """Of the tensor at a place, bytes."""
+        return self.small.tensors[n].size_bytes
+
+    def _held(self, built: MomentModel, values: tuple[bool, ...]) -> int:
+        return sum(self.size(t) for t, v in built.s[0].items() if values[v])
+
+    def _recipe(self, built: MomentModel, values: tuple[bool, ...]) -> Recipe:
+        saved = frozenset(t for t, v in built.s[0].items() if values[v])
+        program = built.program(values)
+        boundary = program.instructions.index(LossBoundary())
+        return Recipe(
+            saved,
+            *(
+                _runs(Program(part))
+                for part in (program.instructions[:boundary], program.instructions[boundary:])
+            ),
         )
-        return (
-            operators,
-            len(self.stage.forward),
-            tuple(self.size[t] for t in self.tensors),
-            tuple(sorted(self.local[t] for t in self.stage.saved if t in self.local)),
-            tuple(sorted(place[i] for i in self.stage.rerun)),
-            tuple(self.local.get(t, -1) for t in sorted(self.source)),
-        )
 
-    def choices(self) -> list[tuple[frozenset[int], tuple[int, ...]]]:
-        """(places of what is saved, places in `forward` of what runs again), for some prices."""
-        saved = [t for t in self.stage.saved if t != self.stage.output and self.size.get(t)]
-        if not saved:
-            return []
-        total_s = sum(self.graph.operators[i].time_s for i in self.stage.rerun)
-        total = sum(self.size[t] for t in saved)
-        place = {i: n for n, i in enumerate(self.stage.forward)}
-        found: dict[tuple[frozenset[int], tuple[int, ...]], int] = {}
-        if total_s <= 0:
-            return []
-        for step in range(PRICES):
-            price = total_s / total * 2.0 ** (step - PRICES * 2 // 3)
-            kept, again = self._cut(price)
-            key = (
-                frozenset(self.local[t] for t in kept),
-                tuple(sorted(place[i] for i in again)),
-            )
-            found.setdefault(key, sum(self.size[t] for t in kept))
-        ordered = sorted(found, key=lambda key: -found[key])
-        if len(ordered) <= MOST:
-            return ordered
-        return [ordered[n * (len(ordered) - 1) // (MOST - 1)] for n in range(MOST)]
-
-    def _cut(self, price: float) -> tuple[set[int], set[int]]:
-        """(tensors saved, operators that run again) of least price · bytes + seconds."""
-        import networkx
-
-        net = networkx.DiGraph()
-        unit = 1e-13 + sum(self.graph.operators[i].time_s for i in self.stage.rerun) / 2**40
-        free = self.source | ({self.stage.output} if self.stage.output is not None else set())
-        for i in self.stage.rerun:
-            operator = self.graph.operators[i]
-            if operator.recomputable:
-                net.add_edge("s", ("op", i), capacity=int(operator.time_s / unit) + 1)
-            else:
-                net.add_edge("s", ("op", i))
-            for t in operator.reads:
-                if t in self.producer and t not in free:
-                    net.add_edge(("need", t), ("op", i))
-            for t in operator.writes:
-                cost = int(price * self.size[t] / unit)
-                net.add_edge(("have", t), ("need", t), capacity=cost)
-                net.add_edge(("op", i), ("have", t))
-        wanted = {t for i in self.stage.backward for t in self.graph.operators[i].reads}
-        wanted = {t for t in wanted if t in self.producer and t not in free}
-        if not wanted:
-            return set(), set()
-        for t in wanted:
-            net.add_edge(("need", t), "t")
-        _, (_, sink) = networkx.minimum_cut(net, "s", "t")
-        kept = {t for t in self.producer if ("need", t) in sink and ("have", t) not in sink}
-        return kept, {i for i in self.stage.rerun if ("op", i) in sink}
-
-    def option(self, saved: frozenset[int], again: tuple[int, ...]) -> Option:
-        """The option's figures, by replaying the stage's own operators."""
+    def option(self, recipe: Recipe) -> Option:
+        """The option's figures, by running the stage's own operators."""
         graph, stage = self.graph, self.stage
-        output = frozenset(() if stage.output is None else {stage.output})
-        kept = frozenset(self.tensors[n] for n in saved) | output
-        backward = self._backward({stage.forward[n] for n in again}, kept | self.source)
-        seconds = sum(graph.operators[i].time_s for i in backward)
-        saved_bytes = self._bytes(kept)
-        forward = self._peak(stage.forward, self.source, self.source | kept)
-        before = self.source | kept | stage.gradients
-        peak = self._peak(backward, before, self.source | self.later | stage.results)
+        sizes = [tensor.size_bytes for tensor in graph.tensors]
+        kept = frozenset(self.tensors[n] for n in recipe.saved) - self.held | self.output
+
+        def computes(runs: Iterable[Run]) -> tuple[Compute, ...]:
+            return tuple(Compute(self.operators[n], (), name) for n, name in runs)
+
+        def figures(runs: Iterable[Compute]):  # type: ignore[no-untyped-def]  # list of variants
+            return [variant(graph.operators[run.op], run.implementation) for run in runs]
+
+        def total(tensors: Iterable[int]) -> int:
+            return sum([sizes[t] for t in tensors])
+
+        forward, backward = computes(recipe.forward), computes(recipe.backward)
+        first = first_run(stage, forward)
+        saving = self.source | kept
+        need = max(
+            running_peak_bytes(figures(first), sizes, self.source, saving, self.held),
+            running_peak_bytes(figures(forward), sizes, self.source, saving),
+        )
+        before = saving | stage.gradients
+        after = self.source | self.later | stage.results
+        peak = running_peak_bytes(figures(backward), sizes, before, after)
         counted = (self.source, kept, stage.gradients, self.later, stage.results)
         return Option(
+            forward,
             backward,
-            saved_bytes,
-            seconds,
-            max(0, forward - self._bytes(self.source) - saved_bytes),
-            peak - sum(map(self._bytes, counted)),
+            total(kept),
+            sum(run.time_s for run in figures(forward)),
+            sum(run.time_s for run in figures(backward)),
+            need - total(self.source) - total(kept),
+            peak - sum(map(total, counted)),
         )
 
-    def _backward(self, again: set[int], have: frozenset[int]) -> tuple[int, ...]:
-        """The backward, each operator that runs again put just before it is needed."""
-        done: set[int] = set()
-        sequence: list[int] = []
 
-        def make(t: int) -> None:
-            i = self.producer.get(t)
-            if t in have or i is None or i not in again or i in done:
-                return
-            done.add(i)
-            for operand in self.graph.operators[i].reads:
-                make(operand)
-            sequence.append(i)
+def first_run(stage: StageOperators, forward: Sequence[Compute]) -> list[Compute]:
+    """The runs of a stage's forward with those of the operators that run only once."""
+    once = [Compute(i, ()) for i in stage.once]
+    return sorted((*forward, *once), key=lambda run: run.op)
 
-        for i in self.stage.backward:
-            for t in self.graph.operators[i].reads:
-                make(t)
-            sequence.append(i)
-        return tuple(sequence)
 
-    def _bytes(self, tensors: Iterable[int]) -> int:
-        return sum(self.graph.tensors[t].size_bytes for t in tensors)
+def _runs(program: Program) -> tuple[Run, ...]:
+    return tuple((x.op, x.implementation) for x in program if isinstance(x, Compute))
 
-    def _peak(self, operators: Sequence[int], before: frozenset[int], after: frozenset[int]) -> int:
-        """Peak bytes of running operators from `before`, leaving `after`."""
-        last = {t: n for n, i in enumerate(operators) for t in self.graph.operators[i].reads}
-        live = {t: self.graph.tensors[t].size_bytes for t in before if t in last or t in after}
-        peak = total = sum(live.values())
-        for n, i in enumerate(operators):
-            operator = self.graph.operators[i]
-            peak = max(peak, total + self._bytes(operator.writes) + operator.workspace_bytes)
-            for t in operator.writes:
-                if (last.get(t, -1) > n or t in after) and t not in live:
-                    live[t] = self.graph.tensors[t].size_bytes
-                    total += live[t]
-            for t in dict.fromkeys(operator.reads):
-                if last[t] == n and t not in after:
-                    total -= live.pop(t, 0)
-        return peak
+
+def _one(tensor: int | None) -> frozenset[int]:
+    return frozenset() if tensor is None else frozenset({tensor})

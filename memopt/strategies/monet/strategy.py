@@ -20,7 +20,8 @@ from memopt.strategies.monet.backend import Answer, Solver
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.incumbent import fastest_kernels, rotor_program
-from memopt.strategies.monet.whole import CLOSE, search_whole
+from memopt.strategies.monet.moment_search import CLOSE
+from memopt.strategies.monet.whole import search_whole
 
 DEFAULT_TIME_LIMIT_S = 60.0
 SAME = 1e-9
@@ -78,6 +79,13 @@ class _GraphStrategy(Strategy):
         if program is not None:
             built.hint(program)
 
+    def incumbent(
+        self, graph: Graph, budget_bytes: int | None
+    ) -> tuple[Program | None, int | None]:
+        """(A program within the budget, if there is one; the smallest budget known to be feasible):
+        the search starts there, and returns nothing slower."""
+        return rotor_program(graph, budget_bytes) if self.start else (None, None)
+
     def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
         """The last step, on the whole graph."""
         return program
@@ -108,7 +116,7 @@ class _GraphStrategy(Strategy):
         limit_s = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
         limit_bytes = 2**62 if budget_bytes is None else budget_bytes
         stats: dict[str, object] = {}
-        best, smallest = rotor_program(graph, budget_bytes) if self.start else (None, None)
+        best, smallest = self.incumbent(graph, budget_bytes)
         if best is not None:
             best = self.polish(graph, best, budget_bytes)
             stats["incumbent_s"] = replay(graph, best).time_s

@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 
 from memopt.models.graph import Graph
+from memopt.models.linearize import linearize
 from memopt.models.program import Program
 from memopt.models.replay import replay
 from memopt.models.stage_map import has_updates
 from memopt.strategies.base import Progress
-from memopt.strategies.monet.moment_search import MomentSearch
+from memopt.strategies.monet.moment_search import CLOSE, MomentSearch
 from memopt.strategies.monet.moments import Allowed
 from memopt.strategies.monet.window_search import improved
 
 RELAXATION_SHARE = 0.4
-CLOSE = 5e-3
-"""Gap to the bound at which the search ends."""
 SAME = 1e-9
 
 
@@ -49,14 +48,15 @@ def search_whole(
     if search.best is not None and search.best_s < best_s * (1 - SAME):
         best, best_s, stats["whole"] = search.best, search.best_s, "relaxation"
     if best_s > search.bound_s * (1 + CLOSE) and not has_updates(graph):
-        from memopt.strategies.monet.menus import RotorMenus
+        from memopt.strategies.monet.menus import MENU_SLOTS, MenuTable, Watch
 
-        left_s = max(0.0, deadline - time.monotonic())
-        found = RotorMenus(merged_s=0.0).solve(
-            graph, budget_bytes, time_limit_s=left_s, progress=progress
+        table = MenuTable(
+            linearize(graph), budget_bytes, MENU_SLOTS, Watch(deadline, progress), allowed
         )
-        if found.program is not None and (found.time_s or 0.0) < best_s * (1 - SAME):
-            best, best_s, stats["whole"] = found.program, found.time_s or 0.0, "rotor-menus"
+        found = table.best(budget_bytes)[0] if table.complete else None
+        found_s = float("inf") if found is None else replay(graph, found).time_s
+        if found_s < best_s * (1 - SAME):
+            best, best_s, stats["whole"] = found, found_s, "rotor-menus"
     if best is not None and best_s > search.bound_s * (1 + CLOSE):
         better, stats["windows"] = improved(
             graph, allowed, best, budget_bytes, deadline,

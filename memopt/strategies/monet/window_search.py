@@ -7,6 +7,7 @@ from collections import defaultdict
 
 from memopt.errors import InvalidProgramError
 from memopt.models.graph import Graph
+from memopt.models.in_place import without_in_place
 from memopt.models.program import Program
 from memopt.models.replay import replay
 from memopt.strategies.base import Progress, stops
@@ -50,6 +51,9 @@ def improved(
     best_s, solved = replay(graph, best).time_s, 0
     if not _fits(graph, runs, budget_bytes):
         return best, solved
+    # This program's copies all have storages of their own: what starts by computing in place
+    # would be none of its solutions. What it finds must keep the budget.
+    room_bytes = max(budget_bytes, _separate_bytes(graph, runs))
     size, faster = WINDOW, True
     while size <= LARGEST_WINDOW:
         faster = False
@@ -58,7 +62,7 @@ def improved(
             done = left_s <= 0 or best_s <= bound_s * (1 + 1e-6)
             if done or stops(progress, 0.7, f"monet: windows, best {best_s:.6g} s"):
                 return best, solved
-            built = IntervalModel(graph, budget_bytes, allowed, _most(runs))
+            built = IntervalModel(graph, room_bytes, allowed, _most(runs))
             if not built.start(runs, window):
                 return best, solved
             _, found, _ = built.solve(min(WINDOW_S, left_s), seed, best_s * (1 - 1e-6))
@@ -88,6 +92,11 @@ def _fits(graph: Graph, runs: Runs, budget_bytes: int) -> bool:
         return replay(graph, program_of(graph, runs)).peak_bytes <= budget_bytes
     except InvalidProgramError:
         return False
+
+
+def _separate_bytes(graph: Graph, runs: Runs) -> int:
+    """The peak of the runs with every output in a storage of its own."""
+    return replay(graph, without_in_place(program_of(graph, runs))).peak_bytes
 
 
 def _windows(graph: Graph, runs: Runs, size: int) -> list[set[int]]:
