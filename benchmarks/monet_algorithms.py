@@ -24,10 +24,31 @@ ALGORITHMS: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "split 2, split 8",
-        "forward",
+        "forward; over its input where it can be",
         "a half, an eighth of the result",
-        "the default's",
+        "the default's, and writing and reading the result once more",
         "`implementations/convolution.py`",
+    ),
+    (
+        "input gradient split",
+        "input gradient of the gradient's shape, over it",
+        "an eighth of the result",
+        "half of the default backward's, and writing and reading the result once more",
+        "`implementations/convolution.py`",
+    ),
+    (
+        "weight gradient again",
+        "weight gradient; its input made again from the convolution before it",
+        "an eighth of the input, and the weight",
+        "half of the default backward's, and those of the operators run again",
+        "`implementations/convolution_again.py`",
+    ),
+    (
+        "input gradient parts",
+        "input gradient of a concatenation, slice by slice",
+        "an eighth of the result",
+        "half of the default backward's, and writing and reading the result once more",
+        "`implementations/convolution_parts.py`",
     ),
     (
         "gemm",
