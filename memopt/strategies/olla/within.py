@@ -8,12 +8,14 @@ only there.
 
 With s_i the bytes of buffer i, f_t what lies outside at moment t in any case, and x_i whether i is
 placed: the most bytes Σ s_i x_i such that A + O <= limit, Σ_{i live at t} s_i x_i <= A and
-f_t + Σ_{i live at t} s_i (1 - x_i) <= O for all t. Greedily, for `STEPS` values of A.
+f_t + Σ_{i live at t} s_i (1 - x_i) <= O for all t. Greedily, for several values of A: the best
+is often just below the largest, limit - max f_t, so they are dense there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from memopt.models.replay import replay
 from memopt.strategies.olla.buffers import Buffer, Ints
 
 STEPS = 24
+"""Capacities tried: so many evenly spaced ones, and as many at distances that halve."""
 
 
 def buffers_within(
@@ -50,11 +53,14 @@ def buffers_within(
     from memopt.strategies.olla.within_kernels import leave_out
 
     best, best_bytes = np.zeros(len(buffers), dtype=np.bool_), 0
-    for step in range(STEPS, 0, -1):
-        capacity = largest * step // STEPS
-        placed, kept = leave_out(
-            lower, upper, size, fixed, inside, capacity, limit_bytes - capacity
-        )
+    below = {
+        0,
+        *(largest * k // STEPS for k in range(STEPS)),
+        *(largest >> k for k in range(STEPS)),
+    }
+    for capacity, shortest in product(sorted({largest - x for x in below}), (False, True)):
+        room = limit_bytes - capacity
+        placed, kept = leave_out(lower, upper, size, fixed, inside, capacity, room, shortest)
         if kept and int(size[placed].sum()) > best_bytes:
             best, best_bytes = placed, int(size[placed].sum())
     return tuple(buffer for buffer, placed in zip(buffers, best, strict=True) if placed)

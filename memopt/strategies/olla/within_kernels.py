@@ -13,12 +13,20 @@ Flags = npt.NDArray[np.bool_]
 
 @njit(cache=True)
 def leave_out(
-    lower: Ints, upper: Ints, size: Ints, fixed: Ints, inside: Ints, capacity: int, room: int
+    lower: Ints,
+    upper: Ints,
+    size: Ints,
+    fixed: Ints,
+    inside: Ints,
+    capacity: int,
+    room: int,
+    shortest: bool,
 ) -> tuple[Flags, bool]:
     """(which buffers stay in the arena, whether that keeps both limits).
 
-    Where the arena is fullest, the buffer goes that fits outside for all its life and frees the
-    most moments that are too full, for its bytes. Then what fits again comes back, largest first.
+    Where the arena is fullest, a buffer goes that fits outside for all its life: the one that frees
+    the most moments that are too full, for its bytes; or of those that are enough, or else of all,
+    the one that lives shortest. Then what fits again comes back, largest first.
 
     Args:
         lower, upper: lifetimes, as moments.
@@ -27,6 +35,7 @@ def leave_out(
         inside: bytes of all buffers at each moment.
         capacity: of the arena.
         room: the most that may be outside at any moment.
+        shortest: which of the two goes.
     """
     count, moments = size.shape[0], fixed.shape[0]
     placed = np.ones(count, np.bool_)
@@ -50,7 +59,11 @@ def leave_out(
                         fits = False
                         break
                 if fits:
-                    score = (full[upper[i]] - full[lower[i]]) * min(size[i], most) / size[i]
+                    share = min(size[i], most) / size[i]
+                    if shortest:
+                        score = (size[i] >= most) + share / (upper[i] - lower[i])
+                    else:
+                        score = (full[upper[i]] - full[lower[i]]) * share
                     if score > best_score:
                         best, best_score = i, score
         if best < 0:
