@@ -23,15 +23,19 @@ CPU = (
     "olla_programs",
     "minimalloc",
     "monet_menus",
+    "monet_scale",
     "monet_table1",
     "monet_ablation",
     "monet_real",
     "monet_language",
     "arena",
+    "steering",
     "llama_7b",
     "estimate_accuracy",
 )
 GPU = ("gpu",)
+CAPTURES = ("olla_graphs", "rotor_chains")
+"""Scripts that only make what others read."""
 
 
 def main() -> int:
