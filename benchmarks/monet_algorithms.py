@@ -30,9 +30,9 @@ ALGORITHMS: tuple[tuple[str, str, str, str, str], ...] = (
         "`implementations/convolution.py`",
     ),
     (
-        "input gradient split",
-        "input gradient of the gradient's shape, over it",
-        "an eighth of the result",
+        "input gradient split, weight gradient split",
+        "input gradient, over the gradient it reads where the shapes are alike; weight gradient",
+        "an eighth of the result; the weight",
         "half of the default backward's, and writing and reading the result once more",
         "`implementations/convolution.py`",
     ),

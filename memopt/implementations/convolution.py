@@ -8,6 +8,7 @@ bits (tested on the CPU).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -67,6 +68,33 @@ def _weight_gradient(bias: bool, *arguments: Any) -> Any:
     return ATEN.convolution_backward(*arguments, [False, True, bias])[1:]
 
 
+def summed_weight_gradients(
+    parts: Iterable[tuple[torch.Tensor, torch.Tensor]], bias: bool, *arguments: Any
+) -> Any:
+    """(gradient of the weight, of the bias or None): the sum over parts of the batch.
+
+    Args:
+        parts: (gradient, input) of each; at least one.
+        bias: whether the bias has a gradient.
+        arguments: of ATen's `convolution_backward`, from the weight on but for its mask.
+    """
+    total: list[Any] = []
+    for g, x in parts:
+        found = ATEN.convolution_backward(g, x, *arguments, [False, True, bias])[1:]
+        if not total:
+            total = [None if one is None else one.clone() for one in found]
+        else:
+            total = [a if a is None else a.add_(b) for a, b in zip(total, found, strict=True)]
+    return tuple(total)
+
+
+def _weight_gradient_split(
+    g: torch.Tensor, x: torch.Tensor, parts: int, bias: bool, *arguments: Any
+) -> Any:
+    pieces = ((g[part], x[part]) for part in split(len(g), parts))
+    return summed_weight_gradients(pieces, bias, *arguments)
+
+
 FORWARD = Kernel("convolution.split.2", _forward, Kernel("convolution.split.2.over", _forward_over))
 INPUT_SPLIT = Kernel(
     "convolution_backward.input.split",
@@ -77,6 +105,7 @@ INPUT_SPLIT = Kernel(
     ),
 )
 INPUT = Kernel("convolution_backward.input.2", input_gradient)
+WEIGHT_SPLIT = Kernel("convolution_backward.weight.split", _weight_gradient_split)
 KEEPING = Kernel("convolution_backward.input", _input_gradient_of)
 WEIGHT = Kernel("convolution_backward.weight", _weight_gradient)
 
@@ -117,19 +146,31 @@ def attach(sites: Sites) -> None:
             like=half,
         )
         g, x, *more = given
+        parts = SPLITS[-1]
+        if len(value_of(x)) >= parts:
+            sites.add(
+                backward,
+                "weight gradient split",
+                WEIGHT_SPLIT,
+                (g, x, parts, bias, *more),
+                (results[1], results[2] if bias else None),
+                workspace_bytes=value_of(more[0]).untyped_storage().nbytes(),
+                exact=False,
+                like=half,
+            )
         if value_of(x).is_contiguous():
             without = (g, tuple(value_of(x).shape), *more)
             sites.add(backward, "input gradient", INPUT, without, (results[0],), like=half)
-            if value_of(g).shape == value_of(x).shape and len(value_of(x)) >= SPLITS[-1]:
-                # Worth its copies where it can write over the gradient.
+            if len(value_of(x)) >= parts and value_of(g).is_contiguous():
+                # Over the gradient, where the shapes are alike.
                 size = value_of(x).untyped_storage().nbytes()
                 sites.add(
                     backward,
                     "input gradient split",
                     INPUT_SPLIT,
-                    (g, SPLITS[-1], *without[1:]),
+                    (g, parts, *without[1:]),
                     (results[0],),
-                    workspace_bytes=-(-size // SPLITS[-1]),
+                    workspace_bytes=-(-size // parts),
                     exact=False,
                     like=half,
                     moved_bytes=2 * size,

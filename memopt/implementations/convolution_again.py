@@ -5,6 +5,7 @@ input never exists whole in the backward, and the gradient that is read is the l
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from memopt.implementations import batch_norm
-from memopt.implementations.convolution import split
+from memopt.implementations.convolution import split, summed_weight_gradients
 from memopt.implementations.kernel import Kernel
 from memopt.implementations.site import Sites, value_of
 
@@ -30,19 +31,14 @@ def _weight_gradient(
     bias: bool,
     *arguments: Any,
 ) -> Any:
-    total: list[Any] = []
-    for part in split(len(g), parts):
-        x = ATEN.convolution(u[part], *convolution)
-        if norm is not None:
-            (x,) = batch_norm.AGAIN.over(x, *norm)  # type: ignore[misc]  # it has one
-        if relu:
-            x = ATEN.relu_(x)
-        found = ATEN.convolution_backward(g[part], x, *arguments, [False, True, bias])[1:]
-        if not total:
-            total = [None if one is None else one.clone() for one in found]
-        else:
-            total = [a if a is None else a.add_(b) for a, b in zip(total, found, strict=True)]
-    return tuple(total)
+    def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for part in split(len(g), parts):
+            x = ATEN.convolution(u[part], *convolution)
+            if norm is not None:
+                (x,) = batch_norm.AGAIN.over(x, *norm)  # type: ignore[misc]  # it has one
+            yield g[part], ATEN.relu_(x) if relu else x
+
+    return summed_weight_gradients(pieces(), bias, *arguments)
 
 
 WEIGHT = Kernel("convolution_backward.weight.again", _weight_gradient)

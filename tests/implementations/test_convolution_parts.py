@@ -19,8 +19,8 @@ from tests.implementations.test_kernels import F64, Scaled, _check
 NAMES = (
     "split 8",
     "weight gradient again",
-    "input gradient split",
     "input gradient parts",
+    "input gradient split",
     "of a part",
     "bitmask",
 )

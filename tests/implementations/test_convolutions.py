@@ -79,7 +79,7 @@ def test_every_algorithm_against_float64(dtype: torch.dtype) -> None:
     algorithms = {"native", "gemm", "split 2", "split 8"} | (
         {"fft"} if dtype is not torch.bfloat16 else set()
     )
-    gradients = {"", " gemm"} | ({" fft"} if dtype is not torch.bfloat16 else set())
+    gradients = {"", " gemm", " split"} | ({" fft"} if dtype is not torch.bfloat16 else set())
     expected = {f"forward {name}" for name in algorithms} | {"backward native"}
     expected |= {
         f"backward {side} gradient{name}" for side in ("input", "weight") for name in gradients
