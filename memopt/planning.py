@@ -59,7 +59,7 @@ def plan(
     cache: bool = True,
     progress: bool | Progress = True,
 ) -> Plan:
-    """Plan a training step within a budget.
+    """Plan a training step within a budget. Ctrl-C ends the solver with its best plan so far.
 
     Args:
         model: an nn.Module (with `inputs`): capture, profile, solve. Or a Chain, a Graph or a
@@ -120,17 +120,18 @@ def plan(
         cost_model = profiled.graph if profiled is not None else model
         if budget is None and mode == "estimate":
             budget = target.capacity_bytes
-        made = solve(
-            cost_model,
-            budget,
-            chosen,
-            device=target,
-            profiled=profiled,
-            time_limit_s=time_limit_s,
-            progress=report,
-            order=order,
-            place=place,
-        )
+        with _ending_at_ctrl_c(report) as told:
+            made = solve(
+                cost_model,
+                budget,
+                chosen,
+                device=target,
+                profiled=profiled,
+                time_limit_s=time_limit_s,
+                progress=told,
+                order=order,
+                place=place,
+            )
     return made
 
 
@@ -342,6 +343,12 @@ def _reporting(progress: bool | Progress) -> AbstractContextManager[Progress]:
     from memopt.report.progress import reporting
 
     return reporting(progress)
+
+
+def _ending_at_ctrl_c(report: Progress) -> AbstractContextManager[Progress]:
+    from memopt.report.progress import ending_at_ctrl_c
+
+    return ending_at_ctrl_c(report)
 
 
 def strategies() -> dict[str, str]:

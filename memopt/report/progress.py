@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -26,3 +28,33 @@ def reporting(progress: bool | Progress) -> Iterator[Progress]:
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("memopt", total=1.0)
         yield lambda fraction, what: bar.update(task, completed=fraction, description=what)
+
+
+@contextmanager
+def ending_at_ctrl_c(report: Progress) -> Iterator[Progress]:
+    """A report that Ctrl-C makes raise KeyboardInterrupt from then on, so that a solver ends with
+    its best plan instead of being torn off wherever it is. A second Ctrl-C raises at once.
+
+    Changes nothing outside the main thread, or where somebody else handles the signal.
+    """
+    usual = signal.default_int_handler
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not usual:
+        yield report
+        return
+    asked = threading.Event()
+
+    def handle(_number: int, _frame: object) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, usual)
+
+    def told(fraction: float, what: str) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        report(fraction, what)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGINT, usual)

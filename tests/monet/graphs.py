@@ -84,6 +84,18 @@ def training_graph(rng: Random, forward: int, alternatives: bool) -> Graph:
     )
 
 
+def in_place_graph(rng: Random, forward: int) -> Graph:
+    """A training step whose operators may all take over what they read."""
+    graph = training_graph(rng, forward, False)
+    tensors = [t if t.resident else replace(t, size_bytes=4) for t in graph.tensors]
+    fixed = graph.resident | set(graph.tangents)
+    operators = [
+        replace(op, workspace_bytes=0, in_place=tuple(t for t in op.reads if t not in fixed))
+        for op in graph.operators
+    ]
+    return replace(graph, tensors=tensors, operators=operators)
+
+
 def with_one_gradient_choices(graph: Graph, rng: Random) -> Graph:
     """The graph with a parameter gradient beside every input gradient, and for each of the two an
     implementation that writes it alone, as convolutions have."""

@@ -17,9 +17,10 @@ from memopt.strategies.base import Status
 from memopt.strategies.monet.backend import Solver
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
+from memopt.strategies.monet.incumbent import rotor_program
 from memopt.strategies.monet.strategy import Checkmate, CheckmateRounding, Choices, Monet
 from tests.monet.fast_oracle import FastBrute
-from tests.monet.graphs import training_graph, with_one_gradient_choices
+from tests.monet.graphs import in_place_graph, training_graph, with_one_gradient_choices
 from tests.monet.oracle import Brute
 
 
@@ -225,6 +226,41 @@ def test_a_hint_reads_back_the_program_it_came_from(seed: int) -> None:
         assert started.objective == answer.objective
         read = [built.model.hints.get(v, False) for v in range(built.model.count)]
         assert built.program(tuple(read)) == built.program(answer.values)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 6])
+def test_a_start_that_the_program_cannot_represent_is_kept_and_flagged(seed: int) -> None:
+    # The program knows no computing in place, Rotor's plan does with less because of it.
+    rng = Random(seed)
+    graph = in_place_graph(rng, rng.randint(3, 7))
+    budget = rotor_program(graph, 1)[1]
+    assert budget is not None
+    built = MonetModel(graph)
+    assert built.model.solve(budget - graph.resident_bytes).status is Status.INFEASIBLE
+    solution = Monet().solve(graph, budget, time_limit_s=20.0)
+    assert solution.stats["chosen"] == "rotor"
+    assert solution.stats["outside_the_program"] is True
+    violation, figures = judge(graph, None, solution.program, budget, None)
+    assert violation is None
+    assert solution.lower_bound_s is not None
+    assert solution.lower_bound_s < figures.time_s
+    assert solution.status is Status.FEASIBLE
+    inside = Monet().solve(graph, budget + 100, time_limit_s=20.0)
+    assert inside.stats.get("outside_the_program") is not True
+
+
+@pytest.mark.parametrize("solver", list(Solver))
+def test_an_interrupt_ends_a_solver(solver: Solver) -> None:
+    def interrupt(fraction: float, what: str) -> None:
+        raise KeyboardInterrupt
+
+    graph = training_graph(Random(5), 12, True)
+    budget = 7 * replay(graph, store_all(graph)).peak_bytes // 10
+    answer = MonetModel(graph).model.solve(
+        budget - graph.resident_bytes, progress=interrupt, solver=solver, time_limit_s=600.0
+    )
+    # A fast machine may be done before it is asked.
+    assert answer.status in (Status.UNKNOWN, Status.FEASIBLE, Status.OPTIMAL)
 
 
 def test_choices_by_name() -> None:

@@ -1,0 +1,53 @@
+"""Waiting for a solver in a thread: its answer, its error, the caller's interrupt."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from memopt.strategies.monet.waiting import waited
+
+
+def interrupt(fraction: float, what: str) -> None:
+    """A caller who stops at the first report."""
+    raise KeyboardInterrupt
+
+
+def test_it_gives_the_answer_and_tells_meanwhile() -> None:
+    told: list[str] = []
+    enough = threading.Event()
+
+    def progress(fraction: float, what: str) -> None:
+        told.append(what)
+        enough.set()
+
+    assert waited(lambda: enough.wait(60.0), progress, lambda: "solving") is True
+    assert told[0] == "solving"
+    assert waited(lambda: 7, None, lambda: "") == 7
+
+
+def test_an_interrupt_stops_a_call_that_can_be_stopped() -> None:
+    stopped = threading.Event()
+
+    def call() -> str:
+        assert stopped.wait(60.0)
+        return "the best so far"
+
+    assert waited(call, interrupt, lambda: "", stop=stopped.set) == "the best so far"
+
+
+def test_a_call_that_cannot_be_stopped_is_left_to_itself() -> None:
+    over = threading.Event()
+    assert waited(lambda: over.wait(60.0), interrupt, lambda: "") is None
+    # It keeps no clock of its own: its limit is past, and so is the time of grace.
+    assert waited(lambda: over.wait(60.0), None, lambda: "", limit_s=-10.0) is None
+    over.set()
+
+
+def test_errors_come_through() -> None:
+    def call() -> None:
+        raise ValueError("no such parameter")
+
+    with pytest.raises(ValueError, match="no such parameter"):
+        waited(call, None, lambda: "", limit_s=5.0)
