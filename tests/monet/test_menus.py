@@ -10,12 +10,14 @@ from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
 from memopt.models.judge import judge
+from memopt.models.linearize import linearize
 from memopt.models.liveness import store_all
 from memopt.models.replay import replay
 from memopt.planning import solve
 from memopt.strategies import Rotor
 from memopt.strategies.base import Status
-from memopt.strategies.monet.menus import RotorMenus
+from memopt.strategies.monet.menus import MenuTable, RotorMenus, Watch
+from memopt.strategies.monet.stage_options import menus
 from tests.monet.graphs import training_graph
 
 
@@ -65,3 +67,39 @@ def test_stopped_it_keeps_rotors_plan() -> None:
         assert below.status is Status.UNKNOWN
         assert below.smallest_budget_bytes == floor
     assert recomputed > 5
+
+
+def tabled(seed: int, alternatives: bool) -> tuple[Graph, MenuTable]:
+    """The table of a random step's menus."""
+    rng = Random(seed)
+    graph = training_graph(rng, rng.randint(4, 9), alternatives)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    return graph, MenuTable(linearize(graph), peak, 200, Watch(float("inf"), None))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_programs_of_the_table_keep_its_figures(seed: int) -> None:
+    graph, table = tabled(seed, seed % 3 > 0)
+    n = len(table.view.chain)
+    feasible = [m for m in range(table.slots + 1) if table.table[1, n, m] < float("inf")]
+    assert feasible
+    for m in feasible[:: max(1, len(feasible) // 6)]:
+        violation, figures = judge(graph, None, table.program(m), None, None)
+        assert violation is None
+        assert figures.peak_bytes <= table.fixed + m * table.slot
+        assert figures.time_s <= table.table[1, n, m] * (1 + 1e-9)
+
+
+def test_options_run_by_other_implementations_where_those_pay() -> None:
+    chosen = 0
+    for seed in range(12):
+        table = tabled(seed, True)[1]
+        for menu in table.options:
+            for option in menu[1:]:
+                runs = (*option.forward, *option.backward)
+                chosen += any(run.implementation is not None for run in runs)
+                assert {run.op for run in menu[0].backward} <= {run.op for run in option.backward}
+        none = menus(table.view, lambda operator, name: False)
+        plain = {run.implementation for menu in none for o in menu for run in o.backward}
+        assert plain <= {None}
+    assert chosen > 10
