@@ -64,7 +64,7 @@ def test_an_interrupted_order_is_placed_without_a_search() -> None:
         told.append(what)
         raise KeyboardInterrupt
 
-    solution = Olla().solve(graph, None, progress=stop)
+    solution = Olla(arena_cost=None).solve(graph, None, progress=stop)
     assert told[0].startswith("ordering")
     assert solution.program is not None
     assert solution.program.offsets is not None
