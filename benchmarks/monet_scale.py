@@ -1,6 +1,7 @@
 """MONeT's plans of whole models beside their proved bound and Rotor's plan, within a time limit.
 
-    python -m benchmarks.monet_scale [--folder FOLDER] [--out FILE] [--limit SECONDS] [family ...]
+    python -m benchmarks.monet_scale [--folder FOLDER] [--out FILE] [--limit SECONDS] [--note TEXT]
+        [family ...]
 
 Estimated for an H100, batch 32, exact implementations. Budgets are floor + share·(peak − floor),
 floor being Rotor's smallest. The bound holds for every plan with these implementations, without
@@ -77,12 +78,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--limit", type=float, default=60.0)
     parser.add_argument("--shares", type=float, nargs="*", default=list(SHARES))
+    parser.add_argument("--note", default="2 cores, one otherwise loaded.")
     parser.add_argument("families", nargs="*", default=list(FAMILIES))
     options = parser.parse_args()
     page = (
         "# MONeT on whole models\n\n"
         f"Time overhead of plans found within {options.limit:g} s, batch {BATCH}, estimated for "
-        f"{DEVICE}, exact implementations\n(`python -m benchmarks.monet_scale`).\n\n{HEAD}"
+        f"{DEVICE}, exact implementations\n(`python -m benchmarks.monet_scale`). {options.note}\n"
+        "Budgets are Rotor's smallest + share·(peak − Rotor's smallest); s is wall time. Overheads "
+        "below zero: an\nimplementation chosen is faster than PyTorch's own operator in the "
+        f"estimate.\n\n{HEAD}"
     )
     page += "|" + "---|" * 11 + "\n"
     for name in options.families:

@@ -266,6 +266,8 @@ class IntervalModel:
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = seed
+        # Or a Ctrl-C would end this solve, and nobody else would hear of it.
+        solver.parameters.catch_sigint_signal = False
         if time_limit_s is not None:
             solver.parameters.max_time_in_seconds = max(0.01, time_limit_s)
         code = solver.status_name(solver.solve(self.model))

@@ -66,10 +66,10 @@ class MomentSearch:
 
     def _solved(self, slack: dict[int, int]) -> tuple[Program, Timeline] | None:
         """The relaxation's program under moments and slack, kept if it is the best; its bound."""
-        left_s = self.deadline - time.monotonic()
         keys = sorted(slack)
         free = tuple(slack[key] for key in keys)
         built = MomentModel(self.graph, self.allowed, tuple(keys[1:]), free)
+        left_s = self.deadline - time.monotonic()
         answer = built.model.solve(
             self.budget_bytes - self.graph.resident_bytes,
             time_limit_s=left_s if not self.rounds else max(1.0, ROUND_SHARE * left_s),

@@ -65,6 +65,7 @@ def improved(
             built = IntervalModel(graph, room_bytes, allowed, _most(runs))
             if not built.start(runs, window):
                 return best, solved
+            left_s = deadline - time.monotonic()
             _, found, _ = built.solve(min(WINDOW_S, left_s), seed, best_s * (1 - 1e-6))
             solved += 1
             if found is not None and _fits(graph, found, budget_bytes):
