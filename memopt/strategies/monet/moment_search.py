@@ -11,6 +11,7 @@ from memopt.models.program import Compute, LossBoundary, Program
 from memopt.models.replay import Timeline, replay
 from memopt.strategies.base import Progress, Status, stops
 from memopt.strategies.monet.backend import Solver
+from memopt.strategies.monet.fitting import fitted
 from memopt.strategies.monet.moments import Allowed, MomentModel
 
 MOST_MOMENTS = 4
@@ -85,6 +86,9 @@ class MomentSearch:
             return None
         program = with_in_place(self.graph, built.program(answer.values))
         timeline = replay(self.graph, program)
+        if timeline.peak_bytes > self.budget_bytes:
+            program = fitted(self.graph, program, self.budget_bytes, self.allowed)
+            timeline = replay(self.graph, program)
         if timeline.peak_bytes <= self.budget_bytes and timeline.time_s < self.best_s:
             self.best, self.best_s = program, timeline.time_s
         return program, timeline

@@ -1,0 +1,131 @@
+"""Programs that need too much at some runs: the same runs by implementations that need less.
+
+The relaxation sees the memory of a run only at its moments. Elsewhere it takes the fastest kernels,
+and a batch norm's backward over its gradient, or a convolution's gradients one after the other,
+often make its program fit at little cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import permutations
+
+from memopt.models.graph import Graph, Operator
+from memopt.models.in_place import with_in_place
+from memopt.models.liveness import with_frees
+from memopt.models.program import Compute, Free, Instruction, LossBoundary, Program
+from memopt.models.replay import replay
+from memopt.strategies.monet.moments import Allowed, Choice, choices_of
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of an operator in a program.
+
+    Attributes:
+        outputs: what is kept of its results.
+        reads: what its present implementation reads.
+        dying: what ends with it.
+        before_bytes: memory without its results and scratch.
+    """
+
+    operator: Operator
+    outputs: frozenset[int]
+    reads: frozenset[int]
+    dying: frozenset[int]
+    before_bytes: int
+
+
+def fitted(graph: Graph, program: Program, budget_bytes: int, allowed: Allowed | None) -> Program:
+    """The program with other implementations where a run needs more than the budget: the fastest
+    that fit there, or else those that need least. They read nothing that the run does not.
+
+    Args:
+        graph: the training step.
+        program: without transfers or a placement.
+        budget_bytes: total bytes.
+        allowed: which implementations may be chosen; None: all.
+    """
+    rows = replay(graph, program).step_bytes
+    steps: list[Instruction] = []
+    changed = False
+    for position, instruction in enumerate(program):
+        if isinstance(instruction, LossBoundary):
+            steps.append(instruction)
+        if not isinstance(instruction, Compute):
+            continue
+        names: tuple[str | None, ...] = (instruction.implementation,)
+        if rows[position] > budget_bytes:
+            run = _run(graph, program, position, rows[position])
+            best = min(
+                _ways(graph, run, allowed),
+                key=lambda way: (max(0, _need_bytes(graph, run, way) - budget_bytes), _time_s(way)),
+                default=(),
+            )
+            if best and _need_bytes(graph, run, best) < rows[position]:
+                names, changed = tuple(name for name, _ in best), True
+        steps += [Compute(instruction.op, (), name) for name in names]
+    return with_in_place(graph, Program(with_frees(graph, steps))) if changed else program
+
+
+def _run(graph: Graph, program: Program, position: int, row_bytes: int) -> _Run:
+    instruction = program.instructions[position]
+    assert isinstance(instruction, Compute)
+    operator = graph.operators[instruction.op]
+    chosen = dict(choices_of(operator, None))[instruction.implementation]
+    dying: set[int] = set()
+    for later in program.instructions[position + 1 :]:
+        if not isinstance(later, Free):
+            break
+        dying.add(later.tensor)
+    before_bytes = row_bytes - _bytes(graph, chosen.writes) - chosen.workspace_bytes
+    if instruction.in_place is not None:
+        dying.add(instruction.in_place)
+        before_bytes += graph.tensors[instruction.in_place].size_bytes
+    return _Run(
+        operator,
+        frozenset(instruction.outputs),
+        frozenset(chosen.reads),
+        frozenset(dying),
+        before_bytes,
+    )
+
+
+def _ways(graph: Graph, run: _Run, allowed: Allowed | None) -> Iterator[tuple[Choice, ...]]:
+    """One implementation, or two after each other, that give what is kept of the run."""
+    known = [
+        choice
+        for choice in choices_of(run.operator, allowed)
+        if run.reads | graph.resident >= set(choice[1].reads)
+    ]
+    for choice in known:
+        if run.outputs <= set(choice[1].writes):
+            yield (choice,)
+    again = run.operator.recomputable and not run.operator.random
+    parts = [c for c in known if again and not run.outputs <= set(c[1].writes)]
+    for first, second in permutations(parts, 2):
+        if run.outputs <= {*first[1].writes, *second[1].writes}:
+            yield first, second
+
+
+def _need_bytes(graph: Graph, run: _Run, way: tuple[Choice, ...]) -> int:
+    """The most memory that the runs of a way take."""
+    live, most = run.before_bytes, 0
+    for place, (_, choice) in enumerate(way):
+        later = {t for _, other in way[place + 1 :] for t in other.reads}
+        ending = run.dying.intersection(choice.reads) - later
+        taken = next((t for t in choice.in_place if t in ending), None)
+        over = 0 if taken is None else graph.tensors[taken].size_bytes
+        most = max(most, live + _bytes(graph, choice.writes) + choice.workspace_bytes - over)
+        kept = [t for t in choice.writes if t in run.outputs]
+        live += _bytes(graph, kept) - _bytes(graph, ending)
+    return most
+
+
+def _time_s(way: tuple[Choice, ...]) -> float:
+    return sum(choice.time_s for _, choice in way)
+
+
+def _bytes(graph: Graph, tensors: Iterable[int]) -> int:
+    return sum(graph.tensors[t].size_bytes for t in tensors)
