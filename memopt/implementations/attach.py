@@ -117,8 +117,8 @@ def for_plan(profiled: Profiled, strategy: object, device: Device | None, cache:
 
 
 def _allowed(lowering: Lowering, profiled: Profiled) -> Lowering:
-    """Without the alternatives that the parameters' present values rule out; those on the meta
-    device, and those behind a cast, are left to the kernel's own check."""
+    """Without the alternatives that the parameters' present values rule out; parameters without
+    values (meta, fake), and those behind a cast, are left to the kernel's own check."""
     model = profiled.captured.model()
     parameters = {} if model is None else dict(model.named_parameters())
     values = {
@@ -134,7 +134,7 @@ def _allowed(lowering: Lowering, profiled: Profiled) -> Lowering:
         given = [values.get(a) if isinstance(a, Node) else a for a in arguments]
         if any(isinstance(a, Node) and a not in values for a in arguments):
             return False
-        if any(isinstance(v, torch.Tensor) and v.device.type == "meta" for v in given):
+        if not all(_has_values(v) for v in given if isinstance(v, torch.Tensor)):
             return False
         with torch.no_grad():
             return not test(*given)
@@ -149,6 +149,11 @@ def _allowed(lowering: Lowering, profiled: Profiled) -> Lowering:
     kept = {key: node for key, node in lowering.alternatives.items() if key not in out}
     graph = replace(lowering.graph, operators=tuple(operators))
     return replace(lowering, graph=graph, alternatives=kept)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether it is no stand-in: the captured model may be a copy of fake tensors."""
+    return tensor.device.type != "meta" and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _figures(
