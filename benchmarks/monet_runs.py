@@ -182,6 +182,7 @@ class Runs:
         record, program = self._solved(strategy, budget_bytes)
         record = replace(record, planning_s=time.perf_counter() - begin)
         if program is not None:
+            self._kept.path.parent.mkdir(parents=True, exist_ok=True)
             self._program_path(key).write_bytes(dumps(program))
         self._kept.add(key, [record])
         sys.stderr.write(
