@@ -147,7 +147,7 @@ def line(name: str, found: list[Cell]) -> str:
         known = "" if cell.least_share is None else f" (from {cell.least_share:.2f})"
         ratio = ""
         if cell.menus is not None and cell.rotor is not None and cell.rotor > 0:
-            ratio = f"{cell.menus / cell.rotor:.2f}"
+            ratio = f"{cell.menus / cell.rotor:.2f}" if cell.menus > 0 else "≤ 0"
         cells += [
             "none" if cell.rotor is None else f"{cell.rotor:+.1%}",
             f"none{known}" if cell.menus is None else f"{cell.menus:+.1%}",
