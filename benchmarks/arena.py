@@ -185,9 +185,10 @@ def outside(plan: Plan) -> str:
 def page(rows: list[Row], settings: dict[str, Any]) -> list[str]:
     """The results as Markdown."""
     lines = [
-        "# Steps at planned addresses",
+        "# Steps at planned addresses" + (", full size" if settings["size"] == "paper" else ""),
         "",
-        f"`python -m benchmarks.arena --size {settings['size']} --batch {settings['batch']}`, "
+        f"`python -m benchmarks.arena --size {settings['size']} --batch {settings['batch']} "
+        f"--rounds {settings['rounds']}`, "
         f"{settings['threads']} thread(s), torch {settings['torch']}, OLLA's plans of whole steps. "
         "MiB beyond the resident bytes. *Planned* is the arena and the most that lies outside it; "
         "*liveness* the same program's peak without addresses; *time* the median over paired "
