@@ -171,6 +171,8 @@ def page(kept: Kept[Cell]) -> str:
     heads = ["model", "peak GiB", *(text.format(share) for share in SHARES for text in HEAD)]
     for table in TABLES:
         rows = [(name, kept.rows.get(f"{table.key} {name}")) for name in table.names]
+        if not any(found for _, found in rows):
+            continue
         text += f"\n## {table.title}\n\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
         text += "".join(line(name, found) for name, found in rows if found)
     return text
