@@ -140,7 +140,7 @@ def test_the_loss_is_charged_as_measured() -> None:
 def test_the_capacity_is_the_budget_and_a_refusal_shows_the_sum() -> None:
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).to(torch.bfloat16)
     inputs = torch.empty(8, 1024, dtype=torch.bfloat16)
-    small = dataclasses.replace(H100, capacity_bytes=60 * 2**20)
+    small = dataclasses.replace(H100, capacity_bytes=92 * 2**20)
 
     def planned(optimizer: str) -> memopt.Plan:
         return memopt.plan(
@@ -172,7 +172,7 @@ def test_profile_estimates_too() -> None:
     )
     assert graph.compute_time_s > 0
     assert all(tensor.size_bytes % 512 == 0 for tensor in graph.tensors)
-    assert replay(graph, store_all(graph)).peak_bytes > 32 * 2**20
+    assert replay(graph, store_all(graph)).peak_bytes > 64 * 2**20
 
 
 def test_a_loss_that_the_model_returns() -> None:

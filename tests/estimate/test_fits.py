@@ -11,7 +11,7 @@ from torch import nn
 import memopt
 from memopt.models.presets import H100
 
-DEVICE = dataclasses.replace(H100, name="small", capacity_bytes=40 * 2**20)
+DEVICE = dataclasses.replace(H100, name="small", capacity_bytes=72 * 2**20)
 
 
 def model() -> nn.Module:

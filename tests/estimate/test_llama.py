@@ -80,4 +80,4 @@ def test_llama_7b_on_one_h100() -> None:
     refusal = found["adamw-fp32"]["refused"]
     assert "exp_avg (fp32) 25.1 GiB" in refusal
     assert "master parameters (fp32) 25.1 GiB" in refusal
-    assert "= 100.4 GiB" in refusal
+    assert "= 100.5 GiB" in refusal
