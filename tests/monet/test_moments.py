@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from memopt.models.graph import Graph
+from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
 from memopt.models.judge import judge
 from memopt.models.liveness import store_all
 from memopt.models.replay import replay
@@ -90,3 +90,24 @@ def test_interrupted_it_keeps_the_plan_it_starts_from() -> None:
     budget = int(0.9 * replay(graph, store_all(graph)).peak_bytes)
     stopped = Monet(max_operators=12).solve(graph, budget, progress=interrupt)
     assert stopped.program is not None
+
+
+def test_what_reads_a_tensor_that_nothing_may_write_is_not_chosen():
+    """A packed index whose writer is left out: its reader must be, too."""
+    x, y, packed, z = (
+        Tensor("x", 1, TensorKind.INPUT),
+        Tensor("y", 9),
+        Tensor("p", 1),
+        Tensor("z", 1),
+    )
+    write = Implementation("packed", 0.0, writes=(1, 2))
+    read = Implementation("read", 0.0, reads=(2,))
+    operators = (
+        Operator("f", (0,), (1,), 1.0, implementations=(write,)),
+        Operator("b", (1,), (3,), 1.0, phase=Phase.BACKWARD, implementations=(read,)),
+    )
+    graph = Graph((x, y, packed, z), operators, gradients=(3,))
+    for names, time_s in (({"packed", "read"}, 0.0), ({"read"}, 2.0)):
+        built = MomentModel(graph, lambda _, name, names=names: name in names)
+        answer = built.model.solve(100, time_limit_s=5)
+        assert replay(graph, built.program(answer.values)).time_s == time_s

@@ -88,11 +88,15 @@ class MomentModel:
         """Every operator's run: what it reads is written, what the step ends with too."""
         model, graph = self.model, self.graph
         writers = self.made | self.gradients
+        there = graph.resident.union(graph.tangents, writers)
         for i, choices in enumerate(self.choices):
             in_place = i < self.first and not graph.operators[i].recomputable
             if in_place or not graph.operators[i].writes:
                 model.add([(-1, v) for v in self.run[i]], -1)
             for (_, choice), v in zip(choices, self.run[i], strict=True):
+                if not there.issuperset(choice.reads):
+                    # Only what may not be chosen writes an operand.
+                    model.fixed[v] = False
                 for t in choice.reads:
                     if t in writers and (i < self.first) == (t in self.made):
                         model.implies_any(v, [self.run[j][p] for j, p in writers[t]])

@@ -311,7 +311,8 @@ def _kind(operator: Operator, name: str) -> Choices:
         return Choices.CONV
     if set(choice.reads) == set(operator.reads) and set(choice.writes) == set(operator.writes):
         return Choices.CONV
-    if "mask" in name or "intermediate" in name or set(choice.writes) != set(operator.writes):
+    packed = any(word in name for word in ("mask", "index8", "intermediate"))
+    if packed or set(choice.writes) != set(operator.writes):
         return Choices.INTERMEDIATE
     return Choices.OUTPUT
 
