@@ -153,6 +153,16 @@ def page(columns: list[Column], command: str, limit_s: float) -> str:
         "|" + "---|" * (6 + len(names)),
         *(row for column in columns for row in column.budget_rows()),
         "",
+        "## Implementations chosen",
+        "",
+        "By MONeT at each model's first budget, with the number of runs.",
+        "",
+        *(
+            f"- {column.case.family}: {column.at_budget['MONeT'][0].chosen or 'none'}"
+            for column in columns
+            if "MONeT" in column.at_budget
+        ),
+        "",
         *algorithms_table(),
     ]
     return "\n".join([*lines, ""])
