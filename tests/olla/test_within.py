@@ -10,6 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 
+import memopt
 from memopt.models.generate import random_graph
 from memopt.models.generate_programs import random_program
 from memopt.models.graph import Graph
@@ -160,6 +161,22 @@ def test_olla_places_within_its_cost_and_its_budget() -> None:
         partly += bool(tight.program.apart)
     assert left_out > 0
     assert partly > 0
+
+
+def test_the_summary_says_what_has_no_address() -> None:
+    said = {"none": 0, "left": 0, "all": 0}
+    for graph, _ in cases(40, 5, 8):
+        plan = memopt.plan(graph, strategy=Olla(arena_cost=0.1), progress=False)
+        assert plan.program is not None
+        text = " ".join(plan.summary().split())
+        if plan.program.offsets is None:
+            said["none"] += 1
+            assert "arena none: beside what lies outside" in text
+        else:
+            said["left" if plan.program.apart else "all"] += 1
+            assert "with what lies outside" in text
+            assert ("too dear to place" in text) == bool(plan.program.apart)
+    assert min(said.values()) > 0
 
 
 def test_a_negative_cost_is_refused() -> None:
