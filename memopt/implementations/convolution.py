@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from memopt.implementations.kernel import Kernel
 from memopt.implementations.site import Sites, value_of
@@ -129,51 +130,55 @@ def attach(sites: Sites) -> None:
                     moved_bytes=2 * size,
                 )
     for backward in sites.calls("aten.convolution_backward.default"):
-        *arguments, mask = backward.args
-        if not (mask[0] and mask[1]):  # type: ignore[index]  # a list of booleans
-            continue
-        given = tuple(arguments)
-        results = [sites.result(backward, i) for i in range(2 + bool(mask[2]))]  # type: ignore[index]  # as above
-        bias = len(results) == 3
-        half = ((backward, 0.5),)
-        # First the weight's: then its input can go.
+        _attach_backward(sites, backward)
+
+
+def _attach_backward(sites: Sites, backward: Node) -> None:
+    *arguments, mask = backward.args
+    if not (mask[0] and mask[1]):  # type: ignore[index]  # a list of booleans
+        return
+    given = tuple(arguments)
+    results = [sites.result(backward, i) for i in range(2 + bool(mask[2]))]  # type: ignore[index]  # as above
+    bias = len(results) == 3
+    half = ((backward, 0.5),)
+    # First the weight's: then its input can go.
+    sites.add(
+        backward,
+        "weight gradient",
+        WEIGHT,
+        (bias, *given),
+        (results[1], results[2] if bias else None),
+        like=half,
+    )
+    g, x, *more = given
+    parts = SPLITS[-1]
+    if len(value_of(x)) >= parts:
         sites.add(
             backward,
-            "weight gradient",
-            WEIGHT,
-            (bias, *given),
+            "weight gradient split",
+            WEIGHT_SPLIT,
+            (g, x, parts, bias, *more),
             (results[1], results[2] if bias else None),
+            workspace_bytes=value_of(more[0]).untyped_storage().nbytes(),
+            exact=False,
             like=half,
         )
-        g, x, *more = given
-        parts = SPLITS[-1]
-        if len(value_of(x)) >= parts:
+    if value_of(x).is_contiguous():
+        without = (g, tuple(value_of(x).shape), *more)
+        sites.add(backward, "input gradient", INPUT, without, (results[0],), like=half)
+        if len(value_of(x)) >= parts and value_of(g).is_contiguous():
+            # Over the gradient, where the shapes are alike.
+            size = value_of(x).untyped_storage().nbytes()
             sites.add(
                 backward,
-                "weight gradient split",
-                WEIGHT_SPLIT,
-                (g, x, parts, bias, *more),
-                (results[1], results[2] if bias else None),
-                workspace_bytes=value_of(more[0]).untyped_storage().nbytes(),
+                "input gradient split",
+                INPUT_SPLIT,
+                (g, parts, *without[1:]),
+                (results[0],),
+                workspace_bytes=-(-size // parts),
                 exact=False,
                 like=half,
+                moved_bytes=2 * size,
             )
-        if value_of(x).is_contiguous():
-            without = (g, tuple(value_of(x).shape), *more)
-            sites.add(backward, "input gradient", INPUT, without, (results[0],), like=half)
-            if len(value_of(x)) >= parts and value_of(g).is_contiguous():
-                # Over the gradient, where the shapes are alike.
-                size = value_of(x).untyped_storage().nbytes()
-                sites.add(
-                    backward,
-                    "input gradient split",
-                    INPUT_SPLIT,
-                    (g, parts, *without[1:]),
-                    (results[0],),
-                    workspace_bytes=-(-size // parts),
-                    exact=False,
-                    like=half,
-                    moved_bytes=2 * size,
-                )
-        else:
-            sites.add(backward, "input gradient", KEEPING, given, (results[0],), like=half)
+    else:
+        sites.add(backward, "input gradient", KEEPING, given, (results[0],), like=half)
