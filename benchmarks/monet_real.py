@@ -148,7 +148,7 @@ def table(rows: list[Row]) -> list[str]:
 def page(rows: list[Row], command: str) -> str:
     """The whole page."""
     lines = [
-        "# MONeT's five models, run",
+        "# MONeT's models, run",
         "",
         f"`{command}`, one thread of a shared machine. The plan of least memory whose predicted "
         "overhead is 10%; 'share' is its measured peak over eager's, resident bytes included.",
