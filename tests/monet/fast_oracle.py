@@ -216,7 +216,8 @@ class FastBrute(Brute):
         """(operators, tensors) of the forward that operators from k on may need."""
         operators: set[int] = set()
         tensors: set[int] = set()
-        stack = list(self.readers(list(range(k, self.count)), k) | self.graph.kept)
+        # What the step returns is saved throughout, so that nothing runs again for it alone.
+        stack = list(self.readers(list(range(k, self.count)), k))
         while stack:
             t = stack.pop()
             i = self.owner.get(t)

@@ -83,10 +83,11 @@ class Brute:
     def stage(
         self, k: int, saved: frozenset[int], grads: frozenset[int]
     ) -> Iterator[tuple[tuple[frozenset[int], frozenset[int]], float]]:
-        later = self.readers(list(range(k, self.count)), k) | self.graph.kept
+        read = self.readers(list(range(k, self.count)), k)
         gone = {t for j in range(self.split, k) for c in self.choices[j] for t in c.writes}
-        gradient = self.size((gone | set(self.graph.tangents)) & later)
-        useful, stack = set(), list(later)
+        gradient = self.size((gone | set(self.graph.tangents)) & (read | self.graph.kept))
+        # What the step returns is saved throughout, so that nothing runs again for it alone.
+        useful, stack = set(), list(read)
         while stack:
             i = self.owner.get(stack.pop())
             if i is not None and i not in useful:
