@@ -58,7 +58,7 @@ def test_one_layer_of_it() -> None:
     found = run(1, "adamw-8bit")
     plan, parameters = found["adamw-8bit"], found["parameters"]
     assert found["host_bytes"] < 2 * 2**30
-    # bfloat16 parameters, two bytes of state with their scales, and what cuBLAS keeps (two handles).
+    # bfloat16 parameters, two bytes of state with their scales, and what two cuBLAS handles keep.
     expected_bytes = parameters * (2 + 2 + 8 / 256) + 2 * 32 * 2**20
     assert plan["resident"] == pytest.approx(expected_bytes, rel=0.001)
     flops = 6 * parameters * 4 * 2048
