@@ -59,10 +59,8 @@ def dynamo_capture(
     capture = _import("torch._dynamo.functional_export", "_dynamo_graph_capture_for_export")
     import torch._dynamo.config as config
 
-    options: dict[str, Any] = {"allow_rnn": True}
-    if hasattr(config, "side_effect_replay_policy"):
-        options["side_effect_replay_policy"] = "warn"
-    patch = config.patch(**options)
+    wanted = {"allow_rnn": True, "side_effect_replay_policy": "warn"}
+    patch = config.patch({name: value for name, value in wanted.items() if hasattr(config, name)})
     with warnings.catch_warnings(record=True) as caught, patch, kernels_kept_whole():
         warnings.simplefilter("always")
         try:
