@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from memopt.implementations.kernel import Kernel
+from memopt.implementations.kernel import Kernel, with_twin
 from memopt.implementations.norms import channels, check_invertible, invertible, normalised
+from memopt.implementations.parts import PARTS, part_bytes, split
 from memopt.implementations.site import Sites, value_of
 
 ATEN = torch.ops.aten
 FORWARD = "aten._native_batch_norm_legit_functional.default"
-PARTS = 8
-"""Parts of the batch: scratch memory is two of them."""
 
 Normalise = Callable[[torch.Tensor], torch.Tensor]
 """x̂ of a part, in a tensor of its own."""
@@ -31,8 +30,7 @@ def _gradients(
     With ĝ = mean g and ĥ = mean g·x̂ over a channel, it is (g − ĝ − x̂·ĥ)·scale.
     """
     over = [0, *range(2, g.ndim)]
-    step = -(-len(g) // PARTS)
-    parts = [slice(i, i + step) for i in range(0, len(g), step)]
+    parts = split(len(g))
     zeros = torch.zeros(g.shape[1], dtype=torch.float64, device=g.device)
     of_bias, of_weight = zeros, zeros
     for part in parts:
@@ -52,6 +50,10 @@ def _gradients(
     )
 
 
+def _scale(inverse: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    return inverse if weight is None else inverse * weight
+
+
 def _from_output(
     result: Any, g: Any, y: Any, weight: Any, bias: Any, inverse: Any, mask: Any
 ) -> Any:
@@ -60,8 +62,7 @@ def _from_output(
     def find(part: torch.Tensor) -> torch.Tensor:
         return normalised(part, weight, bias, lambda v: channels(v, part))
 
-    scale = inverse if weight is None else inverse * weight
-    return _gradients(g, y, find, scale, mask, result)
+    return _gradients(g, y, find, _scale(inverse, weight), mask, result)
 
 
 def _from_input(
@@ -71,8 +72,7 @@ def _from_input(
         found: torch.Tensor = (part - channels(mean, part)).mul_(channels(inverse, part))
         return found
 
-    scale = inverse if weight is None else inverse * weight
-    return _gradients(g, x, find, scale, mask, result)
+    return _gradients(g, x, find, _scale(inverse, weight), mask, result)
 
 
 def _again(x: torch.Tensor, weight: Any, bias: Any, mean: Any, inverse: Any) -> Any:
@@ -82,7 +82,7 @@ def _again(x: torch.Tensor, weight: Any, bias: Any, mean: Any, inverse: Any) -> 
 def _again_into(
     result: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any, mean: Any, inverse: Any
 ) -> Any:
-    scale = inverse if weight is None else inverse * weight
+    scale = _scale(inverse, weight)
     shift = -mean * scale if bias is None else bias - mean * scale
     # A tuple, as the operator's: its other results are there already.
     return (torch.addcmul(channels(shift, x), x, channels(scale, x), out=result),)
@@ -90,19 +90,16 @@ def _again_into(
 
 def _kernel(name: str, into: Callable[..., Any]) -> Kernel:
     """The kernel whose second argument is laid out as its first result, and its twin in place."""
-    over = Kernel(f"{name}.over", lambda first, *rest: into(first, first, *rest))
-    return Kernel(
-        name, lambda first, held, *rest: into(torch.empty_like(held), first, held, *rest), over
+    return with_twin(
+        name,
+        lambda first, held, *rest: into(torch.empty_like(held), first, held, *rest),
+        lambda first, *rest: into(first, first, *rest),
     )
 
 
 OUTPUT = _kernel("batch_norm_backward.output.3", _from_output)
 INPUT = _kernel("batch_norm_backward.input", _from_input)
-AGAIN = Kernel(
-    "batch_norm.statistics.3",
-    _again,
-    Kernel("batch_norm.statistics.3.over", lambda x, *rest: _again_into(x, x, *rest)),
-)
+AGAIN = with_twin("batch_norm.statistics.3", _again, lambda x, *rest: _again_into(x, x, *rest))
 
 
 def attach(sites: Sites) -> None:
@@ -115,7 +112,7 @@ def attach(sites: Sites) -> None:
         y = sites.result(forward, 0)
         if y is None or value_of(y).dtype not in (torch.float32, torch.float64):
             continue
-        scratch = 2 * -(-value_of(y).untyped_storage().nbytes() // min(PARTS, len(value_of(y))))
+        scratch = 2 * part_bytes(value_of(y), min(PARTS, len(value_of(y))))
         bias = forward.args[2]
         like = ((backward, 1.3),)
         sites.add(

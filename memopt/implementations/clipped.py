@@ -5,14 +5,13 @@ Each writes over its first argument where a plan lets it (MONeT appendix C.1).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from memopt.implementations.bits import masks, pack_where, packed_bytes
-from memopt.implementations.kernel import Kernel
+from memopt.implementations.kernel import Kernel, with_twin
 from memopt.implementations.site import Sites, value_of
 
 ATEN = torch.ops.aten
@@ -107,18 +106,14 @@ def _relu_from_input_over(g: torch.Tensor, x: torch.Tensor) -> Any:
     return ATEN.threshold_backward(g, x, 0, grad_input=g)
 
 
-def _kernel(name: str, function: Callable[..., Any], over: Callable[..., Any]) -> Kernel:
-    return Kernel(name, function, Kernel(f"{name}.over", over))
-
-
-RELU = _kernel("relu.bitmask.2", _relu, _relu_over)
-HARDTANH = _kernel("hardtanh.bitmask.2", _hardtanh, _hardtanh_over)
-LEAKY = _kernel("leaky_relu.bitmask.2", _leaky, _leaky_over)
-MASKED = _kernel("masked_gradient.bitmask.2", _masked, _masked_over)
-SCALED = _kernel("scaled_gradient.bitmask.2", _scaled, _scaled_over)
-HARDTANH_OUTPUT = _kernel("hardtanh_backward.output", _from_output, _from_output_over)
-LEAKY_OUTPUT = _kernel("leaky_relu_backward.output", _leaky_from_output, _leaky_from_output_over)
-RELU_INPUT = _kernel("relu_backward.input", _relu_from_input, _relu_from_input_over)
+RELU = with_twin("relu.bitmask.2", _relu, _relu_over)
+HARDTANH = with_twin("hardtanh.bitmask.2", _hardtanh, _hardtanh_over)
+LEAKY = with_twin("leaky_relu.bitmask.2", _leaky, _leaky_over)
+MASKED = with_twin("masked_gradient.bitmask.2", _masked, _masked_over)
+SCALED = with_twin("scaled_gradient.bitmask.2", _scaled, _scaled_over)
+HARDTANH_OUTPUT = with_twin("hardtanh_backward.output", _from_output, _from_output_over)
+LEAKY_OUTPUT = with_twin("leaky_relu_backward.output", _leaky_from_output, _leaky_from_output_over)
+RELU_INPUT = with_twin("relu_backward.input", _relu_from_input, _relu_from_input_over)
 
 
 def _bits(sites: Sites, forward: Node, kernel: Kernel) -> Node:

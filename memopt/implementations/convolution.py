@@ -14,18 +14,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from memopt.implementations.kernel import Kernel
+from memopt.implementations.kernel import Kernel, with_twin
+from memopt.implementations.parts import PARTS, part_bytes, split
 from memopt.implementations.site import Sites, value_of
 
 ATEN = torch.ops.aten
-SPLITS = (2, 8)
+SPLITS = (2, PARTS)
 """Parts of the batch."""
-
-
-def split(batch: int, parts: int) -> list[slice]:
-    """At most so many slices of a batch, alike but for the last."""
-    step = -(-batch // parts)
-    return [slice(i, i + step) for i in range(0, batch, step)]
 
 
 def _forward(x: torch.Tensor, parts: int, *arguments: Any) -> Any:
@@ -96,14 +91,11 @@ def _weight_gradient_split(
     return summed_weight_gradients(pieces, bias, *arguments)
 
 
-FORWARD = Kernel("convolution.split.2", _forward, Kernel("convolution.split.2.over", _forward_over))
-INPUT_SPLIT = Kernel(
+FORWARD = with_twin("convolution.split.2", _forward, _forward_over)
+INPUT_SPLIT = with_twin(
     "convolution_backward.input.split",
     _input_gradient_split,
-    Kernel(
-        "convolution_backward.input.split.over",
-        lambda g, parts, _, *more: _input_gradient_into(g, g, parts, *more),
-    ),
+    lambda g, parts, _, *more: _input_gradient_into(g, g, parts, *more),
 )
 INPUT = Kernel("convolution_backward.input.2", input_gradient)
 WEIGHT_SPLIT = Kernel("convolution_backward.weight.split", _weight_gradient_split)
@@ -118,16 +110,15 @@ def attach(sites: Sites) -> None:
         y = value_of(forward)
         for parts in SPLITS:
             if x.shape[0] >= parts and x.is_contiguous() and y.is_contiguous():
-                size = y.untyped_storage().nbytes()
                 sites.add(
                     forward,
                     f"split {parts}",
                     FORWARD,
                     (forward.args[0], parts, *forward.args[1:]),
-                    workspace_bytes=-(-size // parts),
+                    workspace_bytes=part_bytes(y, parts),
                     exact=False,
                     like=((forward, 1.0),),
-                    moved_bytes=2 * size,
+                    moved_bytes=2 * y.untyped_storage().nbytes(),
                 )
     for backward in sites.calls("aten.convolution_backward.default"):
         _attach_backward(sites, backward)
@@ -151,13 +142,12 @@ def _attach_backward(sites: Sites, backward: Node) -> None:
         like=half,
     )
     g, x, *more = given
-    parts = SPLITS[-1]
-    if len(value_of(x)) >= parts:
+    if len(value_of(x)) >= PARTS:
         sites.add(
             backward,
             "weight gradient split",
             WEIGHT_SPLIT,
-            (g, x, parts, bias, *more),
+            (g, x, PARTS, bias, *more),
             (results[1], results[2] if bias else None),
             workspace_bytes=value_of(more[0]).untyped_storage().nbytes(),
             exact=False,
@@ -166,19 +156,18 @@ def _attach_backward(sites: Sites, backward: Node) -> None:
     if value_of(x).is_contiguous():
         without = (g, tuple(value_of(x).shape), *more)
         sites.add(backward, "input gradient", INPUT, without, (results[0],), like=half)
-        if len(value_of(x)) >= parts and value_of(g).is_contiguous():
+        if len(value_of(x)) >= PARTS and value_of(g).is_contiguous():
             # Over the gradient, where the shapes are alike.
-            size = value_of(x).untyped_storage().nbytes()
             sites.add(
                 backward,
                 "input gradient split",
                 INPUT_SPLIT,
-                (g, parts, *without[1:]),
+                (g, PARTS, *without[1:]),
                 (results[0],),
-                workspace_bytes=-(-size // parts),
+                workspace_bytes=part_bytes(value_of(x)),
                 exact=False,
                 like=half,
-                moved_bytes=2 * size,
+                moved_bytes=2 * value_of(x).untyped_storage().nbytes(),
             )
     else:
         sites.add(backward, "input gradient", KEEPING, given, (results[0],), like=half)

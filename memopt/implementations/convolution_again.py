@@ -13,12 +13,12 @@ import torch
 from torch.fx import Node
 
 from memopt.implementations import batch_norm
-from memopt.implementations.convolution import split, summed_weight_gradients
+from memopt.implementations.convolution import summed_weight_gradients
 from memopt.implementations.kernel import Kernel
+from memopt.implementations.parts import PARTS, part_bytes, split
 from memopt.implementations.site import Sites, value_of
 
 ATEN = torch.ops.aten
-PARTS = 8
 
 
 def _weight_gradient(
@@ -90,7 +90,6 @@ def attach(sites: Sites) -> None:
             norm = (*made.norm.args[1:3], mean, inverse)
         weight, bias = (sites.result(backward, i) for i in (1, 2))
         weight_bytes = value_of(arguments[0]).untyped_storage().nbytes()
-        part_bytes = -(-value_of(x).untyped_storage().nbytes() // PARTS)
         share = 0.5 if needs[0] else 1.0
         relu = made.relu is not None
         sites.add(
@@ -99,7 +98,7 @@ def attach(sites: Sites) -> None:
             WEIGHT,
             (g, u, made.convolution.args[1:], norm, relu, PARTS, needs[2], *arguments),
             (weight, bias) if needs[2] else (weight, None),
-            workspace_bytes=part_bytes + weight_bytes,
+            workspace_bytes=part_bytes(value_of(x)) + weight_bytes,
             exact=False,
             like=((backward, share), *((call, 1.0) for call in made.calls)),
         )

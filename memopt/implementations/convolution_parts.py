@@ -1,7 +1,8 @@
 """The input gradient of a convolution behind a concatenation, in the parts that are read.
 
 Autograd hands the parts on as views, so that all of the gradient stays until its last part is
-read: in a U-Net the skips' parts wait for the encoder. Here each part is a tensor of its own.
+read: in a U-Net the skips' parts wait for the encoder. Here each part is a tensor of its own, and
+the whole gradient exists for one part of the batch at a time.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from memopt.implementations.convolution import input_gradient, split
+from memopt.implementations.convolution import input_gradient
 from memopt.implementations.kernel import Kernel
+from memopt.implementations.parts import PARTS, part_bytes, split
 from memopt.implementations.site import Sites, value_of
 
 ATEN = torch.ops.aten
-PARTS = 8
-"""Of the batch: the whole gradient exists for one of them at a time."""
 
 
 def _apart(g: torch.Tensor, parts: int, shape: Any, ranges: Any, *arguments: Any) -> Any:
@@ -72,17 +72,16 @@ def attach(sites: Sites) -> None:
             )
             for view, (begin, _) in slices.items()
         }
-        size = value_of(x).untyped_storage().nbytes()
         sites.add(
             backward,
             "input gradient parts",
             APART,
             (g, PARTS, tuple(value_of(x).shape), tuple(slices.values()), *arguments),
             tuple(parts.values()),
-            workspace_bytes=-(-size // PARTS),
+            workspace_bytes=part_bytes(value_of(x)),
             exact=False,
             like=((backward, 0.5),),
-            moved_bytes=2 * size,
+            moved_bytes=2 * value_of(x).untyped_storage().nbytes(),
         )
         for view, part in parts.items():
             _attach_reader(sites, gradient, view, part)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from memopt.implementations.bits import masks, pack, packed_bytes, unpack
-from memopt.implementations.kernel import Kernel
+from memopt.implementations.kernel import Kernel, with_twin
 from memopt.implementations.site import Sites, value_of
 
 ATEN = torch.ops.aten
@@ -34,11 +34,7 @@ def _backward_over(g: torch.Tensor, bits: torch.Tensor, scale: float) -> Any:
 
 
 FORWARD = Kernel("dropout.bitmask", _forward)
-BACKWARD = Kernel(
-    "dropout_backward.bitmask.2",
-    _backward,
-    Kernel("dropout_backward.bitmask.2.over", _backward_over),
-)
+BACKWARD = with_twin("dropout_backward.bitmask.2", _backward, _backward_over)
 
 
 def attach(sites: Sites) -> None:

@@ -33,3 +33,8 @@ class Kernel:
     @property
     def __name__(self) -> str:
         return self.name.replace(".", "_")
+
+
+def with_twin(name: str, function: Callable[..., Any], over: Callable[..., Any]) -> Kernel:
+    """A kernel, and the function that does the same over its first argument (`Kernel.over`)."""
+    return Kernel(name, function, Kernel(f"{name}.over", over))
