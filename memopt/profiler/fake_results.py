@@ -60,10 +60,13 @@ _IN_GRAD_MODE = frozenset({_ATEN.mkldnn_rnn_layer.default})
 def correct_fake_results(module: GraphModule) -> None:
     """Give the graph's operators the results, and the dtypes, that their kernels have in eager."""
     for node in module.graph.nodes:
-        if node.op == "call_function" and node.target in _IN_GRAD_MODE:
+        if node.op != "call_function":
+            continue
+        if node.target in _IN_GRAD_MODE:
             node.target = InGradMode(node.target)
-        if node.op == "call_function":
-            _retype(node, _dtypes(node))
+        dtypes = _dtypes(node)
+        if dtypes:
+            _retype(node, dtypes)
 
 
 def _dtypes(node: Node) -> dict[int, torch.dtype]:
@@ -89,8 +92,6 @@ def _value(argument: Any) -> torch.Tensor | None:
 
 
 def _retype(node: Node, dtypes: dict[int, torch.dtype]) -> None:
-    if not dtypes:
-        return
     results = list(node.meta["val"])
     for index, dtype in dtypes.items():
         if results[index] is not None and results[index].dtype != dtype:

@@ -153,14 +153,7 @@ def _measure(
     captured: Captured | None,
 ) -> list[Cost]:
     stand_ins = StandIns(device)
-    if captured is not None:
-        crash = {one.text for one in missing if one.target in _CRASH}
-        stand_ins.give(real_arguments(captured, crash) if crash else {})
-    outputs: list[tuple[int, ...]] = []
-    for position, one in enumerate(missing):
-        if progress is not None:
-            progress(0.3 * position / len(missing), f"warming up {one.target}")
-        outputs.append(_output_bytes(_warmed_up(one, stand_ins, captured), device))
+    outputs = _output_sizes(missing, stand_ins, device, captured, progress)
     uses = metered_sections(device, [functools.partial(_ready, one, stand_ins) for one in missing])
     times = _times(missing, stand_ins, device, options, progress)
     return [
@@ -169,18 +162,40 @@ def _measure(
     ]
 
 
-def _warmed_up(one: Signature, stand_ins: StandIns, captured: Captured | None) -> object:
-    """The result of a first call; where it refuses stand-in data, on a real step's arguments."""
-    try:
-        return _ready(one, stand_ins)()
-    except ProfileError as refused:
-        if captured is None:
-            raise
+def _output_sizes(
+    missing: list[Signature],
+    stand_ins: StandIns,
+    device: torch.device,
+    captured: Captured | None,
+    progress: Progress | None,
+) -> list[tuple[int, ...]]:
+    """Bytes of the results of a first run of each call. One real step gives arguments to all
+    those that refuse stand-in data, now and later."""
+    found: dict[str, tuple[int, ...]] = {}
+    refused: dict[str, ProfileError | None] = {}
+    for position, one in enumerate(missing):
+        if progress is not None:
+            progress(0.3 * position / len(missing), f"warming up {one.target}")
+        if captured is not None and one.target in _CRASH:
+            refused[one.text] = None
+            continue
         try:
-            stand_ins.give(real_arguments(captured, {one.text}))
-        except _REFUSALS:  # of an operator before this one
-            raise refused from None
-        return _ready(one, stand_ins)()
+            found[one.text] = _output_bytes(_ready(one, stand_ins)(), device)
+        except ProfileError as error:
+            refused[one.text] = error
+    if refused:
+        first = next((error for error in refused.values() if error is not None), None)
+        if captured is None and first is not None:
+            raise first
+        assert captured is not None
+        try:
+            stand_ins.give(real_arguments(captured, refused))
+        except _REFUSALS as error:  # of an operator before these
+            raise first or error from None
+    for one in missing:
+        if one.text in refused:
+            found[one.text] = _output_bytes(_ready(one, stand_ins)(), device)
+    return [found[one.text] for one in missing]
 
 
 def _ready(one: Signature, stand_ins: StandIns) -> Callable[[], object]:
