@@ -18,7 +18,7 @@ from memopt.models.linearize import Linearization
 from memopt.models.program import Compute, LossBoundary, Program
 from memopt.models.stage_costs import running_peak_bytes
 from memopt.models.stage_map import StageOperators
-from memopt.models.variants import variant
+from memopt.models.variants import Variant, variant
 from memopt.strategies.monet.backend import Solver
 from memopt.strategies.monet.moments import Allowed, MomentModel
 
@@ -72,6 +72,7 @@ def menus(
         allowed: which implementations may be chosen; None: all.
         deadline: on time.monotonic's clock; stages after it have the plain option only.
     """
+    sizes = [tensor.size_bytes for tensor in view.graph.tensors]
     known: dict[object, tuple[Recipe, ...]] = {}
     found: list[list[Option]] = []
     for k, stage in enumerate(view.chain.stages):
@@ -79,7 +80,7 @@ def menus(
         found.append([plain])
         if k >= len(view.stages) or not view.stages[k].backward or time.monotonic() >= deadline:
             continue
-        work = _Stage(view, k, allowed)
+        work = _Stage(view, k, allowed, sizes)
         key = work.signature()
         if key not in known:
             known[key] = work.recipes(plain.saved_bytes, deadline)
@@ -118,8 +119,12 @@ def _plain(view: Linearization, k: int, stage: Stage) -> Option:
 class _Stage:
     """One stage; tensors and operators by their place in it, so that repeated ones are alike."""
 
-    def __init__(self, view: Linearization, k: int, allowed: Allowed | None) -> None:
+    def __init__(
+        self, view: Linearization, k: int, allowed: Allowed | None, sizes: list[int]
+    ) -> None:
         self.graph: Graph = view.graph
+        self.sizes = sizes
+        """Bytes of the graph's tensors."""
         self.stage: StageOperators = view.stages[k]
         self.held = view.held
         previous = view.stages[k - 1] if k else None
@@ -230,7 +235,7 @@ class _Stage:
         answer = built.model.solve(None, time_limit_s=SOLVE_S, solver=Solver.HIGHS)
         if not answer.values:
             return ()
-        least = limit = self._held(built, answer.values)
+        least = self._held(built, answer.values)
         for t, v in built.s[0].items():
             built.model.costs[v] = price * self.size(t)
         found: dict[Recipe, None] = {}
@@ -267,14 +272,13 @@ class _Stage:
 
     def option(self, recipe: Recipe) -> Option:
         """The option's figures, by running the stage's own operators."""
-        graph, stage = self.graph, self.stage
-        sizes = [tensor.size_bytes for tensor in graph.tensors]
+        graph, stage, sizes = self.graph, self.stage, self.sizes
         kept = frozenset(self.tensors[n] for n in recipe.saved) - self.held | self.output
 
         def computes(runs: Iterable[Run]) -> tuple[Compute, ...]:
             return tuple(Compute(self.operators[n], (), name) for n, name in runs)
 
-        def figures(runs: Iterable[Compute]):  # type: ignore[no-untyped-def]  # list of variants
+        def figures(runs: Iterable[Compute]) -> list[Operator | Variant]:
             return [variant(graph.operators[run.op], run.implementation) for run in runs]
 
         def total(tensors: Iterable[int]) -> int:

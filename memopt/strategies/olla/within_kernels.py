@@ -12,6 +12,15 @@ Flags = npt.NDArray[np.bool_]
 
 
 @njit(cache=True)
+def _fits(level: Ints, begin: int, end: int, size: int, limit: int) -> bool:
+    """Whether so many bytes more keep a limit at every moment of a lifetime."""
+    moment = begin
+    while moment < end and level[moment] + size <= limit:
+        moment += 1
+    return moment >= end
+
+
+@njit(cache=True)
 def leave_out(
     lower: Ints,
     upper: Ints,
@@ -52,26 +61,20 @@ def leave_out(
             break
         best, best_score = -1, -1.0
         for i in range(count):
-            if placed[i] and lower[i] <= worst < upper[i] and size[i] > 0:
-                fits = True
-                for moment in range(lower[i], upper[i]):
-                    if outside[moment] + size[i] > room:
-                        fits = False
-                        break
-                if fits:
-                    share = min(size[i], most) / size[i]
-                    if shortest:
-                        score = (size[i] >= most) + share / (upper[i] - lower[i])
-                    else:
-                        score = (full[upper[i]] - full[lower[i]]) * share
-                    if score > best_score:
-                        best, best_score = i, score
+            there = placed[i] and lower[i] <= worst < upper[i] and size[i] > 0
+            if there and _fits(outside, lower[i], upper[i], size[i], room):
+                share = min(size[i], most) / size[i]
+                if shortest:
+                    score = (size[i] >= most) + share / (upper[i] - lower[i])
+                else:
+                    score = (full[upper[i]] - full[lower[i]]) * share
+                if score > best_score:
+                    best, best_score = i, score
         if best < 0:
             return placed, False
         placed[best] = False
-        for moment in range(lower[best], upper[best]):
-            inside[moment] -= size[best]
-            outside[moment] += size[best]
+        inside[lower[best] : upper[best]] -= size[best]
+        outside[lower[best] : upper[best]] += size[best]
     _bring_back(lower, upper, size, inside, placed, capacity)
     return placed, True
 
@@ -82,13 +85,6 @@ def _bring_back(
 ) -> None:
     """What was left out and fits after all."""
     for i in np.argsort(-size):
-        if not placed[i]:
-            fits = True
-            for moment in range(lower[i], upper[i]):
-                if inside[moment] + size[i] > capacity:
-                    fits = False
-                    break
-            if fits:
-                placed[i] = True
-                for moment in range(lower[i], upper[i]):
-                    inside[moment] += size[i]
+        if not placed[i] and _fits(inside, lower[i], upper[i], size[i], capacity):
+            placed[i] = True
+            inside[lower[i] : upper[i]] += size[i]
