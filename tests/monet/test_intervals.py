@@ -12,6 +12,7 @@ from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
 from memopt.models.judge import judge
 from memopt.models.liveness import store_all
+from memopt.models.program import Program
 from memopt.models.replay import replay
 from memopt.models.variants import variant
 from memopt.strategies.base import Status
@@ -54,37 +55,13 @@ def brute_force_s(graph: Graph, budget: int) -> float:
     return float("inf")
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_the_optimum_is_brute_force_over_its_class(seed: int) -> None:
-    rng = Random(seed)
-    alternatives = seed % 3 == 0
-    graph = training_graph(rng, 2 if alternatives else 4, alternatives)
-    peak = replay(graph, store_all(graph)).peak_bytes
-    budget = rng.randint(peak // 2, peak)
+def solved_as_brute_force(graph: Graph, budget: int) -> tuple[Program, float] | None:
+    """The program found and its time, checked against brute force; None where neither has one."""
     status, runs, bound = IntervalModel(graph, budget).solve()
     best = brute_force_s(graph, budget)
     if status is Status.INFEASIBLE:
         assert best == float("inf")
-        return
-    assert status is Status.OPTIMAL
-    assert runs is not None
-    assert bound == pytest.approx(best)
-    violation, figures = judge(graph, None, program_of(graph, runs), budget, None)
-    assert violation is None
-    assert figures.time_s == pytest.approx(best)
-
-
-@pytest.mark.parametrize("seed", range(16))
-def test_gradients_written_one_by_one_are_brute_force_too(seed: int) -> None:
-    rng = Random(seed)
-    graph = with_one_gradient_choices(training_graph(rng, rng.randint(1, 2), False), rng)
-    peak = replay(graph, store_all(graph)).peak_bytes
-    budget = rng.randint(2 * peak // 3, peak)
-    status, runs, bound = IntervalModel(graph, budget).solve()
-    best = brute_force_s(graph, budget)
-    if status is Status.INFEASIBLE:
-        assert best == float("inf")
-        return
+        return None
     assert status is Status.OPTIMAL
     assert runs is not None
     assert bound == pytest.approx(best)
@@ -93,8 +70,30 @@ def test_gradients_written_one_by_one_are_brute_force_too(seed: int) -> None:
     assert violation is None
     assert figures.time_s == pytest.approx(best)
     assert runs_of(graph, program) == runs
+    return program, best
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_optimum_is_brute_force_over_its_class(seed: int) -> None:
+    rng = Random(seed)
+    alternatives = seed % 3 == 0
+    graph = training_graph(rng, 2 if alternatives else 4, alternatives)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    solved_as_brute_force(graph, rng.randint(peak // 2, peak))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_gradients_written_one_by_one_are_brute_force_too(seed: int) -> None:
+    rng = Random(seed)
+    graph = with_one_gradient_choices(training_graph(rng, rng.randint(1, 2), False), rng)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    budget = rng.randint(2 * peak // 3, peak)
+    solved = solved_as_brute_force(graph, budget)
+    if solved is None:
+        return
+    program, best = solved
     built = IntervalModel(graph, budget)
-    assert built.start(runs, free=set())
+    assert built.start(runs_of(graph, program), free=set())
     assert built.solve()[2] == pytest.approx(best)
 
 
