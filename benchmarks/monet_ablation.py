@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.monet_runs import (
@@ -21,33 +20,18 @@ from benchmarks.monet_runs import (
     Case,
     Record,
     Runs,
+    Started,
     case_of,
     eager_peak_bytes,
     estimated_graph,
 )
-from memopt.models.graph import Graph
 from memopt.models.presets import find_device
 from memopt.models.program import Program
-from memopt.models.replay import replay
-from memopt.strategies.monet.strategy import Choices, Monet
+from memopt.strategies.monet.strategy import Choices
 
 SHARES = (0.4, 0.53, 0.65)
 """Budgets over PyTorch's memory; the paper's figure 4 is at 0.53."""
 VARIANTS = (Choices.NONE, Choices.CONV, Choices.OUTPUT, Choices.INTERMEDIATE, Choices.ALL)
-
-
-@dataclass(frozen=True)
-class Started(Monet):
-    """MONeT's search from programs of smaller sets of implementations, beside Rotor's."""
-
-    known: tuple[Program, ...] = field(default=(), repr=False)
-
-    def incumbent(
-        self, graph: Graph, budget_bytes: int | None
-    ) -> tuple[Program | None, int | None]:
-        best, smallest = super().incumbent(graph, budget_bytes)
-        programs = [program for program in (best, *self.known) if program is not None]
-        return min(programs, key=lambda p: replay(graph, p).time_s, default=None), smallest
 
 
 def rows(case: Case, folder: Path, limit_s: float) -> list[str]:

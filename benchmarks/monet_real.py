@@ -1,19 +1,23 @@
 """Plans at 10% overhead that really run on this machine's CPU: measured peak, time, gradients.
 
     OMP_NUM_THREADS=1 python -m benchmarks.monet_real [--folder FOLDER] [--out FILE]
-        [--limit SECONDS] [--rounds N] [MODEL ...]
+        [--limit SECONDS] [--rounds N] [--until profile|plans] [MODEL ...]
 
 Each of MONeT's five models at a feasible batch: profiled here, planned for the least memory whose
-predicted overhead is 10%, run beside eager, step by step in turn. Implementations are those that
-are exact, so that the gradients are eager's bit for bit. A finished model's row is kept in FOLDER.
+predicted overhead is 10%, run beside eager and beside memopt's step without a budget, step by step
+in turn. Implementations are those that are exact, so that the gradients are eager's bit for bit.
+Kernels' costs are in memopt's cache (MEMOPT_CACHE_DIR), plans and finished rows in FOLDER: with
+--until the timings can be taken while the machine is idle, the planning in between.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +25,18 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.kept import Kept
-from benchmarks.monet_runs import CASES, Case, Runs, case_of, chosen_of
+from benchmarks.monet_runs import CASES, Case, Known, Runs, case_of, chosen_of
 from benchmarks.steps import clear, interleaved, peak_of, ratio
 from memopt import planning
 from memopt.implementations import with_implementations
 from memopt.models.device import Device
-from memopt.profiler.session import STEP_SCALARS_BYTES, profile_model
+from memopt.plan import Plan
+from memopt.profiler.cache import ProfileCache
+from memopt.profiler.measure import MeasureOptions
+from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, profile_model
 from memopt.strategies.base import Strategy
 from memopt.strategies.monet.strategy import Monet
+from memopt.strategies.store_all import StoreAll
 from tests.zoo import get
 
 CPU = torch.device("cpu")
@@ -38,7 +46,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """One model: bytes are totals, resident included; times in seconds."""
+    """One model: bytes are totals, resident included; overheads of time, of a step's."""
 
     name: str
     inputs: str
@@ -47,41 +55,76 @@ class Row:
     peak_bytes: int
     predicted_overhead: float
     overhead: float
+    """Measured, as the predicted one is, over memopt's step without a budget."""
+    free_over_eager: float
+    """Memopt's step without a budget over eager's: no alternatives, nothing again."""
+    over_eager: float
     chosen: dict[str, int]
     difference: float
     """Largest of a gradient's element to eager's, over the gradient's largest; 0: bit for bit."""
+
+
+class Until(StrEnum):
+    """How far a run goes."""
+
+    PROFILE = "profile"
+    PLANS = "plans"
+    END = "end"
+
+
+Way = Callable[[Runs, int], Strategy]
+"""The strategy for a budget."""
 
 
 def run(
     name: str,
     model: nn.Module,
     inputs: Any,
-    strategy: Strategy,
+    ways: Mapping[str, Way],
     folder: Path,
     limit_s: float,
     rounds: int,
-) -> Row | None:
-    """Profile, plan for 10% and measure beside eager; None: no plan takes only 10% more."""
+    *,
+    until: Until = Until.END,
+    exact_only: bool = True,
+) -> list[Row]:
+    """Profile, plan for 10% by each of `ways`, and measure beside eager; a row for each way that
+    has a plan that only takes 10% more."""
     profiled = profile_model(model, inputs)
-    exact_only = bool(getattr(strategy, "exact_only", True))
-    profiled = with_implementations(profiled, exact_only=exact_only)
+    options = MeasureOptions(cache=ProfileCache())
+    profiled = with_implementations(profiled, exact_only=exact_only, options=options)
+    if until is Until.PROFILE:
+        return []
     runs = Runs(name, profiled.graph, folder, limit_s, device=Device())
-    found = runs.memory_at(strategy, OVERHEAD, ())
-    if found is None or found.time_s is None:
-        return None
-    plan = planning.solve(
-        profiled.graph,
-        found.budget_bytes,
-        strategy,
-        device=Device(),
-        profiled=profiled,
-        time_limit_s=limit_s,
-    )
-    planned = plan.apply(model)
-    steps = {"eager": _step(model, inputs), "memopt": _step(planned, inputs)}
-    difference = _difference(model, steps)
+    rows = []
+    for way, strategy_at in ways.items():
+        found = runs.memory_at(partial(strategy_at, runs), OVERHEAD)
+        if found is not None and until is Until.END:
+            budget = found.budget_bytes
+            program = runs.program(strategy_at(runs, budget), budget)
+            assert program is not None
+            label = name if len(ways) == 1 else f"{name}, {way}"
+            plan = _plan(profiled, Known(program))
+            rows.append(measured(label, model, inputs, plan, rounds))
+    return rows
+
+
+def _plan(profiled: Profiled, strategy: Strategy) -> Plan:
+    return planning.solve(profiled.graph, None, strategy, device=Device(), profiled=profiled)
+
+
+def measured(name: str, model: nn.Module, inputs: Any, plan: Plan, rounds: int) -> Row:
+    """A plan of a profiled model run beside eager and beside the plan without a budget."""
+    assert plan.profiled is not None
+    free = _plan(plan.profiled, StoreAll())
+    steps = {
+        "eager": _step(model, inputs),
+        "free": _step(free.apply(model), inputs),
+        "memopt": _step(plan.apply(model), inputs),
+    }
+    difference = _difference(model, {way: steps[way] for way in ("eager", "memopt")})
     peaks = {way: peak_of(model, step, CPU) for way, step in steps.items()}
-    overhead = ratio(interleaved(model, steps, rounds, CPU), "memopt", "eager") - 1
+    times = interleaved(model, steps, rounds, CPU)
     resident = plan.resident_bytes - STEP_SCALARS_BYTES["cpu"]
     return Row(
         name,
@@ -89,9 +132,11 @@ def run(
         resident + peaks["eager"],
         plan.peak_bytes,
         resident + peaks["memopt"],
-        plan.step_time_s / runs.base_s - 1,
-        overhead,
-        chosen_of(profiled.graph, plan.program),
+        plan.step_time_s / free.step_time_s - 1,
+        ratio(times, "memopt", "free") - 1,
+        ratio(times, "free", "eager") - 1,
+        ratio(times, "memopt", "eager") - 1,
+        chosen_of(plan.profiled.graph, plan.program),
         difference,
     )
 
@@ -126,12 +171,18 @@ def _shapes(inputs: Any) -> str:
     return ", ".join("×".join(map(str, x.shape)) for x in values)
 
 
+MEANING = (
+    "Overheads of time are of memopt's step without a budget, which runs the captured kernels once "
+    "each, and that one's and the plan's are of eager's step."
+)
+
+
 def table(rows: list[Row]) -> list[str]:
     """Lines of a Markdown table."""
     lines = [
         "| model | inputs | eager, MiB | plan: predicted, measured | share | overhead: predicted, "
-        "measured | gradients | implementations chosen |",
-        "|---|---|---|---|---|---|---|---|",
+        "measured | without a budget / eager | plan / eager | gradients | implementations chosen |",
+        "|" + "---|" * 10,
     ]
     for row in rows:
         equal = "bit for bit" if row.difference == 0 else f"off by {row.difference:.1e}"
@@ -140,7 +191,8 @@ def table(rows: list[Row]) -> list[str]:
             f"| {row.name} | {row.inputs} | {row.eager_bytes / MIB:.0f} | "
             f"{row.predicted_bytes / MIB:.0f}, {row.peak_bytes / MIB:.0f} | "
             f"{row.peak_bytes / row.eager_bytes:.2f} | {row.predicted_overhead:+.1%}, "
-            f"{row.overhead:+.1%} | {equal} | {chosen} |"
+            f"{row.overhead:+.1%} | {row.free_over_eager:+.1%} | {row.over_eager:+.1%} | {equal} | "
+            f"{chosen} |"
         )
     return lines
 
@@ -150,8 +202,9 @@ def page(rows: list[Row], command: str) -> str:
     lines = [
         "# MONeT's models, run",
         "",
-        f"`{command}`, one thread of a shared machine. The plan of least memory whose predicted "
-        "overhead is 10%; 'share' is its measured peak over eager's, resident bytes included.",
+        f"`{command}`, one thread; kernels and steps timed with a core to themselves on a machine "
+        "otherwise busy. The plan of least memory whose predicted overhead is 10%; 'share' is its "
+        "measured peak over eager's, resident bytes included. " + MEANING,
         "",
         *table(rows),
     ]
@@ -172,15 +225,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--limit", type=float, default=30.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--until", type=Until, default=Until.END, choices=tuple(Until))
     parser.add_argument("models", nargs="*", default=[case.family for case in CASES])
     options = parser.parse_args()
     torch.set_num_threads(1)
     kept = Kept(options.folder / "rows.json", Row, {"limit_s": options.limit})
     text = ""
+    ways: dict[str, Way] = {"MONeT": lambda _runs, _budget: Monet()}
     for name in kept.missing(options.models, lambda note: sys.stderr.write(f"{note}\n")):
         model, inputs = images(case_of(name))
-        row = run(name, model, inputs, Monet(), options.folder, options.limit, options.rounds)
-        kept.add(name, [] if row is None else [row])
+        rows = run(
+            name, model, inputs, ways, options.folder, options.limit, options.rounds,
+            until=options.until,
+        )  # fmt: skip
+        if options.until is Until.END:
+            kept.add(name, rows)
     text = page(kept.ordered(options.models), "python -m benchmarks.monet_real")
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

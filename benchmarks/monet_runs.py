@@ -7,8 +7,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,7 +26,8 @@ from memopt.models.program import Compute, Program
 from memopt.models.replay import replay
 from memopt.models.serialize import dumps, loads
 from memopt.profiler.estimate import estimate_model
-from memopt.strategies.base import Strategy
+from memopt.strategies.base import CostModel, Solution, Status, Strategy
+from memopt.strategies.monet.strategy import Monet
 from tests.zoo import get
 
 GIB = 2**30
@@ -124,6 +126,54 @@ def plain(graph: Graph) -> Graph:
     """The graph with default implementations only."""
     operators = [replace(operator, implementations=()) for operator in graph.operators]
     return replace(graph, operators=operators)
+
+
+@dataclass(frozen=True)
+class Started(Monet):
+    """MONeT's search from programs of smaller sets of implementations, beside Rotor's: it ends
+    with none slower.
+
+    Attributes:
+        known: those programs; what does not fit the budget is left out.
+    """
+
+    known: tuple[Program, ...] = field(default=(), repr=False)
+
+    def incumbent(
+        self, graph: Graph, budget_bytes: int | None
+    ) -> tuple[Program | None, int | None]:
+        best, smallest = super().incumbent(graph, budget_bytes)
+        timelines = [(replay(graph, p), p) for p in (best, *self.known) if p is not None]
+        fitting = [
+            (timeline.time_s, program)
+            for timeline, program in timelines
+            if budget_bytes is None or timeline.peak_bytes <= budget_bytes
+        ]
+        return min(fitting, key=lambda one: one[0], default=(0.0, None))[1], smallest
+
+
+@dataclass(frozen=True)
+class Known(Strategy):
+    """One program of a graph, to be made a plan again.
+
+    Attributes:
+        program: which.
+    """
+
+    program: Program = field(repr=False)
+
+    name: ClassVar[str] = "known"
+    needs: ClassVar[str] = "graph"
+
+    def solve(self, cost_model: CostModel, budget_bytes: int | None, **_: Any) -> Solution:
+        """It, whatever the budget."""
+        timeline = replay(self.taken(cost_model, Graph), self.program)
+        return Solution(
+            Status.FEASIBLE,
+            program=self.program,
+            peak_bytes=timeline.peak_bytes,
+            time_s=timeline.time_s,
+        )
 
 
 def chosen_of(graph: Graph, program: Program | None) -> dict[str, int]:
@@ -236,12 +286,21 @@ class Runs:
         """Of a record's time over the baseline's, for people."""
         return "none" if record.time_s is None else f"{record.time_s / self.base_s - 1:+.1%}"
 
+    def started(self, budget_bytes: int, *smaller: Strategy) -> Started:
+        """MONeT with every implementation, from the plans of `smaller` within the budget."""
+        programs = [self.program(strategy, budget_bytes) for strategy in smaller]
+        known = tuple(program for program in programs if program is not None)
+        return Started(exact_only=False, known=known)
+
     def memory_at(
-        self, strategy: Strategy, overhead: float, known: Sequence[Record]
+        self,
+        strategy_at: Callable[[int], Strategy],
+        overhead: float,
+        known: Sequence[Record] = (),
     ) -> Record | None:
         """The record of least peak whose time is at most 1 + `overhead` of the baseline's, by
         bisection over the budget between the `known` records, which takes time to fall as the
-        budget grows."""
+        budget grows. `strategy_at` gives the strategy for a budget."""
         best: Record | None = None
         low, high = self.graph.resident_bytes, self.base_bytes
         for record in known:
@@ -252,7 +311,7 @@ class Runs:
                 low = max(low, record.budget_bytes)
         while high - low > TOLERANCE * self.base_bytes:
             middle = (low + high) // 2
-            record = self.solve(strategy, middle)
+            record = self.solve(strategy_at(middle), middle)
             if self._within(record, overhead):
                 best = record if best is None or _peak(record) < _peak(best) else best
                 high = middle
