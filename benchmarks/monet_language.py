@@ -1,17 +1,19 @@
 """Language models with MONeT's implementations: chunked loss, packed masks, recomputed attention.
 
     OMP_NUM_THREADS=1 python -m benchmarks.monet_language [--folder FOLDER]
-        [--out docs/results/monet_language.md] [--limit SECONDS] [--rounds N] [--only WAY]
+        [--out docs/results/monet_language.md] [--limit SECONDS] [--rounds N]
+        [--only estimated|run] [--until profile|plans]
 
 GPT-2 and a Llama shape with their loss in the module, so that the logits are the plan's to leave
 out. Estimated for an H100 at batch 32 × 512 tokens, and small ones really run on this CPU. Plans
-and finished rows are kept in FOLDER.
+and finished rows are kept in FOLDER; --until as for monet_real, of those that run.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,12 @@ from torch import nn
 
 from benchmarks.kept import Kept
 from benchmarks.losses import WithLoss
-from benchmarks.monet_real import OVERHEAD, Row, run, table
+from benchmarks.monet_real import MEANING, OVERHEAD, Row, Until, Way, run, table
 from benchmarks.monet_runs import GIB, Record, Runs, kept_graph
 from memopt.implementations import with_implementations
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
 from memopt.profiler.estimate import estimate_model
-from memopt.strategies.base import Strategy
 from memopt.strategies.monet.menus import RotorMenus
 from memopt.strategies.monet.strategy import Monet
 from memopt.strategies.rotor.persistent import Rotor
@@ -37,12 +38,14 @@ from tests.zoo.language import logits_loss
 DEVICE = "H100"
 BATCH = 32
 MODELS = ("gpt2", "llama")
-STRATEGIES: dict[str, Strategy] = {
-    "Rotor": Rotor(),
-    "rotor-menus": RotorMenus(),
-    "MONeT, exact": Monet(exact_only=True),
-    "MONeT": Monet(exact_only=False),
+EXACT = Monet()
+WAYS: dict[str, Way] = {
+    "Rotor": lambda _runs, _budget: Rotor(),
+    "rotor-menus": lambda _runs, _budget: RotorMenus(),
+    "MONeT, exact": lambda _runs, _budget: EXACT,
+    "MONeT": lambda runs, budget: runs.started(budget, EXACT),
 }
+"""The last starts from the plan of the one before it."""
 SMALL_BATCH, SMALL_TOKENS, SMALL_VOCABULARY = 4, 128, 8192
 
 
@@ -61,8 +64,8 @@ def estimated_rows(name: str, folder: Path, limit_s: float) -> list[str]:
     runs = Runs(f"{name}-loss", graph, folder, limit_s, find_device(DEVICE))
     lines = []
     rotor: Record | None = None
-    for way, strategy in STRATEGIES.items():
-        found = runs.memory_at(strategy, OVERHEAD, ())
+    for way, strategy_at in WAYS.items():
+        found = runs.memory_at(partial(strategy_at, runs), OVERHEAD)
         rotor = found if way == "Rotor" else rotor
         if found is None or found.peak_bytes is None:
             lines.append(f"| {name} | {runs.base_bytes / GIB:.1f} | {way} | none | | | | |")
@@ -106,20 +109,22 @@ def small(name: str) -> nn.Module:
     return WithLoss(model.train(), logits_loss)
 
 
-def run_rows(folder: Path, limit_s: float, rounds: int) -> list[Row]:
-    """Small models, planned by Rotor and by MONeT, run beside eager."""
+def run_rows(folder: Path, limit_s: float, rounds: int, until: Until) -> list[Row]:
+    """Small models, planned every way, run beside eager."""
     kept = Kept(folder / "language-rows.json", Row, {"limit_s": limit_s})
     inputs = {
         "input_ids": torch.randint(
             3, SMALL_VOCABULARY, (SMALL_BATCH, SMALL_TOKENS), generator=torch.manual_seed(1)
         )
     }
-    cases = {f"{name}, {way}": (name, way) for name in MODELS for way in STRATEGIES}
-    for case in kept.missing(cases, lambda note: sys.stderr.write(f"{note}\n")):
-        name, way = cases[case]
-        row = run(case, small(name), inputs, STRATEGIES[way], folder, limit_s, rounds)
-        kept.add(case, [] if row is None else [row])
-    return kept.ordered(cases)
+    for name in kept.missing(MODELS, lambda note: sys.stderr.write(f"{note}\n")):
+        rows = run(
+            name, small(name), inputs, WAYS, folder, limit_s, rounds,
+            until=until, exact_only=False,
+        )  # fmt: skip
+        if until is Until.END:
+            kept.add(name, rows)
+    return kept.ordered(MODELS)
 
 
 def page(lines: list[str], rows: list[Row], command: str, limit_s: float) -> str:
@@ -144,7 +149,8 @@ def page(lines: list[str], rows: list[Row], command: str, limit_s: float) -> str
             "## Really run",
             "",
             f"Four layers of width 256, {SMALL_BATCH} × {SMALL_TOKENS} tokens, {SMALL_VOCABULARY} "
-            "words, one thread of this machine's CPU: plans for 10% of predicted overhead.",
+            "words, one thread of this machine's CPU: plans of least memory whose predicted "
+            "overhead is 10%. " + MEANING,
             "",
             *table(rows),
         ]
@@ -159,16 +165,18 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("estimated", "run"))
+    parser.add_argument("--until", type=Until, default=Until.END, choices=tuple(Until))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     command = "python -m benchmarks.monet_language"
     rows = (
         []
         if options.only == "estimated"
-        else run_rows(options.folder, options.limit, options.rounds)
+        else run_rows(options.folder, options.limit, options.rounds, options.until)
     )
     lines: list[str] = []
-    for name in () if options.only == "run" else MODELS:
+    for name in () if options.only == "run" else options.models:
         lines += estimated_rows(name, options.folder, options.limit)
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
