@@ -17,7 +17,7 @@ from memopt.strategies.base import Status
 from memopt.strategies.monet.backend import Solver
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
-from memopt.strategies.monet.incumbent import rotor_program
+from memopt.strategies.monet.incumbent import fastest_kernels, rotor_program
 from memopt.strategies.monet.strategy import Checkmate, CheckmateRounding, Choices, Monet
 from tests.monet.fast_oracle import FastBrute
 from tests.monet.graphs import in_place_graph, training_graph, with_one_gradient_choices
@@ -167,6 +167,27 @@ def test_strategies_keep_their_laws(strategy: Monet, seed: int) -> None:
     assert figures.peak_bytes == solution.peak_bytes
     assert solution.lower_bound_s is not None
     assert solution.lower_bound_s <= figures.time_s
+
+
+def test_rounding_ends_with_the_fastest_kernels() -> None:
+    faster = 0
+    for seed in range(20):
+        rng = Random(seed)
+        graph = training_graph(rng, rng.randint(3, 8), True)
+        budget = budgets(graph, rng)
+        plain = CheckmateRounding(start=False).solve(graph, budget)
+        quick = CheckmateRounding(start=False, fastest=True).solve(graph, budget)
+        assert (plain.program is None) == (quick.program is None)
+        if plain.program is None or quick.program is None:
+            continue
+        violation, figures = judge(graph, None, quick.program, budget, None)
+        assert violation is None
+        assert figures.time_s == quick.time_s <= (plain.time_s or 0.0)
+        # The same runs, and no kernel of the same operands that fits where it runs is faster.
+        assert fastest_kernels(graph, plain.program, budget) == quick.program
+        assert fastest_kernels(graph, quick.program, budget) == quick.program
+        faster += figures.time_s < (plain.time_s or 0.0)
+    assert faster
 
 
 def test_every_option_together_is_never_worse_than_one() -> None:
