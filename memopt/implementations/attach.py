@@ -20,6 +20,7 @@ from memopt.implementations import (
     convolution_library,
     convolution_parts,
     cross_entropy,
+    cross_entropy_rows,
     dropout,
     group_norm,
     norms,
@@ -55,6 +56,7 @@ FAMILIES: tuple[tuple[str, Attach], ...] = (
     ("convolution behind a concatenation", convolution_parts.attach),
     ("attention", attention.attach),
     ("cross-entropy", cross_entropy.attach),
+    ("cross-entropy by rows", cross_entropy_rows.attach),
 )
 """(name, what attaches it): adding a family is a file and a row here."""
 

@@ -164,13 +164,15 @@ class Sites:
         return -read_bytes, sum(self._tensors[t].size_bytes for t in choice.writes or ())
 
     def _in_place(self, call: Node) -> tuple[int, ...]:
-        """The tensors over which a call may write its first result: computed by the step, and no
-        result of it, nor may the first result be one by another view."""
+        """The tensors over which a call may write its first result: computed by the step or by
+        alternatives, and no result of it, nor may the first result be one by another view."""
         graph, made = self._lowering.graph, self._storages[call][0]
         found = []
         for argument in overwritable(call):
             (tensor,) = self._storages[argument]
-            if tensor is None or made is None or tensor not in graph.producer:
+            if tensor is None or made is None:
+                continue
+            if tensor not in graph.producer and tensor < len(graph.tensors):
                 continue
             plain = self._bases.get(tensor) is argument
             if tensor not in graph.kept and (plain or made not in graph.kept):

@@ -1,8 +1,9 @@
 """Which kernels may write their result over one of their tensors, and how.
 
-Elementwise kernels only: every element is read before it is written, by the same loop in the same
-order, so that the result is the same bit for bit. The forward ones have a twin that works in place,
-the backward ones an overload that takes the tensor to write to, which may be their gradient.
+Elementwise kernels, whose elements are each read before it is written, by the same loop in the same
+order, and softmax's, which have read a row before they write it; so that the result is the same bit
+for bit. Some have a twin that works in place, the others an overload that takes the tensor to write
+to, which may be their first argument.
 A kernel of memopt's own names its twin itself, its attribute `over` (`implementations/kernel.py`).
 """
 
@@ -53,8 +54,12 @@ _INTO: dict[Any, tuple[Any, str]] = {
     _aten.tanh_backward.default: (_aten.tanh_backward.grad_input, "grad_input"),
     _aten.silu_backward.default: (_aten.silu_backward.grad_input, "grad_input"),
     _aten.gelu_backward.default: (_aten.gelu_backward.grad_input, "grad_input"),
+    _aten._softmax.default: (_aten._softmax.out, "out"),
+    _aten._log_softmax.default: (_aten._log_softmax.out, "out"),
+    _aten._softmax_backward_data.default: (_aten._softmax_backward_data.out, "grad_input"),
+    _aten._log_softmax_backward_data.default: (_aten._log_softmax_backward_data.out, "out"),
 }
-"""Backward kernel → its overload that writes into a given tensor, here its first argument."""
+"""Kernel → its overload that writes into a given tensor, here its first argument."""
 
 
 def overwritable(node: Node) -> tuple[Node, ...]:

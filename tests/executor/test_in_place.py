@@ -35,6 +35,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp_min": lambda x: x.clamp_min(0.1),
     "masked_fill": lambda x: x.masked_fill(torch.ones(1, dtype=torch.bool), 0.5),
     "scalars": lambda x: ((x + 2) * 3 - 1) / 7,
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(1),
 }
 
 
