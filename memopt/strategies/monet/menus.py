@@ -1,5 +1,5 @@
-"""Rotor with stage menus: the chain's program, with cheap recomputation inside each backward and a
-choice of implementations, and beside it the whole step as one stage."""
+"""Rotor with stage menus: the whole step as one stage, and the chain's program with cheap
+recomputation inside each backward and a choice of implementations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memopt.models.linearize import Linearization, linearize
 from memopt.models.liveness import with_frees
 from memopt.models.lower import without_unread_reruns
 from memopt.models.program import Compute, Instruction, LossBoundary, Program
-from memopt.models.replay import replay
+from memopt.models.replay import Timeline, replay
 from memopt.models.stage_map import StageOperators, has_updates
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy, stops
 from memopt.strategies.monet.incumbent import rotor_program
@@ -28,6 +28,8 @@ from memopt.strategies.monet.stage_options import Option, first_run, menus
 from memopt.strategies.store_all import chain_steps
 
 SAME = 1e-9
+CLOSE = 1e-3
+"""Gap to the bound at which no menus are tried."""
 MENU_SLOTS = 400
 MENUS_S = 30.0
 MENUS_SHARE = 0.4
@@ -41,13 +43,13 @@ class RotorMenus(Strategy):
     Attributes:
         slots: memory is counted in so many slots of twice the budget, sizes rounded up.
         exact_only: leave out implementations that change rounding.
-        merged_s: seconds for the whole step as one stage (`MomentSearch`), which knows of
-            implementations and gives the bound.
+        merged_s: seconds for the whole step as one stage (`MomentSearch`), which comes first: it
+            gives the bound, and for deep models, whose table takes long, most often the plan.
     """
 
     slots: int = MENU_SLOTS
     exact_only: bool = True
-    merged_s: float = 20.0
+    merged_s: float = 30.0
 
     name: ClassVar[str] = "rotor-menus"
     needs: ClassVar[str] = "graph"
@@ -77,17 +79,13 @@ class RotorMenus(Strategy):
         stats: dict[str, object] = {"rotor_found": best is not None, "rotor_s": plain_s}
         least_s, searched = time_lower_bound(graph), False
         if view is not None and budget_bytes is not None and plain_s > least_s * (1 + SAME):
-            programs, least, searched = self._menus(view, budget_bytes, watch, stats)
-            smallest = min(x for x in (smallest, least) if x) if smallest or least else None
             merged, bound_s = self._merged(graph, budget_bytes, watch, stats)
             least_s = max(least_s, bound_s)
-            for name, program in (("menus_s", programs), ("merged_s", merged)):
-                if program is None:
-                    continue
-                found = replay(graph, program)
-                stats[name] = found.time_s
-                if timeline is None or found.time_s < timeline.time_s * (1 - SAME):
-                    best, timeline = program, found
+            best, timeline = _faster(graph, merged, best, timeline, stats, "merged_s")
+            if timeline is None or timeline.time_s > least_s * (1 + CLOSE):
+                programs, least, searched = self._menus(view, budget_bytes, watch, stats)
+                smallest = min((x for x in (smallest, least) if x), default=None)
+                best, timeline = _faster(graph, programs, best, timeline, stats, "menus_s")
         stats["searched"] = searched
         stats["solve_s"] = time.monotonic() - begin
         if best is None or timeline is None:
@@ -135,6 +133,24 @@ class RotorMenus(Strategy):
         search.run()
         stats["merged_rounds"] = search.rounds
         return search.best, search.bound_s
+
+
+def _faster(
+    graph: Graph,
+    program: Program | None,
+    best: Program | None,
+    timeline: Timeline | None,
+    stats: dict[str, object],
+    key: str,
+) -> tuple[Program | None, Timeline | None]:
+    """The best program so far and its timeline, or `program` and its if that is faster."""
+    if program is None:
+        return best, timeline
+    found = replay(graph, program)
+    stats[key] = found.time_s
+    if timeline is None or found.time_s < timeline.time_s * (1 - SAME):
+        return program, found
+    return best, timeline
 
 
 class Watch:
