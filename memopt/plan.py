@@ -192,7 +192,8 @@ class Plan:
         from memopt.profiler.session import profile_model
 
         assert self.graph is not None
-        profiled = profile_model(model, call)
+        unused = self.record.unused_outputs if self.record is not None else ()
+        profiled = profile_model(model, call, unused_outputs=unused)
         optimizer = self.profiled.optimizer if self.profiled is not None else None
         extra_bytes = optimizer.bytes_total if optimizer is not None else 0
         graph = replace(

@@ -33,11 +33,12 @@ def measure_step(
     """(total peak bytes, median seconds) of a step under the plan; see `Plan.check`."""
     call = planned_call(plan, inputs)
     planned = apply_plan(plan, model, inputs)
+    unused = unused_outputs(plan)
     device = device_of(model, call)
 
     def step() -> Any:
         output = planned(*call.args, **call.kwargs)
-        loss = summed(output) if loss_fn is None else loss_fn(output, *targets)
+        loss = summed(output, unused) if loss_fn is None else loss_fn(output, *targets)
         loss.backward()
         return output
 
@@ -73,10 +74,16 @@ class _Sum(torch.autograd.Function):
         return torch.ones(shape, dtype=dtype, device=device)
 
 
-def summed(output: Any) -> torch.Tensor:
-    """The sum of all differentiable outputs, handing a real tangent to each."""
+def unused_outputs(plan: Plan) -> tuple[int, ...]:
+    """The outputs that a plan's step has no gradient for; see `ModelRecord`."""
+    return plan.record.unused_outputs if plan.record is not None else ()
+
+
+def summed(output: Any, unused: tuple[int, ...] = ()) -> torch.Tensor:
+    """The sum of the differentiable outputs, handing a real tangent to each; `unused`: which
+    leaves of the output take none."""
     total = torch.zeros(())
-    for value in differentiable(output):
+    for value in differentiable(output, unused):
         part: torch.Tensor = _Sum.apply(value)  # type: ignore[no-untyped-call]  # torch's own
         total = total.to(part.device) + part
     return total

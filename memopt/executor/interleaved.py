@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from memopt.executor.apply import apply_plan, planned_call
-from memopt.executor.check import clear_gradients, summed, timed
+from memopt.executor.check import clear_gradients, summed, timed, unused_outputs
 from memopt.profiler.baseline import untouched
 from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
@@ -39,13 +39,14 @@ def measure_in_turn(
     Args:
         plans: at least one, all of this model.
         model: the planned module.
-        loss_fn: the loss, `loss_fn(output, *targets)`; None: the sum of all outputs.
+        loss_fn: the loss, `loss_fn(output, *targets)`; None: the sum of the outputs.
         targets: what the loss takes beside the output.
         rounds: timed rounds, at least 1; a metered one, which also warms up, comes first.
         progress: called after every step; may raise KeyboardInterrupt.
     """
     call = planned_call(plans[0])
     device = device_of(model, call)
+    unused = tuple({i for plan in plans for i in unused_outputs(plan)})
     modules = [model, *(apply_plan(plan, model) for plan in plans)]
     # The loss and the runtime's token are charged as resident, and metered: count them once.
     resident_bytes = plans[0].resident_bytes - STEP_SCALARS_BYTES[device.type]
@@ -54,7 +55,7 @@ def measure_in_turn(
 
     def step(module: nn.Module) -> Any:
         output = module(*call.args, **call.kwargs)
-        loss = summed(output) if loss_fn is None else loss_fn(output, *targets)
+        loss = summed(output, unused) if loss_fn is None else loss_fn(output, *targets)
         loss.backward()
         return output
 

@@ -25,6 +25,7 @@ from memopt.models.program import Program
 from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call, align
+from memopt.profiler.unused_outputs import refusing_gradients
 
 Otherwise: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
 """(the user's model, a call that is not the planned one, what differs) → the module to call."""
@@ -204,7 +205,7 @@ class PlannedModule(nn.Module):
             instead = otherwise(model, call, error)
             return instead(*args, **kwargs)
         held = [p.value(model, ()) for p in captured.primals if p.kind != "input"]
-        return runtime.run(program, held, call)
+        return refusing_gradients(runtime.run(program, held, call), captured.unused_outputs)
 
 
 def _shared_names(model: nn.Module) -> list[str]:

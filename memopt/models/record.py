@@ -77,6 +77,9 @@ class ModelRecord:
         torch_version: the torch that captured it.
         block_bytes: the allocator's granularity in the captured graph.
         fingerprint: of the captured graph; "" if it was not captured.
+        unused_outputs: positions among the leaves of the model's output that get no gradient.
+        repeated: (position, earlier position) of each flat argument that is the same tensor as an
+            earlier one.
     """
 
     model: str
@@ -89,6 +92,8 @@ class ModelRecord:
     torch_version: str
     block_bytes: int = 1
     fingerprint: str = ""
+    unused_outputs: tuple[int, ...] = ()
+    repeated: tuple[tuple[int, int], ...] = ()
 
 
 def difference(planned: ModelRecord, found: ModelRecord) -> str | None:
@@ -104,6 +109,12 @@ def difference(planned: ModelRecord, found: ModelRecord) -> str | None:
     )
     for message in arguments:
         return message
+    for pair in planned.repeated:
+        if pair not in found.repeated:
+            return f"arguments {pair[1]} and {pair[0]} were planned as one tensor and are two"
+    for pair in found.repeated:
+        if pair not in planned.repeated:
+            return f"arguments {pair[1]} and {pair[0]} were planned as two tensors and are one"
     modes = dict(found.training)
     for name, training in planned.training:
         if name in modes and modes[name] != training:

@@ -32,6 +32,8 @@ def encode_record(value: ModelRecord) -> dict[str, Any]:
         "torch_version": value.torch_version,
         "block_bytes": value.block_bytes,
         "fingerprint": value.fingerprint,
+        "unused_outputs": list(value.unused_outputs),
+        "repeated": [list(pair) for pair in value.repeated],
     }
 
 
@@ -77,7 +79,8 @@ def read_record(reader: Reader) -> ModelRecord:
         "block_bytes",
         "fingerprint",
     )
-    found = dict(zip(names, reader.fields(*names), strict=True))
+    later = ("unused_outputs", "repeated")
+    found = dict(zip((*names, *later), reader.fields(*names, optional=later), strict=True))
     return ModelRecord(
         model=found["model"].text(),
         device=found["device"].text(),
@@ -89,6 +92,8 @@ def read_record(reader: Reader) -> ModelRecord:
         torch_version=found["torch_version"].text(),
         block_bytes=found["block_bytes"].whole(),
         fingerprint=found["fingerprint"].text(),
+        unused_outputs=found["unused_outputs"].optional(Reader.wholes) or (),
+        repeated=found["repeated"].optional(lambda rows: rows.each(_read_repeated)) or (),
     )
 
 
@@ -97,6 +102,13 @@ def _pair(reader: Reader, read: Callable[[Reader], T]) -> tuple[str, T]:
     if len(row) != 2:
         raise reader.fail("[name, value]")
     return row[0].text(), read(row[1])
+
+
+def _read_repeated(reader: Reader) -> tuple[int, int]:
+    row = reader.wholes()
+    if len(row) != 2 or not 0 <= row[1] < row[0]:
+        raise reader.fail("the positions of an argument and of an earlier one")
+    return row[0], row[1]
 
 
 def _read_spec(reader: Reader) -> TensorSpec:

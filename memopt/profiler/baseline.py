@@ -92,10 +92,12 @@ def untouched(model: nn.Module, call: Call) -> Iterator[None]:
             tensor.grad = gradient
 
 
-def differentiable(output: Any) -> list[torch.Tensor]:
-    """The tensors of an output pytree that have a backward."""
-    leaves = pytree.tree_leaves(output)
-    return [v for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad]
+def differentiable(output: Any, unused: tuple[int, ...] = ()) -> list[torch.Tensor]:
+    """The tensors of an output pytree that have a backward, but for the leaves at `unused`."""
+    leaves = enumerate(pytree.tree_leaves(output))
+    return [
+        v for i, v in leaves if isinstance(v, torch.Tensor) and v.requires_grad and i not in unused
+    ]
 
 
 def backward(output: Any, loss: Loss | None) -> None:
@@ -170,11 +172,22 @@ def measure_steps(
     return Baseline(peak_bytes, statistics.median(times), measured=True, library_bytes=kept)
 
 
-def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> int:
-    """Bytes that the user's loss needs at the boundary, beside outputs and tangents.
+@dataclass(frozen=True)
+class LossUse:
+    """What the user's loss does at the boundary.
 
-    Runs the loss forward and backward on detached outputs.
+    Attributes:
+        boundary_bytes: what it needs beside outputs and tangents.
+        unused: the differentiable outputs that it gives no gradient: positions among the leaves
+            of the model's output.
     """
+
+    boundary_bytes: int = 0
+    unused: tuple[int, ...] = ()
+
+
+def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
+    """Run the loss forward and backward on detached outputs of the model."""
     with untouched(model, call):
         output = model(*call.args, **call.kwargs)
         leaves, spec = pytree.tree_flatten(output)
@@ -188,6 +201,8 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
         with metered(device) as use:
             value = loss.value(again)
             value.backward()  # type: ignore[no-untyped-call]
-        tangents = [t.grad for t in cut if isinstance(t, torch.Tensor) and t.grad is not None]
+        given = {i: t for i, t in enumerate(cut) if isinstance(t, torch.Tensor) and t.requires_grad}
+        tangents = [t.grad for t in given.values() if t.grad is not None]
         held = sum(t.untyped_storage().nbytes() for t in tangents)
-    return max(0, use.peak_bytes - held)
+    unused = tuple(i for i, t in given.items() if t.grad is None)
+    return LossUse(max(0, use.peak_bytes - held), unused)

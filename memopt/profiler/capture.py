@@ -13,7 +13,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from memopt.profiler import torch_private
 from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.inputs import Call
 from memopt.profiler.side_effects import check_side_effects
+from memopt.profiler.unused_outputs import detach_outputs
 
 _LOG = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class Captured:
         gradients: results of the backward part, one per primal (None: no gradient).
         mutated: for each leading forward output, the index of the primal it updates.
         call: the example call that was captured.
+        unused_outputs: positions among the leaves of the output that get no gradient.
         compiled: `compiled(*parameters, *buffers, *args, **kwargs) -> output`; runs `hooks`.
         hooks: the forward and backward callables behind `compiled`.
         model: weak reference to the user's model.
@@ -100,10 +102,17 @@ class Captured:
     compiled: Callable[..., Any]
     hooks: Hooks
     model: weakref.ReferenceType[nn.Module]
+    unused_outputs: tuple[int, ...] = ()
 
 
-def capture(model: nn.Module, call: Call) -> Captured:
+def capture(model: nn.Module, call: Call, unused_outputs: tuple[int, ...] = ()) -> Captured:
     """Capture one training step of `model` for the example call.
+
+    Args:
+        model: the module, in the mode to train it in.
+        call: the example call.
+        unused_outputs: positions, among the leaves of the model's output, of those that the
+            user's loss does not use: no gradient is traced, made or charged for them.
 
     Raises:
         CaptureError: the model cannot be captured whole (a data-dependent branch...),
@@ -124,7 +133,8 @@ def capture(model: nn.Module, call: Call) -> Captured:
             )
     with torch.enable_grad():
         traced = _trace(model, call)
-        return _export(model, traced, call)
+        detach_outputs(traced, unused_outputs)
+        return replace(_export(model, traced, call), unused_outputs=unused_outputs)
 
 
 def _trace(model: nn.Module, call: Call) -> Any:
@@ -136,12 +146,25 @@ def _trace(model: nn.Module, call: Call) -> Any:
         raise CaptureError(_explain(error)) from error
     except AssertionError as error:
         raise CaptureError(
-            f"what the model takes or returns cannot be captured: {str(error).strip()}. memopt "
-            "takes tensors, numbers, strings, None and pytrees of them: register your own class "
-            "with torch.export.register_dataclass, or return a tuple or a dict"
+            f"what the model takes or returns cannot be captured: {str(error).strip()}. "
+            + _pytree_remedy(model)
         ) from error
     check_side_effects(model, call, changed)
     return module
+
+
+def _pytree_remedy(model: nn.Module) -> str:
+    """What to do about an argument or result that is no pytree of tensors."""
+    if getattr(getattr(model, "config", None), "use_cache", False):  # Hugging Face's default
+        return (
+            "The model is configured to return its key/value cache, which training does not need "
+            "and which would keep every layer's keys and values: set model.config.use_cache = "
+            "False, or pass use_cache=False among the inputs"
+        )
+    return (
+        "memopt takes tensors, numbers, strings, None and pytrees of them: register your own class "
+        "with torch.export.register_dataclass, or return a tuple or a dict"
+    )
 
 
 def _explain(error: Exception) -> str:

@@ -25,7 +25,7 @@ from memopt.models.graph import Graph
 from memopt.models.liveness import store_all
 from memopt.models.replay import replay
 from memopt.models.serialize import fingerprint
-from memopt.profiler.baseline import Loss, differentiable
+from memopt.profiler.baseline import Loss, LossUse, differentiable
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost
 from memopt.profiler.capture import Captured, capture
@@ -133,7 +133,8 @@ def estimate_model(
         model: the module, in the mode to train it in.
         inputs: a tensor, a tuple of positional or a dict of keyword arguments.
         device: what to price it for; CUDA's rules apply if its `block_bytes` is above 1.
-        loss: the user's loss; its memory is charged at the loss boundary.
+        loss: the user's loss; its memory is charged at the loss boundary, and outputs that it
+            does not use get no gradient.
         optimizer: whose state is resident: a name or an instance; see `optimizer_state`.
         progress: called with (fraction, what).
 
@@ -150,17 +151,17 @@ def estimate_model(
     call, fakes = to_call(inputs), Fakes()
     stand_in, fake_call = fakes.model(model), fakes.call(call)
     with fused_attention() if cuda else contextlib.nullcontext():
-        captured = capture(stand_in, fake_call)
+        used = LossUse()
+        if loss is not None:
+            used = _loss_use(fakes, stand_in, fake_call, loss, device)
+        captured = capture(stand_in, fake_call, used.unused)
     lowering = build(stand_in, captured, device.block_bytes)
     report(0.8, f"pricing operators for {device.name}")
     graph = with_costs(lowering, estimate_costs(lowering, device))
-    boundary = 0
-    if loss is not None:
-        boundary = _loss_bytes(fakes, stand_in, fake_call, loss, device)
     state = optimizer_state(optimizer, model.parameters(), device.block_bytes)
     graph = replace(
         graph,
-        boundary_bytes=boundary,
+        boundary_bytes=used.boundary_bytes,
         extra_resident_bytes=graph.extra_resident_bytes
         + state.bytes_total
         + STEP_SCALARS_BYTES["cuda" if cuda else "cpu"]
@@ -174,6 +175,7 @@ def estimate_model(
         cpu,
         block_bytes=device.block_bytes,
         fingerprint=fingerprint(lowering.graph),
+        unused_outputs=used.unused,
     )
     report(1.0, "estimated")
     return Profiled(
@@ -208,23 +210,30 @@ class _LossOnly(nn.Module):
         return value.clone() if any(value is leaf for leaf in outputs) else value
 
 
-def _loss_bytes(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device: Device) -> int:
-    """Bytes that the loss needs at the boundary, beside outputs and tangents."""
+def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device: Device) -> LossUse:
+    """What the loss does at the boundary, by a capture of the loss alone."""
     with fakes.mode, torch.enable_grad():
         output = stand_in(*call.args, **call.kwargs)
         leaves, spec = pytree.tree_flatten(output)
         # Copies: an output may be a view of a parameter.
         cut = [t.detach().clone().requires_grad_() for t in differentiable(output)]
+        places = [
+            i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad
+        ]
     function = loss.function
     if isinstance(function, nn.Module):
         function = fakes.model(function)
     fake_loss = Loss(function, fakes.value(loss.targets))
     module = _LossOnly(fake_loss, leaves, spec)
-    lowering = build(module, capture(module, Call(tuple(cut), {})), device.block_bytes)
+    captured = capture(module, Call(tuple(cut), {}))
+    lowering = build(module, captured, device.block_bytes)
     graph: Graph = with_costs(lowering, estimate_costs(lowering, device))
     peak = replay(graph, store_all(graph)).peak_bytes
     held = sum(graph.tensors[i].size_bytes for i in graph.gradients)
-    return max(0, peak - graph.resident_bytes - held)
+    reached = zip(captured.primals, captured.gradients, strict=True)
+    used = {primal.index for primal, gradient in reached if gradient is not None}
+    unused = tuple(place for i, place in enumerate(places) if i not in used)
+    return LossUse(max(0, peak - graph.resident_bytes - held), unused)
 
 
 def _notes(captured: Captured, device: Device) -> tuple[str, ...]:

@@ -25,8 +25,8 @@ def loss_notes(captured: Captured, *, covered: bool) -> tuple[str, ...]:
     what = "another output" if len(others) == 1 else f"{len(others)} other outputs"
     return (
         f"The model returns a scalar (its loss) beside {what}; gradients of "
-        f"{format_bytes(size_bytes)} for the rest are charged, and made, as well: a module that "
-        "returns the loss alone needs less.",
+        f"{format_bytes(size_bytes)} for the rest are charged, and made, as well. If you train "
+        "with that loss alone, say so: loss_fn=lambda output: output.loss (or output[0]).",
     )
 
 

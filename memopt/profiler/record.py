@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from memopt.errors import PlanFileError
 from memopt.models.record import Argument, ModelRecord, Nest, Opaque, Plain, TensorSpec
@@ -20,6 +21,7 @@ def record_of(
     *,
     block_bytes: int = 1,
     fingerprint: str = "",
+    unused_outputs: tuple[int, ...] = (),
 ) -> ModelRecord:
     """The record of a model in its present mode, and of its example call.
 
@@ -29,6 +31,7 @@ def record_of(
         device: where both are.
         block_bytes: the allocator's granularity in the captured graph.
         fingerprint: of the captured graph, if it was captured.
+        unused_outputs: the outputs that were captured without a gradient.
     """
     named = (*model.named_parameters(), *model.named_buffers())
     return ModelRecord(
@@ -44,6 +47,8 @@ def record_of(
         torch_version=str(torch.__version__),
         block_bytes=block_bytes,
         fingerprint=fingerprint,
+        unused_outputs=unused_outputs,
+        repeated=_repeated(call),
     )
 
 
@@ -55,7 +60,26 @@ def example_call(record: ModelRecord) -> Call:
     """
     args = tuple(_value(item) for item in record.args.items)
     values = [_value(item) for item in record.kwargs.items]
-    return Call(args, dict(zip(record.kwargs.keys, values, strict=True)))
+    call = Call(args, dict(zip(record.kwargs.keys, values, strict=True)))
+    leaves = call.leaves
+    for position, earlier in record.repeated:
+        if position >= len(leaves):
+            raise PlanFileError(f"the plan's call has no argument {position}; save the plan again")
+        leaves[position] = leaves[earlier]
+    again, named = pytree.tree_unflatten(leaves, call.spec)
+    return Call(again, named)
+
+
+def _repeated(call: Call) -> tuple[tuple[int, int], ...]:
+    """The flat arguments that are the same tensor as an earlier one."""
+    first: dict[int, int] = {}
+    pairs = []
+    for position, leaf in enumerate(call.leaves):
+        if isinstance(leaf, torch.Tensor):
+            earlier = first.setdefault(id(leaf), position)
+            if earlier < position:
+                pairs.append((position, earlier))
+    return tuple(pairs)
 
 
 def _name(dtype: torch.dtype) -> str:

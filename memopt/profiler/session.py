@@ -15,7 +15,7 @@ from memopt.models.liveness import store_all
 from memopt.models.record import ModelRecord
 from memopt.models.replay import replay
 from memopt.models.serialize import fingerprint
-from memopt.profiler.baseline import Baseline, Loss, measure_baseline, measure_loss
+from memopt.profiler.baseline import Baseline, Loss, LossUse, measure_baseline, measure_loss
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured, capture
@@ -87,6 +87,7 @@ def profile_model(
     loss: Loss | None = None,
     optimizer: str | torch.optim.Optimizer | None = None,
     options: MeasureOptions | None = None,
+    unused_outputs: tuple[int, ...] = (),
     progress: Progress | None = None,
 ) -> Profiled:
     """Capture a model and measure what its step costs on its own device.
@@ -94,9 +95,11 @@ def profile_model(
     Args:
         model: the module, in the mode to train it in.
         inputs: a tensor, a tuple of positional or a dict of keyword arguments.
-        loss: the user's loss; its memory is charged at the loss boundary.
+        loss: the user's loss; its memory is charged at the loss boundary, and outputs that it
+            does not use get no gradient.
         optimizer: whose state is charged as resident: a name or an instance.
         options: how hard to measure, and the cache.
+        unused_outputs: outputs without a gradient where `loss` is not given; see `capture`.
         progress: called with (fraction, what).
 
     Raises:
@@ -108,8 +111,11 @@ def profile_model(
     report = progress or (lambda _fraction, _what: None)
     report(0.0, "capturing the model")
     check_arguments(model, call)
+    used = LossUse(unused=unused_outputs)
     with diagnosed(model, call):
-        captured = capture(model, call)
+        if loss is not None:
+            used = measure_loss(model, call, loss, device)
+        captured = capture(model, call, used.unused)
         block_bytes = 512 if device.type == "cuda" else 1
         lowering = build(model, captured, block_bytes)
 
@@ -123,12 +129,16 @@ def profile_model(
     graph, step, notes = quietly(measured, chosen)
     state = optimizer_state(optimizer, model.parameters(), block_bytes)
     record = record_of(
-        model, call, device, block_bytes=block_bytes, fingerprint=fingerprint(lowering.graph)
+        model,
+        call,
+        device,
+        block_bytes=block_bytes,
+        fingerprint=fingerprint(lowering.graph),
+        unused_outputs=used.unused,
     )
-    boundary = measure_loss(model, call, loss, device) if loss is not None else 0
     graph = replace(
         graph,
-        boundary_bytes=boundary,
+        boundary_bytes=used.boundary_bytes,
         extra_resident_bytes=graph.extra_resident_bytes
         + state.bytes_total
         + step.library_bytes

@@ -132,7 +132,7 @@ def test_the_loss_is_charged_as_measured() -> None:
     model, inputs = nn.Linear(16, 4096), torch.rand(64, 16)
     targets = torch.randint(0, 4096, (64,))
     loss = Loss(nn.functional.cross_entropy, (targets,))
-    measured = measure_loss(model, to_call(inputs), loss, CPU)
+    measured = measure_loss(model, to_call(inputs), loss, CPU).boundary_bytes
     estimated = estimate_model(model, inputs, CPU_CORE, loss=loss).graph.boundary_bytes
     assert estimated == pytest.approx(measured, rel=0.02)
 
@@ -195,5 +195,6 @@ def test_a_loss_that_the_model_returns() -> None:
         for loss_fn in (None, lambda output: output["loss"])
     }
     bare, picked = planned.values()
-    assert 0 <= picked.peak_bytes - bare.peak_bytes <= 16
-    assert all("gradients of 128 B" in " ".join(p.notes) for p in planned.values())
+    assert picked.peak_bytes <= bare.peak_bytes
+    assert "gradients of 128 B" in " ".join(bare.notes)
+    assert "gradients of" not in " ".join(picked.notes)

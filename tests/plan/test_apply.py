@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import memopt
 from memopt.errors import MemoptError, PlanFileError
@@ -140,6 +140,20 @@ def test_given_inputs_do(loaded: dict[str, Plan]) -> None:
     again = make("nested")[0]
     assert step_digest("nested", loaded["nested"].apply(model, inputs)) == step_digest(
         "nested", again
+    )
+
+
+def test_one_tensor_given_twice(tmp_path: Path) -> None:
+    class Autoencoder(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (super().forward(x) - y).square().sum()
+
+    model, x = Autoencoder(4, 4), torch.randn(3, 4)
+    memopt.plan(model, {"x": x, "y": x}, cache=False, progress=False).save(tmp_path / "plan")
+    plan = memopt.load(tmp_path / "plan")
+    assert torch.equal(plan.apply(model)(x=x, y=x), model(x, x))
+    assert "arguments 0 and 1 were planned as one tensor and are two" in refusal(
+        plan, model, {"x": x, "y": x.clone()}
     )
 
 
