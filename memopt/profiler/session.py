@@ -111,10 +111,8 @@ def profile_model(
     report = progress or (lambda _fraction, _what: None)
     report(0.0, "capturing the model")
     check_arguments(model, call)
-    used = LossUse(unused=unused_outputs)
     with diagnosed(model, call):
-        if loss is not None:
-            used = measure_loss(model, call, loss, device)
+        used = measure_loss(model, call, loss, device) if loss else LossUse(unused=unused_outputs)
         captured = capture(model, call, used.unused)
         block_bytes = 512 if device.type == "cuda" else 1
         lowering = build(model, captured, block_bytes)
@@ -136,13 +134,11 @@ def profile_model(
         fingerprint=fingerprint(lowering.graph),
         unused_outputs=used.unused,
     )
+    extra_bytes = state.bytes_total + step.library_bytes + STEP_SCALARS_BYTES[device.type]
     graph = replace(
         graph,
         boundary_bytes=used.boundary_bytes,
-        extra_resident_bytes=graph.extra_resident_bytes
-        + state.bytes_total
-        + step.library_bytes
-        + STEP_SCALARS_BYTES[device.type],
+        extra_resident_bytes=graph.extra_resident_bytes + extra_bytes,
     )
     baseline = replace(step, peak_bytes=graph.resident_bytes + step.peak_bytes)
     report(1.0, "profiled")
