@@ -286,9 +286,13 @@ class Runs:
         """Of a record's time over the baseline's, for people."""
         return "none" if record.time_s is None else f"{record.time_s / self.base_s - 1:+.1%}"
 
-    def started(self, budget_bytes: int, *smaller: Strategy) -> Started:
-        """MONeT with every implementation, from the plans of `smaller` within the budget."""
-        programs = [self.program(strategy, budget_bytes) for strategy in smaller]
+    def started(
+        self, budget_bytes: int, *smaller: Strategy, less: tuple[Strategy, int] | None = None
+    ) -> Started:
+        """MONeT with every implementation, from the plans of `smaller` within the budget, and from
+        that of `less`, a strategy and its smaller budget."""
+        plans = [(strategy, budget_bytes) for strategy in smaller]
+        programs = [self.program(*plan) for plan in ([*plans, less] if less else plans)]
         known = tuple(program for program in programs if program is not None)
         return Started(exact_only=False, known=known)
 

@@ -49,7 +49,7 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 STARTS = ("Checkmate-O", "recomputation only", "MONeT, exact")
-"""Whose plans the last starts from."""
+"""Whose plans the last starts from, beside its own at the budget before."""
 
 
 class Column:
@@ -72,21 +72,22 @@ class Column:
         self.shares = (case.paper_share, *shares)
         self.at_budget: dict[str, list[Record]] = {}
         self.at_overhead: dict[str, Record | None] = {}
-        budgets = [int(share * self.eager_bytes) for share in self.shares]
+        self.budgets = [int(share * self.eager_bytes) for share in self.shares]
         for name in (name for name in STRATEGIES if name in ways):
             strategy_at = partial(self._strategy, name)
-            known = [self.runs.solve(strategy_at(budget), budget) for budget in budgets]
+            known = [self.runs.solve(strategy_at(budget), budget) for budget in self.budgets]
             self.at_budget[name] = known
             if search:
                 self.at_overhead[name] = self.runs.memory_at(strategy_at, OVERHEAD, known)
 
     def _strategy(self, name: str, budget: int) -> Strategy:
         strategy = STRATEGIES[name]
-        if isinstance(strategy, Started):
-            return self.runs.started(
-                budget, *(STRATEGIES[n] for n in STARTS if n in self.at_budget)
-            )
-        return strategy
+        if not isinstance(strategy, Started):
+            return strategy
+        smaller = (STRATEGIES[n] for n in STARTS if n in self.at_budget)
+        before = max((b for b in self.budgets if b < budget), default=None)
+        less = None if before is None else (self._strategy(name, before), before)
+        return self.runs.started(budget, *smaller, less=less)
 
     def memory_row(self) -> str:
         """Of the first table."""
@@ -212,9 +213,10 @@ def page(columns: list[Column], command: str, limit_s: float) -> str:
         "graph merged to 24 operators. The ratios are times over MONeT's: Checkmate-O's, "
         "recomputation only's, and the bound proved for whatever only recomputes (above 1: no "
         "plan of Checkmate's class is as fast). 'gap' is MONeT's plan over its proved bound. "
-        "'MONeT, exact' starts from Rotor's plan, MONeT from those of the columns before it, too; "
-        "seconds are of its own planning. In an estimate an algorithm of a convolution is never "
-        "taken to be faster than the library's default, so that Checkmate-O is Checkmate-D.",
+        "'MONeT, exact' starts from Rotor's plan, MONeT from those of the columns before it and "
+        "its own of the row before, too; seconds are of its own planning. In an estimate an "
+        "algorithm of a convolution is never taken to be faster than the library's default, so "
+        "that Checkmate-O is Checkmate-D.",
         "",
         *verdict(columns),
         f"| model | budget | {' | '.join(names)} | Checkmate-O / MONeT | recomputation / MONeT | "
