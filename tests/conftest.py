@@ -15,6 +15,8 @@ if "MEMOPT_CACHE_DIR" not in os.environ:
     os.environ["MEMOPT_CACHE_DIR"] = _profile_cache.name
 
 import functools
+import gc
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,6 +30,15 @@ settings.register_profile(
     "explore", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "memopt"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_garbage_collection() -> Iterator[None]:
+    """Millions of objects live as long as torch and transformers do; collections, of which the
+    tests of what a step keeps ask for many, need not look at them again."""
+    gc.freeze()
+    yield
+    gc.collect()
 
 
 @functools.cache
