@@ -253,6 +253,7 @@ def main() -> None:
     options = parser.parse_args()
     command = "python -m benchmarks.monet_table1"
     command += " --quick" if options.quick else " --shares" if options.shares else ""
+    command += f" --limit {options.limit:g}" if options.limit != parser.get_default("limit") else ""
     if len(options.ways) < len(STRATEGIES):
         command += " --ways " + " ".join(f'"{way}"' for way in options.ways)
     columns: list[Column] = []
