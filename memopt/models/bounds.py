@@ -7,6 +7,7 @@ by another implementation, no valid program of the graph needs less.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import accumulate
 
 from memopt.models.chain import Chain
@@ -62,6 +63,13 @@ def needed_operators(graph: Graph) -> frozenset[int]:
             needed.add(index)
             pending += _only_writers(graph, writers, _sure_reads(graph.operators[index]))
     return frozenset(needed)
+
+
+def spared_operators(graph: Graph) -> frozenset[int]:
+    """Operators that a program may leave out because others run by implementations that do not
+    read their results (the logits of a chunked cross-entropy)."""
+    plain = replace(graph, operators=[replace(o, implementations=()) for o in graph.operators])
+    return needed_operators(plain) - needed_operators(graph)
 
 
 def _writers(graph: Graph) -> dict[int, set[int]]:

@@ -111,3 +111,25 @@ def test_what_reads_a_tensor_that_nothing_may_write_is_not_chosen():
         built = MomentModel(graph, lambda _, name, names=names: name in names)
         answer = built.model.solve(100, time_limit_s=5)
         assert replay(graph, built.program(answer.values)).time_s == time_s
+
+
+def test_an_operator_that_an_implementation_makes_useless_bounds_nothing():
+    """A moment at its run, and the exact program, which runs each operator once."""
+    x, a, dy, wide, z = (
+        Tensor("x", 1, TensorKind.INPUT),
+        Tensor("a", 2),
+        Tensor("dy", 1, TensorKind.GRADIENT),
+        Tensor("wide", 50, TensorKind.GRADIENT),
+        Tensor("z", 1, TensorKind.GRADIENT),
+    )
+    direct = Implementation("direct", 3.0, reads=(1, 2))
+    operators = (
+        Operator("f", (0,), (1,), 1.0),
+        Operator("b", (1, 2), (3,), 1.0, phase=Phase.BACKWARD),
+        Operator("c", (3,), (4,), 1.0, phase=Phase.BACKWARD, implementations=(direct,)),
+    )
+    graph = Graph((x, a, dy, wide, z), operators, gradients=(4,), tangents=(2,))
+    answer = MomentModel(graph, None, (1,)).model.solve(10, time_limit_s=5)
+    assert answer.objective == 4.0
+    solution = Monet().solve(graph, 10 + graph.resident_bytes, time_limit_s=5)
+    assert solution.time_s == solution.lower_bound_s == 4.0

@@ -134,7 +134,9 @@ class MomentSearch:
             key = next((op for op in later if op >= self.graph.first_backward), BOUNDARY)
         small = 30 * excess < self.budget_bytes
         if key not in self.slack and (small or len(self.slack) > MOST_MOMENTS):
-            key = max(k for k in self.slack if k <= key)
+            # What is left free at an operator that does not run has no effect.
+            ran = {step.op for step in program if isinstance(step, Compute)} | {BOUNDARY}
+            key = max(k for k in self.slack if k <= key and k in ran)
         if key in self.slack:
             self.slack[key] += excess
         else:

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from memopt.models.bounds import needed_operators
 from memopt.models.graph import Graph, Operator
 from memopt.models.liveness import with_frees
 from memopt.models.program import Compute, Instruction, LossBoundary, Program
@@ -69,6 +70,7 @@ class MomentModel:
         self.gradients = self._writers(range(self.first, self.count))
         self.run = [[self.model.variable(c.time_s) for _, c in choices] for choices in self.choices]
         """d of the forward operators, b of the others."""
+        self.needed = needed_operators(graph)
         self.s: list[dict[int, int]] = []
         self.r: list[dict[int, list[int]]] = []
         self._once()
@@ -159,7 +161,8 @@ class MomentModel:
         for (_, choice), chosen in zip(self.choices[begin], self.run[begin], strict=True):
             constant = slack + self._gradient_bytes(begin, choice) + self._bytes(choice.writes)
             taken = max((self.size[t] for t in choice.in_place), default=0)
-            one = len(self.choices[begin]) == 1
+            # What implementations of others make useless need not run.
+            one = len(self.choices[begin]) == 1 and begin in self.needed
             constant += choice.workspace_bytes - taken
             # Of two runs that give one result each, the second need not hold the first's operands.
             gone = read_by_some - set(choice.reads) - kept

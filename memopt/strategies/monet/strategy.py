@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from memopt.models.bounds import memory_lower_bound, time_lower_bound
+from memopt.models.bounds import memory_lower_bound, spared_operators, time_lower_bound
 from memopt.models.coarsen import Coarsening, coarsen
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
@@ -123,7 +123,7 @@ class _GraphStrategy(Strategy):
         coarse = coarsen(graph, self.max_operators)
         stats["operators"] = len(coarse.graph.operators)
         # Of the merged graph a proof says nothing about plans that tear a group apart.
-        exact = len(coarse.graph.operators) == len(graph.operators)
+        exact = len(coarse.graph.operators) == len(graph.operators) and not spared_operators(graph)
         # Operators with implementations are not merged: a stage for each may be too many.
         too_large = len(coarse.graph.operators) > 2 * self.max_operators
         status, found, bound_s = Status.UNKNOWN, None, None
