@@ -38,14 +38,14 @@ from tests.zoo.language import logits_loss
 DEVICE = "H100"
 BATCH = 32
 MODELS = ("gpt2", "llama")
-EXACT = Monet()
+EXACT, MENUS, ALL_MENUS = Monet(), RotorMenus(), RotorMenus(exact_only=False)
 WAYS: dict[str, Way] = {
     "Rotor": lambda _runs, _budget: Rotor(),
-    "rotor-menus": lambda _runs, _budget: RotorMenus(),
+    "rotor-menus": lambda _runs, _budget: MENUS,
     "MONeT, exact": lambda _runs, _budget: EXACT,
-    "MONeT": lambda runs, budget: runs.started(budget, EXACT),
+    "MONeT": lambda runs, budget: runs.started(budget, ALL_MENUS, MENUS, EXACT),
 }
-"""The last starts from the plan of the one before it."""
+"""The last starts from the plans of the two before it, and of menus with all implementations."""
 SMALL_BATCH, SMALL_TOKENS, SMALL_VOCABULARY = 4, 128, 8192
 
 
@@ -162,8 +162,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("out/monet-language"))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--limit", type=float, default=60.0)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=30.0)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", choices=("estimated", "run"))
     parser.add_argument("--until", type=Until, default=Until.END, choices=tuple(Until))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)

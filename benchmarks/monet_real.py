@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("out/monet-real"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--limit", type=float, default=30.0)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--until", type=Until, default=Until.END, choices=tuple(Until))
     parser.add_argument("models", nargs="*", default=[case.family for case in CASES])
     options = parser.parse_args()
