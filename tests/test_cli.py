@@ -236,9 +236,7 @@ def test_hugging_face_config() -> None:
     figures = run_json("plan", *arguments, "--budget", "min")
     assert figures["model"].endswith("GPT2LMHeadModel")
     assert figures["peak_bytes"] < figures["baseline"]["peak_bytes"]
-    (note,) = figures["notes"]
-    # 61 tokens of 4 bytes at 2 x 12 places.
-    assert "returns a scalar (its loss) beside another output; gradients of 5.7 KiB" in note
+    assert figures["notes"] == []  # the logits beside the loss get no gradient
     profile = run_json("profile", *arguments)
     assert profile["step_time_s"] > 0
 
