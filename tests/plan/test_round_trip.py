@@ -37,11 +37,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, tuple[str, Pla
 
 
 def _planned(one: Profiled, strategy: Strategy) -> Plan:
-    """The tightest plan of the strategy; one without limit if it knows no smallest budget."""
+    """The tightest plan that the strategy has soon; one without limit if it knows no smallest
+    budget."""
     try:
-        return tight_plan(one, strategy)
+        return tight_plan(one, strategy, time_limit_s=2.0)
     except MemoptError:
-        return memopt.plan(one, strategy=strategy, time_limit_s=5.0, progress=False)
+        return memopt.plan(one, strategy=strategy, time_limit_s=2.0, progress=False)
 
 
 def test_program_is_the_same_bytes(saved: dict[Path, tuple[str, Plan, str]]) -> None:

@@ -113,9 +113,15 @@ def profiled(made: Made) -> Profiled:
     return profile_model(model, inputs, loss=Loss(loss), options=options)
 
 
-def tight_plan(one: Profiled, strategy: str | memopt.strategies.Strategy = "rotor") -> Plan:
+def tight_plan(
+    one: Profiled,
+    strategy: str | memopt.strategies.Strategy = "rotor",
+    time_limit_s: float | None = None,
+) -> Plan:
     """The plan at the smallest budget of the strategy."""
-    return memopt.plan(one, budget="min", strategy=strategy, progress=False)
+    return memopt.plan(
+        one, budget="min", strategy=strategy, time_limit_s=time_limit_s, progress=False
+    )
 
 
 def step_digest(name: str, module: nn.Module) -> str:
