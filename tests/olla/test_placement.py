@@ -15,6 +15,7 @@ from memopt.strategies.olla import Buffer, lower_bound, place, read_buffers, wri
 from memopt.strategies.olla.buffers import Layout
 from memopt.strategies.olla.feasibility import solve_capacity
 from memopt.strategies.olla.greedy import pyramid
+from memopt.strategies.olla.repair import repaired_placement
 from tests.olla.oracles import best_placement_bytes, overlap
 
 DATA = Path(__file__).parent.parent / "data" / "minimalloc"
@@ -178,6 +179,25 @@ def test_cp_sat_agrees_with_the_search() -> None:
             named = {b.id: int(x) for b, x in zip(buffers, offsets, strict=True)}
             assert overlap(buffers, named) is None
             assert max(named[b.id] + b.extent for b in buffers) <= best
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_local_search_finds_the_optimum_of_small_problems(aligned: bool) -> None:
+    rng = Random(11)
+    for seed in range(30):
+        buffers = [b for b in random_buffers(rng, 7, aligned=aligned) if b.size]
+        layout = Layout(buffers)
+        least = best_placement_bytes(buffers)
+        found = repaired_placement(layout, least, seed=seed, work_limit=20_000_000)
+        assert found.offsets is not None
+        offsets = dict(zip((b.id for b in buffers), found.offsets.tolist(), strict=True))
+        assert max(offsets[b.id] + b.extent for b in buffers) <= least
+        assert all(offsets[b.id] % b.alignment == 0 for b in buffers)
+        assert not overlap(buffers, offsets)
+        if least > layout.bound:
+            none = repaired_placement(layout, least - 1, seed=seed, work_limit=1_000_000)
+            assert none.offsets is None
+            assert not none.infeasible
 
 
 def test_pyramid_is_nested() -> None:

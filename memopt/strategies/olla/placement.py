@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from math import gcd
 
 from memopt.strategies.base import Status
 from memopt.strategies.olla.buffers import Buffer, Ints, Layout, Placement, peak_of
 from memopt.strategies.olla.feasibility import solve_capacity
 from memopt.strategies.olla.greedy import greedy_placement, promoted_placement, pyramid
+from memopt.strategies.olla.repair import repaired_placement
 from memopt.strategies.olla.search import find_placement
 
 FIRST_ROUND_WORK = 64_000_000
-DEFAULT_WORK_LIMIT = 3_000_000_000
+MOST_FAILURES = 2
+"""Of a round, above the bound."""
+NEAR_PER_MILLE, STEP_PER_MILLE = 7, 3
+"""Where local search begins, above the bound; how much higher it tries when that fails."""
+NEAR_WORK = 3_000_000_000
+"""Of local search above the bound, before depth-first search is tried in earnest."""
+WITHOUT_LIMIT = 10**18
+DEFAULT_WORK_LIMIT = 6_000_000_000
 """Units of search work: some seconds, and the same result on every machine."""
 
 
@@ -32,8 +41,9 @@ def place(
     """Place buffers so that those live at the same time do not overlap, with a small peak.
 
     Greedy placements first, repaired by placing earlier what ends too high; then depth-first
-    search at the lower bound (the most bytes live at once) and, while that fails, at capacities
-    between the bound and the best peak, with growing limits; then CP-SAT if asked for. It stops
+    search at the lower bound (the most bytes live at once), local search a little above it and,
+    while that fails, both at capacities between the bound and the best peak, with growing limits;
+    then CP-SAT if asked for. It stops
     at the bound, at `capacity`, or at a limit.
     KeyboardInterrupt stops it too: the best placement so far is returned.
 
@@ -103,6 +113,14 @@ class _Run:
             return True
         return self.best is not None and self.peak <= self.good_enough
 
+    @cached_property
+    def unit(self) -> int:
+        """Sunk placements only have offsets that are multiples of this."""
+        sizes = self.layout.size.tolist()
+        if (self.layout.alignment == 1).all():
+            return gcd(*sizes)
+        return gcd(*sizes, *self.layout.alignment.tolist())
+
     def elapsed_s(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self.started_s
@@ -136,43 +154,77 @@ class _Run:
             self.offer(offsets, name)
 
     def search(self, work_limit: int | None, seed: int) -> None:
-        """At the bound, then by bisection between the bound and the peak, in rounds whose limits
-        double. Only proofs move the bound."""
-        spent = turn = 0
-        # Sunk placements only have offsets that are multiples of this.
-        unit = gcd(*self.layout.size.tolist(), *self.layout.alignment.tolist())
-        if (self.layout.alignment == 1).all():
-            unit = gcd(*self.layout.size.tolist())
-        limit = FIRST_ROUND_WORK
+        """Depth first at the bound; local search above it; then both in rounds, by bisection
+        between the bound and the peak, with limits that double. Only proofs move the bound."""
+        left = WITHOUT_LIMIT if work_limit is None else work_limit
+        left -= self._try(self.good_enough, min(left, FIRST_ROUND_WORK), seed, 0)
+        if self.capacity is None:
+            left -= self._near(min(left // 2, NEAR_WORK), seed)
+        limit = 2 * FIRST_ROUND_WORK
+        turn = 1
         while not self.done:
             low = target = self.good_enough
+            failures = 0
             while not self.done:
-                # The target that would end it all gets about as much as the others together.
-                share = limit if target == self.good_enough else limit // 4
-                left = share if work_limit is None else min(share, work_limit - spent)
                 if self.out_of_time() or left <= 0:
                     return
-                outcome = find_placement(
-                    self.layout,
-                    target,
-                    seed=seed,
-                    turn=turn,
-                    work_limit=left,
-                    stop=self.out_of_time,
-                )
-                spent += outcome.work
-                self.nodes += outcome.nodes
-                if outcome.offsets is not None:
-                    self.offer(outcome.offsets, "search")
-                else:
-                    low = target
-                    if outcome.infeasible:
-                        self.bound = low = target + unit
-                if self.capacity is not None or self.peak - low <= unit:
+                left -= self._try(target, min(limit, left), seed, turn)
+                if self.peak > target:
+                    low = max(target, self.bound)
+                    failures += 1
+                # Closer to what fails is not worth it before the limits are larger.
+                over = failures > MOST_FAILURES or self.peak - low <= self.unit
+                if self.capacity is not None or over:
                     break
                 target = (low + self.peak) // 2
             limit *= 2
             turn += 1
+
+    def _near(self, work_limit: int, seed: int) -> int:
+        """Local search, first a fixed share above the bound; then lower by halves or higher by
+        steps. The work spent."""
+        low, left, turn = self.bound, work_limit, 0
+        per_mille = self.bound // 1000
+        target = low + min((self.peak - low) // 2, NEAR_PER_MILLE * per_mille)
+        while left > 0 and self.peak - low > self.unit and not self.done and not self.out_of_time():
+            left -= self._repair(target, min(left, work_limit // 3), seed, turn)
+            failed = self.peak > target
+            low = target if failed else low
+            target = (low + self.peak) // 2
+            if failed:
+                target = min(target, low + STEP_PER_MILLE * per_mille)
+            turn += 1
+        return work_limit - left
+
+    def _try(self, target: int, work_limit: int, seed: int, turn: int) -> int:
+        """Depth-first search at a capacity, then local search if that does not decide it; the
+        work spent."""
+        if self.done or self.out_of_time():
+            return 0
+        # Depth first finds what is exactly tight and proves that it is not there; a little above
+        # the bound, and with hundreds of buffers, local search is much faster.
+        end = target == self.good_enough
+        deep, wide = (work_limit, work_limit // 8) if end else (work_limit // 8, work_limit)
+        outcome = find_placement(
+            self.layout, target, seed=seed, turn=turn, work_limit=deep, stop=self.out_of_time
+        )
+        self.nodes += outcome.nodes
+        if outcome.infeasible:
+            self.bound = target + self.unit
+        elif outcome.offsets is not None:
+            self.offer(outcome.offsets, "search")
+        else:
+            return outcome.work + self._repair(target, wide, seed, turn)
+        return outcome.work
+
+    def _repair(self, target: int, work_limit: int, seed: int, turn: int) -> int:
+        """Local search at a capacity; the work spent."""
+        outcome = repaired_placement(
+            self.layout, target, seed=seed, turn=turn, work_limit=work_limit, stop=self.out_of_time
+        )
+        if outcome.offsets is not None:
+            self.offer(outcome.offsets, "repair")
+        return outcome.work
 
     def cp_sat(self, use_pyramid: bool, num_workers: int, seed: int) -> None:
         """CP-SAT at the bound (or the capacity)."""

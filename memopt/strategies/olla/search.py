@@ -106,11 +106,11 @@ def _attempts(
                 )
                 weight = int(rng.choice((0, 2, 4, 5, 8)))
                 attempt = next(lucky)
-                limit = base if attempt % 4 else base * _luby(attempt // 4)
+                limit = base if attempt % 4 else base * luby(attempt // 4)
                 yield np.argsort(-np.asarray(score), kind="stable"), weight, limit
 
 
-def _luby(index: int) -> int:
+def luby(index: int) -> int:
     """Luby's sequence 1, 1, 2, 1, 1, 2, 4, 1, ... for index 1, 2, 3, ..."""
     while index & (index + 1):
         index -= (1 << (index.bit_length() - 1)) - 1

@@ -1,0 +1,70 @@
+"""Local search for a placement within a capacity: attempts, their settings and limits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+
+from memopt.strategies.olla.buffers import Layout
+from memopt.strategies.olla.search import Outcome, luby
+
+EXPONENTS = (0.6, 0.75, 0.5, 0.9)
+"""Of a buffer's area, bytes times sections, in its first weight, one attempt after another."""
+TENURES = (0, 1)
+"""Moves for which a buffer just placed is dear to eject."""
+HEAVIEST = 1_000_000
+"""The first weight of the buffer with the largest area."""
+WORK_PER_OVERLAP = 800
+"""Units of work of the shortest attempts, for each pair of buffers that overlap: enough for every
+buffer to move about 12 times; few do."""
+
+MOST_WORK = 300_000_000
+"""Of an attempt, some tenths of a second."""
+
+
+def repaired_placement(
+    layout: Layout,
+    capacity: int,
+    *,
+    seed: int = 0,
+    turn: int = 0,
+    work_limit: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Search for a placement of peak ≤ `capacity` bytes.
+
+    It proves nothing. Attempts begin with nothing placed (good placements above the capacity are
+    worse to begin with), with settings in turn and lengths by Luby's sequence.
+
+    Args:
+        layout: buffers of positive size.
+        capacity: bytes.
+        seed: of the random choices.
+        turn: how often this was tried before.
+        work_limit: units of work in all (about 10⁹ in some seconds); None: no limit.
+        stop: looked at every few tenths of a second.
+    """
+    from memopt.strategies.olla.repair_kernels import Buffers, repair
+
+    if layout.bound > capacity:
+        return Outcome(None, True, 0, 0)
+    buffers = Buffers(layout.size, layout.alignment, *layout.overlaps)
+    area = layout.size * (layout.last - layout.first).astype(float)
+    base = WORK_PER_OVERLAP * (len(buffers.overlaps) + 1)
+    rng = np.array([np.random.default_rng((seed, turn)).integers(1, 2**31 - 1)], dtype=np.int64)
+    settings = itertools.cycle(itertools.product(EXPONENTS, TENURES))
+    work = 0
+    for attempt in itertools.count(1):
+        most = min(base * luby(attempt), MOST_WORK)
+        left = most if work_limit is None else min(most, work_limit - work)
+        if left <= 0 or stop():
+            return Outcome(None, False, 0, work)
+        exponent, tenure = next(settings)
+        weight = (1 + HEAVIEST * (area / area.max()) ** exponent).astype(np.int64)
+        offset, placed, spent = repair(buffers, weight, rng, capacity, tenure, left)
+        work += spent
+        if placed:
+            return Outcome(offset, False, 0, work)
+    raise AssertionError("endless")
