@@ -123,9 +123,24 @@ def measured_table(rows: Iterable[MeasuredRow]) -> list[str]:
     return lines
 
 
-def mean_measured(rows: list[MeasuredRow]) -> float:
-    """Of eager's measured peaks, without resident bytes."""
-    return statistics.mean(saved(r.eager_bytes, r.step_bytes, r.resident_bytes) for r in rows)
+def means_measured(rows: list[MeasuredRow]) -> list[str]:
+    """The mean shares of eager's measured peaks that are saved, by size and batch."""
+    lines = []
+    for size, batch in dict.fromkeys((row.size, row.batch) for row in rows):
+        some = [row for row in rows if (row.size, row.batch) == (size, batch)]
+        parts = [
+            statistics.mean(
+                saved(r.eager_bytes, r.step_bytes, aside * r.resident_bytes) for r in some
+            )
+            for aside in (1, 0)
+        ]
+        known = size == "paper" and batch in PAPER_REORDERED
+        paper = f"; the paper's {percent(PAPER_REORDERED[batch])}" if known else ""
+        lines.append(
+            f"Saved of eager's measured peak, mean of {len(some)} steps ({size}, batch {batch}): "
+            f"{percent(parts[0])} without resident bytes, {percent(parts[1])} of all{paper}."
+        )
+    return lines
 
 
 def averages(rows: list[Row]) -> list[str]:
@@ -224,11 +239,13 @@ def page(rows: list[Row], measured: list[MeasuredRow], stem: str) -> str:
         parts += [
             "## Measured",
             "Steps that ran here on the CPU: PyTorch's own (forward, loss, backward, "
-            "`optimizer.step()`, `zero_grad()`) and OLLA's order with measured workspaces. Tiny: "
-            "narrow models on small inputs, as the tests run them. MiB without resident bytes. "
+            "`optimizer.step()`, `zero_grad()`) and OLLA's order with measured workspaces. Paper: "
+            "models of published size, as above (`--measure-gib`); tiny: narrow models on small "
+            "inputs, as the tests run them. MiB without resident bytes. The CPU's kernels need "
+            "other workspaces than the priced GPU's, and save other tensors. "
             '"Planned" above "eager": the traced model takes another path, see '
             "[limits](../execution.md#limits).",
-            f"Mean saved, measured: {percent(mean_measured(measured))}.",
+            "\n".join(f"- {line}" for line in means_measured(measured)),
             "\n".join(measured_table(measured)),
         ]
     parts += [
