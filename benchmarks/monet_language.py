@@ -46,7 +46,9 @@ WAYS: dict[str, Way] = {
     "MONeT": lambda runs, budget: runs.started(budget, ALL_MENUS, MENUS, EXACT),
 }
 """The last starts from the plans of the two before it, and of menus with all implementations."""
-SMALL_BATCH, SMALL_TOKENS, SMALL_VOCABULARY = 4, 128, 8192
+SMALL = {"gpt2": (8, 256), "llama": (4, 128)}
+"""Batch and tokens of those that really run: logits that fill the memory, or weights."""
+SMALL_VOCABULARY = 8192
 
 
 def estimated(name: str) -> Graph:
@@ -87,7 +89,7 @@ def small(name: str) -> nn.Module:
             n_layer=4,
             n_embd=256,
             n_head=4,
-            n_positions=SMALL_TOKENS,
+            n_positions=SMALL[name][1],
             vocab_size=SMALL_VOCABULARY,
             use_cache=False,
             attn_implementation="sdpa",
@@ -101,7 +103,7 @@ def small(name: str) -> nn.Module:
             num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=SMALL_TOKENS,
+            max_position_embeddings=SMALL[name][1],
             use_cache=False,
             attn_implementation="sdpa",
         )
@@ -112,14 +114,10 @@ def small(name: str) -> nn.Module:
 def run_rows(folder: Path, limit_s: float, rounds: int, until: Until) -> list[Row]:
     """Small models, planned every way, run beside eager."""
     kept = Kept(folder / "language-rows.json", Row, {"limit_s": limit_s})
-    inputs = {
-        "input_ids": torch.randint(
-            3, SMALL_VOCABULARY, (SMALL_BATCH, SMALL_TOKENS), generator=torch.manual_seed(1)
-        )
-    }
     for name in kept.missing(MODELS, lambda note: sys.stderr.write(f"{note}\n")):
+        words = torch.randint(3, SMALL_VOCABULARY, SMALL[name], generator=torch.manual_seed(1))
         rows = run(
-            name, small(name), inputs, WAYS, folder, limit_s, rounds,
+            name, small(name), {"input_ids": words}, WAYS, folder, limit_s, rounds,
             until=until, exact_only=False,
         )  # fmt: skip
         if until is Until.END:
@@ -148,9 +146,8 @@ def page(lines: list[str], rows: list[Row], command: str, limit_s: float) -> str
             "",
             "## Really run",
             "",
-            f"Four layers of width 256, {SMALL_BATCH} × {SMALL_TOKENS} tokens, {SMALL_VOCABULARY} "
-            "words, one thread of this machine's CPU: plans of least memory whose predicted "
-            "overhead is 10%. " + MEANING,
+            f"Four layers of width 256, {SMALL_VOCABULARY} words, one thread of this machine's "
+            "CPU: plans of least memory whose predicted overhead is 10%. " + MEANING,
             "",
             *table(rows),
         ]
