@@ -68,7 +68,8 @@ def needed_operators(graph: Graph) -> frozenset[int]:
 def spared_operators(graph: Graph) -> frozenset[int]:
     """Operators that a program may leave out because others run by implementations that do not
     read their results (the logits of a chunked cross-entropy)."""
-    plain = replace(graph, operators=[replace(o, implementations=()) for o in graph.operators])
+    operators = tuple(replace(o, implementations=()) for o in graph.operators)
+    plain = replace(graph, operators=operators)
     return needed_operators(plain) - needed_operators(graph)
 
 
