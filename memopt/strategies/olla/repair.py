@@ -54,6 +54,7 @@ def repaired_placement(
     area = layout.size * (layout.last - layout.first).astype(float)
     base = WORK_PER_OVERLAP * (len(buffers.overlaps) + 1)
     rng = np.array([np.random.default_rng((seed, turn)).integers(1, 2**31 - 1)], dtype=np.int64)
+    offset = np.full(len(layout), -1, dtype=np.int64)
     settings = itertools.cycle(itertools.product(EXPONENTS, TENURES))
     work = 0
     for attempt in itertools.count(1):
@@ -63,8 +64,7 @@ def repaired_placement(
             return Outcome(None, False, 0, work)
         exponent, tenure = next(settings)
         weight = (1 + HEAVIEST * (area / area.max()) ** exponent).astype(np.int64)
-        offset, placed, spent = repair(buffers, weight, rng, capacity, tenure, left)
-        work += spent
-        if placed:
+        work += repair(buffers, weight, offset, rng, capacity, tenure, left)
+        if offset.min() >= 0:
             return Outcome(offset, False, 0, work)
     raise AssertionError("endless")

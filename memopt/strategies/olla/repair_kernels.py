@@ -122,17 +122,19 @@ def _eject(buffers: Buffers, offset: Ints, buffer: int, waiting: Ints, waits: in
 def repair(
     buffers: Buffers,
     first_weight: Ints,
+    offset: Ints,
     rng: Ints,
     capacity: int,
     tenure: int,
     work_limit: int,
-) -> tuple[Ints, bool, int]:
-    """Place all buffers within about `work_limit` units of work; `rng` moves on. Returns the
-    offsets (-1: waits), whether all are placed, and the work."""
+) -> int:
+    """Place all buffers within about `work_limit` units of work; `offset` (-1: waits) is written
+    and `rng` moves on. Returns the work: an array as a result would have numba run Python code
+    after the search, where an interrupt becomes a SystemError."""
     count, most = buffers.size.shape[0], 1
     for buffer in range(count):
         most = max(most, buffers.overlap_start[buffer + 1] - buffers.overlap_start[buffer])
-    offset = np.full(count, -1, np.int64)
+    offset[:] = -1
     waiting, waits = np.arange(count), count
     events, change = np.empty(2 * most, np.int64), np.empty(2 * most, np.int64)
     # `cost` is the weight, or more for those in `recent`, a ring of what was placed just now.
@@ -162,4 +164,4 @@ def repair(
         kept_until[buffer] = move + tenure + int((2 * tenure + 1) * _random(rng))
         cost[buffer] = JUST_PLACED * weight[buffer]
         recent[move % recent.shape[0]] = buffer
-    return offset, waits == 0, work
+    return int(work)
