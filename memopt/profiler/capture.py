@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from memopt.errors import CaptureError
 from memopt.profiler import torch_private
 from memopt.profiler.fake_results import correct_fake_results
+from memopt.profiler.hugging_face import as_eager
 from memopt.profiler.inputs import Call
 from memopt.profiler.side_effects import check_side_effects
 from memopt.profiler.unused_outputs import detach_outputs
@@ -141,7 +142,9 @@ def _trace(model: nn.Module, call: Call) -> Any:
     from torch._dynamo.exc import TorchDynamoException
 
     try:
-        module, changed = torch_private.dynamo_capture(model, call.args, call.kwargs)
+        module, changed = as_eager(
+            lambda: torch_private.dynamo_capture(model, call.args, call.kwargs)
+        )
     except TorchDynamoException as error:
         raise CaptureError(_explain(error)) from error
     except AssertionError as error:

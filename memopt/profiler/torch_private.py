@@ -61,7 +61,12 @@ def dynamo_capture(
 
     wanted = {"allow_rnn": True, "side_effect_replay_policy": "warn"}
     patch = config.patch({name: value for name, value in wanted.items() if hasattr(config, name)})
-    with warnings.catch_warnings(record=True) as caught, patch, kernels_kept_whole():
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        patch,
+        kernels_kept_whole(),
+        _not_exporting(),
+    ):
         warnings.simplefilter("always")
         try:
             module = capture(model)(*args, **kwargs)
@@ -75,6 +80,42 @@ def dynamo_capture(
         else:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
     return module, tuple(changed)
+
+
+@contextlib.contextmanager
+def _not_exporting() -> Iterator[None]:
+    """`torch.compiler.is_exporting()` is False in what dynamo traces: the step is run, not shipped.
+    Models ask for it: Hugging Face's exported attention has a mask in place of `is_causal`, and
+    keys and values repeated for every head."""
+    home = importlib.import_module("torch._dynamo.functional_export")
+    states = _import("torch._dynamo.variables.torch", "tracing_state_functions")()
+    question = torch.compiler.is_exporting
+    entered, answer = getattr(home, "_compiling_state_context", None), states.get(question)
+
+    @contextlib.contextmanager
+    def compiling() -> Iterator[None]:
+        assert entered is not None
+        with entered():
+            flag = getattr(torch.compiler, "_is_exporting_flag", None)
+            torch.compiler._is_exporting_flag = False
+            try:
+                yield
+            finally:
+                if flag is not None:
+                    torch.compiler._is_exporting_flag = flag
+
+    with _ONE_AT_A_TIME:
+        try:
+            if entered is not None:
+                home._compiling_state_context = compiling  # type: ignore[attr-defined]
+            if answer is not None:
+                states[question] = False
+            yield
+        finally:
+            if entered is not None:
+                home._compiling_state_context = entered  # type: ignore[attr-defined]
+            if answer is not None:
+                states[question] = answer
 
 
 def _forget_compiled() -> None:

@@ -1,0 +1,80 @@
+"""What Hugging Face's models do otherwise while they are traced, done as eager does it.
+
+Without an attention mask a decoder asks whether its positions are those of several packed
+sequences. Eager reads them, finds one sequence and lets the attention kernel be causal; a trace
+cannot read them, so it makes a mask of S × S for every sequence and repeats keys and values for
+every head: other bits, more memory, and on CUDA not the flash kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch.fx import Node
+
+T = TypeVar("T")
+
+_ONE_AT_A_TIME = threading.RLock()
+
+
+class _PackedPositions(Exception):
+    """The positions depend on the call's tensors: they may be those of packed sequences."""
+
+
+def as_eager(trace: Callable[[], T]) -> T:
+    """What `trace` traces; decoders that count their positions themselves as eager runs them."""
+    with _ONE_AT_A_TIME:
+        try:
+            with _one_sequence():
+                return trace()
+        except _PackedPositions:
+            return trace()
+
+
+@contextlib.contextmanager
+def _one_sequence() -> Iterator[None]:
+    """No sequences are packed.
+
+    Raises:
+        _PackedPositions: (after the trace) that depends on what the model is called with.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    asked: Callable[..., Any] | None = getattr(masking, "find_packed_sequence_indices", None)
+    if masking is None or asked is None:
+        yield
+        return
+    from torch._dynamo.comptime import comptime
+
+    given: list[bool] = []
+
+    def look(context: Any) -> None:
+        given.append(_depends_on_call(context.get_local("position_ids").as_proxy().node))
+
+    def none_packed(position_ids: Any) -> None:
+        comptime(look)
+
+    masking.find_packed_sequence_indices = none_packed  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = asked  # type: ignore[attr-defined]
+    if any(given):
+        raise _PackedPositions
+
+
+def _depends_on_call(node: Node) -> bool:
+    """Whether a traced value is computed from an argument of the model."""
+    seen, stack = {node}, [node]
+    while stack:
+        one = stack.pop()
+        if one.op == "placeholder":
+            return True
+        for source in one.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return False

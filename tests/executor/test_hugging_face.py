@@ -1,0 +1,54 @@
+"""Hugging Face's decoders as eager runs them: causal attention, keys and values not repeated."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt
+import tests.zoo.torchvision_shim  # noqa: F401  # before transformers, which imports torchvision
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+IDS = torch.randint(0, 300, (2, 32), generator=torch.manual_seed(0))
+HALVES = torch.cat([torch.arange(16), torch.arange(16)])[None].repeat(2, 1)
+
+
+class Loss(nn.Module):
+    """The loss alone; `positions` say where one of several packed sequences ends."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens, position_ids=positions).loss
+        return loss
+
+
+@pytest.mark.parametrize("inputs", [(IDS,), (IDS, HALVES)], ids=["counted", "packed"])
+def test_grouped_keys_are_those_of_eager(inputs: tuple[Tensor, ...]) -> None:
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Loss(LlamaForCausalLM(config).train())
+    twin = copy.deepcopy(model)
+    plan = memopt.plan(model, inputs, budget="min", cache=False, progress=False)
+    losses: list[Any] = []
+    for one in (plan.apply(model), twin):
+        losses.append(one(*inputs))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+    assert plan.graph is not None
+    names = " ".join(operator.name for operator in plan.graph.operators)
+    # The mask of packed sequences is made in the step; without them there is none.
+    assert ("cumsum" in names) == (len(inputs) == 2), names
