@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-import tests.zoo.torchvision_shim  # noqa: F401  # before transformers, which imports torchvision
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.zoo import torchvision_shim
 
 
 IDS = torch.randint(0, 300, (2, 32), generator=torch.manual_seed(0))
@@ -32,6 +31,9 @@ class Loss(nn.Module):
 
 @pytest.mark.parametrize("inputs", [(IDS,), (IDS, HALVES)], ids=["counted", "packed"])
 def test_grouped_keys_are_those_of_eager(inputs: tuple[Tensor, ...]) -> None:
+    assert torchvision_shim.__file__  # transformers imports torchvision where it is installed
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
