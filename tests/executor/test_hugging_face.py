@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import memopt
 from tests.zoo import torchvision_shim
 
-
 IDS = torch.randint(0, 300, (2, 32), generator=torch.manual_seed(0))
 HALVES = torch.cat([torch.arange(16), torch.arange(16)])[None].repeat(2, 1)
 
