@@ -119,9 +119,14 @@ def test_model_that_cannot_be_captured(model: type[nn.Module], message: str) -> 
         plan(model())
 
 
-def test_nothing_requires_a_gradient() -> None:
+# A loss is asked for its gradients at the capture; what is wrong before it is still said first.
+with_and_without_a_loss = pytest.mark.parametrize("loss_fn", [None, torch.sum], ids=["", "loss"])
+
+
+@with_and_without_a_loss
+def test_nothing_requires_a_gradient(loss_fn: Any) -> None:
     with pytest.raises(memopt.CaptureError, match=r"nothing to train.*requires_grad_\(\)"):
-        plan(two_layers().requires_grad_(False))
+        plan(two_layers().requires_grad_(False), loss_fn=loss_fn)
 
 
 def test_sparse_gradients() -> None:
@@ -153,14 +158,16 @@ def test_failing_capture_leaves_the_model_as_it_was() -> None:
         (torch.ones(4, 6, dtype=torch.long), r"without memopt it fails, too.*dtype"),
     ],
 )
-def test_inputs_that_do_not_fit(inputs: Any, message: str) -> None:
+@with_and_without_a_loss
+def test_inputs_that_do_not_fit(inputs: Any, message: str, loss_fn: Any) -> None:
     with pytest.raises(ValueError, match=message):
-        plan(two_layers(), inputs)
+        plan(two_layers(), inputs, loss_fn=loss_fn)
 
 
-def test_model_that_fails_by_itself() -> None:
+@with_and_without_a_loss
+def test_model_that_fails_by_itself(loss_fn: Any) -> None:
     with pytest.raises(ValueError, match="without memopt it fails, too"):
-        plan(Fails())
+        plan(Fails(), loss_fn=loss_fn)
 
 
 class Casts(Layers):

@@ -187,7 +187,8 @@ class LossUse:
 
 
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
-    """Run the loss forward and backward on detached outputs of the model."""
+    """Run the loss forward and backward on detached outputs of the model; not where no output
+    has a gradient, which is the model's fault and `capture`'s to say."""
     with untouched(model, call):
         output = model(*call.args, **call.kwargs)
         leaves, spec = pytree.tree_flatten(output)
@@ -196,6 +197,8 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf = leaf.detach().requires_grad_()
             cut.append(leaf)
+        if not differentiable(output):
+            return LossUse()
         del output, leaves
         again = pytree.tree_unflatten(cut, spec)
         with metered(device) as use:

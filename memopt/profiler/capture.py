@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from memopt.errors import CaptureError
 from memopt.profiler import torch_private
 from memopt.profiler.fake_results import correct_fake_results
-from memopt.profiler.hugging_face import as_eager
+from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
 from memopt.profiler.side_effects import check_side_effects
 from memopt.profiler.unused_outputs import detach_outputs
@@ -106,14 +106,17 @@ class Captured:
     unused_outputs: tuple[int, ...] = ()
 
 
-def capture(model: nn.Module, call: Call, unused_outputs: tuple[int, ...] = ()) -> Captured:
+def capture(
+    model: nn.Module, call: Call, unused_outputs: Callable[[], tuple[int, ...]] = tuple
+) -> Captured:
     """Capture one training step of `model` for the example call.
 
     Args:
         model: the module, in the mode to train it in.
         call: the example call.
         unused_outputs: positions, among the leaves of the model's output, of those that the
-            user's loss does not use: no gradient is traced, made or charged for them.
+            user's loss does not use: no gradient is traced, made or charged for them. Asked once
+            the forward is traced, so that a model that cannot be is refused first.
 
     Raises:
         CaptureError: the model cannot be captured whole (a data-dependent branch...),
@@ -134,8 +137,9 @@ def capture(model: nn.Module, call: Call, unused_outputs: tuple[int, ...] = ()) 
             )
     with torch.enable_grad():
         traced = _trace(model, call)
-        detach_outputs(traced, unused_outputs)
-        return replace(_export(model, traced, call), unused_outputs=unused_outputs)
+        unused = unused_outputs()
+        detach_outputs(traced, unused)
+        return replace(_export(model, traced, call), unused_outputs=unused)
 
 
 def _trace(model: nn.Module, call: Call) -> Any:
@@ -150,24 +154,16 @@ def _trace(model: nn.Module, call: Call) -> Any:
     except AssertionError as error:
         raise CaptureError(
             f"what the model takes or returns cannot be captured: {str(error).strip()}. "
-            + _pytree_remedy(model)
+            + (cache_remedy(model) or _PYTREES)
         ) from error
     check_side_effects(model, call, changed)
     return module
 
 
-def _pytree_remedy(model: nn.Module) -> str:
-    """What to do about an argument or result that is no pytree of tensors."""
-    if getattr(getattr(model, "config", None), "use_cache", False):  # Hugging Face's default
-        return (
-            "The model is configured to return its key/value cache, which training does not need "
-            "and which would keep every layer's keys and values: set model.config.use_cache = "
-            "False, or pass use_cache=False among the inputs"
-        )
-    return (
-        "memopt takes tensors, numbers, strings, None and pytrees of them: register your own class "
-        "with torch.export.register_dataclass, or return a tuple or a dict"
-    )
+_PYTREES = (
+    "memopt takes tensors, numbers, strings, None and pytrees of them: register your own class "
+    "with torch.export.register_dataclass, or return a tuple or a dict"
+)
 
 
 def _explain(error: Exception) -> str:

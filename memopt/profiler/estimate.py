@@ -14,6 +14,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from memopt.models.graph import Graph
 from memopt.models.liveness import store_all
 from memopt.models.replay import replay
 from memopt.models.serialize import fingerprint
-from memopt.profiler.baseline import Loss, LossUse, differentiable
+from memopt.profiler.baseline import Loss, LossUse
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost
 from memopt.profiler.capture import Captured, capture
@@ -150,18 +151,16 @@ def estimate_model(
     cuda = device.block_bytes > 1
     call, fakes = to_call(inputs), Fakes()
     stand_in, fake_call = fakes.model(model), fakes.call(call)
+    used = cache(lambda: _loss_use(fakes, stand_in, fake_call, loss, device) if loss else LossUse())
     with fused_attention() if cuda else contextlib.nullcontext():
-        used = LossUse()
-        if loss is not None:
-            used = _loss_use(fakes, stand_in, fake_call, loss, device)
-        captured = capture(stand_in, fake_call, used.unused)
+        captured = capture(stand_in, fake_call, lambda: used().unused)
     lowering = build(stand_in, captured, device.block_bytes)
     report(0.8, f"pricing operators for {device.name}")
     graph = with_costs(lowering, estimate_costs(lowering, device))
     state = optimizer_state(optimizer, model.parameters(), device.block_bytes)
     graph = replace(
         graph,
-        boundary_bytes=used.boundary_bytes,
+        boundary_bytes=used().boundary_bytes,
         extra_resident_bytes=graph.extra_resident_bytes
         + state.bytes_total
         + STEP_SCALARS_BYTES["cuda" if cuda else "cpu"]
@@ -175,7 +174,7 @@ def estimate_model(
         cpu,
         block_bytes=device.block_bytes,
         fingerprint=fingerprint(lowering.graph),
-        unused_outputs=used.unused,
+        unused_outputs=captured.unused_outputs,
     )
     report(1.0, "estimated")
     return Profiled(
@@ -215,11 +214,13 @@ def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device:
     with fakes.mode, torch.enable_grad():
         output = stand_in(*call.args, **call.kwargs)
         leaves, spec = pytree.tree_flatten(output)
-        # Copies: an output may be a view of a parameter.
-        cut = [t.detach().clone().requires_grad_() for t in differentiable(output)]
         places = [
             i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad
         ]
+        if not places:
+            return LossUse()
+        # Copies: an output may be a view of a parameter.
+        cut = [leaves[i].detach().clone().requires_grad_() for i in places]
     function = loss.function
     if isinstance(function, nn.Module):
         function = fakes.model(function)

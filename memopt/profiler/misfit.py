@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from memopt.errors import CaptureError, ProfileError
 from memopt.profiler.baseline import untouched
 from memopt.profiler.inputs import Call
 
@@ -58,7 +57,7 @@ def diagnosed(model: nn.Module, call: Call) -> Iterator[None]:
     logger.setLevel(logging.CRITICAL)
     try:
         yield
-    except (CaptureError, ProfileError) as error:
+    except Exception as error:  # raised again unless the model fails by itself
         reason = _failure(model, call)
         if reason is None:
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -111,9 +112,11 @@ def profile_model(
     report = progress or (lambda _fraction, _what: None)
     report(0.0, "capturing the model")
     check_arguments(model, call)
+    used = cache(
+        lambda: measure_loss(model, call, loss, device) if loss else LossUse(unused=unused_outputs)
+    )
     with diagnosed(model, call):
-        used = measure_loss(model, call, loss, device) if loss else LossUse(unused=unused_outputs)
-        captured = capture(model, call, used.unused)
+        captured = capture(model, call, lambda: used().unused)
         block_bytes = 512 if device.type == "cuda" else 1
         lowering = build(model, captured, block_bytes)
 
@@ -132,12 +135,12 @@ def profile_model(
         device,
         block_bytes=block_bytes,
         fingerprint=fingerprint(lowering.graph),
-        unused_outputs=used.unused,
+        unused_outputs=captured.unused_outputs,
     )
     extra_bytes = state.bytes_total + step.library_bytes + STEP_SCALARS_BYTES[device.type]
     graph = replace(
         graph,
-        boundary_bytes=used.boundary_bytes,
+        boundary_bytes=used().boundary_bytes,
         extra_resident_bytes=graph.extra_resident_bytes + extra_bytes,
     )
     baseline = replace(step, peak_bytes=graph.resident_bytes + step.peak_bytes)
