@@ -99,6 +99,12 @@ class Plan:
         return self.step_time_s / self.compute_time_s - 1
 
     @property
+    def unused_outputs(self) -> tuple[int, ...]:
+        """The outputs that the plan's step has no gradient for, its loss using none of them:
+        positions among the leaves of the model's output."""
+        return self.record.unused_outputs if self.record is not None else ()
+
+    @property
     def arena(self) -> ArenaUse | None:
         """What the plan's addresses cover and what lies outside; None for a plan without."""
         if self.graph is None or self.program is None:
@@ -192,8 +198,7 @@ class Plan:
         from memopt.profiler.session import profile_model
 
         assert self.graph is not None
-        unused = self.record.unused_outputs if self.record is not None else ()
-        profiled = profile_model(model, call, unused_outputs=unused)
+        profiled = profile_model(model, call, unused_outputs=self.unused_outputs)
         optimizer = self.profiled.optimizer if self.profiled is not None else None
         extra_bytes = optimizer.bytes_total if optimizer is not None else 0
         graph = replace(

@@ -33,12 +33,11 @@ def measure_step(
     """(total peak bytes, median seconds) of a step under the plan; see `Plan.check`."""
     call = planned_call(plan, inputs)
     planned = apply_plan(plan, model, inputs)
-    unused = unused_outputs(plan)
     device = device_of(model, call)
 
     def step() -> Any:
         output = planned(*call.args, **call.kwargs)
-        loss = summed(output, unused) if loss_fn is None else loss_fn(output, *targets)
+        loss = summed(output, plan.unused_outputs) if loss_fn is None else loss_fn(output, *targets)
         loss.backward()
         return output
 
@@ -72,11 +71,6 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
         shape, dtype, device = ctx.like
         return torch.ones(shape, dtype=dtype, device=device)
-
-
-def unused_outputs(plan: Plan) -> tuple[int, ...]:
-    """The outputs that a plan's step has no gradient for; see `ModelRecord`."""
-    return plan.record.unused_outputs if plan.record is not None else ()
 
 
 def summed(output: Any, unused: tuple[int, ...] = ()) -> torch.Tensor:

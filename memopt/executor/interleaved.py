@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from memopt.executor.apply import apply_plan, planned_call
-from memopt.executor.check import clear_gradients, summed, timed, unused_outputs
+from memopt.executor.check import clear_gradients, summed, timed
 from memopt.profiler.baseline import untouched
 from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
@@ -46,7 +46,7 @@ def measure_in_turn(
     """
     call = planned_call(plans[0])
     device = device_of(model, call)
-    unused = tuple({i for plan in plans for i in unused_outputs(plan)})
+    unused = tuple({i for plan in plans for i in plan.unused_outputs})
     modules = [model, *(apply_plan(plan, model) for plan in plans)]
     # The loss and the runtime's token are charged as resident, and metered: count them once.
     resident_bytes = plans[0].resident_bytes - STEP_SCALARS_BYTES[device.type]

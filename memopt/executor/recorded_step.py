@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from memopt.executor.apply import apply_plan, planned_call
-from memopt.executor.check import clear_gradients, summed, timed, unused_outputs
+from memopt.executor.check import clear_gradients, summed, timed
 from memopt.executor.recorder import recorder_for
 from memopt.models.recording import Recorded
 from memopt.profiler.baseline import untouched
@@ -34,12 +34,11 @@ def record_step(
     call = planned_call(plan, inputs)
     device = device_of(model, call)
     recorder = recorder_for(device)
-    unused = unused_outputs(plan)
     module = apply_plan(plan, model, inputs, recorder=recorder)
 
     def step() -> None:
         output = module(*call.args, **call.kwargs)
-        loss = summed(output, unused) if loss_fn is None else loss_fn(output, *targets)
+        loss = summed(output, plan.unused_outputs) if loss_fn is None else loss_fn(output, *targets)
         loss.backward()
 
     found: list[tuple[float, tuple[Recorded, ...]]] = []
