@@ -11,7 +11,7 @@ from torch import nn
 
 from memopt.errors import GuardError
 from memopt.profiler.autocast import autocast_state
-from memopt.profiler.inputs import Call
+from memopt.profiler.inputs import Call, repeated
 
 _REMEDY = "plan again for this call (memopt.plan), or call the original module"
 _PLAIN = (bool, int, float, str, tuple, type(None))
@@ -76,17 +76,10 @@ def _registered(modules: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
     }
 
 
-def _identities(leaves: Iterable[Any], parameters: dict[int, str]) -> tuple[Any, ...]:
+def _identities(leaves: list[Any], parameters: dict[int, str]) -> tuple[Any, ...]:
     """For each argument that is a parameter, its name; that is an earlier argument, its index."""
-    seen: dict[int, int] = {}
-    found: list[Any] = []
-    for position, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
-            found.append(None)
-            continue
-        first = seen.setdefault(id(leaf), position)
-        found.append(parameters.get(id(leaf), first if first < position else None))
-    return tuple(found)
+    earlier = repeated(leaves)
+    return tuple(parameters.get(id(leaf), earlier.get(i)) for i, leaf in enumerate(leaves))
 
 
 @dataclass(frozen=True)

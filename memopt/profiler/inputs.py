@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,18 @@ class Call:
     def tensors(self) -> list[Tensor]:
         """The tensor leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+
+def repeated(leaves: Iterable[Any]) -> dict[int, int]:
+    """Position → earlier position, of the flat arguments that are the same tensor as one before."""
+    first: dict[int, int] = {}
+    found: dict[int, int] = {}
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            earlier = first.setdefault(id(leaf), position)
+            if earlier < position:
+                found[position] = earlier
+    return found
 
 
 def to_call(inputs: Any) -> Call:

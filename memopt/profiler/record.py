@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from memopt.errors import PlanFileError
 from memopt.models.record import Argument, ModelRecord, Nest, Opaque, Plain, TensorSpec
 from memopt.profiler.autocast import autocast_state
-from memopt.profiler.inputs import Call
+from memopt.profiler.inputs import Call, repeated
 
 
 def record_of(
@@ -48,7 +48,7 @@ def record_of(
         block_bytes=block_bytes,
         fingerprint=fingerprint,
         unused_outputs=unused_outputs,
-        repeated=_repeated(call),
+        repeated=tuple(repeated(call.leaves).items()),
     )
 
 
@@ -68,18 +68,6 @@ def example_call(record: ModelRecord) -> Call:
         leaves[position] = leaves[earlier]
     again, named = pytree.tree_unflatten(leaves, call.spec)
     return Call(again, named)
-
-
-def _repeated(call: Call) -> tuple[tuple[int, int], ...]:
-    """The flat arguments that are the same tensor as an earlier one."""
-    first: dict[int, int] = {}
-    pairs = []
-    for position, leaf in enumerate(call.leaves):
-        if isinstance(leaf, torch.Tensor):
-            earlier = first.setdefault(id(leaf), position)
-            if earlier < position:
-                pairs.append((position, earlier))
-    return tuple(pairs)
 
 
 def _name(dtype: torch.dtype) -> str:

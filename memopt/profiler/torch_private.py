@@ -95,14 +95,9 @@ def _not_exporting() -> Iterator[None]:
     @contextlib.contextmanager
     def compiling() -> Iterator[None]:
         assert entered is not None
-        with entered():
-            flag = getattr(torch.compiler, "_is_exporting_flag", None)
+        with entered():  # which puts the flag back
             torch.compiler._is_exporting_flag = False
-            try:
-                yield
-            finally:
-                if flag is not None:
-                    torch.compiler._is_exporting_flag = flag
+            yield
 
     with _ONE_AT_A_TIME:
         try:
