@@ -125,22 +125,41 @@ def measured_table(rows: Iterable[MeasuredRow]) -> list[str]:
 
 def means_measured(rows: list[MeasuredRow]) -> list[str]:
     """The mean shares of eager's measured peaks that are saved, by size and batch."""
-    lines = []
+    lines = [
+        "| steps | saved, measured | at the bound | paper | of all, measured | at the bound |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for size, batch in dict.fromkeys((row.size, row.batch) for row in rows):
         some = [row for row in rows if (row.size, row.batch) == (size, batch)]
-        parts = [
-            statistics.mean(
-                saved(r.eager_bytes, r.step_bytes, aside * r.resident_bytes) for r in some
+        means = [
+            percent(
+                statistics.mean(
+                    saved(r.eager_bytes, getattr(r, peak), aside * r.resident_bytes) for r in some
+                )
             )
             for aside in (1, 0)
+            for peak in ("step_bytes", "order_bound_bytes")
         ]
         known = size == "paper" and batch in PAPER_REORDERED
-        paper = f"; the paper's {percent(PAPER_REORDERED[batch])}" if known else ""
-        lines.append(
-            f"Saved of eager's measured peak, mean of {len(some)} steps ({size}, batch {batch}): "
-            f"{percent(parts[0])} without resident bytes, {percent(parts[1])} of all{paper}."
-        )
+        means.insert(2, percent(PAPER_REORDERED[batch]) if known else "")
+        lines.append(f"| {size}, batch {batch}: {len(some)} | {' | '.join(means)} |")
     return lines
+
+
+def not_measured(rows: list[Row], measured: list[MeasuredRow]) -> str:
+    """The steps of published size that did not run here, with what eager's would need."""
+    done = {(row.name, row.batch) for row in measured if row.size == "paper"}
+    parts = [
+        f"{row.name} b{row.batch} ({row.framework_bytes / GIB:.1f})"
+        for row in rows
+        if (row.name, row.batch) not in done
+    ]
+    return (
+        f"Of published size, not run here for memory or time (GiB of their peaks by liveness): "
+        f"{', '.join(parts)}."
+        if parts
+        else ""
+    )
 
 
 def averages(rows: list[Row]) -> list[str]:
@@ -245,7 +264,9 @@ def page(rows: list[Row], measured: list[MeasuredRow], stem: str) -> str:
             "other workspaces than the priced GPU's, and save other tensors. "
             '"Planned" above "eager": the traced model takes another path, see '
             "[limits](../execution.md#limits).",
-            "\n".join(f"- {line}" for line in means_measured(measured)),
+            "Means, without resident bytes and of all:",
+            "\n".join(means_measured(measured)),
+            not_measured(rows, measured),
             "\n".join(measured_table(measured)),
         ]
     parts += [
