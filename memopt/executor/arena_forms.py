@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from memopt.executor.arena_lowered import EVERYWHERE, ON_CPU
 from memopt.profiler.build import Lowering, values_of
+from memopt.profiler.eager_dropout import EAGER_DROPOUT
 from memopt.profiler.in_place import fills_storage
 from memopt.profiler.session import Profiled
 from memopt.profiler.torch_private import has_kernel
@@ -81,7 +82,7 @@ def _form(target: Any, device: str) -> Form | None:
 def _suits(node: Node) -> bool:
     """What the lowered forms do not do: dropout that keeps everything, half-precision batch
     norm with statistics of another dtype."""
-    if node.target is torch.ops.aten.native_dropout.default:
+    if node.target in (torch.ops.aten.native_dropout.default, EAGER_DROPOUT):
         return node.args[2] is not False and _tensor(node, 0).numel() > 0
     if node.target is torch.ops.aten._safe_softmax.default:
         return _tensor(node, 0).numel() > 0

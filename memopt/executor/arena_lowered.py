@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memopt.profiler.eager_dropout import EAGER_DROPOUT, drawn, kept_scale, rounded
+
 _aten = torch.ops.aten
 
 
@@ -101,10 +103,17 @@ def _safe_softmax(x: Tensor, dim: int, dtype: Any = None, *, out: Tensor) -> Ten
 
 
 def _dropout(x: Tensor, p: float, _train: bool | None, *, out: Tensor, mask: Tensor) -> Tensor:
-    """In training (Dropout.cpp, native_dropout_cpu)."""
+    """In training (Dropout.cpp, native_dropout_cpu); it rounds the scale to the dtype."""
     keep = 1.0 - p
     mask.bernoulli_(keep)
-    return torch.mul(x, mask, out=out).mul_(0.0 if keep == 0 else 1.0 / keep)
+    return torch.mul(x, mask, out=out).mul_(rounded(0.0 if keep == 0 else 1.0 / keep, x.dtype))
+
+
+def _eager_dropout(
+    x: Tensor, p: float, _train: bool | None, *, out: Tensor, mask: Tensor
+) -> Tensor:
+    drawn(mask, p)
+    return torch.mul(x, mask, out=out).mul_(kept_scale(p, x.dtype))
 
 
 def _dropout_backward(grad: Tensor, mask: Tensor, scale: float, *, out: Tensor) -> Tensor:
@@ -170,6 +179,7 @@ EVERYWHERE: dict[Any, Lowered] = {
 ON_CPU: dict[Any, Lowered] = {
     _aten.relu.default: (_relu, _ONE),
     _aten.native_dropout.default: (_dropout, ("out", "mask")),
+    EAGER_DROPOUT: (_eager_dropout, ("out", "mask")),
     _aten.native_dropout_backward.default: (_dropout_backward, _ONE),
     _aten._native_batch_norm_legit_functional.default: (
         _batch_norm,

@@ -9,12 +9,13 @@ import torch
 from memopt.implementations.bits import masks, pack, packed_bytes, unpack
 from memopt.implementations.kernel import Kernel, with_twin
 from memopt.implementations.site import Sites, value_of
+from memopt.profiler.eager_dropout import dropout
 
 ATEN = torch.ops.aten
 
 
 def _forward(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    y, mask = ATEN.native_dropout(x, p, train)
+    y, mask = dropout(x, p, train)
     return y, pack(mask)
 
 
@@ -33,7 +34,7 @@ def _backward_over(g: torch.Tensor, bits: torch.Tensor, scale: float) -> Any:
     return g
 
 
-FORWARD = Kernel("dropout.bitmask", _forward)
+FORWARD = Kernel("dropout.bitmask.2", _forward)
 BACKWARD = with_twin("dropout_backward.bitmask.2", _backward, _backward_over)
 
 

@@ -20,6 +20,7 @@ from torch.fx import Node
 from memopt.errors import CaptureError
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.profiler.capture import Captured
+from memopt.profiler.eager_dropout import EagerDropout
 from memopt.profiler.fake_results import InGradMode
 from memopt.profiler.in_place import overwritable
 from memopt.profiler.names import module_paths
@@ -147,11 +148,18 @@ def _needed(captured: Captured) -> set[Node]:
 
 def is_random(node: Node) -> bool:
     """Whether the node draws random numbers."""
+    target = _overload(node)
     return (
         node.op == "call_function"
-        and isinstance(node.target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in node.target.tags
+        and isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in target.tags
     )
+
+
+def _overload(node: Node) -> Any:
+    """A node's target; the operator that it stands for, if it is memopt's own form of one."""
+    target = node.target
+    return target.overload if isinstance(target, (InGradMode, EagerDropout)) else target
 
 
 def _add_inputs(builder: _Builder, captured: Captured) -> None:
@@ -254,7 +262,7 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> No
 
 
 def _check_target(node: Node) -> None:
-    target = node.target.overload if isinstance(node.target, InGradMode) else node.target
+    target = _overload(node)
     if not isinstance(target, torch._ops.OpOverload):
         raise CaptureError(
             f"the model uses {target!s} (in {node.format_node()}), a higher-order or Python "

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
 from memopt.profiler import torch_private
+from memopt.profiler.eager_dropout import dropout_as_eager
 from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
@@ -200,6 +201,7 @@ def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
         module: GraphModule = joint.graph_module
         _check_effects(module)
         correct_fake_results(module)
+        dropout_as_eager(module)
         split = _split(module)
         if not split.tangents:
             raise CaptureError(

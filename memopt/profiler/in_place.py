@@ -37,7 +37,8 @@ _OVER_FIRST: dict[Any, Any] = {
     _aten.sub.Tensor: _aten.sub_.Tensor,
     _aten.sub.Scalar: _aten.sub_.Scalar,
     _aten.mul.Tensor: _aten.mul_.Tensor,
-    _aten.mul.Scalar: _aten.mul_.Scalar,
+    # In half precision mul_.Scalar rounds the number first; mul.Scalar does not.
+    _aten.mul.Scalar: _aten.mul_.Tensor,
     _aten.div.Tensor: _aten.div_.Tensor,
     _aten.div.Scalar: _aten.div_.Scalar,
 }

@@ -13,6 +13,7 @@ from memopt.executor.arena_forms import Form, form_of, outside_tensors
 from memopt.executor.arena_lowered import EVERYWHERE, ON_CPU
 from memopt.profiler.build import build, values_of
 from memopt.profiler.capture import capture
+from memopt.profiler.eager_dropout import EAGER_DROPOUT
 from memopt.profiler.inputs import to_call
 from memopt.profiler.memory import metered_sections
 from memopt.profiler.signature import StandIns, signature
@@ -54,6 +55,9 @@ CALLS: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.native_dropout.default, (SPECIAL, 0.4, True)),
     (aten.native_dropout.default, (SPECIAL, 1.0, True)),
     (aten.native_dropout.default, (SPECIAL, 0.0, None)),
+    (aten.native_dropout.default, (STATISTICS[0].bfloat16(), 0.1, True)),
+    (EAGER_DROPOUT, (SPECIAL, 0.15, True)),
+    (EAGER_DROPOUT, (SPECIAL, 1.0, True)),
     (aten.native_dropout_backward.default, (SPECIAL, SPECIAL > 0, 1.7)),
     (aten._native_batch_norm_legit_functional.default, (IMAGES, *STATISTICS, True, 0.1, 1e-5)),
     (

@@ -15,7 +15,7 @@ from memopt.models.in_place import with_in_place, without_in_place
 from memopt.models.liveness import store_all
 from memopt.models.program import Compute
 from memopt.models.replay import replay
-from memopt.profiler.in_place import in_place_call, overwritable
+from memopt.profiler.in_place import _INTO, _OVER_FIRST, in_place_call, overwritable
 from tests.executor.harness import Case, Prepared, check, prepare
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -65,6 +65,35 @@ def calls(prepared: Prepared) -> list[tuple[Node, Node]]:
 def bits(value: Tensor) -> Tensor:
     """The bytes of a tensor."""
     return value.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_twins_in_half_precision(dtype: torch.dtype) -> None:
+    """There an operator's forms may round numbers differently (mul_.Scalar does)."""
+    x, y = torch.randn(2, 300).to(dtype)
+    others: dict[str, tuple[object, ...]] = {
+        "Tensor": (y,),
+        "Scalar": (1.111,),
+        "masked_fill": (x > 0, 1.111),
+        "clamp": (-0.111, 0.777),
+        "clamp_min": (0.111,),
+    }
+    for kernel, over in _OVER_FIRST.items():
+        _, name, form = str(kernel).split(".")
+        more = others.get(name, others.get(form, ()))
+        assert torch.equal(over(x.clone(), *more), kernel(x, *more)), kernel
+    more_of = {"leaky_relu": (0.111, False), "hardtanh": (-0.111, 0.777), "threshold": (0.111,)}
+    for kernel, (into, keyword) in _INTO.items():
+        name = str(kernel).split(".")[1]
+        if name.endswith("_data"):
+            args: tuple[object, ...] = (x, y, 0, dtype)
+        elif name.endswith("softmax"):
+            args = (x, 0, False)
+        else:
+            args = (x, y, *more_of.get(name.removesuffix("_backward"), ()))
+        taken = x.clone()
+        into(taken, *args[1:], **{keyword: taken})
+        assert torch.equal(taken, kernel(*args)), kernel
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
