@@ -126,11 +126,24 @@ def measured_table(rows: Iterable[MeasuredRow]) -> list[str]:
 def means_measured(rows: list[MeasuredRow]) -> list[str]:
     """The mean shares of eager's measured peaks that are saved, by size and batch."""
     lines = [
-        "| steps | saved, measured | at the bound | paper | of all, measured | at the bound |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| steps | models | saved, measured | at the bound | paper | of all, measured | "
+        "at the bound |",
+        "|---|---|---:|---:|---:|---:|---:|",
     ]
-    for size, batch in dict.fromkeys((row.size, row.batch) for row in rows):
-        some = [row for row in rows if (row.size, row.batch) == (size, batch)]
+    groups = [
+        (which, size, batch, names)
+        for size, batch in dict.fromkeys((row.size, row.batch) for row in rows)
+        for which, names in (("all", None), ("the paper's", FAMILIES_SHARED))
+        if size == "paper" or names is None
+    ]
+    for which, size, batch, names in groups:
+        some = [
+            row
+            for row in rows
+            if (row.size, row.batch) == (size, batch) and (names is None or row.name in names)
+        ]
+        if not some:
+            continue
         means = [
             percent(
                 statistics.mean(
@@ -142,7 +155,7 @@ def means_measured(rows: list[MeasuredRow]) -> list[str]:
         ]
         known = size == "paper" and batch in PAPER_REORDERED
         means.insert(2, percent(PAPER_REORDERED[batch]) if known else "")
-        lines.append(f"| {size}, batch {batch}: {len(some)} | {' | '.join(means)} |")
+        lines.append(f"| {size}, batch {batch} | {which}, {len(some)} | {' | '.join(means)} |")
     return lines
 
 
@@ -261,9 +274,7 @@ def page(rows: list[Row], measured: list[MeasuredRow], stem: str) -> str:
             "`optimizer.step()`, `zero_grad()`) and OLLA's order with measured workspaces. Paper: "
             "models of published size, as above (`--measure-gib`); tiny: narrow models on small "
             "inputs, as the tests run them. MiB without resident bytes. The CPU's kernels need "
-            "other workspaces than the priced GPU's, and save other tensors. "
-            '"Planned" above "eager": the traced model takes another path, see '
-            "[limits](../execution.md#limits).",
+            "other workspaces than the priced GPU's, and save other tensors.",
             "Means, without resident bytes and of all:",
             "\n".join(means_measured(measured)),
             not_measured(rows, measured),
