@@ -72,7 +72,7 @@ def plan(
         host_budget: the most that may be on the host at once, for strategies that move data:
             bytes, or a string such as "6GiB"; None: no limit.
         loss_fn: your loss, `loss_fn(output, *targets)`: its own memory is measured and charged.
-        targets: what your loss takes beside the output.
+        targets: what your loss takes beside the output: a tuple, or the only one.
         device: link rates and capacity: a Device, or a preset's name such as "H100"; None: the
             present machine's.
         mode: "measure" runs the model's kernels here; "estimate" computes nothing and prices

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memopt.executor.apply import apply_plan, planned_call
-from memopt.profiler.baseline import differentiable, untouched
+from memopt.profiler.baseline import as_targets, differentiable, untouched
 from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
 
@@ -34,10 +34,11 @@ def measure_step(
     call = planned_call(plan, inputs)
     planned = apply_plan(plan, model, inputs)
     device = device_of(model, call)
+    aims = as_targets(targets)
 
     def step() -> Any:
         output = planned(*call.args, **call.kwargs)
-        loss = summed(output, plan.unused_outputs) if loss_fn is None else loss_fn(output, *targets)
+        loss = summed(output, plan.unused_outputs) if loss_fn is None else loss_fn(output, *aims)
         loss.backward()
         return output
 

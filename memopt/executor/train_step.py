@@ -9,12 +9,16 @@ import torch
 from torch import nn
 
 from memopt.errors import ExecutionError
+from memopt.executor.finishing import finishing_at_ctrl_c
 from memopt.executor.guard import Guard
 from memopt.executor.module import install
 from memopt.executor.step_file import with_step
+from memopt.models.budget import format_bytes
 from memopt.profiler.autocast import autocast_as, autocast_off, autocast_state
+from memopt.profiler.baseline import as_targets
 from memopt.profiler.host_state import HostState
 from memopt.profiler.inputs import Call, align
+from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.step_optimizer import check_splittable, update_one
 from memopt.profiler.step_session import ProfiledStep
 
@@ -29,7 +33,7 @@ class TrainStep:
     `zero_grad()`, bit for bit on CPU. A step that fails before its first update leaves
     parameters, optimizer state and buffers as they were (the random state has moved); one that
     fails later leaves the parameters updated so far updated, and says how many; buffers change
-    only when the step is complete.
+    only when the step is complete. After the first update Ctrl-C waits for the end of the step.
     """
 
     def __init__(
@@ -74,19 +78,23 @@ class TrainStep:
             ExecutionError: a gradient from before is still there, or the step failed after
                 some updates.
         """
-        given = targets if isinstance(targets, tuple) else (targets,)
         model = self._parts.module.model
         assert self._user_call is not None
         call = align(model, self._user_call, args, kwargs)
-        call = Call((given, *call.args), call.kwargs)
+        call = Call((as_targets(targets), *call.args), call.kwargs)
         self._parts.module.training = model.training
         self._guard.check(self._parts.module, call)
+        if torch.is_inference_mode_enabled():
+            raise ExecutionError(
+                "a train step changes parameters and optimizer state, which no later step could "
+                "change again had it been made in torch.inference_mode(); leave that"
+            )
         check_splittable(self._optimizer, model)
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 raise ExecutionError(
                     f"{name.removeprefix('model.')} has a gradient from before: train steps do "
-                    "not accumulate; call optimizer.zero_grad(set_to_none=True) first"
+                    "not accumulate; set it to None first, as model.zero_grad() does"
                 )
         return self._run(call)
 
@@ -97,6 +105,7 @@ class TrainStep:
         one = partial(update_one, self._optimizer) if host_state is None else host_state.update
 
         def update(name: str, gradient: torch.Tensor) -> None:
+            begin()
             one(self._parameters[name], gradient)
             updated.append(name)
 
@@ -106,7 +115,7 @@ class TrainStep:
         target.run = update
         try:
             # The casts are in the graph.
-            with torch.no_grad(), autocast_off():
+            with finishing_at_ctrl_c() as begin, torch.no_grad(), autocast_off():
                 if host_state is not None:
                     host_state.leave()
                 return self._step(call)
@@ -153,6 +162,22 @@ class TrainStep:
         return values
 
 
+def _check_state(
+    profiled: ProfiledStep, optimizer: torch.optim.Optimizer, model: nn.Module
+) -> None:
+    """Refuse an optimizer that keeps more, or less, than the planned one."""
+    planned = profiled.optimizer
+    assert planned is not None
+    assert profiled.record is not None
+    planned_bytes = planned.bytes_total + profiled.host_state_bytes
+    state = optimizer_state(optimizer, model.parameters(), profiled.record.block_bytes)
+    if state.bytes_total != planned_bytes:
+        raise ValueError(
+            f"this plan is for {format_bytes(planned_bytes)} of {planned.name} state, and this "
+            f"{state.name} keeps {format_bytes(state.bytes_total)}; plan again with it"
+        )
+
+
 def train_step(
     plan: Plan,
     model: nn.Module,
@@ -185,4 +210,5 @@ def train_step(
             if here:
                 which = "this optimizer trains and the planned one does not"
             raise ValueError(f"{name.removeprefix('model.')}: {which}; plan again")
+    _check_state(profiled, optimizer, model)
     return TrainStep(plan, optimizer, interpreted=interpreted, checked=checked)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from memopt.models.device import Device
 from memopt.profiler.baseline import Loss as Loss
+from memopt.profiler.baseline import as_targets
 from memopt.profiler.cache import ProfileCache as ProfileCache
 from memopt.profiler.device_measure import measure_device as measure_device
 from memopt.profiler.estimate import estimate_model as estimate_model
@@ -47,9 +48,9 @@ def profiled_of(
         )
     if inputs is None:
         raise ValueError("plan(model, inputs): example inputs are needed to capture the model")
-    if loss_fn is None and targets:
+    if loss_fn is None and as_targets(targets):
         raise ValueError("targets go with loss_fn=: loss_fn(output, *targets)")
-    loss = None if loss_fn is None else Loss(loss_fn, tuple(targets))
+    loss = None if loss_fn is None else Loss(loss_fn, targets)
     if estimate_for is not None:
         return estimate_model(
             model, inputs, estimate_for, loss=loss, optimizer=optimizer, progress=progress

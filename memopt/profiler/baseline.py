@@ -24,9 +24,14 @@ _MOST_STEPS = 10
 _ENOUGH_S = 2.0
 
 
+def as_targets(given: Any) -> tuple[Any, ...]:
+    """What a loss takes beside the output: a tuple or a list, or the only one by itself."""
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
+
+
 @dataclass(frozen=True)
 class Loss:
-    """The user's loss: `function(output, *targets)`."""
+    """The user's loss: `function(output, *targets)`; a single target may stand for its tuple."""
 
     function: Callable[..., torch.Tensor]
     targets: tuple[Any, ...] = ()
@@ -36,6 +41,7 @@ class Loss:
             raise ValueError(
                 f"loss_fn must be callable as loss_fn(output, *targets), got {self.function!r}"
             )
+        object.__setattr__(self, "targets", as_targets(self.targets))
 
     def value(self, output: Any) -> torch.Tensor:
         """The loss of an output.

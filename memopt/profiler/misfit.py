@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from memopt.profiler.baseline import untouched
+from memopt.profiler.baseline import Loss, untouched
 from memopt.profiler.inputs import Call
 
 _LOGGER = "torch._subclasses.fake_tensor"
@@ -48,9 +48,9 @@ def _short(signature: inspect.Signature) -> str:
 
 
 @contextmanager
-def diagnosed(model: nn.Module, call: Call) -> Iterator[None]:
-    """Capture and profile inside; what fails because the model itself fails on these inputs is
-    said to be the inputs' fault, in the model's own words."""
+def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterator[None]:
+    """Capture and profile inside; what fails because the model itself fails on these inputs, or
+    its loss on these targets, is said to be their fault, in the model's own words."""
     logger = logging.getLogger(_LOGGER)
     level = logger.level
     # torch logs a whole traceback for an error that is raised, and reported, anyway.
@@ -59,20 +59,30 @@ def diagnosed(model: nn.Module, call: Call) -> Iterator[None]:
         yield
     except Exception as error:  # raised again unless the model fails by itself
         reason = _failure(model, call)
+        if reason is not None:
+            raise ValueError(
+                "the inputs do not fit the model: without memopt it fails, too "
+                f"({reason}). {_REMEDY}"
+            ) from error
+        reason = _failure(model, call, loss) if loss is not None else None
         if reason is None:
             raise
+        assert loss is not None
         raise ValueError(
-            f"the inputs do not fit the model: without memopt it fails, too ({reason}). {_REMEDY}"
+            f"the loss fails without memopt, too ({reason}): it was called as loss_fn(output, "
+            f"*targets) with {len(loss.targets)} targets; pass as many in `targets=` as it takes"
         ) from error
     finally:
         logger.setLevel(level)
 
 
-def _failure(model: nn.Module, call: Call) -> str | None:
-    """What the model raises when it is simply called; None if it works."""
+def _failure(model: nn.Module, call: Call, loss: Loss | None = None) -> str | None:
+    """What the model, or its loss, raises when it is simply called; None if it works."""
     try:
         with untouched(model, call), torch.no_grad():
-            model(*call.args, **call.kwargs)
+            output = model(*call.args, **call.kwargs)
+            if loss is not None:
+                loss.function(output, *loss.targets)
     except Exception as error:  # noqa: BLE001  # a user's model may raise anything
         lines = str(error).strip().splitlines() or [""]
         return f"{type(error).__name__}: {lines[0]}"

@@ -72,6 +72,11 @@ def optimizer_state(
         return OptimizerState("none", 0)
     if isinstance(optimizer, torch.optim.Optimizer):
         return _of_instance(optimizer, block_bytes)
+    if not isinstance(optimizer, str):
+        raise ValueError(
+            f"optimizer must be a torch.optim instance or a name, got {optimizer!r}; a class must "
+            "be called with the model's parameters: optimizer=torch.optim.AdamW(model.parameters())"
+        )
     name = optimizer.strip().lower()
     if name not in _KINDS:
         raise ValueError(

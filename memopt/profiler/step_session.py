@@ -80,7 +80,7 @@ def profile_step(
     report(0.0, "capturing the step")
     check_arguments(model, call)
     block_bytes = 512 if device.type == "cuda" else 1
-    with diagnosed(model, call):
+    with diagnosed(model, call, loss):
         parts = capture_step(model, call, loss, optimizer, block_bytes)
     state = optimizer_state(optimizer, model.parameters(), block_bytes)
     stays_bytes = 0 if offload_optimizer else state.bytes_total
