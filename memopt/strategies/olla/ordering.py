@@ -1,8 +1,10 @@
 """Ordering: the least peak memory over all valid orders (OLLA eq. 14), with a bound.
 
-Greedy orders give an incumbent and minimum cuts a bound; often they meet. Where they do not, the
-cut at the operator of the peak is itself an instruction (execute that set first), then windows
-around the peak are searched exactly, growing until the whole independent part is covered.
+Minimum cuts give a bound, often met by the framework's own order. Where it is not, the cut at the
+operator of the peak is itself an instruction (execute that set first), then windows around the
+peak are searched exactly, growing until the whole independent part is covered. A short search of
+that kind begins from the framework's order, so that what is nearly right is hardly changed (and as
+easily placed as it was); a long one from the best of greedy orders, too.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from memopt.strategies.olla.orders import greedy_orders
 from memopt.strategies.olla.tasks import Tasks
 from memopt.strategies.olla.window_search import Window
 
+STATES_FROM_FRAMEWORK = 4_000
+"""Of window searches from the framework's own order, before others are tried."""
 DEFAULT_STATES = 400_000
 """States of window searches in all: some seconds to a minute, the same result everywhere."""
 
@@ -68,12 +72,15 @@ def order_tasks(
         max_states: of the exact window searches in all.
         on_improvement: called with (seconds, peak, bound) whenever either improves.
     """
-    run = _Run(tasks, good_enough, time_limit_s, max_states, on_improvement)
+    run = _Run(tasks, good_enough, time_limit_s, on_improvement)
     try:
+        run.bound_by_cuts()
+        run.follow_cuts()
+        run.windows(min(STATES_FROM_FRAMEWORK, max_states))
         run.greedy()
         run.bound_by_cuts()
         run.follow_cuts()
-        run.windows()
+        run.windows(max_states)
     except KeyboardInterrupt:
         run.interrupted = True
     return run.result()
@@ -87,14 +94,12 @@ class _Run:
         tasks: Tasks,
         good_enough: int,
         time_limit_s: float | None,
-        max_states: int,
         on_improvement: Callable[[float, int, int], None] | None,
     ) -> None:
         self.started_s = time.monotonic()
         self.original = tasks
         self.good_enough = good_enough
         self.time_limit_s = time_limit_s
-        self.states_left = max_states
         self.on_improvement = on_improvement
         self.interrupted = False
         self.cuts: dict[int, tuple[int, int]] = {}
@@ -191,18 +196,20 @@ class _Run:
             if not self.offer([*first, task, *rest]):
                 return
 
-    def windows(self) -> None:
-        """Exact searches around the highest task, in windows of growing width."""
+    def windows(self, max_states: int) -> None:
+        """Exact searches around the highest task, in windows of growing width, until all searches
+        took `max_states` states."""
         width = 12
-        while not self.done and self.states_left > 0:
+        while not self.done and self.states < max_states:
             begin, end = self._part()
             low, high, centre = begin, end, self.profile.index(self.peak)
             if end - begin > width:
                 low = max(begin, min(centre - width // 2, end - width))
                 high = min(end, low + width)
-            improved = self._improve(low, high, whole=(low, high) == (begin, end))
+            whole = (low, high) == (begin, end)
+            improved = self._improve(low, high, max_states, whole=whole)
             if not improved:
-                if (low, high) == (begin, end) or width > 2 * len(self.order):
+                if whole or width > 2 * len(self.order):
                     return
                 width *= 2
 
@@ -214,16 +221,16 @@ class _Run:
                 return begin, end
         return 0, len(self.order)
 
-    def _improve(self, low: int, high: int, *, whole: bool) -> bool:
+    def _improve(self, low: int, high: int, max_states: int, *, whole: bool) -> bool:
         """Search a window: at the bound first, then just below the peak. False: no better."""
         window = Window(self.tasks, self.order[:low], self.order[low:high])
         peak = self.peak
         target = max(self.bound, self.good_enough)
-        while not self.done and self.states_left > 0:
-            budget = min(self.states_left, 2_000 + 20 * (high - low) if not whole else 10**9)
+        while not self.done and self.states < max_states:
+            left = max_states - self.states
+            budget = min(left, 2_000 + 20 * (high - low) if not whole else 10**9)
             result = window.search(target, budget, self.out_of_time)
             self.states += result.states
-            self.states_left -= result.states
             if result.order is not None:
                 self.offer([*self.order[:low], *result.order, *self.order[high:]])
                 return True

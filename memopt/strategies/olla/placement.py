@@ -17,10 +17,15 @@ from memopt.strategies.olla.search import find_placement
 FIRST_ROUND_WORK = 64_000_000
 MOST_FAILURES = 2
 """Of a round, above the bound."""
-NEAR_PER_MILLE, STEP_PER_MILLE = 7, 3
-"""Where local search begins, above the bound; how much higher it tries when that fails."""
-NEAR_WORK = 3_000_000_000
-"""Of local search above the bound, before depth-first search is tried in earnest."""
+NEAR_PER_MILLE = 7
+"""Where local search begins, above the bound."""
+NEAR_STEPS = 8
+"""Of the way from the bound to the peak: what a round of local search is content with."""
+NEAR_ROUND_WORK = 300_000_000
+"""Of local search at one capacity, in the first round."""
+NEAR_WORK, FAR_WORK, FAR_PER_MILLE = 3_000_000_000, 5_000_000_000, 10
+"""Of local search above the bound, before depth-first search is tried in earnest; the same while
+the peak is so far above the bound, where that search finds nothing."""
 WITHOUT_LIMIT = 10**18
 DEFAULT_WORK_LIMIT = 6_000_000_000
 """Units of search work: some seconds, and the same result on every machine."""
@@ -159,7 +164,7 @@ class _Run:
         left = WITHOUT_LIMIT if work_limit is None else work_limit
         left -= self._try(self.good_enough, min(left, FIRST_ROUND_WORK), seed, 0)
         if self.capacity is None:
-            left -= self._near(min(left // 2, NEAR_WORK), seed)
+            left -= self._near(left, seed)
         limit = 2 * FIRST_ROUND_WORK
         turn = 1
         while not self.done:
@@ -181,20 +186,29 @@ class _Run:
             turn += 1
 
     def _near(self, work_limit: int, seed: int) -> int:
-        """Local search, first a fixed share above the bound; then lower by halves or higher by
-        steps. The work spent."""
-        low, left, turn = self.bound, work_limit, 0
+        """Local search a fixed share above the bound, then by bisection between that and the
+        peak, in rounds with limits that double. The work spent."""
         per_mille = self.bound // 1000
-        target = low + min((self.peak - low) // 2, NEAR_PER_MILLE * per_mille)
-        while left > 0 and self.peak - low > self.unit and not self.done and not self.out_of_time():
-            left -= self._repair(target, min(left, work_limit // 3), seed, turn)
-            failed = self.peak > target
-            low = target if failed else low
-            target = (low + self.peak) // 2
-            if failed:
-                target = min(target, low + STEP_PER_MILLE * per_mille)
-            turn += 1
-        return work_limit - left
+        target = self.bound + min((self.peak - self.bound) // 2, NEAR_PER_MILLE * per_mille)
+        spent, limit, turn = 0, NEAR_ROUND_WORK, 0
+        while not self.done:
+            low = self.bound
+            step = max(self.unit, (self.peak - low) // NEAR_STEPS)
+            while self.peak - low > step:
+                far = self.peak - self.bound > FAR_PER_MILLE * per_mille
+                most = FAR_WORK if far else NEAR_WORK
+                left = min(work_limit * most // DEFAULT_WORK_LIMIT, most) - spent
+                if left <= 0 or self.done or self.out_of_time():
+                    return spent
+                spent += self._repair(target, min(limit, left), seed, turn)
+                low = target if self.peak > target else low
+                target = (low + self.peak) // 2
+                turn += 1
+            if self.peak - self.bound <= self.unit:
+                return spent
+            limit *= 2
+            target = (self.bound + self.peak) // 2
+        return spent
 
     def _try(self, target: int, work_limit: int, seed: int, turn: int) -> int:
         """Depth-first search at a capacity, then local search if that does not decide it; the

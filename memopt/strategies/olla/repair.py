@@ -7,13 +7,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from memopt.strategies.olla.buffers import Layout
+from memopt.strategies.olla.buffers import Ints, Layout
 from memopt.strategies.olla.search import Outcome, luby
 
-EXPONENTS = (0.6, 0.75, 0.5, 0.9)
+EXPONENTS = (0.6, 0.4, 0.5, 0.75)
 """Of a buffer's area, bytes times sections, in its first weight, one attempt after another."""
 TENURES = (0, 1)
 """Moves for which a buffer just placed is dear to eject."""
+GRIDS = (None, 32, 128, 1)
+"""Powers of two that divide a size divide its offset, too, up to this part of the bound; None: they
+need not. Where the memory is full most of the time, as with much moved in and out, buffers of
+equal sizes in the same places leave fewer gaps between them."""
 HEAVIEST = 1_000_000
 """The first weight of the buffer with the largest area."""
 WORK_PER_OVERLAP = 800
@@ -50,21 +54,31 @@ def repaired_placement(
 
     if layout.bound > capacity:
         return Outcome(None, True, 0, 0)
-    buffers = Buffers(layout.size, layout.alignment, *layout.overlaps)
+    grids = [Buffers(layout.size, _on_grid(layout, part), *layout.overlaps) for part in GRIDS]
     area = layout.size * (layout.last - layout.first).astype(float)
-    base = WORK_PER_OVERLAP * (len(buffers.overlaps) + 1)
+    base = WORK_PER_OVERLAP * (len(grids[0].overlaps) + 1)
     rng = np.array([np.random.default_rng((seed, turn)).integers(1, 2**31 - 1)], dtype=np.int64)
     offset = np.full(len(layout), -1, dtype=np.int64)
-    settings = itertools.cycle(itertools.product(EXPONENTS, TENURES))
+    choices = list(itertools.product(EXPONENTS, TENURES, grids))
+    settings = itertools.islice(itertools.cycle(choices), turn % len(choices), None)
     work = 0
     for attempt in itertools.count(1):
         most = min(base * luby(attempt), MOST_WORK)
         left = most if work_limit is None else min(most, work_limit - work)
         if left <= 0 or stop():
             return Outcome(None, False, 0, work)
-        exponent, tenure = next(settings)
+        exponent, tenure, buffers = next(settings)
         weight = (1 + HEAVIEST * (area / area.max()) ** exponent).astype(np.int64)
         work += repair(buffers, weight, offset, rng, capacity, tenure, left)
         if offset.min() >= 0:
             return Outcome(offset, False, 0, work)
     raise AssertionError("endless")
+
+
+def _on_grid(layout: Layout, part: int | None) -> Ints:
+    """Alignments for which placements are valid for the layout's own, see `GRIDS`."""
+    if part is None:
+        return layout.alignment
+    largest = 1 << max(0, (layout.bound // part).bit_length() - 1)
+    grid = np.minimum(layout.size & -layout.size, largest)
+    return np.where(grid % layout.alignment == 0, grid, layout.alignment)
