@@ -16,6 +16,7 @@ from memopt.strategies.base import Status
 from memopt.strategies.olla import order_program, order_tasks
 from memopt.strategies.olla.contract import (
     cut_points,
+    eager,
     expand_order,
     free_tasks,
     without_free_tasks,
@@ -279,3 +280,16 @@ def test_same_problem_same_order() -> None:
     for _ in range(20):
         tasks = random_tasks(rng, 25)
         assert order_tasks(tasks).order == order_tasks(tasks).order
+
+
+def test_an_order_at_the_bound_is_kept() -> None:
+    rng = Random(15)
+    kept = 0
+    for _ in range(100):
+        tasks, _ = without_free_tasks(random_tasks(rng, 8))
+        own = eager(tasks, tasks.topological)
+        ordering = order_tasks(tasks)
+        if tasks.peak(own) == ordering.bound:
+            kept += 1
+            assert list(ordering.order) == list(own)
+    assert kept > 5

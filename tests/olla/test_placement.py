@@ -11,7 +11,16 @@ from typer.testing import CliRunner
 
 from memopt.cli import app
 from memopt.strategies.base import Status
-from memopt.strategies.olla import Buffer, lower_bound, place, read_buffers, write_buffers
+from memopt.strategies.olla import (
+    Buffer,
+    lower_bound,
+    place,
+    read_buffers,
+    write_buffers,
+)
+from memopt.strategies.olla import (
+    placement as placement_module,
+)
 from memopt.strategies.olla.buffers import Layout
 from memopt.strategies.olla.feasibility import solve_capacity
 from memopt.strategies.olla.greedy import pyramid
@@ -57,6 +66,19 @@ def test_equals_brute_force(aligned: bool) -> None:
         assert placement.status is (Status.OPTIMAL if placement.bound == best else Status.FEASIBLE)
         assert overlap(buffers, dict(placement.offsets)) is None
         assert all(placement.offsets[b.id] % b.alignment == 0 for b in buffers)
+
+
+def test_equals_brute_force_where_the_first_search_does_not_decide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placement_module, "FIRST_ROUND_WORK", 1)
+    monkeypatch.setattr(placement_module, "NEAR_ROUND_WORK", 1)
+    rng = Random(4)
+    for _ in range(60):
+        buffers = random_buffers(rng, rng.randint(4, 7))
+        placement = place(buffers, work_limit=10_000_000)
+        assert placement.peak == best_placement_bytes(buffers)
+        assert overlap(buffers, dict(placement.offsets)) is None
 
 
 def test_proves_a_bound_above_the_live_bytes() -> None:
@@ -188,7 +210,7 @@ def test_local_search_finds_the_optimum_of_small_problems(aligned: bool) -> None
         buffers = [b for b in random_buffers(rng, 7, aligned=aligned) if b.size]
         layout = Layout(buffers)
         least = best_placement_bytes(buffers)
-        found = repaired_placement(layout, least, seed=seed, work_limit=20_000_000)
+        found = repaired_placement(layout, least, seed=seed, turn=seed, work_limit=20_000_000)
         assert found.offsets is not None
         offsets = dict(zip((b.id for b in buffers), found.offsets.tolist(), strict=True))
         assert max(offsets[b.id] + b.extent for b in buffers) <= least
