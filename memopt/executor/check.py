@@ -34,12 +34,10 @@ def measure_step(
     call = planned_call(plan, inputs)
     planned = apply_plan(plan, model, inputs)
     device = device_of(model, call)
-    aims = as_targets(targets)
 
     def step() -> Any:
         output = planned(*call.args, **call.kwargs)
-        loss = summed(output, plan.unused_outputs) if loss_fn is None else loss_fn(output, *aims)
-        loss.backward()
+        loss_of(output, loss_fn, targets, plan.unused_outputs).backward()
         return output
 
     times: list[float] = []
@@ -74,7 +72,12 @@ class _Sum(torch.autograd.Function):
         return torch.ones(shape, dtype=dtype, device=device)
 
 
-def summed(output: Any, unused: tuple[int, ...] = ()) -> torch.Tensor:
+def loss_of(output: Any, loss_fn: Any, targets: Any, unused: tuple[int, ...]) -> Any:
+    """Where a measured step's backward begins: the user's loss, or else the sum of the outputs."""
+    return summed(output, unused) if loss_fn is None else loss_fn(output, *as_targets(targets))
+
+
+def summed(output: Any, unused: tuple[int, ...]) -> torch.Tensor:
     """The sum of the differentiable outputs, handing a real tangent to each; `unused`: which
     leaves of the output take none."""
     total = torch.zeros(())

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from memopt.executor.apply import apply_plan, planned_call
-from memopt.executor.check import clear_gradients, summed, timed
-from memopt.profiler.baseline import as_targets, untouched
+from memopt.executor.check import clear_gradients, loss_of, timed
+from memopt.profiler.baseline import untouched
 from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
 
@@ -46,7 +46,6 @@ def measure_in_turn(
     """
     call = planned_call(plans[0])
     device = device_of(model, call)
-    aims = as_targets(targets)
     unused = tuple({i for plan in plans for i in plan.unused_outputs})
     modules = [model, *(apply_plan(plan, model) for plan in plans)]
     # The loss and the runtime's token are charged as resident, and metered: count them once.
@@ -56,8 +55,7 @@ def measure_in_turn(
 
     def step(module: nn.Module) -> Any:
         output = module(*call.args, **call.kwargs)
-        loss = summed(output, unused) if loss_fn is None else loss_fn(output, *aims)
-        loss.backward()
+        loss_of(output, loss_fn, targets, unused).backward()
         return output
 
     peaks: list[int] = []

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from memopt.executor.apply import apply_plan, planned_call
-from memopt.executor.check import clear_gradients, summed, timed
+from memopt.executor.check import clear_gradients, loss_of, timed
 from memopt.executor.recorder import recorder_for
 from memopt.models.recording import Recorded
-from memopt.profiler.baseline import as_targets, untouched
+from memopt.profiler.baseline import untouched
 from memopt.profiler.session import device_of
 
 if TYPE_CHECKING:
@@ -33,14 +33,12 @@ def record_step(
     """
     call = planned_call(plan, inputs)
     device = device_of(model, call)
-    aims = as_targets(targets)
     recorder = recorder_for(device)
     module = apply_plan(plan, model, inputs, recorder=recorder)
 
     def step() -> None:
         output = module(*call.args, **call.kwargs)
-        loss = summed(output, plan.unused_outputs) if loss_fn is None else loss_fn(output, *aims)
-        loss.backward()
+        loss_of(output, loss_fn, targets, plan.unused_outputs).backward()
 
     found: list[tuple[float, tuple[Recorded, ...]]] = []
     with untouched(model, call):
