@@ -76,6 +76,19 @@ def device_of(model: nn.Module, call: Call) -> torch.device:
     return next(iter(accelerators or devices), torch.device("cpu"))
 
 
+def forward_only(progress: Progress | None) -> Progress:
+    """Progress that never goes back, where a part is done again (`quietly`). None: nothing."""
+    most = 0.0
+
+    def report(fraction: float, what: str) -> None:
+        nonlocal most
+        most = max(most, fraction)
+        if progress is not None:
+            progress(most, what)
+
+    return report
+
+
 def part_of(report: Progress, start: float, end: float) -> Progress:
     """Progress of a part, reported as from `start` to `end` of the whole."""
     return lambda fraction, what: report(start + (end - start) * fraction, what)
@@ -109,7 +122,7 @@ def profile_model(
     call = to_call(inputs)
     device = device_of(model, call)
     chosen = options or MeasureOptions(cache=ProfileCache())
-    report = progress or (lambda _fraction, _what: None)
+    report = forward_only(progress)
     report(0.0, "capturing the model")
     check_arguments(model, call)
     used = cache(

@@ -27,6 +27,7 @@ from memopt.profiler.session import (
     Profiled,
     Progress,
     device_of,
+    forward_only,
     part_of,
     quietly,
 )
@@ -76,7 +77,7 @@ def profile_step(
     call = to_call(inputs)
     device = device_of(model, call)
     chosen = options or MeasureOptions()
-    report = progress or (lambda _fraction, _what: None)
+    report = forward_only(progress)
     report(0.0, "capturing the step")
     check_arguments(model, call)
     block_bytes = 512 if device.type == "cuda" else 1

@@ -36,7 +36,16 @@ def test_kernels_that_outlast_the_step_are_measured_again(tmp_path: Path) -> Non
     options = MeasureOptions(cap_s=0.5, max_rounds=3, cache=ProfileCache(tmp_path))
     first = profile_model(model, inputs, options=options)
     _poison(tmp_path)
-    again = profile_model(model, inputs, options=options)
+    shares: list[float] = []
+    said: list[str] = []
+
+    def progress(share: float, what: str) -> None:
+        shares.append(share)
+        said.append(what)
+
+    again = profile_model(model, inputs, options=options, progress=progress)
+    assert said.count("measuring the unplanned step") == 2
+    assert shares == sorted(shares)
     poisoned = 1000 * sum(operator.time_s for operator in first.graph.operators)
     assert sum(operator.time_s for operator in again.graph.operators) < poisoned / 10
     third = profile_model(model, inputs, options=options)
