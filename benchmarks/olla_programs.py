@@ -39,7 +39,6 @@ from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.offload.greedy import Greedy
 from memopt.strategies.offload.vdnn import Vdnn
 from memopt.strategies.olla.arranging import arrange
-from memopt.strategies.olla.passes import place_program
 from memopt.strategies.rotor.floating import RotorFree
 from memopt.strategies.rotor.persistent import Revolve, Rotor
 from memopt.strategies.rotor.sequential import Sequential
@@ -150,7 +149,9 @@ def _row(
 
 def _within(graph: Graph, placed: Program) -> float:
     bare = Program(placed.instructions)
-    some, _ = place_program(graph, bare, limit_bytes=replay(graph, bare).peak_bytes)
+    some, _ = arrange(
+        graph, bare, replay(graph, bare).peak_bytes, find_device(DEVICE), order=False, place=True
+    )
     covered = [arena_use(graph, program) for program in (some, placed)]
     written = [0 if use is None else use.covered_bytes for use in covered]
     return written[0] / written[1] if written[1] else 1.0

@@ -90,7 +90,7 @@ def test_runs_bitwise_equal_to_eager(
 def test_random_programs_stay_valid_and_within_their_budget() -> None:
     rng = Random(3)
     device = memopt.Device(to_host_bytes_per_s=2.0)
-    whole = partly = left_out = 0
+    whole = partly = left_out = short = 0
     for _ in range(60):
         graph = random_graph(rng, rng.randint(1, 6), implementations=True, updates=True)
         program = random_program(rng, graph, recomputations=2, swaps=2, reorder=True)
@@ -107,7 +107,8 @@ def test_random_programs_stay_valid_and_within_their_budget() -> None:
         assert stats["placed_peak_bytes"] == timeline.placed_peak_bytes
         whole += not made.apart
         partly += bool(made.apart)
-    assert min(whole, partly, left_out) > 0
+        short += stats["shortened"] is True
+    assert min(whole, partly, left_out, short) > 0
 
 
 def test_without_a_budget_everything_has_an_address() -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from memopt.errors import InvalidProgramError
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.program import Program
+from memopt.models.placed import arena_use
+from memopt.models.program import Compute, Free, Instruction, Program, SwapIn
 from memopt.models.replay import replay
 from memopt.models.steps import ChainStep
 from memopt.models.validate import validate
 from memopt.strategies.base import Solution
+from memopt.strategies.olla.buffers import Placement
 from memopt.strategies.olla.passes import order_program, place_program, placing_figures
+from memopt.strategies.olla.shorten import shortened
+
+ENOUGH_GAP = 0.01
+"""Of an arena to its bound: no reason to move transfers."""
 
 
 def arrange(
@@ -58,13 +65,70 @@ def arrange(
         }
         _check(graph, program, budget_bytes, "reordered")
     if place:
-        program, placement = place_program(
-            graph, program, limit_bytes=budget_bytes, time_limit_s=time_limit_s
-        )
+        made = program
+        program, placement = _placed(graph, made, budget_bytes, device, time_limit_s)
         _check(graph, program, budget_bytes, "placed")
         stats |= placing_figures(graph, program, placement)
-        stats |= {"arena_gap": placement.gap, "placed": program.offsets is not None}
+        stats |= {
+            "arena_gap": placement.gap,
+            "placed": program.offsets is not None,
+            "shortened": _moves(program) != _moves(made),
+        }
     return program, stats
+
+
+def _placed(
+    graph: Graph,
+    program: Program,
+    budget_bytes: int | None,
+    device: Device,
+    time_limit_s: float | None,
+) -> tuple[Program, Placement]:
+    """The program at addresses; where they cost much or not all fit, the program with its
+    lifetimes `shortened`, if more of that fits or its arena is smaller.
+
+    A fetch that comes as late as the link allows has no time to spare if the link is slower than
+    the device says. So the transfers stay where the strategy had them if that is good enough.
+    """
+    began_s = time.monotonic()
+    placed, placement = place_program(
+        graph, program, limit_bytes=budget_bytes, time_limit_s=time_limit_s
+    )
+    if budget_bytes is None:
+        enough = placement.gap <= ENOUGH_GAP
+    else:
+        enough = placed.offsets is not None and not placed.apart
+    if time_limit_s is not None:
+        time_limit_s -= time.monotonic() - began_s
+        enough = enough or time_limit_s <= 0
+    if enough or placement.stats["interrupted"]:
+        return placed, placement
+    short = shortened(graph, program, device)
+    if _moves(short) == _moves(program):
+        return placed, placement
+    other, its_placement = place_program(
+        graph, short, limit_bytes=budget_bytes, time_limit_s=time_limit_s
+    )
+    own = _covered_bytes(graph, placed), -placement.peak
+    if (_covered_bytes(graph, other), -its_placement.peak) > own:
+        return other, its_placement
+    return placed, placement
+
+
+def _covered_bytes(graph: Graph, placed: Program) -> int:
+    use = arena_use(graph, placed)
+    return 0 if use is None else use.covered_bytes
+
+
+def _moves(program: Program) -> list[tuple[int, Instruction]]:
+    """Frees and fetches, each with how many computations come before it."""
+    found: list[tuple[int, Instruction]] = []
+    computed = 0
+    for instruction in program:
+        computed += isinstance(instruction, Compute)
+        if isinstance(instruction, Free | SwapIn):
+            found.append((computed, instruction))
+    return found
 
 
 def arranged(
