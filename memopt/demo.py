@@ -192,7 +192,7 @@ def compare(task: Task, plans: dict[str, Plan]) -> list[Row]:
     modules: dict[str, nn.Module] = {"eager": task.model}
     modules |= {name: plan.apply(task.model) for name, plan in plans.items()}
     first = next(iter(plans.values()))
-    resident = first.resident_bytes - STEP_SCALARS_BYTES["cpu"]
+    resident = first.resident_bytes - first.loss_bytes - STEP_SCALARS_BYTES["cpu"]
     results = {}
     for name, module in modules.items():
         task.model.load_state_dict(initial)

@@ -105,6 +105,11 @@ class Plan:
         return self.record.unused_outputs if self.record is not None else ()
 
     @property
+    def loss_bytes(self) -> int:
+        """Of the planned loss itself, charged as resident, where it takes more than a number."""
+        return self.record.loss_bytes if self.record is not None else 0
+
+    @property
     def arena(self) -> ArenaUse | None:
         """What the plan's addresses cover and what lies outside; None for a plan without."""
         if self.graph is None or self.program is None:
@@ -201,6 +206,7 @@ class Plan:
         profiled = profile_model(model, call, unused_outputs=self.unused_outputs)
         optimizer = self.profiled.optimizer if self.profiled is not None else None
         extra_bytes = optimizer.bytes_total if optimizer is not None else 0
+        extra_bytes += self.loss_bytes
         graph = replace(
             profiled.graph,
             boundary_bytes=self.graph.boundary_bytes,

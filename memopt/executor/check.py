@@ -53,7 +53,7 @@ def measure_step(
             clear_gradients(model, call.tensors())
             times.append(timed(step, device))
     # The loss and the runtime's token are charged as resident, and metered: count them once.
-    resident_bytes = plan.resident_bytes - STEP_SCALARS_BYTES[device.type]
+    resident_bytes = plan.resident_bytes - plan.loss_bytes - STEP_SCALARS_BYTES[device.type]
     return resident_bytes + use.peak_bytes, statistics.median(times)
 
 

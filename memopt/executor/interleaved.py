@@ -49,7 +49,7 @@ def measure_in_turn(
     unused = tuple({i for plan in plans for i in plan.unused_outputs})
     modules = [model, *(apply_plan(plan, model) for plan in plans)]
     # The loss and the runtime's token are charged as resident, and metered: count them once.
-    resident_bytes = plans[0].resident_bytes - STEP_SCALARS_BYTES[device.type]
+    resident_bytes = plans[0].resident_bytes - plans[0].loss_bytes - STEP_SCALARS_BYTES[device.type]
     report = progress or (lambda _fraction, _what: None)
     total = len(modules) * (rounds + 1)
 

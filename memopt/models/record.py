@@ -78,6 +78,8 @@ class ModelRecord:
         block_bytes: the allocator's granularity in the captured graph.
         fingerprint: of the captured graph; "" if it was not captured.
         unused_outputs: positions among the leaves of the model's output that get no gradient.
+        loss_bytes: of the planned loss itself, which lives from its step into the next one and is
+            charged as resident, if it takes more than a number.
         repeated: (position, earlier position) of each flat argument that is the same tensor as an
             earlier one.
     """
@@ -93,6 +95,7 @@ class ModelRecord:
     block_bytes: int = 1
     fingerprint: str = ""
     unused_outputs: tuple[int, ...] = ()
+    loss_bytes: int = 0
     repeated: tuple[tuple[int, int], ...] = ()
 
 

@@ -33,6 +33,7 @@ def encode_record(value: ModelRecord) -> dict[str, Any]:
         "block_bytes": value.block_bytes,
         "fingerprint": value.fingerprint,
         "unused_outputs": list(value.unused_outputs),
+        "loss_bytes": value.loss_bytes,
         "repeated": [list(pair) for pair in value.repeated],
     }
 
@@ -79,7 +80,7 @@ def read_record(reader: Reader) -> ModelRecord:
         "block_bytes",
         "fingerprint",
     )
-    later = ("unused_outputs", "repeated")
+    later = ("unused_outputs", "loss_bytes", "repeated")
     found = dict(zip((*names, *later), reader.fields(*names, optional=later), strict=True))
     return ModelRecord(
         model=found["model"].text(),
@@ -93,6 +94,7 @@ def read_record(reader: Reader) -> ModelRecord:
         block_bytes=found["block_bytes"].whole(),
         fingerprint=found["fingerprint"].text(),
         unused_outputs=found["unused_outputs"].optional(Reader.wholes) or (),
+        loss_bytes=found["loss_bytes"].optional(Reader.whole) or 0,
         repeated=found["repeated"].optional(lambda rows: rows.each(_read_repeated)) or (),
     )
 

@@ -22,6 +22,8 @@ from memopt.profiler.memory import library_bytes, metered
 _MINIMUM_STEPS = 3
 _MOST_STEPS = 10
 _ENOUGH_S = 2.0
+LARGEST_NUMBER_BYTES = 64
+"""Of a loss that is no more than a number, as torch allocates it."""
 
 
 def as_targets(given: Any) -> tuple[Any, ...]:
@@ -186,10 +188,14 @@ class LossUse:
         boundary_bytes: what it needs beside outputs and tangents.
         unused: the differentiable outputs that it gives no gradient: positions among the leaves
             of the model's output.
+        kept_bytes: of its value, if that takes more than a number does. Training loops hold it
+            until the next step's replaces it: `mse_loss` and some others return a number in a
+            storage as large as the output.
     """
 
     boundary_bytes: int = 0
     unused: tuple[int, ...] = ()
+    kept_bytes: int = 0
 
 
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
@@ -213,5 +219,8 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
         given = {i: t for i, t in enumerate(cut) if isinstance(t, torch.Tensor) and t.requires_grad}
         tangents = [t.grad for t in given.values() if t.grad is not None]
         held = sum(t.untyped_storage().nbytes() for t in tangents)
+        kept_bytes = value.untyped_storage().nbytes()
     unused = tuple(i for i, t in given.items() if t.grad is None)
-    return LossUse(max(0, use.peak_bytes - held), unused)
+    if kept_bytes <= LARGEST_NUMBER_BYTES:
+        kept_bytes = 0
+    return LossUse(max(0, use.peak_bytes - held), unused, kept_bytes)

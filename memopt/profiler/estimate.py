@@ -26,7 +26,7 @@ from memopt.models.graph import Graph
 from memopt.models.liveness import store_all
 from memopt.models.replay import replay
 from memopt.models.serialize import fingerprint
-from memopt.profiler.baseline import Loss, LossUse
+from memopt.profiler.baseline import LARGEST_NUMBER_BYTES, Loss, LossUse
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost
 from memopt.profiler.capture import Captured, capture
@@ -36,6 +36,7 @@ from memopt.profiler.flops import (
     CONVOLUTION,
     MATMUL,
     Work,
+    elements,
     operator_name,
     tensors_of,
     work,
@@ -45,12 +46,20 @@ from memopt.profiler.measure import with_costs
 from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, replayed_baseline
-from memopt.profiler.signature import describe_value, signature
+from memopt.profiler.signature import Signature, describe_value, signature
 from memopt.profiler.workspace import cublas_workspace_bytes, workspace_bytes
 
 Progress = Callable[[float, str], None]
 
 _DENSE_KINDS = (MATMUL, CONVOLUTION, ATTENTION, "depthwise", "depthwise backward")
+_SUMMED_IN_PLACE = {
+    "mse_loss",
+    "smooth_l1_loss",
+    "binary_cross_entropy",
+    "soft_margin_loss",
+}
+"""Losses that fake kernels return in a storage of their own (found by running every loss of
+torch.nn.functional in torch 2.13; `Cost.output_bytes` of measured ones are real)."""
 _FLASH_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _PHILOX_BYTES = 1024
 """Seed and offset of CUDA's attention, a block of 512 each."""
@@ -97,20 +106,25 @@ def estimate_costs(lowering: Lowering, device: Device) -> list[Cost]:
             known[call.text] = Cost(
                 work_time_s(work(call, outputs), device),
                 workspace_bytes(call, outputs, cuda=cuda),
-                _result_bytes(operator_name(call.target), outputs, device),
+                _result_bytes(call, outputs, device),
             )
         costs.append(known[call.text])
     return costs
 
 
-def _result_bytes(name: str, outputs: Any, device: Device) -> tuple[int, ...]:
+def _result_bytes(call: Signature, outputs: Any, device: Device) -> tuple[int, ...]:
     """Storage sizes as the device's allocator counts them.
 
+    Some losses return their number in the storage of what they summed up.
     CUDA's attention saves the logarithm of the scores' sums as float32, its rows padded to 32 by
     the memory-efficient kernel, and the random generator's seed and offset.
     """
     found = list(tensors_of(outputs))
     sizes = [t.storage_bytes for t in found]
+    name = operator_name(call.target)
+    if name in _SUMMED_IN_PLACE:
+        summed = max(map(elements, tensors_of(call.args)))
+        sizes[0] = max(sizes[0], summed * found[0].dtype.itemsize)
     if device.block_bytes > 1 and name == _FLASH_FORWARD:
         batch, heads, rows = found[1].shape
         sizes[1] = 4 * batch * heads * (-(-rows // _ROWS_TILE) * _ROWS_TILE) + _PHILOX_BYTES
@@ -163,6 +177,7 @@ def estimate_model(
         boundary_bytes=used().boundary_bytes,
         extra_resident_bytes=graph.extra_resident_bytes
         + state.bytes_total
+        + used().kept_bytes
         + STEP_SCALARS_BYTES["cuda" if cuda else "cpu"]
         + (cublas_workspace_bytes(device.name) if cuda else 0),
     )
@@ -175,6 +190,7 @@ def estimate_model(
         block_bytes=device.block_bytes,
         fingerprint=fingerprint(lowering.graph),
         unused_outputs=captured.unused_outputs,
+        loss_bytes=used().kept_bytes,
     )
     report(1.0, "estimated")
     return Profiled(
@@ -234,7 +250,11 @@ def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device:
     reached = zip(captured.primals, captured.gradients, strict=True)
     used = {primal.index for primal, gradient in reached if gradient is not None}
     unused = tuple(place for i, place in enumerate(places) if i not in used)
-    return LossUse(max(0, peak - graph.resident_bytes - held), unused)
+    (value,) = graph.outputs
+    kept_bytes = graph.tensors[value].size_bytes
+    if kept_bytes <= device.allocated_bytes(LARGEST_NUMBER_BYTES):
+        kept_bytes = 0
+    return LossUse(max(0, peak - graph.resident_bytes - held), unused, kept_bytes)
 
 
 def _notes(captured: Captured, device: Device) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ def record_of(
     block_bytes: int = 1,
     fingerprint: str = "",
     unused_outputs: tuple[int, ...] = (),
+    loss_bytes: int = 0,
 ) -> ModelRecord:
     """The record of a model in its present mode, and of its example call.
 
@@ -32,6 +33,7 @@ def record_of(
         block_bytes: the allocator's granularity in the captured graph.
         fingerprint: of the captured graph, if it was captured.
         unused_outputs: the outputs that were captured without a gradient.
+        loss_bytes: see `ModelRecord`.
     """
     named = (*model.named_parameters(), *model.named_buffers())
     return ModelRecord(
@@ -48,6 +50,7 @@ def record_of(
         block_bytes=block_bytes,
         fingerprint=fingerprint,
         unused_outputs=unused_outputs,
+        loss_bytes=loss_bytes,
         repeated=tuple(repeated(call.leaves).items()),
     )
 

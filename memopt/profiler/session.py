@@ -142,6 +142,7 @@ def profile_model(
 
     graph, step, notes = quietly(measured, chosen)
     state = optimizer_state(optimizer, model.parameters(), block_bytes)
+    loss_bytes = -(-used().kept_bytes // block_bytes) * block_bytes
     record = record_of(
         model,
         call,
@@ -149,14 +150,17 @@ def profile_model(
         block_bytes=block_bytes,
         fingerprint=fingerprint(lowering.graph),
         unused_outputs=captured.unused_outputs,
+        loss_bytes=loss_bytes,
     )
     extra_bytes = state.bytes_total + step.library_bytes + STEP_SCALARS_BYTES[device.type]
     graph = replace(
         graph,
         boundary_bytes=used().boundary_bytes,
-        extra_resident_bytes=graph.extra_resident_bytes + extra_bytes,
+        extra_resident_bytes=graph.extra_resident_bytes + extra_bytes + loss_bytes,
     )
-    baseline = replace(step, peak_bytes=graph.resident_bytes + step.peak_bytes)
+    # The unplanned step was metered with its loss.
+    peak_bytes = graph.resident_bytes - loss_bytes + step.peak_bytes
+    baseline = replace(step, peak_bytes=peak_bytes)
     report(1.0, "profiled")
     return Profiled(
         graph,
