@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
 from memopt.profiler.side_effects import check_side_effects
+from memopt.profiler.uncaptured import why_not_captured
 from memopt.profiler.unused_outputs import detach_outputs
 
 _LOG = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ def _trace(model: nn.Module, call: Call) -> Any:
             lambda: torch_private.dynamo_capture(model, call.args, call.kwargs)
         )
     except TorchDynamoException as error:
-        raise CaptureError(_explain(error)) from error
+        raise CaptureError(why_not_captured(model, error)) from error
     except AssertionError as error:
         raise CaptureError(
             f"what the model takes or returns cannot be captured: {str(error).strip()}. "
@@ -165,19 +165,6 @@ _PYTREES = (
     "memopt takes tensors, numbers, strings, None and pytrees of them: register your own class "
     "with torch.export.register_dataclass, or return a tuple or a dict"
 )
-
-
-def _explain(error: Exception) -> str:
-    stack = getattr(error, "real_stack", None)
-    home = os.path.dirname(torch.__file__)
-    frames = [f for f in stack or () if f.filename and not f.filename.startswith(home)]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return (
-        f"the model cannot be captured as one graph{where}: {first}. memopt needs a forward "
-        "without data-dependent Python control flow (.item(), tensor truth values); rewrite that "
-        "part with tensor operators (torch.where) or plan the sub-modules around it"
-    )
 
 
 def _export(model: nn.Module, traced: Any, call: Call) -> Captured:

@@ -159,18 +159,11 @@ def profile_model(
         extra_resident_bytes=graph.extra_resident_bytes + extra_bytes + loss_bytes,
     )
     # The unplanned step was metered with its loss.
-    peak_bytes = graph.resident_bytes - loss_bytes + step.peak_bytes
-    baseline = replace(step, peak_bytes=peak_bytes)
+    baseline = replace(step, peak_bytes=graph.resident_bytes - loss_bytes + step.peak_bytes)
     report(1.0, "profiled")
+    known = state if optimizer else None
     return Profiled(
-        graph,
-        lowering,
-        captured,
-        baseline,
-        device,
-        record,
-        notes=notes,
-        optimizer=state if optimizer else None,
+        graph, lowering, captured, baseline, device, record, notes=notes, optimizer=known
     )
 
 

@@ -31,18 +31,7 @@ STRATEGIES: dict[str, Strategy] = {
     "dynprog": DynProg(),
     "offload-graph": OffloadGraph(moves=0, chain=False),
 }
-DENSE = {
-    "rotor": {"densenet121"},
-    "dynprog": {
-        "resnet50",
-        "densenet121",
-        "mobilenet_v2",
-        "googlenet",
-        "efficientnet_b0",
-        "inception_v3",
-    },
-    "offload-graph": {family.name for family in zoo.FAMILIES} - {"vgg16", "r3d_18", "mlp"},
-}
+DENSE = {"rotor": {"densenet121"}, "dynprog": set[str](), "offload-graph": {"densenet121"}}
 """Families whose plans keep a small memory nearly full all the time: no placement within 1% of the
 most bytes live at once is known, nor a proof that there is none (docs/strategies/olla.md)."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from memopt.errors import CaptureError
 from memopt.models.graph import Phase, TensorKind
 from memopt.models.liveness import store_all
 from memopt.models.replay import replay
@@ -187,3 +188,11 @@ def test_nothing_is_left_in_dynamos_globals() -> None:
 
     captured(Block(), torch.randn(4, 6))
     assert not [name for name in vars(module) if name.startswith("__compiled_fn")]
+
+
+def test_a_batch_norm_that_averages_over_all_steps_is_named() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None))
+    with pytest.raises(CaptureError, match=r"BatchNorm1d '1' has momentum=None.*default is 0\.1"):
+        captured(model, torch.randn(4, 6))
+    model[1].eval()
+    captured(model, torch.randn(4, 6))
