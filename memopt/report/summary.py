@@ -110,6 +110,8 @@ def _passes(stats: Mapping[str, object]) -> list[tuple[str, str]]:
             if apart:
                 text += f"; {format_bytes(apart)} left there, too dear to place"
             rows.append(("", text))
+        if stats.get("shortened"):
+            rows.append(("", "tensors freed earlier, fetched later to fit; no slower"))
     elif stats.get("placed") is False:
         rows.append(("arena", "none: beside what lies outside, it would cost too much"))
     return rows

@@ -143,3 +143,20 @@ def test_each_pass_alone() -> None:
 def test_a_chain_is_refused(which: str) -> None:
     with pytest.raises(ValueError, match=r"a Chain has none.*Graph"):
         memopt.plan(rotor_toy(), **{which: True})
+
+
+def test_a_plan_whose_lifetimes_were_shortened_says_so() -> None:
+    said = 0
+    for seed in range(40):
+        graph = random_graph(Random(seed), 9)
+        device = memopt.Device(to_host_bytes_per_s=20.0)
+        plan = memopt.plan(
+            graph, strategy="offload-graph", place=True, budget="min", device=device, progress=False
+        )
+        if plan.stats["shortened"]:
+            said += 1
+            assert "freed earlier, fetched later" in plan.summary()
+            assert max(map(len, plan.summary().splitlines())) <= 80
+        else:
+            assert "freed earlier" not in plan.summary()
+    assert said
