@@ -65,14 +65,13 @@ def arrange(
         }
         _check(graph, program, budget_bytes, "reordered")
     if place:
-        made = program
-        program, placement = _placed(graph, made, budget_bytes, device, time_limit_s)
+        program, placement, short = _placed(graph, program, budget_bytes, device, time_limit_s)
         _check(graph, program, budget_bytes, "placed")
         stats |= placing_figures(graph, program, placement)
         stats |= {
             "arena_gap": placement.gap,
             "placed": program.offsets is not None,
-            "shortened": _moves(program) != _moves(made),
+            "shortened": short,
         }
     return program, stats
 
@@ -83,9 +82,9 @@ def _placed(
     budget_bytes: int | None,
     device: Device,
     time_limit_s: float | None,
-) -> tuple[Program, Placement]:
-    """The program at addresses; where they cost much or not all fit, the program with its
-    lifetimes `shortened`, if more of that fits or its arena is smaller.
+) -> tuple[Program, Placement, bool]:
+    """The program at addresses, and whether its lifetimes were shortened for that: where addresses
+    cost much or not all fit, if then more fits or the arena is smaller.
 
     A fetch that comes as late as the link allows has no time to spare if the link is slower than
     the device says. So the transfers stay where the strategy had them if that is good enough.
@@ -102,17 +101,17 @@ def _placed(
         time_limit_s -= time.monotonic() - began_s
         enough = enough or time_limit_s <= 0
     if enough or placement.stats["interrupted"]:
-        return placed, placement
+        return placed, placement, False
     short = shortened(graph, program, device)
     if _moves(short) == _moves(program):
-        return placed, placement
+        return placed, placement, False
     other, its_placement = place_program(
         graph, short, limit_bytes=budget_bytes, time_limit_s=time_limit_s
     )
     own = _covered_bytes(graph, placed), -placement.peak
     if (_covered_bytes(graph, other), -its_placement.peak) > own:
-        return other, its_placement
-    return placed, placement
+        return other, its_placement, True
+    return placed, placement, False
 
 
 def _covered_bytes(graph: Graph, placed: Program) -> int:
