@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memopt.commands.torchvision import REMEDY, without_broken_torchvision
+from memopt.executor.check import unmetered_bytes
 from memopt.models.budget import format_bytes
 from memopt.plan import Plan
 from memopt.planning import plan as make_plan
 from memopt.profiler.memory import MemoryUse, metered
-from memopt.profiler.session import STEP_SCALARS_BYTES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -192,7 +192,7 @@ def compare(task: Task, plans: dict[str, Plan]) -> list[Row]:
     modules: dict[str, nn.Module] = {"eager": task.model}
     modules |= {name: plan.apply(task.model) for name, plan in plans.items()}
     first = next(iter(plans.values()))
-    resident = first.resident_bytes - first.loss_bytes - STEP_SCALARS_BYTES["cpu"]
+    resident = unmetered_bytes(first, torch.device("cpu"))
     results = {}
     for name, module in modules.items():
         task.model.load_state_dict(initial)

@@ -52,9 +52,13 @@ def measure_step(
         while len(times) < _MINIMUM_STEPS or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
             clear_gradients(model, call.tensors())
             times.append(timed(step, device))
-    # The loss and the runtime's token are charged as resident, and metered: count them once.
-    resident_bytes = plan.resident_bytes - plan.loss_bytes - STEP_SCALARS_BYTES[device.type]
-    return resident_bytes + use.peak_bytes, statistics.median(times)
+    return unmetered_bytes(plan, device) + use.peak_bytes, statistics.median(times)
+
+
+def unmetered_bytes(plan: Plan, device: torch.device) -> int:
+    """What a plan charges as resident and a metered step does not allocate. The loss and the
+    runtime's token are charged, and metered: they count once."""
+    return plan.resident_bytes - plan.loss_bytes - STEP_SCALARS_BYTES[device.type]
 
 
 class _Sum(torch.autograd.Function):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from memopt.executor.apply import apply_plan, planned_call
-from memopt.executor.check import clear_gradients, loss_of, timed
+from memopt.executor.check import clear_gradients, loss_of, timed, unmetered_bytes
 from memopt.profiler.baseline import untouched
 from memopt.profiler.memory import metered
-from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
+from memopt.profiler.session import device_of
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -48,8 +48,7 @@ def measure_in_turn(
     device = device_of(model, call)
     unused = tuple({i for plan in plans for i in plan.unused_outputs})
     modules = [model, *(apply_plan(plan, model) for plan in plans)]
-    # The loss and the runtime's token are charged as resident, and metered: count them once.
-    resident_bytes = plans[0].resident_bytes - plans[0].loss_bytes - STEP_SCALARS_BYTES[device.type]
+    resident_bytes = unmetered_bytes(plans[0], device)
     report = progress or (lambda _fraction, _what: None)
     total = len(modules) * (rounds + 1)
 

@@ -87,12 +87,13 @@ def optimizer_state(
     totals: dict[str, int] = {}
     for parameter in trained:
         for what, size in _named(name, parameter.numel(), parameter.element_size()):
-            totals[what] = totals.get(what, 0) + _blocks(size, block_bytes)
+            totals[what] = totals.get(what, 0) + in_blocks(size, block_bytes)
     parts = tuple(totals.items())
     return OptimizerState(name, sum(size for _, size in parts), parts)
 
 
-def _blocks(size: int, block_bytes: int) -> int:
+def in_blocks(size: int, block_bytes: int) -> int:
+    """Bytes of an allocation, in whole blocks of the allocator."""
     return -(-size // block_bytes) * block_bytes
 
 
@@ -120,7 +121,7 @@ def _of_instance(optimizer: torch.optim.Optimizer, block_bytes: int) -> Optimize
         for parameter in group["params"]:
             if parameter.requires_grad:
                 sizes = _sizes(optimizer, group, parameter)
-                total += sum(_blocks(size, block_bytes) for size in sizes)
+                total += sum(in_blocks(size, block_bytes) for size in sizes)
     return OptimizerState(name, total, ((f"{name} state", total),) if total else ())
 
 

@@ -23,7 +23,7 @@ from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.measure import MeasureOptions, environment, measure
 from memopt.profiler.misfit import check_arguments, diagnosed
-from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
+from memopt.profiler.optimizer_state import OptimizerState, in_blocks, optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.signature import signature
 
@@ -142,7 +142,7 @@ def profile_model(
 
     graph, step, notes = quietly(measured, chosen)
     state = optimizer_state(optimizer, model.parameters(), block_bytes)
-    loss_bytes = -(-used().kept_bytes // block_bytes) * block_bytes
+    loss_bytes = in_blocks(used().kept_bytes, block_bytes)
     record = record_of(
         model,
         call,
