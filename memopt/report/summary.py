@@ -111,7 +111,9 @@ def _passes(stats: Mapping[str, object]) -> list[tuple[str, str]]:
                 text += f"; {format_bytes(apart)} left there, too dear to place"
             rows.append(("", text))
         if stats.get("shortened"):
-            rows.append(("", "tensors freed earlier, fetched later to fit; no slower"))
+            slower = stats.get("slower")
+            cost = f"{slower:.2%} slower" if isinstance(slower, float) and slower else "no slower"
+            rows.append(("", f"tensors freed earlier, fetched later to fit; {cost}"))
     elif stats.get("placed") is False:
         rows.append(("arena", "none: beside what lies outside, it would cost too much"))
     return rows

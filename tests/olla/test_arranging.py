@@ -20,7 +20,8 @@ from memopt.models.replay import replay
 from memopt.models.validate import validate
 from memopt.plan import Plan
 from memopt.profiler import Profiled
-from memopt.strategies.olla.arranging import arrange
+from memopt.strategies.base import Status
+from memopt.strategies.olla.arranging import MOST_SLOWER, arrange
 from tests.models.training_graphs import overwriting
 from tests.plan.tiny import make, profiled, step_digest, tight_plan
 
@@ -102,7 +103,10 @@ def test_random_programs_stay_valid_and_within_their_budget() -> None:
         assert validate(graph, made, own.peak_bytes) is None
         timeline = replay(graph, made, device)
         assert timeline.peak_bytes <= own.peak_bytes
-        assert timeline.time_s <= own.time_s * (1 + 1e-9)
+        slower = stats["slower"]
+        assert isinstance(slower, float)
+        assert 0 <= slower <= MOST_SLOWER
+        assert timeline.time_s <= own.time_s * (1 + slower + 1e-9)
         assert stats["placed"] == (made.offsets is not None)
         if made.offsets is None:
             left_out += 1
@@ -149,7 +153,7 @@ def test_a_chain_is_refused(which: str) -> None:
 
 
 def test_a_plan_whose_lifetimes_were_shortened_says_so() -> None:
-    said = 0
+    said = slower = 0
     for seed in range(40):
         graph = random_graph(Random(seed), 9)
         device = memopt.Device(to_host_bytes_per_s=20.0)
@@ -162,7 +166,27 @@ def test_a_plan_whose_lifetimes_were_shortened_says_so() -> None:
             assert max(map(len, plan.summary().splitlines())) <= 80
         else:
             assert "freed earlier" not in plan.summary()
-    assert said
+        slower += _costs_what_it_says(plan, plan.stats["slower"])
+    assert said > slower > 0
+
+
+def _costs_what_it_says(plan: Plan, slower: object) -> bool:
+    """Whether a placed plan waits for room, and its time, status and summary are what that makes
+    them."""
+    plain = memopt.plan(
+        plan.graph, strategy="offload-graph", budget="min", device=plan.device, progress=False
+    )
+    assert isinstance(slower, float)
+    assert slower <= MOST_SLOWER
+    assert plan.step_time_s == pytest.approx(plain.step_time_s * (1 + slower), rel=1e-6)
+    if not slower:
+        assert plan.status is plain.status
+        assert f"{slower:.2%} slower" not in plan.summary()
+        return False
+    assert plan.status is Status.FEASIBLE
+    assert plan.gap > plain.gap
+    assert f"{slower:.2%} slower" in plan.summary()
+    return True
 
 
 def test_an_output_that_gets_its_own_address_is_no_shortened_lifetime() -> None:

@@ -24,7 +24,7 @@ from memopt.strategies.olla import (
 from memopt.strategies.olla.buffers import Layout
 from memopt.strategies.olla.feasibility import solve_capacity
 from memopt.strategies.olla.greedy import pyramid
-from memopt.strategies.olla.repair import repaired_placement
+from memopt.strategies.olla.repair import repaired_placement, stacked_results
 from tests.olla.oracles import best_placement_bytes, overlap
 
 DATA = Path(__file__).parent.parent / "data" / "minimalloc"
@@ -220,6 +220,41 @@ def test_local_search_finds_the_optimum_of_small_problems(aligned: bool) -> None
             none = repaired_placement(layout, least - 1, seed=seed, work_limit=1_000_000)
             assert none.offsets is None
             assert not none.infeasible
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_local_search_stacks_results_in_the_order_of_their_birth(aligned: bool) -> None:
+    """What lives to the end is placed from 0 up, one birth after another, before anything else;
+    placements found around it are as good as the rest."""
+    rng = Random(12)
+    stacked = 0
+    for seed in range(10):
+        end, step = 140, 8 if aligned else 1
+        results = [Buffer(f"r{k}", k, end, 1 + rng.randint(0, 2), step) for k in range(120)]
+        short = [(rng.randint(0, end - 8), 8 * rng.randint(1, 9)) for _ in range(200)]
+        buffers = [
+            *results,
+            Buffer("at the end", end - 1, end, 8, step),
+            *(Buffer(f"t{k}", t, t + 2, x, step) for k, (t, x) in enumerate(short)),
+        ]
+        rng.shuffle(buffers)
+        layout = Layout(buffers)
+        offset = stacked_results(layout)
+        if offset is None:
+            continue
+        stacked += 1
+        of_results = {b.id: int(x) for b, x in zip(buffers, offset, strict=True) if x >= 0}
+        assert set(of_results) == {result.id for result in results}
+        expected = 0
+        for result in results:
+            assert of_results[result.id] == expected
+            expected += result.extent
+        found = repaired_placement(layout, layout.bound * 2, seed=seed, turn=1)
+        assert found.offsets is not None
+        offsets = dict(zip((b.id for b in buffers), found.offsets.tolist(), strict=True))
+        assert not overlap(buffers, offsets)
+        assert all(offsets[name] == least for name, least in of_results.items())
+    assert stacked > 5
 
 
 def test_pyramid_is_nested() -> None:

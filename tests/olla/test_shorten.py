@@ -114,3 +114,46 @@ def test_no_fetch_and_no_free_could_move_one_computation_further(duplex: bool) -
             pairs = zip(starts_s(graph, moved, device), own_s, strict=True)
             assert any(now_s > then_s for now_s, then_s in pairs)
     assert tried > 20
+
+
+def test_with_room_made_programs_hold_less_and_say_what_it_costs() -> None:
+    less = slower = free_of_charge = 0
+    for graph, program, device in cases(400, 8):
+        short = shortened(graph, program, device)
+        peak_bytes = replay(graph, program, device).peak_bytes
+        assert shortened(graph, program, device, room_bytes=peak_bytes) == short
+        roomy = shortened(graph, program, device, room_bytes=peak_bytes * 3 // 4)
+        assert validate(graph, roomy) is None
+        before, after = replay(graph, program, device), replay(graph, roomy, device)
+        assert after.peak_bytes <= before.peak_bytes
+        pairs = list(zip(held(graph, roomy), held(graph, program), strict=True))
+        assert all(now <= then for now, then in pairs)
+        for kind in (Compute, SwapOut, SwapIn):
+            assert kinds(roomy, kind) == kinds(program, kind)
+        assert sorted(map(repr, kinds(roomy, Free))) == sorted(map(repr, kinds(program, Free)))
+        if sum(held(graph, roomy)) < sum(held(graph, short)):
+            less += 1
+            slower += after.time_s > before.time_s * (1 + 1e-9)
+            free_of_charge += after.time_s <= before.time_s * (1 + 1e-9)
+    assert min(less, slower) > 10
+    assert free_of_charge
+
+
+def test_computations_hold_more_than_the_room_only_with_what_is_needed() -> None:
+    """Above `room_bytes` no tensor is left that could be freed before the computation."""
+    above = 0
+    for graph, program, device in cases(200, 9):
+        room_bytes = replay(graph, program).peak_bytes // 2
+        roomy = shortened(graph, program, device, room_bytes=room_bytes)
+        rows = replay(graph, roomy).step_bytes
+        for position, instruction in enumerate(roomy):
+            if not isinstance(instruction, Free) or position == 0:
+                continue
+            other = roomy.instructions[position - 1]
+            if not isinstance(other, Compute) or rows[position - 1] <= room_bytes:
+                continue
+            swapped = list(roomy.instructions)
+            swapped[position - 1], swapped[position] = instruction, other
+            assert validate(graph, Program(swapped)) is not None
+            above += 1
+    assert above > 20

@@ -24,10 +24,12 @@ SORTING = 32
 
 
 class Buffers(NamedTuple):
-    """What is placed: bytes, alignments, and who overlaps whom (see `Layout.overlaps`)."""
+    """What is placed: bytes, alignments, least offsets (multiples of the alignments), and who
+    overlaps whom (see `Layout.overlaps`)."""
 
     size: Ints
     alignment: Ints
+    floor: Ints
     overlap_start: Ints
     overlaps: Ints
 
@@ -51,16 +53,17 @@ def _heaviest(waiting: Ints, count: int, weight: Ints) -> int:
 
 @njit(cache=True)
 def _cheapest(
-    step: int, top: int, events: Ints, change: Ints, count: int, cost: int, rng: Ints
+    step: int, floor: int, top: int, events: Ints, change: Ints, count: int, cost: int, rng: Ints
 ) -> tuple[int, int]:
-    """(offset, cost) where the least lies in the way of a buffer that may start at 0 to `top`.
+    """(offset, cost) where the least lies in the way of a buffer that may start at `floor` to
+    `top`.
 
-    `cost` is that of offset 0, `change[k]` what it grows by from offset `events[k]` on. Among
+    `cost` is that of `floor`, `change[k]` what it grows by from offset `events[k]` on. Among
     equals the ends of the shortest range of offsets (the tightest gap), one of them at random.
     """
     order = np.argsort(events[:count])
-    best, best_key, offset = INFINITE, np.inf, 0
-    start, k = 0, 0
+    best, best_key, offset = INFINITE, np.inf, floor
+    start, k = floor, 0
     while True:
         end = events[order[k]] - step if k < count else top
         if end >= start and cost <= best:
@@ -80,10 +83,10 @@ def _cheapest(
 def _obstacles(
     buffers: Buffers, offset: Ints, cost: Ints, buffer: int, top: int, events: Ints, change: Ints
 ) -> tuple[int, int]:
-    """What lies in the way of `buffer` from offset 0 to `top`: (number of events, the cost of
-    offset 0), see `_cheapest`."""
-    step, length = buffers.alignment[buffer], buffers.size[buffer]
-    found, at_zero = 0, 0
+    """What lies in the way of `buffer` from its least offset to `top`: (number of events, the cost
+    of that least offset), see `_cheapest`."""
+    step, length, floor = buffers.alignment[buffer], buffers.size[buffer], buffers.floor[buffer]
+    found, at_floor = 0, 0
     for k in range(buffers.overlap_start[buffer], buffers.overlap_start[buffer + 1]):
         other = buffers.overlaps[k]
         if offset[other] < 0:
@@ -91,15 +94,17 @@ def _obstacles(
         # Offsets from `low` on overlap it, from `high` on no more.
         low = -(-(offset[other] - length + 1) // step) * step
         high = -(-(offset[other] + buffers.size[other]) // step) * step
-        if low <= 0:
-            at_zero += cost[other]
+        if high <= floor:
+            continue
+        if low <= floor:
+            at_floor += cost[other]
         elif low <= top:
             events[found], change[found] = low, cost[other]
             found += 1
         if high <= top:
             events[found], change[found] = high, -cost[other]
             found += 1
-    return found, at_zero
+    return found, at_floor
 
 
 @njit(cache=True)
@@ -154,10 +159,11 @@ def repair(
         waiting[pick] = waiting[waits]
         step = buffers.alignment[buffer]
         top = (capacity - buffers.size[buffer]) // step * step
-        found, at_zero = _obstacles(buffers, offset, cost, buffer, top, events, change)
+        found, at_floor = _obstacles(buffers, offset, cost, buffer, top, events, change)
         neighbours = buffers.overlap_start[buffer + 1] - buffers.overlap_start[buffer]
         work += waits + neighbours + SORTING * found
-        offset[buffer], paid = _cheapest(step, top, events, change, found, at_zero, rng)
+        floor = buffers.floor[buffer]
+        offset[buffer], paid = _cheapest(step, floor, top, events, change, found, at_floor, rng)
         if paid > 0:
             weight[buffer] += first_weight[buffer]
             waits = _eject(buffers, offset, buffer, waiting, waits)

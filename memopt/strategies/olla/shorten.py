@@ -1,13 +1,16 @@
-"""Shorter lifetimes of moved tensors in the same time: room for a placement.
+"""Shorter lifetimes of moved tensors, in the same time or nearly: room for a placement.
 
 A program may free a tensor long after its copy to the host is complete, and fetch it long before
 its reader. Both cost nothing while there is memory, and keep it full: at addresses, where
-lifetimes must fit into each other, that leaves no room.
+lifetimes must fit into each other, that leaves no room. Where a link is busy all the time anyway,
+computations may also wait for it a little earlier than memory makes them.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator
 
 from memopt.models.device import Device
@@ -17,28 +20,34 @@ from memopt.models.replay import Direction, replay
 from memopt.models.variants import variant
 
 
-def shortened(graph: Graph, program: Program, device: Device) -> Program:
+def shortened(
+    graph: Graph, program: Program, device: Device, *, room_bytes: int | None = None
+) -> Program:
     """Free tensors as early, and fetch them as late, as takes no longer by the device's links.
 
-    Every lifetime lies within the one it had, and every computation and copy to the host starts
-    when it did, in the order they had: peak and time are never worse.
+    Every lifetime lies within the one it had: the peak is never larger. Without `room_bytes`
+    every computation and copy to the host starts when it did, in the order they had.
 
     Args:
         graph: the cost model of the program.
         program: valid; its placement, if any, is dropped.
         device: link rates.
+        room_bytes: a computation that begins with more in memory waits for copies to the host
+            whose tensors nobody reads any more; the step may take longer, or make up for it
+            (`replay` says).
 
     Returns:
         The program; the instructions as they were, where nothing moves.
     """
-    freed = _Shortening(graph, Program(program.instructions), device).freed_early()
-    return _Shortening(graph, freed, device).fetched_late()
+    own = _Shortening(graph, Program(program.instructions), device)
+    return _Shortening(graph, own.freed_early(room_bytes), device).fetched_late()
 
 
 class _Shortening:
     """A program with its times. A position is that of the instruction that something precedes."""
 
     def __init__(self, graph: Graph, program: Program, device: Device) -> None:
+        self.graph = graph
         self.program = program
         self.device = device
         self.timeline = replay(graph, program, device)
@@ -46,13 +55,44 @@ class _Shortening:
         """Of each position."""
         self.uses = _uses(graph, program)
 
-    def freed_early(self) -> Program:
+    def freed_early(self, room_bytes: int | None) -> Program:
         """Each Free after the last use of its tensor, once transfers of that are complete when
-        the next instruction starts."""
-        moves = {}
+        the next instruction starts; or, with more than `room_bytes` in memory, when that has
+        waited for them."""
+        freeable = self._freeable()
+        moves: dict[int, int] = {}
+        open_frees: list[tuple[float, int]] = []
+        """Those whose tensors nobody uses any more: when transfers are complete, position."""
+        freed_bytes, ended = 0, Counter[int]()
+        """Freed earlier than before, in all; where that is no difference any more."""
+        waited_s = 0.0
+        for position, instruction in enumerate(self.program):
+            freed_bytes -= ended.pop(position, 0)
+            for free in freeable.get(position, ()):
+                heapq.heappush(open_frees, free)
+            while open_frees:
+                ready_s, free_at = open_frees[0]
+                wait_s = ready_s - (self._started_s(position) + waited_s)
+                if free_at > position and wait_s > 0:
+                    held_bytes = self.timeline.step_bytes[position] - freed_bytes
+                    full = room_bytes is not None and held_bytes > room_bytes
+                    if not full or not isinstance(instruction, Compute):
+                        break
+                    waited_s += wait_s
+                heapq.heappop(open_frees)
+                if free_at > position:
+                    moves[free_at] = position
+                    tensor_bytes = self._freed_bytes(free_at)
+                    freed_bytes += tensor_bytes
+                    ended[free_at] += tensor_bytes
+        return self._moved(moves)
+
+    def _freeable(self) -> dict[int, list[tuple[float, int]]]:
+        """Position after a tensor's last use → (when its transfers are complete, position of its
+        Free), of each Free."""
+        found: dict[int, list[tuple[float, int]]] = {}
         complete_s: dict[int, float] = {}
         """Tensor → end of its latest transfer."""
-        started_s = list(map(self._started_s, range(len(self.program))))
         end_s = {transfer.instruction: transfer.end_s for transfer in self.timeline.transfers}
         for position, instruction in enumerate(self.program):
             if isinstance(instruction, SwapOut | SwapIn):
@@ -61,10 +101,14 @@ class _Shortening:
                 uses = self.uses[instruction.tensor]
                 last = uses[bisect_left(uses, position) - 1]
                 ready_s = complete_s.get(instruction.tensor, 0.0)
-                new = max(last + 1, bisect_left(started_s, ready_s))
-                if new < position:
-                    moves[position] = new
-        return self._moved(moves)
+                found.setdefault(last + 1, []).append((ready_s, position))
+        return found
+
+    def _freed_bytes(self, position: int) -> int:
+        """Of the tensor of a Free."""
+        instruction = self.program.instructions[position]
+        assert isinstance(instruction, Free)
+        return self.graph.tensors[instruction.tensor].size_bytes
 
     def fetched_late(self) -> Program:
         """Each SwapIn before the first use of its tensor, as late as the link allows if it and all
