@@ -73,8 +73,10 @@ class ProgramRow:
         order_gap: of the reordered plan's peak; `order_saved` the share of the peak it saves.
         ordered_gap: of the reordered plan's addresses.
         both_cpu_s: of ordering and placing.
+        slower: what the steps' times grow by, to make room: of the plan's own, and the reordered.
         within: share of the bytes written to addresses that still are where all, with what lies
-            outside, must not need more than the peak: of the plan's own peak, and the reordered.
+            outside, must not need more than the peak: of the plan's own peak, and the reordered;
+            empty if not measured.
     """
 
     name: str
@@ -89,10 +91,13 @@ class ProgramRow:
     order_saved: float
     ordered_gap: float
     both_cpu_s: float
+    slower: list[float]
     within: list[float]
 
 
-def rows_of(name: str, batch: int, strategy: Strategy, folder: Path | None) -> list[ProgramRow]:
+def rows_of(
+    name: str, batch: int, strategy: Strategy, folder: Path | None, *, within: bool
+) -> list[ProgramRow]:
     """One strategy's plans of one step, those that differ."""
     graph = without_updates(graph_of(name, batch, folder))
     view = linearize(graph) if strategy.needs == "chain" else None
@@ -115,20 +120,30 @@ def rows_of(name: str, batch: int, strategy: Strategy, folder: Path | None) -> l
         if program is not None:
             found.setdefault(program, share)
     return [
-        _row(name, batch, strategy.name, share, graph, program) for program, share in found.items()
+        row_of(name, batch, strategy.name, share, graph, program, within=within)
+        for program, share in found.items()
     ]
 
 
-def _row(
-    name: str, batch: int, strategy: str, share: float, graph: Graph, program: Program
+def row_of(
+    name: str,
+    batch: int,
+    strategy: str,
+    share: float,
+    graph: Graph,
+    program: Program,
+    *,
+    within: bool,
 ) -> ProgramRow:
+    """One plan's."""
     device = find_device(DEVICE)
     before_bytes = replay(graph, program).peak_bytes
     computed = sum(isinstance(x, Compute) for x in program)
     began = time.process_time()
     placed, own = arrange(graph, program, None, device, order=False, place=True)
     middle = time.process_time()
-    made, both = arrange(graph, program, None, device, order=True, place=True)
+    ordered, ordering = arrange(graph, program, None, device, order=True, place=False)
+    made, both = arrange(graph, ordered, None, device, order=False, place=True)
     ended = time.process_time()
     return ProgramRow(
         name=name,
@@ -139,19 +154,20 @@ def _row(
         moved=sum(isinstance(x, SwapIn) for x in program),
         gap=_number(own["arena_gap"]),
         cpu_s=middle - began,
-        order_gap=_number(both["order_gap"]),
-        order_saved=1 - replay(graph, made).peak_bytes / before_bytes,
+        order_gap=_number(ordering["order_gap"]),
+        order_saved=1 - replay(graph, ordered).peak_bytes / before_bytes,
         ordered_gap=_number(both["arena_gap"]),
         both_cpu_s=ended - middle,
-        within=[_within(graph, placed), _within(graph, made)],
+        slower=[_number(own["slower"]), _number(both["slower"])],
+        within=[_within(graph, program, placed), _within(graph, ordered, made)] if within else [],
     )
 
 
-def _within(graph: Graph, placed: Program) -> float:
-    bare = Program(placed.instructions)
-    some, _ = arrange(
-        graph, bare, replay(graph, bare).peak_bytes, find_device(DEVICE), order=False, place=True
-    )
+def _within(graph: Graph, program: Program, placed: Program) -> float:
+    """The share of the bytes that `placed` writes to addresses that the program does within its
+    own peak."""
+    peak_bytes = replay(graph, program).peak_bytes
+    some, _ = arrange(graph, program, peak_bytes, find_device(DEVICE), order=False, place=True)
     covered = [arena_use(graph, program) for program in (some, placed)]
     written = [0 if use is None else use.covered_bytes for use in covered]
     return written[0] / written[1] if written[1] else 1.0
@@ -165,6 +181,7 @@ def _number(value: object) -> float:
 def page(rows: list[ProgramRow]) -> str:
     """The whole page."""
     gaps = [gap for row in rows for gap in (row.gap, row.ordered_gap)]
+    slower = [share for row in rows for share in row.slower] or [0.0]
     worst = sorted(rows, key=lambda r: -max(r.gap, r.ordered_gap))[:10]
     parts = [
         "# OLLA: other strategies' plans reordered and placed",
@@ -181,7 +198,11 @@ def page(rows: list[ProgramRow]) -> str:
         "\n".join(_table(rows)),
         f"Of {len(gaps)} placements {sum(gap == 0 for gap in gaps)} have no fragmentation and "
         f"{sum(gap <= 0.01 for gap in gaps)} are within 1% of the bound; the largest gap is "
-        f"{percent(max(gaps, default=0), 2)}. Of the orders "
+        f"{percent(max(gaps, default=0), 2)}. For {sum(share > 0 for share in slower)} of them the "
+        "step waits for copies to the host before memory is full: it is predicted to take "
+        f"{percent(max(slower, default=0), 2)} longer at most, in the mean "
+        f"{percent(statistics.mean([share for share in slower if share > 0] or [0]), 2)}. Of the "
+        "orders "
         f"{sum(row.order_gap == 0 for row in rows)} of {len(rows)} are proved optimal, the largest "
         f"gap is {percent(max((row.order_gap for row in rows), default=0), 2)}.",
         "The largest gaps of addresses:",
@@ -218,12 +239,19 @@ def _table(rows: Iterable[ProgramRow]) -> list[str]:
             f"{percent(max(max(r.gap, r.ordered_gap) for r in some), 3)} | "
             f"{percent(statistics.mean(r.order_saved for r in some))} | "
             f"{percent(max(r.order_saved for r in some))} | "
-            f"{percent(statistics.mean(r.within[0] for r in some))} | "
-            f"{percent(statistics.mean(r.within[1] for r in some))} | "
+            f"{_mean_within(some, 0)} | {_mean_within(some, 1)} | "
             f"{statistics.median(cpu_s):.2f} | "
             f"{max(cpu_s):.2f} |"
         )
     return lines
+
+
+def _mean_within(rows: list[ProgramRow], which: int) -> str:
+    measured = [row.within[which] for row in rows if row.within]
+    if not measured:
+        return ""
+    of = "" if len(measured) == len(rows) else f" of {len(measured)}"
+    return f"{percent(statistics.mean(measured))}{of}"
 
 
 def main() -> None:
@@ -235,6 +263,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("out/olla-graphs"))
     parser.add_argument("--resume", type=Path, default=Path("out/olla-programs.json"))
     parser.add_argument("--report", action="store_true", help="only write what is kept")
+    parser.add_argument("--no-within", action="store_true", help="not within the peak, too")
     parser.add_argument("--fresh", action="store_true", help="drop the rows kept in FILE")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -250,7 +279,9 @@ def main() -> None:
         warm_up()
     for case in () if options.report else kept.missing(cases, _note):
         name, batch, strategy = cases[case]
-        kept.add(case, rows_of(name, batch, STRATEGIES[strategy], options.folder))
+        within = not options.no_within
+        rows = rows_of(name, batch, STRATEGIES[strategy], options.folder, within=within)
+        kept.add(case, rows)
         _note(f"{case}: {len(kept.rows[case])} plans")
     text = page(kept.ordered(cases))
     sys.stdout.write(text)

@@ -1,7 +1,7 @@
 """The command line: `memopt demo`, `plan`, `show`, `profile`, `strategies`, `device`, `place`.
 
-Exit status: 0 done; 1 failed; 2 wrong usage; 3 no plan fits the budget; 4 the plan file is
-damaged or belongs to something else.
+Exit status: 0 done; 1 failed; 2 wrong usage; 3 no plan fits the budget, or no placement the
+capacity; 4 the plan file is damaged or belongs to something else.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def plan(
     model: TargetArgument,
     budget: Annotated[
         str | None,
-        typer.Option(help='Bytes, "6GiB", "6GB", a share such as 0.5, or min. None: no limit.'),
+        typer.Option(help='Bytes, "6GiB", "6GB", a share such as 0.5, or min. Left out: no limit.'),
     ] = None,
     strategy: Annotated[str, typer.Option(help="See `memopt strategies`.")] = "rotor",
     out: Annotated[Path | None, typer.Option(help="Save the plan here (JSON).")] = None,
@@ -186,7 +186,7 @@ def devices(
 @app.command()
 def place(
     instance: Annotated[Path, typer.Argument(help="CSV with id, lower, upper, size.")],
-    capacity: Annotated[int | None, typer.Option(help="Good enough: this many bytes.")] = None,
+    capacity: Annotated[int | None, typer.Option(help="What it must fit into, bytes.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="Seconds.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the CSV with offsets here.")] = None,
     as_json: JsonOption = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from memopt.models.in_place import with_in_place
 from memopt.models.judge import judge
 from memopt.models.liveness import store_all
 from memopt.models.presets import find_device
+from memopt.models.program import Program, SwapIn, SwapOut
 from memopt.models.replay import replay
 from memopt.models.stage_map import has_updates
 from memopt.plan import BaselineFigures, Plan
@@ -319,7 +321,7 @@ def _wrap(
         host_peak_bytes=figures.host_peak_bytes,
         compute_time_s=cost_model.compute_time_s,
         stats=solution.stats,
-        notes=_notes(cost_model, profiled),
+        notes=(*_notes(cost_model, profiled), *_link_notes(program, device)),
         profiled=profiled,
         record=None if profiled is None else profiled.record,
     )
@@ -337,6 +339,17 @@ def _notes(cost_model: Chain | Graph, profiled: Profiled | None) -> tuple[str, .
     whole = isinstance(cost_model, Graph) and has_updates(cost_model)
     charged = isinstance(cost_model, Graph) and cost_model.boundary_bytes > 0
     return (*loss_notes(profiled.captured, covered=whole or charged), *notes)
+
+
+def _link_notes(program: Program | None, device: Device) -> tuple[str, ...]:
+    rates = device.to_host_bytes_per_s, device.swap_in_bytes_per_s
+    moves = program is not None and any(isinstance(x, SwapOut | SwapIn) for x in program)
+    if not moves or all(map(math.isfinite, rates)):
+        return ()
+    return (
+        f"The link of the device {device.name!r} has no speed: transfers count as free. Give one "
+        "(device=memopt.measure_device(), a preset such as 'A100', or a memopt.Device).",
+    )
 
 
 def _reporting(progress: bool | Progress) -> AbstractContextManager[Progress]:

@@ -338,6 +338,11 @@ def test_place() -> None:
     assert (figures["peak_bytes"], figures["status"]) == (8, "optimal")
     assert "offset" in Path("placed.csv").read_text()
     assert "peak 8 bytes" in run("place", "buffers.csv").stdout
+    assert run("place", "buffers.csv", "--capacity", "8").exit_code == ExitCode.OK
+    refused = run("place", "buffers.csv", "--capacity", "5", "--out", "refused.csv")
+    assert refused.exit_code == ExitCode.INFEASIBLE
+    assert "--capacity 8" in " ".join(refused.stderr.split())
+    assert not Path("refused.csv").exists()
     Path("buffers.csv").write_text("id,lower,upper\na,0,3\n")
     assert "no column 'size'" in run("place", "buffers.csv").stderr
 

@@ -29,9 +29,10 @@ class ExitCode(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
-    """Unknown options and arguments."""
+    """Unknown options and arguments, or too few. What an option's value means is looked at later:
+    a wrong one is FAILED."""
     INFEASIBLE = 3
-    """No plan fits the budget; the message names the smallest that does."""
+    """No plan fits the budget, or no placement the capacity; the message names one that does."""
     PLAN_FILE = 4
     """The plan file is damaged, of another version or for another model."""
 

@@ -112,11 +112,16 @@ def _passes(stats: Mapping[str, object]) -> list[tuple[str, str]]:
             rows.append(("", text))
         if stats.get("shortened"):
             slower = stats.get("slower")
-            cost = f"{slower:.2%} slower" if isinstance(slower, float) and slower else "no slower"
+            cost = _slower(slower) if isinstance(slower, float) and slower else "no slower"
             rows.append(("", f"tensors freed earlier, fetched later to fit; {cost}"))
     elif stats.get("placed") is False:
         rows.append(("arena", "none: beside what lies outside, it would cost too much"))
     return rows
+
+
+def _slower(share: float) -> str:
+    text = f"{share:.2%}"
+    return "less than 0.01% slower" if text == "0.00%" else f"{text} slower"
 
 
 def _peak(plan: Plan) -> Section | None:

@@ -26,7 +26,7 @@ need not. Where the memory is full most of the time, as with much moved in and o
 equal sizes in the same places leave fewer gaps between them."""
 HEAVIEST = 1_000_000
 """The first weight of the buffer with the largest area."""
-STACK_EXPONENTS = ((0.6, 0.6), (0.5, 0.0), (0.4, 0.4), (0.5, 0.25))
+STACK_EXPONENTS = ((0.6, 0.6), (0.4, 0.4), (0.5, 0.0), (0.5, 0.25))
 """Of a buffer's bytes, and of its sections, in its first weight, around stacked results."""
 STACK_GRIDS = GRIDS[:3]
 STACKED_SHARE, LARGEST_SHARE = 0.15, 0.1
@@ -157,8 +157,10 @@ def _settings(problems: list[_Problem]) -> list[_Setting]:
     ]
     if len(problems) == 1:
         return free
-    choices = itertools.product(STACK_EXPONENTS, TENURES, STACK_GRIDS)
-    stacked = itertools.cycle([_Setting(problems[1], *choice) for choice in choices])
+    choices = itertools.product(reversed(TENURES), STACK_EXPONENTS, STACK_GRIDS)
+    stacked = itertools.cycle(
+        [_Setting(problems[1], exponents, tenure, grid) for tenure, exponents, grid in choices]
+    )
     return [setting for pair in zip(free, stacked, strict=False) for setting in pair]
 
 

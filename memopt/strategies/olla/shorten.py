@@ -32,9 +32,9 @@ def shortened(
         graph: the cost model of the program.
         program: valid; its placement, if any, is dropped.
         device: link rates.
-        room_bytes: a computation that begins with more in memory waits for copies to the host
-            whose tensors nobody reads any more; the step may take longer, or make up for it
-            (`replay` says).
+        room_bytes: a computation that would need more memory than this in all waits for copies to
+            the host whose tensors nobody reads any more; the step may take longer, or make up for
+            it (`replay` says).
 
     Returns:
         The program; the instructions as they were, where nothing moves.
@@ -57,8 +57,8 @@ class _Shortening:
 
     def freed_early(self, room_bytes: int | None) -> Program:
         """Each Free after the last use of its tensor, once transfers of that are complete when
-        the next instruction starts; or, with more than `room_bytes` in memory, when that has
-        waited for them."""
+        the next instruction starts; or, if a computation needs more than `room_bytes`, when
+        that has waited for them."""
         freeable = self._freeable()
         moves: dict[int, int] = {}
         open_frees: list[tuple[float, int]] = []
