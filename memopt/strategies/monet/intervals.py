@@ -1,4 +1,4 @@
-"""The retention-interval program (Moccasin, Bartan et al. 2023; DESIGN §6) with implementations.
+"""The retention-interval program (Moccasin, Bartan et al. 2023) with implementations.
 
 Every forward operator runs once in the forward and at most C-1 times again, each time in a stage:
 before the k-th operator after the forward, in the graph's order. So every run has an event:
