@@ -73,7 +73,8 @@ def check_splittable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         if any(id(parameter) not in names for parameter in group["params"]):
             raise ValueError(
                 f"{kind.__name__} trains a tensor that is no parameter of the model; give each "
-                "model its own optimizer"
+                "model its own optimizer, and make a loss that has parameters a part of the model "
+                "(a module that holds both and returns the loss, with loss_fn=lambda loss: loss)"
             )
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:

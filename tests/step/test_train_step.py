@@ -234,12 +234,47 @@ class Squares(torch.optim.SGD):
     [
         (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS"),
         (lambda m: Squares(m.parameters(), lr=0.1), "Squares"),
-        (lambda m: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1), "no parameter"),
+        (lambda m: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1), "returns the loss"),
     ],
 )
 def test_what_cannot_be_split_is_named(make: Make, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         planned(make)
+
+
+class WeighedSquares(nn.Module):
+    """A model and a loss with parameters in one module, which returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (((self.net(x) - y) * self.weight) ** 2).mean()
+
+
+def test_a_loss_with_parameters_trains_as_a_part_of_the_model() -> None:
+    """What the refusal of a parameter outside the model tells users to do."""
+
+    def itself(loss: Tensor) -> Tensor:
+        return loss
+
+    torch.manual_seed(0)
+    model, inputs = WeighedSquares(), (torch.randn(5, 4), torch.randn(5, 3))
+    eager = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(one.parameters()) for one in (model, eager)]
+    plan = memopt.plan(
+        model, inputs, loss_fn=itself, optimizer=optimizers[0], strategy="olla", progress=False
+    )
+    step = plan.train_step(model, itself, optimizers[0])
+    for _ in range(2):
+        step(*inputs)
+        eager(*inputs).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    assert not torch.equal(model.weight, torch.ones(3))
+    assert_same(model.state_dict(), eager.state_dict())
 
 
 def test_hooks_are_refused() -> None:
