@@ -25,7 +25,8 @@ NEAR_ROUND_WORK = 300_000_000
 """Of local search at one capacity, in the first round."""
 NEAR_WORK, FAR_WORK, FAR_PER_MILLE = 3_000_000_000, 5_000_000_000, 10
 """Of local search above the bound, before depth-first search is tried in earnest; the same while
-the peak is so far above the bound, where that search finds nothing."""
+the peak is so far above the bound, where that search finds nothing among many buffers."""
+MANY_BUFFERS = 500
 WITHOUT_LIMIT = 10**18
 DEFAULT_WORK_LIMIT = 6_000_000_000
 """Units of search work: some seconds, and the same result on every machine."""
@@ -195,7 +196,8 @@ class _Run:
             low = self.bound
             step = max(self.unit, (self.peak - low) // NEAR_STEPS)
             while self.peak - low > step:
-                far = self.peak - self.bound > FAR_PER_MILLE * per_mille
+                many = len(self.layout) >= MANY_BUFFERS
+                far = many and self.peak - self.bound > FAR_PER_MILLE * per_mille
                 most = FAR_WORK if far else NEAR_WORK
                 left = min(work_limit * most // DEFAULT_WORK_LIMIT, most) - spent
                 if left <= 0 or self.done or self.out_of_time():
