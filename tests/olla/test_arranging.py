@@ -16,6 +16,7 @@ from memopt.models.generate_programs import random_program
 from memopt.models.in_place import with_in_place
 from memopt.models.instances import rotor_toy
 from memopt.models.liveness import store_all
+from memopt.models.program import SwapOut
 from memopt.models.replay import replay
 from memopt.models.validate import validate
 from memopt.plan import Plan
@@ -187,6 +188,29 @@ def _costs_what_it_says(plan: Plan, slower: object) -> bool:
     assert plan.gap > plain.gap
     assert f"{slower:.2%} slower" in plan.summary()
     return True
+
+
+def test_a_link_without_a_speed_is_noted_and_nothing_is_shortened_by_it() -> None:
+    moving = 0
+    for seed in range(20):
+        graph = random_graph(Random(seed), 9)
+        for device in (memopt.Device(), memopt.Device(to_host_bytes_per_s=20.0)):
+            plan = memopt.plan(
+                graph,
+                strategy="offload-graph",
+                place=True,
+                budget="min",
+                device=device,
+                progress=False,
+            )
+            assert plan.program is not None
+            moves = any(isinstance(x, SwapOut) for x in plan.program)
+            unknown = device.to_host_bytes_per_s == float("inf")
+            assert any("has no speed" in note for note in plan.notes) == (moves and unknown)
+            assert ("transfers count as" in plan.summary()) == (moves and unknown)
+            assert not (unknown and plan.stats["shortened"])
+            moving += moves and unknown
+    assert moving
 
 
 def test_an_output_that_gets_its_own_address_is_no_shortened_lifetime() -> None:
