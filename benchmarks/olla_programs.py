@@ -120,12 +120,12 @@ def rows_of(
         if program is not None:
             found.setdefault(program, share)
     return [
-        row_of(name, batch, strategy.name, share, graph, program, within=within)
+        _row(name, batch, strategy.name, share, graph, program, within=within)
         for program, share in found.items()
     ]
 
 
-def row_of(
+def _row(
     name: str,
     batch: int,
     strategy: str,
@@ -135,7 +135,6 @@ def row_of(
     *,
     within: bool,
 ) -> ProgramRow:
-    """One plan's."""
     device = find_device(DEVICE)
     before_bytes = replay(graph, program).peak_bytes
     computed = sum(isinstance(x, Compute) for x in program)

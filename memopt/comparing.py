@@ -132,13 +132,12 @@ def default_strategies(
         chain: a graph's chain; None for a chain, and for a graph that has none.
         device: with its link; over one of unknown speed every transfer would look free.
     """
-    linked = math.isfinite(device.to_host_bytes_per_s)
     fast = [one for one in STRATEGIES if one.name in FAST]
     found = []
     for one in fast:
         on_chain = one.needs == "chain" and isinstance(cost_model, Graph)
         solved = chain if on_chain else cost_model
-        if solved is None or ("offload" in one.features and not linked):
+        if solved is None or ("offload" in one.features and not device.is_linked):
             continue
         if one.why_not(solved) is None:
             found.append(one)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -342,9 +341,8 @@ def _notes(cost_model: Chain | Graph, profiled: Profiled | None) -> tuple[str, .
 
 
 def _link_notes(program: Program | None, device: Device) -> tuple[str, ...]:
-    rates = device.to_host_bytes_per_s, device.swap_in_bytes_per_s
     moves = program is not None and any(isinstance(x, SwapOut | SwapIn) for x in program)
-    if not moves or all(map(math.isfinite, rates)):
+    if not moves or device.is_linked:
         return ()
     return (
         f"The link of the device {device.name!r} has no speed: transfers count as free. Give one "

@@ -11,6 +11,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
 from memopt.implementations.kernel import Kernel
+from memopt.models.device import in_blocks
 from memopt.models.graph import Implementation, Tensor
 from memopt.profiler.build import Lowering
 from memopt.profiler.in_place import overwritable
@@ -87,10 +88,9 @@ class Sites:
         node = self._fx.placeholder(name)
         node.meta["val"] = value
         size = value.untyped_storage().nbytes()
-        rounded = -(-size // self._block_bytes) * self._block_bytes
         self._storages[node] = (len(self._tensors),)
         self._bases[len(self._tensors)] = node
-        self._tensors.append(Tensor(name, rounded))
+        self._tensors.append(Tensor(name, in_blocks(size, self._block_bytes)))
         return node
 
     def add(

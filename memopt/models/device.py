@@ -70,6 +70,11 @@ class Device:
             return self.to_host_bytes_per_s
         return self.from_host_bytes_per_s
 
+    @property
+    def is_linked(self) -> bool:
+        """Whether the link's speed is known; if not, every transfer looks free."""
+        return math.isfinite(self.to_host_bytes_per_s)
+
     def swap_out_time_s(self, size_bytes: int) -> float:
         """Seconds to copy `size_bytes` to the host."""
         return self.transfer_latency_s + size_bytes / self.to_host_bytes_per_s
@@ -80,4 +85,9 @@ class Device:
 
     def allocated_bytes(self, size_bytes: int) -> int:
         """What the allocator counts for a request of `size_bytes`."""
-        return -(-size_bytes // self.block_bytes) * self.block_bytes
+        return in_blocks(size_bytes, self.block_bytes)
+
+
+def in_blocks(size_bytes: int, block_bytes: int) -> int:
+    """Bytes of an allocation, in whole blocks of the allocator."""
+    return -(-size_bytes // block_bytes) * block_bytes

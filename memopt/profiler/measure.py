@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from memopt.errors import ProfileError
+from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Tensor
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost, ProfileCache
@@ -216,7 +217,7 @@ def _output_bytes(result: object, device: torch.device) -> tuple[int, ...]:
     values = result if isinstance(result, (tuple, list)) else (result,)
     block = 512 if device.type == "cuda" else 1
     return tuple(
-        -(-v.untyped_storage().nbytes() // block) * block
+        in_blocks(v.untyped_storage().nbytes(), block)
         for v in values
         if isinstance(v, torch.Tensor)
     )

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from memopt.models.device import in_blocks
+
 _8BIT_BLOCK = 256
 _8BIT_SMALLEST = 4096
 
@@ -90,11 +92,6 @@ def optimizer_state(
             totals[what] = totals.get(what, 0) + in_blocks(size, block_bytes)
     parts = tuple(totals.items())
     return OptimizerState(name, sum(size for _, size in parts), parts)
-
-
-def in_blocks(size: int, block_bytes: int) -> int:
-    """Bytes of an allocation, in whole blocks of the allocator."""
-    return -(-size // block_bytes) * block_bytes
 
 
 def _named(name: str, elements: int, element_bytes: int) -> list[tuple[str, int]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.models.device import in_blocks
 from memopt.models.graph import Graph
 from memopt.models.liveness import store_all
 from memopt.models.record import ModelRecord
@@ -23,7 +24,7 @@ from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.measure import MeasureOptions, environment, measure
 from memopt.profiler.misfit import check_arguments, diagnosed
-from memopt.profiler.optimizer_state import OptimizerState, in_blocks, optimizer_state
+from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.signature import signature
 

@@ -107,6 +107,7 @@ def test_random_programs_stay_valid_and_within_their_budget() -> None:
         slower = stats["slower"]
         assert isinstance(slower, float)
         assert 0 <= slower <= MOST_SLOWER
+        assert stats["shortened"] or not slower
         assert timeline.time_s <= own.time_s * (1 + slower + 1e-9)
         assert stats["placed"] == (made.offsets is not None)
         if made.offsets is None:

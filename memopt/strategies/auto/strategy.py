@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from typing import ClassVar
@@ -58,7 +57,7 @@ class Auto(Strategy):
         from memopt.strategies import STRATEGIES
 
         # Over a link of unknown speed every transfer would look free.
-        linked = device is not None and math.isfinite(device.to_host_bytes_per_s)
+        linked = device is not None and device.is_linked
         return tuple(
             member
             for member in STRATEGIES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -137,7 +136,7 @@ def _attempts(graph: Graph, program: Program, device: Device) -> Iterator[tuple[
 def _shorter(graph: Graph, program: Program, device: Device) -> Iterator[Program]:
     """The program with lifetimes shortened and the most room that takes no longer, then those with
     more room that take a little longer. None where it is not known how long transfers take."""
-    if not math.isfinite(device.to_host_bytes_per_s + device.swap_in_bytes_per_s):
+    if not device.is_linked:
         return
     base = replay(graph, program, device)
     made = [shortened(graph, program, device)]

@@ -70,8 +70,9 @@ def repaired_placement(
         return Outcome(None, True, 0, 0)
     problems = [_Problem(layout, capacity, np.full(len(layout), -1, dtype=np.int64))]
     stacked = stacked_results(layout)
-    if stacked is not None and _leaves_room(layout, stacked, capacity):
-        problems.append(_Problem(layout, capacity, stacked))
+    if stacked is not None:
+        above = _Problem(layout, capacity, stacked)
+        problems += [above] if above.fits() else []
     choices = _settings(problems)
     settings = itertools.islice(itertools.cycle(choices), turn % len(choices), None)
     base = WORK_PER_OVERLAP * (len(layout.overlaps[1]) + 1)
@@ -102,6 +103,12 @@ class _Problem:
         self.sections = (layout.last - layout.first)[self.chosen].astype(float)
         self.floor = _floor(layout, stacked)[self.chosen]
 
+    def fits(self) -> bool:
+        """Whether the stack, and each buffer alone above it, is within the capacity."""
+        top = (self.stacked + self.layout.size)[self.stacked >= 0].max(initial=0)
+        alone = _up(self.floor, self.layout.alignment[self.chosen]) + self.size
+        return int(max(top, alone.max(initial=0))) <= self.capacity
+
     @cached_property
     def overlaps(self) -> tuple[Ints, Ints]:
         """As `Layout.overlaps`, of the chosen buffers."""
@@ -121,8 +128,8 @@ class _Problem:
 
         own, step = self.layout.alignment[self.chosen], _on_grid(self.layout, grid)[self.chosen]
         room = self.capacity - self.size
-        step = np.where(-(-self.floor // step) * step <= room, step, own)
-        return Buffers(self.size, step, -(-self.floor // step) * step, *self.overlaps)
+        step = np.where(_up(self.floor, step) <= room, step, own)
+        return Buffers(self.size, step, _up(self.floor, step), *self.overlaps)
 
     def completed(self, offset: Ints) -> Ints:
         """Offsets of all buffers of the layout."""
@@ -187,11 +194,9 @@ def stacked_results(layout: Layout) -> Ints | None:
     return offset
 
 
-def _leaves_room(layout: Layout, stacked: Ints, capacity: int) -> bool:
-    """Whether each buffer alone fits above what is stacked."""
-    step = layout.alignment
-    rest = -(-_floor(layout, stacked) // step) * step + layout.size
-    return bool(np.where(stacked < 0, rest, stacked + layout.size).max() <= capacity)
+def _up(offset: Ints, step: Ints) -> Ints:
+    """The next multiples of `step`."""
+    return -(-offset // step) * step
 
 
 def _floor(layout: Layout, stacked: Ints) -> Ints:

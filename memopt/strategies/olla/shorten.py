@@ -61,8 +61,8 @@ class _Shortening:
         that has waited for them."""
         freeable = self._freeable()
         moves: dict[int, int] = {}
-        open_frees: list[tuple[float, int]] = []
-        """Those whose tensors nobody uses any more: when transfers are complete, position."""
+        open_frees: list[tuple[float, int, int]] = []
+        """As in `_freeable`, of the tensors that nobody uses any more."""
         freed_bytes, ended = 0, Counter[int]()
         """Freed earlier than before, in all; where that is no difference any more."""
         waited_s = 0.0
@@ -71,7 +71,7 @@ class _Shortening:
             for free in freeable.get(position, ()):
                 heapq.heappush(open_frees, free)
             while open_frees:
-                ready_s, free_at = open_frees[0]
+                ready_s, free_at, tensor_bytes = open_frees[0]
                 wait_s = ready_s - (self._started_s(position) + waited_s)
                 if free_at > position and wait_s > 0:
                     held_bytes = self.timeline.step_bytes[position] - freed_bytes
@@ -82,15 +82,14 @@ class _Shortening:
                 heapq.heappop(open_frees)
                 if free_at > position:
                     moves[free_at] = position
-                    tensor_bytes = self._freed_bytes(free_at)
                     freed_bytes += tensor_bytes
                     ended[free_at] += tensor_bytes
         return self._moved(moves)
 
-    def _freeable(self) -> dict[int, list[tuple[float, int]]]:
+    def _freeable(self) -> dict[int, list[tuple[float, int, int]]]:
         """Position after a tensor's last use → (when its transfers are complete, position of its
-        Free), of each Free."""
-        found: dict[int, list[tuple[float, int]]] = {}
+        Free, bytes), of each Free."""
+        found: dict[int, list[tuple[float, int, int]]] = {}
         complete_s: dict[int, float] = {}
         """Tensor → end of its latest transfer."""
         end_s = {transfer.instruction: transfer.end_s for transfer in self.timeline.transfers}
@@ -101,14 +100,9 @@ class _Shortening:
                 uses = self.uses[instruction.tensor]
                 last = uses[bisect_left(uses, position) - 1]
                 ready_s = complete_s.get(instruction.tensor, 0.0)
-                found.setdefault(last + 1, []).append((ready_s, position))
+                tensor_bytes = self.graph.tensors[instruction.tensor].size_bytes
+                found.setdefault(last + 1, []).append((ready_s, position, tensor_bytes))
         return found
-
-    def _freed_bytes(self, position: int) -> int:
-        """Of the tensor of a Free."""
-        instruction = self.program.instructions[position]
-        assert isinstance(instruction, Free)
-        return self.graph.tensors[instruction.tensor].size_bytes
 
     def fetched_late(self) -> Program:
         """Each SwapIn before the first use of its tensor, as late as the link allows if it and all
