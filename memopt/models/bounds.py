@@ -52,9 +52,7 @@ def needed_operators(graph: Graph) -> frozenset[int]:
     writers = _writers(graph)
     needed: set[int] = set()
     pending = [
-        index
-        for index, operator in enumerate(graph.operators)
-        if operator.phase is Phase.UPDATE or not operator.writes
+        index for index, operator in enumerate(graph.operators) if operator.has_effects
     ]
     pending += _only_writers(graph, writers, graph.kept)
     while pending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 from memopt.models.graph import Graph, Phase
@@ -75,7 +76,7 @@ def _own_order(graph: Graph) -> list[int | None]:
 
 def _random_order(rng: Random, graph: Graph) -> list[int | None]:
     """A random topological order of operators and boundary. Forward operators that no output
-    depends on may come after it."""
+    depends on may come after it, unless they are random. Random operators keep their order."""
     boundary = _own_order(graph).count(None) > 0
     needs: dict[int | None, set[int | None]] = {
         index: {graph.producer[tensor] for tensor in operator.reads if tensor in graph.producer}
@@ -94,6 +95,11 @@ def _random_order(rng: Random, graph: Graph) -> list[int | None]:
         for index, operator in enumerate(graph.operators):
             if parameters.intersection(operator.reads) and operator.phase is not Phase.UPDATE:
                 needs[update].add(index)
+    drawing = [index for index, operator in enumerate(graph.operators) if operator.random]
+    for earlier, later in pairwise(drawing):
+        needs[later].add(earlier)
+    if boundary:
+        needs[None].update(index for index in drawing if index < graph.first_backward)
     order: list[int | None] = []
     while needs:
         ready = [index for index, before in needs.items() if not before]

@@ -134,6 +134,12 @@ class Operator:
         if len(set(self.writes)) != len(self.writes):
             raise ValueError(f"{owner}: writes lists a tensor twice")
 
+    @property
+    def has_effects(self) -> bool:
+        """Whether it must run even if nothing reads what it writes: updates, random draws (they
+        move the generator for all that draw later), and what writes nothing."""
+        return self.phase is Phase.UPDATE or self.random or not self.writes
+
 
 @dataclass(frozen=True)
 class Graph:

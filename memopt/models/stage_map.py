@@ -65,8 +65,9 @@ def build_stage_map(
     """Give every operator its stage; cuts that no consistent assignment allows are dropped.
 
     A backward operator needs its forward operands from its own stage ℓ (ā^ℓ), from a^{ℓ-1} or
-    from the held storages, and runs no earlier than its operands. Where that is impossible, a
-    parameter-free operand becomes a held one; for others the stages in between are merged.
+    from the held storages, and runs no earlier than its operands; a random one no earlier than
+    the random ones before it. Where that is impossible, a parameter-free operand becomes a held
+    one; for others the stages in between are merged.
 
     Args:
         graph: the training step.
@@ -102,6 +103,11 @@ class _Assignment:
         positions = [cut.position for cut in cuts]
         self.stage = [bisect_right(positions, i) + 1 for i in range(self.first_backward)]
         """Operator → its stage; backward operators follow."""
+        backward = range(self.first_backward, len(graph.operators))
+        draws = [i for i in backward if graph.operators[i].random]
+        self.earlier_draw = dict(zip(draws[1:], draws, strict=False))
+        """Random backward operator → the one before it, which must draw first."""
+        self.later_draw = {i: j for j, i in self.earlier_draw.items()}
         self.conflicts: list[tuple[int, int, list[int]]] = []
         """(low, high, tensors): an operator of stage `low` at most needs some of stage `high`."""
         self._assign_backward()
@@ -122,6 +128,8 @@ class _Assignment:
             for tensor in operators[i].writes:
                 for reader in self.graph.readers[tensor]:
                     low = max(low, self.stage[reader])
+            if i in self.later_draw:
+                low = max(low, self.stage[self.later_draw[i]])
             self.stage[i] = self._waiting(i, low) if i in early else low
 
     def _wanted(self, backward: range, bounds: dict[int, tuple[int, int]]) -> list[int]:
@@ -130,6 +138,8 @@ class _Assignment:
         wanted: dict[int, int] = {}
         for i in backward:
             low, stage = bounds[i]
+            if i in self.earlier_draw:
+                stage = min(stage, wanted[self.earlier_draw[i]])
             for tensor in self.graph.operators[i].reads:
                 producer = self.graph.producer.get(tensor, -1)
                 if producer >= self.first_backward:
@@ -143,6 +153,8 @@ class _Assignment:
     def _bounds(self, index: int, bounds: dict[int, tuple[int, int]]) -> tuple[int, int]:
         """The lowest and highest stage an operator's operands allow."""
         low, high = 1, self.count
+        if index in self.earlier_draw:
+            high = bounds[self.earlier_draw[index]][1]
         needs: list[int] = []
         for tensor in self.graph.operators[index].reads:
             producer = self.graph.producer.get(tensor)

@@ -2,7 +2,7 @@
 
 Such a strategy plans the step up to its gradients, and each parameter's update then follows the
 last computation that reads the parameter or touches its gradient (OLLA §4.3), which frees the
-gradient. In a schedule of a chain no stage runs again after its backward, so a gradient lives in
+gradient. A random update also follows the random operators before it. In a schedule of a chain no stage runs again after its backward, so a gradient lives in
 the stage that completes it if that is the last one to need the parameter, and the chain's costs
 can say so: such a gradient is an overhead of that stage's backward, not a result that stays.
 """
@@ -47,13 +47,19 @@ def with_early_updates(graph: Graph, program: Program) -> Program:
     What is computed in place, and addresses, must be decided afterwards.
     """
     last: dict[int, int] = {}
+    drawn: dict[int, int] = {}
+    """Random operator → its first run."""
     for position, instruction in enumerate(program):
         if isinstance(instruction, Compute):
+            if graph.operators[instruction.op].random:
+                drawn.setdefault(instruction.op, position)
             chosen = variant(graph.operators[instruction.op], instruction.implementation)
             last.update(dict.fromkeys((*chosen.reads, *chosen.writes), position))
     after: dict[int, list[int]] = {}
     for index in _updates(graph):
         position = max((last.get(t, 0) for t in graph.operators[index].reads), default=0)
+        if graph.operators[index].random:
+            position = drawn[index] = max([position, *drawn.values()])
         after.setdefault(position, []).append(index)
     listed: list[Instruction] = []
     ready: list[Instruction] = []
@@ -112,14 +118,24 @@ def _updates(graph: Graph) -> list[int]:
 
 def _homes(graph: Graph, stages: Sequence[StageOperators]) -> dict[int, int]:
     """Update → index of the stage after whose backward nothing needs its operands: the first, by
-    index, that does."""
+    index, that does. A random update waits for the random operators before it, too."""
     stage_of = {i: k for k, one in enumerate(stages) for i in (*one.forward, *one.backward)}
-    homes = {}
+    homes: dict[int, int] = {}
+    draws = {k for i, k in stage_of.items() if _draws(graph, i)}
+    """Stages with random operators in their backward, and random updates."""
     for index in _updates(graph):
         users = {graph.producer.get(t, index) for t in graph.operators[index].reads}
         users.update(i for t in graph.operators[index].reads for i in graph.readers[t])
-        homes[index] = min((stage_of[i] for i in users if i in stage_of), default=0)
+        found = {stage_of[i] for i in users if i in stage_of}
+        homes[index] = min(found | draws if graph.operators[index].random else found, default=0)
+        if graph.operators[index].random:
+            draws.add(homes[index])
     return homes
+
+
+def _draws(graph: Graph, index: int) -> bool:
+    operator = graph.operators[index]
+    return operator.random and operator.phase is Phase.BACKWARD
 
 
 def _with_updates(

@@ -73,6 +73,7 @@ def validate(
     device, _, found = _lifetimes(graph, program.instructions)
     found = [
         *_order(graph, program.instructions),
+        *_draws(graph, program.instructions),
         *_late_outputs(graph, program, device),
         *found,
     ]
@@ -232,8 +233,34 @@ def _order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violat
         if operator.phase is Phase.UPDATE and not operator.writes:
             updated |= parameters
     for index, operator in enumerate(graph.operators):
-        if index not in ran and (operator.phase is Phase.UPDATE or not operator.writes):
+        # Drawing is an effect: it moves the generator for all that draw later.
+        acts = operator.phase is Phase.UPDATE or operator.random or not operator.writes
+        if acts and index not in ran:
             yield Violation(Code.OPERATOR_MISSING, len(instructions), f"{operator.name!r}")
+
+
+def _draws(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violation]:
+    """Random operators share one generator, so that each draws what it does without a plan only
+    if their first runs keep the graph's order. (A later run draws the first one's numbers again
+    and leaves the generator alone.) The user's loss may draw, too: after the forward's operators
+    and before the backward's."""
+    drawn: set[int] = set()
+    in_forward = True
+    for i, instruction in enumerate(instructions):
+        if isinstance(instruction, LossBoundary):
+            in_forward = False
+        if not isinstance(instruction, Compute) or instruction.op in drawn:
+            continue
+        operator = graph.operators[instruction.op]
+        if not operator.random:
+            continue
+        if drawn and max(drawn) > instruction.op:
+            later = graph.operators[max(drawn)]
+            message = f"{operator.name!r} after {later.name!r}"
+            yield Violation(Code.RANDOM_ORDER, i, message)
+        if operator.phase is Phase.FORWARD and not in_forward:
+            yield Violation(Code.RANDOM_AFTER_LOSS, i, f"{operator.name!r}")
+        drawn.add(instruction.op)
 
 
 def _late_outputs(

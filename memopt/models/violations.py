@@ -19,6 +19,8 @@ class ViolationCode(StrEnum):
     RESIDENT_MOVED = "frees or moves a resident tensor"
     OPERATOR_MISSING = "an operator with effects never runs"
     NOT_RECOMPUTABLE = "runs an operator again that must run once"
+    RANDOM_ORDER = "random operators do not run first in the graph's order"
+    RANDOM_AFTER_LOSS = "a random operator of the forward runs first after the loss boundary"
     NO_LOSS_BOUNDARY = "no loss boundary"
     SECOND_LOSS_BOUNDARY = "a second loss boundary"
     BACKWARD_BEFORE_BOUNDARY = "a backward operator before the loss boundary"

@@ -44,6 +44,8 @@ def test_updates_come_right_after_the_last_use() -> None:
                 for t in graph.operators[index].reads
                 for i in (*graph.readers[t], graph.producer.get(t, -1))
             }
+            if graph.operators[index].random:
+                needs |= {i for i in others if graph.operators[i].random}
             last = max(i for i, op in enumerate(computed) if op in needs and op in others)
             between = computed[last + 1 : computed.index(index)]
             assert all(graph.operators[i].phase is Phase.UPDATE for i in between)

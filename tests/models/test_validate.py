@@ -10,7 +10,7 @@ import pytest
 
 from memopt.models.generate import random_graph
 from memopt.models.generate_programs import random_placement, random_program
-from memopt.models.graph import Graph, Implementation, Operator, Phase
+from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor
 from memopt.models.instances import three_layers
 from memopt.models.liveness import store_all
 from memopt.models.program import (
@@ -153,6 +153,52 @@ def test_mutation(mutate, code, instruction):
     assert str(violation.instruction) in str(violation)
 
 
+def drawing_graph() -> Graph:
+    """Three layers with random operators beside them: two that nothing reads in the forward, one
+    of them without a result, and one in the backward."""
+    graph = three_layers()
+    drop = Operator("drop", (X,), (13,), 1.0, random=True)
+    noise = Operator("noise", (X,), (), 1.0, random=True)
+    back = Operator("back", (DY,), (14,), 1.0, 0, Phase.BACKWARD, random=True)
+    forward, backward = graph.operators[:3], graph.operators[3:]
+    operators = (forward[0], drop, noise, *forward[1:], back, *backward)
+    tensors = (*graph.tensors, Tensor("dropped", 5), Tensor("drawn", 5))
+    return with_fields(graph, tensors=tensors, operators=operators)
+
+
+DRAWING = drawing_graph()
+DRAWN = store_all(DRAWING).instructions
+DROP, NOISE, BACK, BOUNDARY = (
+    DRAWN.index(x) for x in (Compute(1, ()), Compute(2, ()), Compute(5, ()), LossBoundary())
+)
+
+RANDOM_MUTATIONS = [
+    ("another order", move(DROP, NOISE), Code.RANDOM_ORDER, NOISE),
+    ("a re-run is the first", insert(0, Compute(2, ())), Code.RANDOM_ORDER, DROP + 1),
+    ("after the loss", move(NOISE, BOUNDARY), Code.RANDOM_AFTER_LOSS, BOUNDARY),
+    ("after the backward's", move(NOISE, BACK), Code.RANDOM_ORDER, BACK),
+    ("left out", delete(DROP), Code.OPERATOR_MISSING, len(DRAWN) - 1),
+    ("left out of the backward", delete(BACK), Code.OPERATOR_MISSING, len(DRAWN) - 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("mutate", "code", "instruction"),
+    [row[1:] for row in RANDOM_MUTATIONS],
+    ids=[row[0] for row in RANDOM_MUTATIONS],
+)
+def test_mutated_draws(mutate, code, instruction):
+    violation = validate(DRAWING, Program(mutate(list(DRAWN))))
+    assert (violation.code, violation.instruction) == (code, instruction)
+
+
+@pytest.mark.parametrize("position", range(NOISE + 1, len(DRAWN) + 1))
+def test_random_operators_may_run_again_anywhere(position):
+    """Later runs replay the first one's draw."""
+    good = insert(position, Compute(1, ()), Compute(2, ()))(list(DRAWN))
+    assert validate(DRAWING, Program(good)) is None
+
+
 def test_budgets_are_exact():
     use = memory_use(GRAPH, Program(GOOD))
     assert validate(GRAPH, Program(GOOD), use.peak, use.host_peak) is None
@@ -248,7 +294,7 @@ def test_the_validators_share_no_code_with_what_they_check(name):
 def test_every_code_has_a_mutation():
     from .test_validate_chain import MUTATIONS as CHAIN_MUTATIONS
 
-    named = {row[2] for row in (*MUTATIONS, *PLACEMENTS, *CHAIN_MUTATIONS)}
+    named = {row[2] for row in (*MUTATIONS, *RANDOM_MUTATIONS, *PLACEMENTS, *CHAIN_MUTATIONS)}
     elsewhere = {Code.OVER_BUDGET, Code.OVER_HOST_BUDGET, Code.ARENA_OVER_BUDGET}
     assert named | elsewhere == set(Code)
 
@@ -303,7 +349,7 @@ def test_replay_and_validator_agree_on_random_placements(block):
             assert over.code is Code.ARENA_OVER_BUDGET, seed
 
 
-def mutations_of(program: Program):
+def mutations_of(graph: Graph, program: Program):
     """(codes one of which must be named, mutated program) for a random good program."""
     good = program.instructions
     for i, instruction in enumerate(good):
@@ -328,6 +374,9 @@ def mutations_of(program: Program):
         elif instruction.outputs:
             missing = {Code.READ_ABSENT, Code.READ_ON_HOST, Code.RESULT_MISSING}
             missing.add(Code.SWAP_OUT_ABSENT)
+            if graph.operators[instruction.op].random:
+                # Where it runs again, that is its first run now.
+                missing |= {Code.OPERATOR_MISSING, Code.RANDOM_ORDER, Code.RANDOM_AFTER_LOSS}
             yield missing, without
             yield {Code.COMPUTED_WHILE_LIVE, Code.NOT_RECOMPUTABLE}, twice
 
@@ -336,7 +385,7 @@ def mutations_of(program: Program):
 def test_mutations_of_random_programs_are_named(block):
     for seed in range(block * 40, block * 40 + 40):
         _, graph, program = drawn(seed)
-        for codes, mutated in mutations_of(program):
+        for codes, mutated in mutations_of(graph, program):
             violation = validate(graph, mutated)
             assert violation is not None, seed
             assert violation.code in codes, (seed, violation)

@@ -3,7 +3,7 @@
 Moment 0 is the loss boundary; moment c > 0 is the run of a chosen backward operator k_c. Between
 two moments only which operators run again counts, not when, so its optimum is a lower bound for
 every program without transfers that runs backward operators in the graph's order (with moment 0
-alone: in any order) and operators that may not run twice in their place.
+alone: in any order) and operators that may not run twice, or draw random numbers, in their place.
 
 Variables: d[i,l]   forward operator i runs by implementation l before the boundary
     r[c,i,l] it runs again between moments c and c+1
@@ -92,8 +92,9 @@ class MomentModel:
         writers = self.made | self.gradients
         there = graph.resident.union(graph.tangents, writers)
         for i, choices in enumerate(self.choices):
-            in_place = i < self.first and not graph.operators[i].recomputable
-            if in_place or not graph.operators[i].writes:
+            operator = graph.operators[i]
+            in_place = i < self.first and (operator.random or not operator.recomputable)
+            if in_place or operator.has_effects:
                 model.add([(-1, v) for v in self.run[i]], -1)
             for (_, choice), v in zip(choices, self.run[i], strict=True):
                 if not there.issuperset(choice.reads):

@@ -65,6 +65,8 @@ def tasks_of(graph: Graph, program: Program) -> ProgramTasks:
     lifetime begins after the last reader of the one before. What is computed in place stays so,
     after every other reader of what it overwrites. Where the loss is the user's (the graph has
     tangents) nothing crosses the loss boundary. Updates follow every reader of their parameters.
+    Random operators, which share one generator, first run in the order they have; their later runs
+    follow their first, which draws for all of them.
     Transfers stay between the two computations they are between, so that what they
     overlap with stays the same, in their order on the links.
     """
@@ -85,6 +87,8 @@ class _Reader:
         self.waiting_moves: list[int] = []
         self.boundary: int | None = None
         self.parameter_readers: dict[int, list[int]] = {}
+        self.first_draws: dict[int, int] = {}
+        """Random operator → the task of its first run, in order."""
         for instruction in program:
             self._add(instruction)
         self._boundary_order()
@@ -132,10 +136,20 @@ class _Reader:
             for tensor in chosen.reads:
                 earlier = self.parameter_readers.get(tensor, ())
                 self.after[task].update(other for other in earlier if other != task)
+        if operator.random:
+            self._draw(task, instruction.op)
         for move in self.waiting_moves:
             self.after[task].add(move)
         self.waiting_moves.clear()
         self.previous_compute = task
+
+    def _draw(self, task: int, op: int) -> None:
+        if op in self.first_draws:
+            self.after[task].add(self.first_draws[op])
+            return
+        if self.first_draws:
+            self.after[task].add(max(self.first_draws.values()))
+        self.first_draws[op] = task
 
     def _move(self, task: int, instruction: Instruction) -> None:
         """A transfer, the free after one, or the drop of a host copy."""
@@ -176,7 +190,9 @@ class _Reader:
                 forward = self.graph.operators[instruction.op].phase is Phase.FORWARD
                 if not forward:
                     self.after[task].add(self.boundary)
-                elif task < self.boundary and outputs.intersection(instruction.outputs):
+                elif task < self.boundary and (
+                    task in self.first_draws.values() or outputs.intersection(instruction.outputs)
+                ):
                     self.after[self.boundary].add(task)
 
     def _fix_side(self, task: int) -> None:
