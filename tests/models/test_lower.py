@@ -22,6 +22,7 @@ from memopt.models.steps import ChainStep, Move
 from memopt.models.validate import validate
 from tests.models.training_graphs import (
     Builder,
+    drawing,
     overwriting,
     random_schedule,
     random_training_graph,
@@ -58,6 +59,14 @@ def test_any_schedule_of_any_graph(seed: int) -> None:
     lin = linearize(graph_of(seed), max_span=None if seed % 2 else seed % 11)
     check(lin, store_all_steps(lin.chain))
     for k in range(6):
+        check(lin, random_schedule(lin.chain, seed * 10 + k, detours=0.15 * k))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_operators_draw_in_the_graphs_order(seed: int) -> None:
+    """Backward operators change places between stages, but no two that draw."""
+    lin = linearize(drawing(random.Random(seed), graph_of(seed)), max_span=seed % 11)
+    for k in range(3):
         check(lin, random_schedule(lin.chain, seed * 10 + k, detours=0.15 * k))
 
 

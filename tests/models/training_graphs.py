@@ -161,6 +161,37 @@ def overwriting(rng: random.Random, graph: Graph) -> Graph:
     return replace(graph, tensors=tuple(tensors), operators=tuple(operators))
 
 
+def drawing(rng: random.Random, graph: Graph) -> Graph:
+    """The graph with many random operators: about half of its own, and more in both phases that
+    nothing reads, some without a result."""
+    tensors = list(graph.tensors)
+    operators: list[Operator] = []
+    known = list(graph.resident)
+    for index, operator in enumerate(graph.operators):
+        if index == graph.first_backward:
+            known += graph.tangents
+        operators.append(replace(operator, random=rng.random() < 0.5))
+        known += operator.writes
+        if known and operator.phase is not Phase.UPDATE and rng.random() < 0.4:
+            writes = ()
+            if rng.random() < 0.7:
+                writes = (len(tensors),)
+                tensors.append(Tensor(f"drawn.{index}", rng.randint(0, 20)))
+            operators.append(
+                Operator(
+                    f"draw.{index}",
+                    (rng.choice(known),),
+                    writes,
+                    rng.randint(0, 8) / 8,
+                    rng.choice((0, rng.randint(0, 9))),
+                    operator.phase,
+                    recomputable=rng.random() < 0.8,
+                    random=True,
+                )
+            )
+    return replace(graph, tensors=tuple(tensors), operators=tuple(operators))
+
+
 def _fitting(
     graph: Graph, index: int, choice: Implementation, sizes: dict[int, int]
 ) -> tuple[int, ...]:

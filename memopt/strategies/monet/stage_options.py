@@ -131,6 +131,9 @@ class _Stage:
         self.source = _one(previous.output if previous is not None else None)
         self.output = _one(self.stage.output)
         self.later = previous.gradients if previous is not None else frozenset()
+        results = frozenset(t for after in view.stages[k + 1 :] for t in after.results)
+        self.given = self.stage.gradients | results
+        """What the backward finds: δ^ℓ, and results of the step, which stay once they are there."""
         self.operators = (*self.stage.rerun, *self.stage.backward)
         """Place → operator of the graph."""
         self.choices = self._implementations(allowed)
@@ -149,7 +152,7 @@ class _Stage:
         """The stage's operators with those implementations that it can feed, and that write what
         other stages read of theirs."""
         graph = self.graph
-        there = self.source | self.held | graph.resident | self.stage.gradients
+        there = self.source | self.held | graph.resident | self.given
         there |= frozenset(graph.tangents)
         once = {t for i in self.stage.once for t in graph.operators[i].reads}
         outside = self.output | self.held | once
@@ -173,8 +176,7 @@ class _Stage:
         graph, local = self.graph, self.local
         around = graph.resident | self.source | self.held
         made = {t for op in self.choices for t in op.writes} - around
-        given = self.stage.gradients - around - made
-        given |= frozenset(graph.tangents).intersection(local) - made
+        given = (self.given | frozenset(graph.tangents)).intersection(local) - around - made
         tensors = []
         for n, t in enumerate(self.tensors):
             whole = graph.tensors[t]
