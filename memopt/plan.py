@@ -46,6 +46,7 @@ class Plan:
         status: OPTIMAL (in the strategy's class) or FEASIBLE.
         strategy: what made it.
         budget: bytes; None: no limit.
+        host_budget: the most that the program may have on the host at once, bytes; None: no limit.
         peak_bytes: replayed peak of the step.
         resident_bytes: how much of it never moves.
         step_time_s: replayed time of the step, seconds.
@@ -77,6 +78,7 @@ class Plan:
     chain_steps: tuple[ChainStep, ...] | None = None
     graph: Graph | None = None
     chain: Chain | None = None
+    host_budget: int | None = None
     host_peak_bytes: int = 0
     compute_time_s: float = 0.0
     stats: Mapping[str, object] = field(default_factory=dict)
@@ -216,6 +218,7 @@ class Plan:
             replace(profiled, graph=graph),
             budget=self.budget,
             strategy=self.strategy,
+            host_budget=self.host_budget,
             device=self.device,
             order=bool(self.stats.get("pass_order")),
             place=bool(self.stats.get("pass_place")),

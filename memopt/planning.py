@@ -23,10 +23,10 @@ from memopt.models.stage_map import has_updates
 from memopt.plan import BaselineFigures, Plan
 from memopt.refusal import infeasible
 from memopt.strategies import Progress, Solution, Strategy, resolve
-from memopt.strategies.host_budget import with_host_budget
+from memopt.strategies.host_budget import host_limit, parse_host_budget, with_host_budget
 from memopt.strategies.slack import PROBES, best_that_fits, smallest_budget
 from memopt.strategies.store_all import chain_steps
-from memopt.whole_step import takes_whole_step, with_state_on_host
+from memopt.whole_step import left_on_host, takes_whole_step
 
 if TYPE_CHECKING:
     from memopt.models.linearize import Linearization
@@ -98,7 +98,8 @@ def plan(
         CaptureError: the model cannot be captured.
         ValueError: unreadable budget, unknown strategy, misuse; the message has the remedy.
     """
-    chosen = with_host_budget(resolve(strategy), host_budget)
+    host_bytes = parse_host_budget(host_budget)
+    chosen = with_host_budget(resolve(strategy), host_bytes)
     parse_budget(None if budget == MINIMUM else budget, 1)
     with _reporting(progress) as report:
         target = planned_device(device, mode)
@@ -109,7 +110,8 @@ def plan(
         )
         profiled = profiled_for(model, inputs, request, report)
         if offload_optimizer:
-            chosen = with_state_on_host(chosen, host_budget, profiled, whole_step=whole)
+            host_bytes = left_on_host(host_bytes, profiled, whole_step=whole)
+            chosen = with_host_budget(chosen, host_bytes)
         if profiled is not None and "implementations" in chosen.features:
             from memopt.implementations import for_plan
 
@@ -132,6 +134,7 @@ def plan(
                 progress=told,
                 order=order,
                 place=place,
+                host_budget_bytes=host_bytes,
             )
     return made
 
@@ -207,6 +210,7 @@ def solve(
     linearization: Linearization | None = None,
     order: bool = False,
     place: bool = False,
+    host_budget_bytes: int | None = None,
 ) -> Plan:
     """Solve, validate, replay and wrap; see `plan`. A caller with many solves of one graph passes
     its `linearization`, to have it made once."""
@@ -246,13 +250,14 @@ def solve(
         solution = best_that_fits(view.graph, view, attempt, budget_bytes, probes)
     if solution.steps is None and solution.program is None:
         raise infeasible(solution, budget_bytes, strategy, cost_model, profiled)
+    limits = budget_bytes, host_limit(strategy, host_budget_bytes)
     if (order or place) and isinstance(cost_model, Graph):
         from memopt.strategies.olla.arranging import arranged
 
         lower = view.lower if view is not None else None
         passes = {"order": order, "place": place}
-        solution = arranged(cost_model, solution, lower, budget_bytes, device, passes, time_limit_s)
-    return _wrap(cost_model, view, solution, strategy, budget_bytes, baseline, device, profiled)
+        solution = arranged(cost_model, solution, lower, limits, device, passes, time_limit_s)
+    return _wrap(cost_model, view, solution, strategy, limits, baseline, device, profiled)
 
 
 def _target(
@@ -285,20 +290,20 @@ def _wrap(
     view: Any,
     solution: Solution,
     strategy: Strategy,
-    budget_bytes: int | None,
+    limits: tuple[int | None, int | None],
     baseline: BaselineFigures,
     device: Device,
     profiled: Profiled | None,
 ) -> Plan:
+    """The plan of a solution; `limits` are bytes on the device and on the host."""
     program = solution.program
     if view is not None and solution.steps is not None and program is None:
         program = view.lower(solution.steps)
-    elif program is not None and isinstance(cost_model, Graph) and "place" not in strategy.features:
-        # OLLA decides on it before it orders.
+    elif program is not None and isinstance(cost_model, Graph) and not strategy.decides_in_place:
         program = with_in_place(cost_model, program)
     chain = view.chain if view is not None else None
     chain = cost_model if isinstance(cost_model, Chain) else chain
-    violation, figures = judge(cost_model, solution.steps, program, budget_bytes, device)
+    violation, figures = judge(cost_model, solution.steps, program, limits[0], device, limits[1])
     peak_bytes, time_s = figures.peak_bytes, figures.time_s
     if violation is not None:
         raise InvalidProgramError(f"{strategy.name} made an invalid plan: {violation}")
@@ -306,7 +311,8 @@ def _wrap(
     return Plan(
         status=solution.status,
         strategy=strategy,
-        budget=budget_bytes,
+        budget=limits[0],
+        host_budget=limits[1],
         peak_bytes=peak_bytes,
         resident_bytes=cost_model.resident_bytes,
         step_time_s=time_s,

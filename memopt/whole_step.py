@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from memopt.models.budget import parse_budget
 from memopt.strategies.base import Strategy
-from memopt.strategies.host_budget import with_host_budget
 
 
 def takes_whole_step(
@@ -43,11 +41,9 @@ def takes_whole_step(
     return True
 
 
-def with_state_on_host(
-    strategy: Strategy, host_budget: int | str | None, profiled: Any, *, whole_step: bool
-) -> Strategy:
-    """For `offload_optimizer` of `memopt.plan`: the strategy under what the optimizer's state on
-    the host leaves of a host budget.
+def left_on_host(host_budget_bytes: int | None, profiled: Any, *, whole_step: bool) -> int | None:
+    """For `offload_optimizer` of `memopt.plan`: what the optimizer's state on the host leaves of a
+    host budget.
 
     Raises:
         ValueError: the plan is not of a whole step that was captured for it, or the host budget
@@ -60,15 +56,13 @@ def with_state_on_host(
             "offload_optimizer=True is for whole steps: pass the module, loss_fn=, "
             "optimizer=<a torch.optim instance> and whole_step=True"
         )
-    if host_budget is None:
-        return strategy
-    allowed_bytes = 0 if host_budget == 0 else parse_budget(host_budget, 1)
-    assert allowed_bytes is not None
-    left_bytes = allowed_bytes - profiled.host_state_bytes
+    if host_budget_bytes is None:
+        return None
+    left_bytes = host_budget_bytes - profiled.host_state_bytes
     if left_bytes < 0:
         raise ValueError(
-            f"host_budget={host_budget!r} is too small: the optimizer's state alone takes "
+            f"host_budget={host_budget_bytes!r} is too small: the optimizer's state alone takes "
             f"{profiled.host_state_bytes} bytes of host memory; raise it, or leave out "
             "offload_optimizer"
         )
-    return with_host_budget(strategy, left_bytes)
+    return left_bytes

@@ -41,6 +41,7 @@ _FIELDS = (
     "status",
     "strategy",
     "budget_bytes",
+    "host_budget_bytes",
     "lower_bound_s",
     "figures",
     "baseline",
@@ -81,6 +82,7 @@ def encode(plan: Plan) -> dict[str, Any]:
         "status": plan.status.value,
         "strategy": encode_strategy(plan.strategy),
         "budget_bytes": plan.budget,
+        "host_budget_bytes": plan.host_budget,
         "lower_bound_s": float(plan.lower_bound_s),
         "figures": {
             "peak_bytes": plan.peak_bytes,
@@ -132,16 +134,18 @@ def decode(reader: Reader) -> Plan:
     steps = found["chain_steps"].optional(read_steps)
     device = read_device(found["device"])
     budget_bytes = found["budget_bytes"].optional(Reader.whole)
+    host_bytes = found["host_budget_bytes"].optional(Reader.whole)
     cost_model = graph if graph is not None else chain
     if cost_model is None or (program if graph is not None else steps) is None:
         raise reader.fail("a graph with its program, or a chain with its steps")
-    figures = _checked(cost_model, steps, program, budget_bytes, device)
+    figures = _checked(cost_model, steps, program, (budget_bytes, host_bytes), device)
     _check_figures(found["figures"], figures)
     peak_bytes, time_s, measured = found["baseline"].fields("peak_bytes", "step_time_s", "measured")
     return Plan(
         status=found["status"].choice(Status),
         strategy=read_strategy(found["strategy"]),
         budget=budget_bytes,
+        host_budget=host_bytes,
         peak_bytes=figures.peak_bytes,
         resident_bytes=cost_model.resident_bytes,
         step_time_s=figures.time_s,
@@ -177,12 +181,12 @@ def _checked(
     cost_model: Graph | Chain,
     steps: tuple[ChainStep, ...] | None,
     program: Program | None,
-    budget_bytes: int | None,
+    limits: tuple[int | None, int | None],
     device: Device,
 ) -> Figures:
     problem: Violation | Exception | None
     try:
-        problem, figures = judge(cost_model, steps, program, budget_bytes, device)
+        problem, figures = judge(cost_model, steps, program, limits[0], device, limits[1])
     except (InvalidProgramError, IndexError) as error:
         problem, figures = error, Figures(0, 0.0, 0)
     if problem is not None:

@@ -51,9 +51,7 @@ def needed_operators(graph: Graph) -> frozenset[int]:
     """Operators that every valid program runs: results and effects depend on them."""
     writers = _writers(graph)
     needed: set[int] = set()
-    pending = [
-        index for index, operator in enumerate(graph.operators) if operator.has_effects
-    ]
+    pending = [index for index, operator in enumerate(graph.operators) if operator.has_effects]
     pending += _only_writers(graph, writers, graph.kept)
     while pending:
         index = pending.pop()

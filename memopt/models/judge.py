@@ -34,15 +34,17 @@ def judge(
     program: Program | None,
     budget_bytes: int | None,
     device: Device,
+    host_budget_bytes: int | None = None,
 ) -> tuple[Violation | None, Figures]:
-    """Validate and replay a plan: the program of a Graph, or the schedule of a bare Chain.
+    """Validate and replay a plan, within what it may take on the device and on the host: the
+    program of a Graph, or the schedule of a bare Chain.
 
     Raises:
         InvalidProgramError: it cannot be replayed (the validator's verdict comes first).
     """
     if isinstance(cost_model, Graph):
         assert program is not None
-        violation = validate(cost_model, program, budget_bytes)
+        violation = validate(cost_model, program, budget_bytes, host_budget_bytes)
         if violation is not None:
             return violation, Figures(0, 0.0, 0)
         timeline = replay(cost_model, program, device)
@@ -51,8 +53,10 @@ def judge(
         return None, Figures(peak_bytes, timeline.time_s, timeline.host_peak_bytes)
     assert steps is not None
     moves = has_transfers(steps)
-    check = validate_offload if moves else validate_chain
-    violation = check(cost_model, steps, budget_bytes)
+    if moves:
+        violation = validate_offload(cost_model, steps, budget_bytes, host_budget_bytes)
+    else:
+        violation = validate_chain(cost_model, steps, budget_bytes)
     if violation is not None:
         return violation, Figures(0, 0.0, 0)
     if moves:

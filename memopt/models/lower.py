@@ -163,21 +163,31 @@ class _Lowering:
 def without_unread_reruns(graph: Graph, instructions: Sequence[Instruction]) -> list[Instruction]:
     """Leave out the second and later runs of operators whose results nothing reads.
 
+    A second run may also be by another implementation, for a result of the step that the first one
+    does not give (one gradient of a convolution): that one stays.
+
     Args:
         graph: the graph the instructions refer to.
         instructions: in order; outputs and frees need not be there yet.
     """
-    first: dict[int, int] = {}
+    wanted: set[int] = set()
+    """Positions of first runs, and of those that first give a result of the step."""
+    ran: set[int] = set()
+    missing = set(graph.kept)
     for position, instruction in enumerate(instructions):
         if isinstance(instruction, Compute):
-            first.setdefault(instruction.op, position)
+            run = variant(graph.operators[instruction.op], instruction.implementation)
+            if instruction.op not in ran or not missing.isdisjoint(run.writes):
+                wanted.add(position)
+            ran.add(instruction.op)
+            missing.difference_update(run.writes)
     read_later: set[int] = set()
     kept: list[Instruction] = []
     for position in range(len(instructions) - 1, -1, -1):
         instruction = instructions[position]
         if isinstance(instruction, Compute):
             run = variant(graph.operators[instruction.op], instruction.implementation)
-            if first[instruction.op] != position and read_later.isdisjoint(run.writes):
+            if position not in wanted and read_later.isdisjoint(run.writes):
                 continue
             read_later.difference_update(run.writes)
             read_later.update(run.reads)

@@ -2,9 +2,10 @@
 
 Such a strategy plans the step up to its gradients, and each parameter's update then follows the
 last computation that reads the parameter or touches its gradient (OLLA §4.3), which frees the
-gradient. A random update also follows the random operators before it. In a schedule of a chain no stage runs again after its backward, so a gradient lives in
-the stage that completes it if that is the last one to need the parameter, and the chain's costs
-can say so: such a gradient is an overhead of that stage's backward, not a result that stays.
+gradient. A random update also follows the random operators before it. In a schedule of a chain no
+stage runs again after its backward, so a gradient lives in the stage that completes it if that is
+the last one to need the parameter, and the chain's costs can say so: such a gradient is an overhead
+of that stage's backward, not a result that stays.
 """
 
 from __future__ import annotations

@@ -79,12 +79,15 @@ class Strategy(ABC):
         features: what its plans use, from "recompute", "offload", "order", "place",
             "implementations".
         references: the papers it implements.
+        decides_in_place: whether its programs say what is computed in place; else planning does
+            that wherever a program allows it.
     """
 
     name: ClassVar[str]
     needs: ClassVar[str]
     features: ClassVar[frozenset[str]] = frozenset()
     references: ClassVar[tuple[str, ...]] = ()
+    decides_in_place: ClassVar[bool] = False
 
     def why_not(self, cost_model: CostModel) -> str | None:
         """Why this strategy cannot plan this cost model; None if it can."""

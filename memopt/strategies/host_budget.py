@@ -10,27 +10,36 @@ from memopt.strategies.base import Strategy
 FIELD = "host_budget_bytes"
 
 
-def with_host_budget(strategy: Strategy, host_budget: int | str | None) -> Strategy:
-    """The strategy under a host budget; unchanged if it moves nothing or there is none.
-
-    Args:
-        strategy: any.
-        host_budget: bytes, or a string with a unit such as "6GiB"; 0 forbids every copy.
+def parse_host_budget(host_budget: int | str | None) -> int | None:
+    """Bytes, of bytes or of a string with a unit such as "6GiB"; 0 forbids every copy.
 
     Raises:
-        ValueError: an unreadable or negative host budget, or a strategy that moves data and
-            takes none.
+        ValueError: an unreadable or negative host budget.
     """
-    if host_budget is None:
-        return strategy
     if isinstance(host_budget, float):
         raise ValueError(f"host_budget is bytes or a string such as '6GiB', got {host_budget!r}")
     is_zero = host_budget == 0 and not isinstance(host_budget, bool)
     try:
-        size_bytes = 0 if is_zero else parse_budget(host_budget, 1)
+        return 0 if is_zero else parse_budget(host_budget, 1)
     except ValueError as error:
         raise ValueError(f"host_budget: {error}") from None
-    if "offload" not in strategy.features:
+
+
+def host_limit(strategy: Strategy, host_budget_bytes: int | None) -> int | None:
+    """What a strategy's plans may have on the host at once, bytes: the smaller of its own limit,
+    if it has one, and the caller's. None: no limit."""
+    own: int | None = getattr(strategy, FIELD, None)
+    limits = [limit for limit in (own, host_budget_bytes) if limit is not None]
+    return min(limits, default=None)
+
+
+def with_host_budget(strategy: Strategy, host_budget_bytes: int | None) -> Strategy:
+    """The strategy under a host budget; unchanged if it moves nothing or there is none.
+
+    Raises:
+        ValueError: the strategy moves data and takes no host budget.
+    """
+    if host_budget_bytes is None or "offload" not in strategy.features:
         return strategy
     fields = {field.name for field in dataclasses.fields(strategy)}  # type: ignore[arg-type]  # strategies are dataclasses
     if FIELD not in fields:
@@ -38,4 +47,5 @@ def with_host_budget(strategy: Strategy, host_budget: int | str | None) -> Strat
             f"{strategy.name} takes no host_budget; name a strategy that moves data itself, such "
             'as "offload-graph" or "dynprog"'
         )
-    return dataclasses.replace(strategy, **{FIELD: size_bytes})  # type: ignore[type-var]  # a dataclass
+    limit = {FIELD: host_limit(strategy, host_budget_bytes)}
+    return dataclasses.replace(strategy, **limit)  # type: ignore[type-var]  # a dataclass

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from memopt.errors import MemoptError
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.in_place import with_in_place
 from memopt.models.judge import judge
 from memopt.models.linearize import Linearization, linearize
 from memopt.models.program import Program
 from memopt.models.stage_map import has_updates
 from memopt.models.steps import ChainStep
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+from memopt.strategies.host_budget import host_limit
 from memopt.strategies.slack import PROBES, best_that_fits
 
 
@@ -115,6 +117,12 @@ class Member:
         name, program, steps = self.strategy.name, solution.program, solution.steps
         if self.view is not None and steps is not None:
             program, steps = self.view.lower(steps), None
+        elif (
+            program is not None
+            and isinstance(cost_model, Graph)
+            and not self.strategy.decides_in_place
+        ):
+            program = with_in_place(cost_model, program)
         if program is None and steps is None:
             status = solution.status
             proved = status is Status.INFEASIBLE and self.view is None
@@ -127,7 +135,8 @@ class Member:
                 smallest_budget_bytes=solution.smallest_budget_bytes,
                 stats=solution.stats,
             )
-        violation, figures = judge(cost_model, steps, program, budget_bytes, device)
+        host_bytes = host_limit(self.strategy, None)
+        violation, figures = judge(cost_model, steps, program, budget_bytes, device, host_bytes)
         seconds = time.monotonic() - begin
         if violation is not None:
             note = f"invalid plan: {violation}"

@@ -43,6 +43,7 @@ class Auto(Strategy):
     features: ClassVar[frozenset[str]] = frozenset(
         {"recompute", "offload", "order", "place", "implementations"}
     )
+    decides_in_place: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.time_limit_s > 0:

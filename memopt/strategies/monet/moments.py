@@ -93,7 +93,7 @@ class MomentModel:
         there = graph.resident.union(graph.tangents, writers)
         for i, choices in enumerate(self.choices):
             operator = graph.operators[i]
-            in_place = i < self.first and (operator.random or not operator.recomputable)
+            in_place = i < self.first and not operator.recomputable
             if in_place or operator.has_effects:
                 model.add([(-1, v) for v in self.run[i]], -1)
             for (_, choice), v in zip(choices, self.run[i], strict=True):

@@ -188,7 +188,7 @@ class _Search:
             if found.steps is None:
                 continue
             program = view.lower(found.steps)
-            if validate(graph, program, self.budget_bytes) is None:
+            if validate(graph, program, self.budget_bytes, host_budget_bytes) is None:
                 self.offer(program, strategy.name)
 
     def improve(self, moves: int) -> None:

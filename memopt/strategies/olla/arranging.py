@@ -38,6 +38,7 @@ def arrange(
     order: bool,
     place: bool,
     time_limit_s: float | None = None,
+    host_budget_bytes: int | None = None,
 ) -> tuple[Program, dict[str, object]]:
     """Reorder, then place, what a strategy planned (OLLA §1).
 
@@ -51,6 +52,7 @@ def arrange(
         order: look for an order of smaller peak.
         place: give every lifetime an address.
         time_limit_s: wall clock, for each of the two.
+        host_budget_bytes: kept, too.
 
     Returns:
         The program, never worse in peak, in time only by `MOST_SLOWER` and only where `place`
@@ -70,12 +72,12 @@ def arrange(
             "order_bound_bytes": ordering.bound,
             "order_gap": ordering.gap,
         }
-        _check(graph, program, budget_bytes, "reordered")
+        _check(graph, program, (budget_bytes, host_budget_bytes), "reordered")
     if place:
         own_s = replay(graph, program, device).time_s
         program, placement, short = _placed(graph, program, budget_bytes, device, time_limit_s)
         slower = _share(replay(graph, program, device).time_s, own_s)
-        _check(graph, program, budget_bytes, "placed")
+        _check(graph, program, (budget_bytes, host_budget_bytes), "placed")
         stats |= placing_figures(graph, program, placement)
         stats |= {
             "arena_gap": placement.gap,
@@ -182,13 +184,14 @@ def arranged(
     graph: Graph,
     solution: Solution,
     lower: Callable[[tuple[ChainStep, ...]], Program] | None,
-    budget_bytes: int | None,
+    limits: tuple[int | None, int | None],
     device: Device,
     passes: Mapping[str, bool],
     time_limit_s: float | None,
 ) -> Solution:
     """A strategy's solution with its program (`lower` makes that of a chain's steps) arranged;
-    `passes` are the `order` and `place` of `arrange`, which see."""
+    `limits` are bytes on the device and on the host, `passes` the `order` and `place` of `arrange`,
+    which see."""
     program = solution.program
     if lower is not None and solution.steps is not None:
         program = lower(solution.steps)
@@ -196,17 +199,20 @@ def arranged(
     program, stats = arrange(
         graph,
         program,
-        budget_bytes,
+        limits[0],
         device,
         order=passes["order"],
         place=passes["place"],
         time_limit_s=time_limit_s,
+        host_budget_bytes=limits[1],
     )
     status = Status.FEASIBLE if stats.get("slower") else solution.status
     return replace(solution, status=status, program=program, stats={**solution.stats, **stats})
 
 
-def _check(graph: Graph, program: Program, budget_bytes: int | None, what: str) -> None:
-    violation = validate(graph, program, budget_bytes)
+def _check(
+    graph: Graph, program: Program, limits: tuple[int | None, int | None], what: str
+) -> None:
+    violation = validate(graph, program, *limits)
     if violation is not None:
         raise InvalidProgramError(f"the {what} program is invalid: {violation}")

@@ -61,6 +61,7 @@ class Olla(Strategy):
     name: ClassVar[str] = "olla"
     needs: ClassVar[str] = "graph"
     features: ClassVar[frozenset[str]] = frozenset({"order", "place"})
+    decides_in_place: ClassVar[bool] = True
     references: ClassVar[tuple[str, ...]] = (
         "Steiner, Elhoushi, Kahn, Hegarty: OLLA: Optimizing the Lifetime and Location of Arrays "
         "to Reduce the Memory Usage of Neural Networks, 2022",
