@@ -19,6 +19,7 @@ from memopt.models.validate import validate
 from memopt.planning import solve
 from memopt.strategies import (
     Auto,
+    Olla,
     Progress,
     Rotor,
     Solution,
@@ -28,6 +29,7 @@ from memopt.strategies import (
     resolve,
 )
 from memopt.strategies.base import CostModel
+from tests.models.training_graphs import overwriting
 from tests.plan.tiny import make, profiled
 
 LINK = Device(to_host_bytes_per_s=2.0)
@@ -120,6 +122,17 @@ def test_offloading_needs_a_known_link() -> None:
     assert "rotor" in names
     assert not names & set(OFFLOAD)
     assert {one.name for one in Auto().candidates(LINK)} >= set(OFFLOAD)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_computes_in_place_as_its_members_do(seed: int) -> None:
+    graph = overwriting(Random(seed), random_graph(Random(seed), 8))
+    members = (StoreAll(), Olla(), Olla(in_place=False, place=False), resolve("monet"))
+    for member in members:
+        alone = solve(graph, None, member, device=Device())
+        made = solve(graph, None, Auto((member,)), device=Device())
+        assert made.program == alone.program
+        assert made.peak_bytes == alone.peak_bytes
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import time
 from random import Random
 
 import pytest
 
+from memopt.models.bounds import time_lower_bound
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
-from memopt.models.graph import Graph
+from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.models.judge import judge
 from memopt.models.linearize import linearize
 from memopt.models.liveness import store_all
 from memopt.models.replay import replay
+from memopt.models.validate import validate
 from memopt.planning import solve
 from memopt.strategies import Rotor
 from memopt.strategies.base import Status
 from memopt.strategies.monet.menus import MenuTable, RotorMenus, Watch
+from memopt.strategies.monet.moment_search import MomentSearch
 from memopt.strategies.monet.stage_options import menus
-from tests.monet.graphs import training_graph
+from tests.models.training_graphs import drawing
+from tests.monet.graphs import training_graph, with_one_gradient_choices
 
 
 def drawn(seed: int) -> tuple[Graph, int, int]:
@@ -103,3 +109,46 @@ def test_options_run_by_other_implementations_where_those_pay() -> None:
         plain = {run.implementation for menu in none for o in menu for run in o.backward}
         assert plain <= {None}
     assert chosen > 10
+
+
+def test_a_stage_may_read_a_result_of_a_later_one() -> None:
+    """The gradient of a sum's parameter is that of its input: a result, read by what follows."""
+    tensors = [
+        Tensor("x", 4, TensorKind.INPUT),
+        Tensor("w", 4, TensorKind.PARAMETER),
+        Tensor("a", 8),
+        Tensor("y", 4),
+        Tensor("dy", 4, TensorKind.GRADIENT),
+        Tensor("da = dp", 8, TensorKind.GRADIENT),
+        Tensor("dw", 4, TensorKind.GRADIENT),
+    ]
+    operators = [
+        Operator("linear", (0, 1), (2,), 1.0),
+        Operator("sum", (2,), (3,), 1.0),
+        Operator("back of sum", (4, 2), (5,), 1.0, phase=Phase.BACKWARD),
+        Operator("back of linear", (5, 0), (6,), 1.0, phase=Phase.BACKWARD),
+    ]
+    graph = Graph(tensors, operators, outputs=(3,), gradients=(5, 6), tangents=(4,))
+    floor = solve(graph, "min", RotorMenus(), device=Device()).peak_bytes
+    for budget in range(floor, replay(graph, store_all(graph)).peak_bytes + 1):
+        assert solve(graph, budget, RotorMenus(), device=Device()).peak_bytes <= budget
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_programs_of_graphs_that_draw(seed: int) -> None:
+    """Nothing that draws is left out, whatever its results are for; operators run twice for two
+    results of the step."""
+    rng = Random(seed)
+    graph = training_graph(rng, rng.randint(2, 5), True)
+    graph = drawing(rng, with_one_gradient_choices(graph, rng) if seed % 2 else graph)
+    view = linearize(graph)
+    peak_bytes = replay(graph, store_all(graph)).peak_bytes
+    table = MenuTable(view, peak_bytes, 40, Watch(math.inf, None))
+    for slots in (m for m in range(41) if table.table[1, len(view.chain), m] < math.inf):
+        program = table.program(slots)
+        assert validate(graph, program) is None
+    search = MomentSearch(graph, None, 2 * peak_bytes, time.monotonic() + 60)
+    search.run()
+    assert search.best is not None
+    assert validate(graph, search.best, 2 * peak_bytes) is None
+    assert search.bound_s >= time_lower_bound(graph) * (1 - 1e-9)
