@@ -11,7 +11,11 @@ from memopt.models.chain import Chain
 from memopt.models.generate import random_chain, random_graph
 from memopt.models.graph import Graph
 from memopt.strategies import STRATEGIES as KNOWN
-from memopt.strategies import AutoSwap, OffloadExact, Strategy
+from memopt.strategies import (
+    AutoSwap,
+    OffloadExact,
+    Strategy,
+)
 from tests.contract import check_budgets, check_host_budget, check_plan, check_smallest, planned
 from tests.models.training_graphs import drawing, overwriting
 from tests.monet.graphs import training_graph
