@@ -61,7 +61,12 @@ class TrainStep:
         )
         planned = profiled.record.autocast if profiled.record is not None else autocast_state()
         with autocast_as(planned):
-            self._guard = Guard.of(self._parts.module, self._parts.call)
+            self._guard = Guard.of(
+                self._parts.module,
+                self._parts.call,
+                self._captured,
+                updated=[site.name for site in self._parts.sites],
+            )
         self._parameters = dict(self._parts.module.named_parameters(remove_duplicate=False))
         self._host_state = HostState(optimizer) if profiled.host_state_bytes else None
 
