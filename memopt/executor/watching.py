@@ -33,13 +33,16 @@ class Watching:
             return
         watch, found = changed
         difference = watch.difference(found)
-        if not watch.of_model:
+        if watch.shared:
             _LOG.info("tracing again: %s", difference)
-            try:
-                watches = traced_again(self._captured, model)
-            except CaptureError:
-                watches = None
+            watches = self._traced_again(model)
             if watches is not None:
                 self._watches = watches
                 return
         raise GuardError(f"{difference}; {REMEDY}")
+
+    def _traced_again(self, model: nn.Module) -> Watches | None:
+        try:
+            return traced_again(self._captured, model)
+        except (CaptureError, RuntimeError):
+            return None

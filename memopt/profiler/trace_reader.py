@@ -53,6 +53,10 @@ _CELL = re.compile(r"^(.*)\.__closure__\[(\d+)\]\.cell_contents")
 
 # How torch itself is set, where that decides what a trace consists of.
 _SETTINGS = (
+    *(
+        f"tuple(torch.nn.modules.module._global_{kind}_hooks.values())"
+        for kind in ("forward", "forward_pre", "backward", "backward_pre")
+    ),
     "torch.get_default_dtype()",
     "torch.utils._device.CURRENT_DEVICE",
     "torch.are_deterministic_algorithms_enabled()",
@@ -60,6 +64,10 @@ _SETTINGS = (
     "torch.backends.cuda.mem_efficient_sdp_enabled()",
     "torch.backends.cuda.math_sdp_enabled()",
 )
+
+
+def _words(expression: str) -> list[str]:
+    return re.findall(r"\w+", expression)
 
 
 def read(expression: str, model: nn.Module, names: dict[str, Any]) -> Any:
@@ -111,7 +119,7 @@ class TraceReader:
             template = "tuple({x}.values())"
         detail = repr(guard.detail)
         if guard.kind == "DUPLICATE_INPUT":
-            if "model" not in source or _ELSEWHERE.search(guard.detail):
+            if "model" not in _words(source) or _ELSEWHERE.search(guard.detail):
                 return None
             detail = self._expression(guard.detail)
         elif "{a}" in template and not isinstance(guard.detail, (str, int)):
@@ -132,11 +140,15 @@ class TraceReader:
             return None
         if type(planned) in (list, set, dict):
             planned = type(planned)(planned)
-        return Watch(self._shown(source), source, look, planned, identity)
+        shown, shared = self._shown(source), "model" not in _words(look)
+        if guard.kind == "DUPLICATE_INPUT":
+            shown += f" and {self._shown(detail)}"
+        return Watch(shown, source, look, planned, identity, shared)
 
     def _settings(self) -> Iterator[Watch]:
         for setting in _SETTINGS:
-            yield Watch(setting, setting, setting, self._read(setting))
+            source = setting.removeprefix("tuple(").removesuffix(".values())")
+            yield Watch(source, source, setting, self._read(setting))
 
     def _methods(self, watches: list[Watch]) -> Iterator[Watch]:
         """The traced functions in the classes of what was read: a class may get another one."""
@@ -147,7 +159,8 @@ class TraceReader:
                 function = getattr(value, "__func__", getattr(value, "fget", value))
                 if getattr(function, "__code__", None) in self._guards.code:
                     source = f"{self._bound(owner)}.__dict__[{name!r}]"
-                    yield Watch(f"{owner.__qualname__}.{name}", source, source, value, True)
+                    shown = f"{owner.__qualname__}.{name}"
+                    yield Watch(shown, source, source, value, identity=True)
 
     def _aliased(self) -> Iterator[Watch]:
         """Tensors that were read in several places and were one."""
@@ -155,7 +168,7 @@ class TraceReader:
         for source, tensor in self.tensors.items():
             other = first.setdefault(id(tensor), source)
             if other != source:
-                shown = f"{self._shown(source)} is {self._shown(other)}"
+                shown = f"{self._shown(source)} and {self._shown(other)}"
                 yield Watch(shown, source, f"{source} is {other}", True)
 
     def _read(self, expression: str) -> Any:

@@ -11,8 +11,8 @@ import torch
 
 from memopt.profiler.described import described_text
 
-HOOKS = re.compile(r"\._((?:forward|backward)(?:_pre)?)_hooks$")
-"""An expression that reads the hooks of a module."""
+HOOKS = re.compile(r"\._(?:global_)?((?:forward|backward)(?:_pre)?)_hooks$")
+"""An expression that reads the hooks of a module, or of all."""
 
 
 class Gone:
@@ -52,6 +52,7 @@ class Watch:
         look: what about it counts, as an expression over `model`.
         planned: what the look gave when the graph was captured.
         identity: whether it must be the same object, not just an equal one.
+        shared: whether it is a global thing, which others change for reasons of their own.
     """
 
     shown: str
@@ -59,11 +60,7 @@ class Watch:
     look: str
     planned: Any
     identity: bool = False
-
-    @property
-    def of_model(self) -> bool:
-        """Whether it is the model's own, not a global thing that others may change as well."""
-        return re.search(r"\bmodel\b", self.look) is not None
+    shared: bool = False
 
     def differs(self, found: Any) -> bool:
         """Whether what the look gives now is not what was planned."""
@@ -74,21 +71,25 @@ class Watch:
         hooks = HOOKS.search(self.source)
         if hooks is not None and isinstance(found, tuple):
             return self._other_hooks(hooks[1].replace("_", "-"), found)
-        asked = re.match(r"hasattr\(.*, (.*)\)$|(.*) in ", self.look)
-        if asked is not None and found is not GONE:
-            planned, got = ("with" if one else "without" for one in (self.planned, found))
-            return f"{self.shown}: planned {planned} {asked[1] or asked[2]}, got it {got}"
-        return f"{self.shown}: planned {self._text(self.planned)}, got {self._text(found)}"
+        asked = re.match(r"hasattr\(.*, (.*)\)$|(.*) in |.*( is )", self.look)
+        if asked is None or found is GONE:
+            return f"{self.shown}: planned {self._text(self.planned)}, got {self._text(found)}"
+        if asked[3]:
+            return f"{self.shown}: planned as one object, got two"
+        name = asked[1] or asked[2]
+        if found:
+            return f"{self.shown} has {name}, and was planned without"
+        return f"{self.shown} was planned with {name}, and is without"
 
     def _other_hooks(self, kind: str, found: tuple[Any, ...]) -> str:
         module = self.shown.rpartition("._")[0]
         for hook in found:
             if not any(hook is one for one in self.planned):
-                return f"{module}: planned without the {kind} hook {_name(hook)}, got it with it"
+                return f"{module} has the {kind} hook {_name(hook)}, and was planned without"
         for hook in self.planned:
             if not any(hook is one for one in found):
-                return f"{module}: planned with the {kind} hook {_name(hook)}, got it without it"
-        return f"{module}: its {kind} hooks are in another order than planned"
+                return f"{module} was planned with the {kind} hook {_name(hook)}, and is without"
+        return f"{module} has its {kind} hooks in another order than planned"
 
     def _text(self, value: Any) -> str:
         if isinstance(value, Gone):

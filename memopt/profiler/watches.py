@@ -74,7 +74,7 @@ class Watches:
 
         def moved(watch: Watch) -> Watch:
             try:
-                if watch.of_model and not watch.differs(read(watch.look, model, names)):
+                if not watch.differs(read(watch.look, model, names)):
                     return replace(watch, planned=read(watch.look, copied, names))
             except UNREADABLE:
                 pass
