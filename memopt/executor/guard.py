@@ -10,34 +10,18 @@ import torch
 from torch import nn
 
 from memopt.errors import GuardError
+from memopt.executor.watching import REMEDY, Watching
 from memopt.profiler.autocast import autocast_state
+from memopt.profiler.capture import Captured
+from memopt.profiler.described import described, described_text
 from memopt.profiler.inputs import Call, repeated
+from memopt.profiler.watches import Watches
 
-_REMEDY = "plan again for this call (memopt.plan), or call the original module"
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
-def _describe(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, torch.Tensor):
-        return (
-            "tensor",
-            tuple(value.shape),
-            value.stride(),
-            value.dtype,
-            value.device,
-            value.requires_grad,
-        )
-    # NaN is no reason to refuse: it is compared by its text.
-    return ("value", type(value), value if value == value else repr(value))
-
-
-def _text(description: tuple[Any, ...]) -> str:
-    if description[0] == "tensor":
-        _, shape, stride, dtype, device, grad = description
-        suffix = ", requires_grad" if grad else ""
-        name = str(dtype).removeprefix("torch.")
-        return f"{name}{list(shape)} stride {stride} on {device}{suffix}"
-    return repr(description[2])
+def _difference(planned: tuple[Any, ...], found: tuple[Any, ...]) -> str:
+    return f"planned {described_text(planned)}, got {described_text(found)}"
 
 
 def _brief(value: Any) -> str:
@@ -76,6 +60,13 @@ def _registered(modules: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
     }
 
 
+def _ties(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Parameters and buffers that are the same tensor as an earlier one: name → earlier name."""
+    first: dict[int, str] = {}
+    earlier = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+    return {name: other for name, other in earlier.items() if other != name}
+
+
 def _identities(leaves: list[Any], parameters: dict[int, str]) -> tuple[Any, ...]:
     """For each argument that is a parameter, its name; that is an earlier argument, its index."""
     earlier = repeated(leaves)
@@ -94,7 +85,10 @@ class Guard:
         separate: whether arguments that were apart must stay so (the step updates one in place).
         modules: (name, type, training flag, declared settings) of every sub-module.
         parameters: (name, description) of every parameter and buffer.
+        ties: (name, earlier name) of each parameter and buffer that is one with an earlier one.
+        apart: names of those that must not become one with another, as the step updates them.
         autocast: its dtype on cpu and cuda.
+        watching: everything else that the trace relied on; None: not known.
     """
 
     spec: Any
@@ -104,30 +98,47 @@ class Guard:
     separate: bool
     modules: tuple[tuple[str, type, bool, tuple[tuple[str, Any], ...]], ...]
     parameters: tuple[tuple[str, tuple[Any, ...]], ...]
+    ties: tuple[tuple[str, str], ...]
+    apart: frozenset[str]
     autocast: tuple[str | None, ...]
+    watching: Watching | None = None
 
     @staticmethod
-    def of(model: nn.Module, call: Call, updates_inputs: bool = False) -> Guard:
-        """The guard of a model and its example call, as they are now.
+    def of(
+        model: nn.Module,
+        call: Call,
+        captured: Captured | None = None,
+        watches: Watches | None = None,
+        updated: Iterable[str] = (),
+    ) -> Guard:
+        """The guard of a model and its example call: as they are now, but for what the trace read.
 
         Args:
             model: the user's model.
             call: the captured call.
-            updates_inputs: whether the step updates an input in place.
+            captured: the captured model, where a step of it is guarded.
+            watches: what the trace read; None: as it was captured.
+            updated: names of parameters that the step updates.
         """
         modules = dict(model.named_modules())
-        named = list(_registered(modules).items())
+        tensors = _registered(modules)
+        named = list(tensors.items())
+        mutated = [captured.primals[i] for i in captured.mutated] if captured is not None else []
+        watching = Watching(captured, watches or captured.watches) if captured else None
         return Guard(
             spec=call.spec,
             text=_call_text(call),
-            leaves=tuple(_describe(leaf) for leaf in call.leaves),
+            leaves=tuple(described(leaf) for leaf in call.leaves),
             same=_identities(call.leaves, {id(tensor): name for name, tensor in named}),
-            separate=updates_inputs,
+            separate=any(primal.kind == "input" for primal in mutated),
             modules=tuple(
                 (name, type(m), m.training, _constants(m)) for name, m in modules.items()
             ),
-            parameters=tuple((name, _describe(tensor)) for name, tensor in named),
+            parameters=tuple((name, described(tensor)) for name, tensor in named),
+            ties=tuple(_ties(tensors).items()),
+            apart=frozenset((*updated, *(primal.name for primal in mutated))),
             autocast=autocast_state(),
+            watching=watching,
         )
 
     def evaluating(self, model: nn.Module) -> bool:
@@ -142,25 +153,26 @@ class Guard:
         if call.spec != self.spec:
             raise GuardError(
                 f"the plan was made for other arguments: planned {self.text}, got "
-                f"{_call_text(call)}; {_REMEDY}"
+                f"{_call_text(call)}; {REMEDY}"
             )
         leaves = call.leaves
         for i, (leaf, planned) in enumerate(zip(leaves, self.leaves, strict=True)):
-            found = _describe(leaf)
+            found = described(leaf)
             if found != planned:
-                raise GuardError(
-                    f"argument {i}: planned {_text(planned)}, got {_text(found)}; {_REMEDY}"
-                )
+                raise GuardError(f"argument {i}: {_difference(planned, found)}; {REMEDY}")
         modules = dict(model.named_modules())
         self._check_modules(modules)
         tensors = _registered(modules)
         self._check_parameters(tensors)
+        self._check_ties(tensors)
         self._check_identities(leaves, tensors)
         if autocast_state() != self.autocast:
             raise GuardError(
                 f"autocast: planned {self.autocast}, got {autocast_state()} (on cpu, cuda); "
-                + _REMEDY
+                + REMEDY
             )
+        if self.watching is not None:
+            self.watching.check(model)
 
     def _check_modules(self, modules: dict[str, nn.Module]) -> None:
         for name, kind, training, constants in self.modules:
@@ -168,24 +180,42 @@ class Guard:
             module = modules.get(name)
             if module is None or type(module) is not kind:
                 found = "nothing" if module is None else type(module).__name__
-                raise GuardError(f"{where}: planned {kind.__name__}, got {found}; {_REMEDY}")
+                raise GuardError(f"{where}: planned {kind.__name__}, got {found}; {REMEDY}")
             if module.training != training:
                 modes = ("train", "eval") if training else ("eval", "train")
                 raise GuardError(
-                    f"{where}: planned in {modes[0]} mode, got {modes[1]} mode; {_REMEDY}"
+                    f"{where}: planned in {modes[0]} mode, got {modes[1]} mode; {REMEDY}"
                 )
             for setting, value in constants:
                 now = getattr(module, setting, None)
                 if now != value:
-                    raise GuardError(f"{where}: planned {setting}={value}, got {now}; {_REMEDY}")
+                    raise GuardError(f"{where}: planned {setting}={value}, got {now}; {REMEDY}")
 
     def _check_parameters(self, tensors: dict[str, torch.Tensor]) -> None:
         for name, planned in self.parameters:
             if name not in tensors:
-                raise GuardError(f"parameter or buffer {name!r} is gone; {_REMEDY}")
-            found = _describe(tensors[name])
+                raise GuardError(f"parameter or buffer {name!r} is gone; {REMEDY}")
+            found = described(tensors[name])
             if found != planned:
-                raise GuardError(f"{name}: planned {_text(planned)}, got {_text(found)}; {_REMEDY}")
+                raise GuardError(f"{name}: {_difference(planned, found)}; {REMEDY}")
+
+    def _check_ties(self, tensors: dict[str, torch.Tensor]) -> None:
+        found = _ties(tensors)
+        planned = dict(self.ties)
+        if found == planned:
+            return
+        for name, other in planned.items():
+            if found.get(name) != other:
+                raise GuardError(
+                    f"{name}: planned as one tensor with {other}, got a tensor of its own; "
+                    + REMEDY
+                )
+        for name, other in found.items():
+            if name not in planned and (name in self.apart or other in self.apart):
+                raise GuardError(
+                    f"{name}: planned as a tensor of its own, got one tensor with {other}; "
+                    + REMEDY
+                )
 
     def _check_identities(self, leaves: list[Any], tensors: dict[str, torch.Tensor]) -> None:
         if not self.separate and not any(s is not None for s in self.same):
@@ -195,7 +225,7 @@ class Guard:
             if planned != now and (planned is not None or self.separate):
                 raise GuardError(
                     f"argument {position}: planned as {_identity_text(planned)}, got "
-                    f"{_identity_text(now)}; {_REMEDY}"
+                    f"{_identity_text(now)}; {REMEDY}"
                 )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.arena import Arenas, arena_layout
 from memopt.executor.arena_check import CheckedArenas
+from memopt.executor.calls import Calls
 from memopt.executor.codegen import generate
 from memopt.executor.guard import Guard
 from memopt.executor.interpret import interpret
@@ -26,6 +27,7 @@ from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call, align
 from memopt.profiler.unused_outputs import refusing_gradients
+from memopt.profiler.watches import Watches
 
 Otherwise: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
 """(the user's model, a call that is not the planned one, what differs) → the module to call."""
@@ -104,7 +106,9 @@ class PlannedModule(nn.Module):
 
     It shares the model's parameters, buffers and sub-modules (not copies), so optimizers,
     `state_dict` and `to()` work as on the model itself. Under `torch.no_grad()` or in eval mode
-    the original forward runs. Forward hooks of inner modules do not fire in planned steps.
+    the original forward runs. Other attributes are the model's, too: setting one sets it there.
+    Hooks of inner modules run as they were when the model was planned, in the planned graph; with
+    others a step is refused.
     """
 
     def __init__(
@@ -114,15 +118,31 @@ class PlannedModule(nn.Module):
         runtime: Runtime,
         program: Installed,
         otherwise: Otherwise | None = None,
+        watches: Watches | None = None,
     ) -> None:
         super().__init__()
         for name in _shared_names(model):
             self.__dict__[name] = model.__dict__[name]
         self.__dict__["_memopt"] = (model, captured, runtime, program)
         self.__dict__["_memopt_otherwise"] = otherwise
-        updates_inputs = any(captured.primals[i].kind == "input" for i in captured.mutated)
-        self.__dict__["_memopt_guard"] = Guard.of(model, captured.call, updates_inputs)
-        self.training = model.training
+        self.__dict__["_memopt_calls"] = Calls()
+        self.__dict__["_memopt_guard"] = Guard.of(model, captured.call, captured, watches)
+
+    @property
+    def training(self) -> bool:
+        """The model's mode. Loops set it module by module, and must set the model's own."""
+        return bool(self.original.training) if "_memopt" in self.__dict__ else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_memopt" in self.__dict__:
+            self.original.training = mode
+
+    @property
+    def calls(self) -> Calls:
+        """How many calls ran under the plan, as the original, or under another plan."""
+        calls: Calls = self.__dict__["_memopt_calls"]
+        return calls
 
     @property
     def original(self) -> nn.Module:
@@ -143,6 +163,24 @@ class PlannedModule(nn.Module):
                 raise
             return getattr(self.original, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._keeps(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._keeps(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.original, name)
+
+    def _keeps(self, name: str) -> bool:
+        """Whether an attribute is the planned module's, not the model's."""
+        return (
+            "_memopt" not in self.__dict__ or name in self.__dict__ or hasattr(PlannedModule, name)
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedModule:
         """The plan around a deep copy of the model.
 
@@ -150,19 +188,22 @@ class PlannedModule(nn.Module):
             ExecutionError: the step trains or updates a tensor that the model does not register.
         """
         model, captured, runtime, program = self.__dict__["_memopt"]
+        twin = copy.deepcopy(model, memo)
         for position, primal in enumerate(captured.primals):
             constant = primal.constant
-            if constant is not None and (constant.requires_grad or position in captured.mutated):
+            if constant is None or primal.value(twin, ()) is not constant:
+                continue
+            if constant.requires_grad or position in captured.mutated:
                 raise ExecutionError(
                     "this planned module cannot be copied: its step trains or updates a tensor "
                     "that the model does not register as parameter or buffer; copy "
                     "planned.original and plan the copy"
                 )
         otherwise = self.__dict__["_memopt_otherwise"]
-        copied = PlannedModule(copy.deepcopy(model, memo), captured, runtime, program, otherwise)
+        watches = captured.watches.of_copy(model, twin)
+        copied = PlannedModule(twin, captured, runtime, program, otherwise, watches)
         memo[id(self)] = copied
-        own = {"_memopt", "_memopt_guard", "_memopt_otherwise", *_shared_names(model)}
-        for name in self.__dict__.keys() - own:
+        for name in self.__dict__.keys() - {*_OWN, *_shared_names(model)}:
             copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
         return copied
 
@@ -186,7 +227,6 @@ class PlannedModule(nn.Module):
     def train(self, mode: bool = True) -> PlannedModule:
         """Set the mode of the planned module and of the original one."""
         self.original.train(mode)
-        self.training = mode
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -194,6 +234,7 @@ class PlannedModule(nn.Module):
         model, captured, runtime, program = self.__dict__["_memopt"]
         guard: Guard = self.__dict__["_memopt_guard"]
         if guard.evaluating(model):
+            self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
             return model(*args, **kwargs)
         call = align(model, captured.call, args, kwargs)
         try:
@@ -203,9 +244,17 @@ class PlannedModule(nn.Module):
             if otherwise is None:
                 raise
             instead = otherwise(model, call, error)
+            if instead is model:
+                self.calls.fall_back(model, str(error))
+            else:
+                self.calls.replanned += 1
             return instead(*args, **kwargs)
+        self.calls.planned += 1
         held = [p.value(model, ()) for p in captured.primals if p.kind != "input"]
         return refusing_gradients(runtime.run(program, held, call), captured.unused_outputs)
+
+
+_OWN = ("_memopt", "_memopt_guard", "_memopt_otherwise", "_memopt_calls")
 
 
 def _shared_names(model: nn.Module) -> list[str]:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memopt.errors import ExecutionError
+from memopt.errors import ExecutionError, GuardError
 from memopt.executor.finishing import finishing_at_ctrl_c
 from memopt.executor.guard import Guard
+from memopt.executor.input_gradients import check_behind, pass_on
 from memopt.executor.module import install
 from memopt.executor.step_file import with_step
 from memopt.models.budget import format_bytes
@@ -30,8 +31,8 @@ class TrainStep:
     """Runs forward, loss, backward and all parameter updates under a plan.
 
     Equal to `loss_fn(model(*inputs), *targets).backward(); optimizer.step()` and then
-    `zero_grad()`, bit for bit on CPU. A step that fails before its first update leaves
-    parameters, optimizer state and buffers as they were (the random state has moved); one that
+    `zero_grad()`, bit for bit on CPU; inputs that require a gradient get theirs. A step that
+    fails before its first update leaves parameters, optimizer state and buffers as they were (the random state has moved); one that
     fails later leaves the parameters updated so far updated, and says how many; buffers change
     only when the step is complete. After the first update Ctrl-C waits for the end of the step.
     """
@@ -49,6 +50,7 @@ class TrainStep:
         assert profiled.parts is not None
         assert plan.program is not None
         self._optimizer = optimizer
+        self._profiled = profiled
         self._parts = profiled.parts
         self._captured = profiled.captured
         self._user_call = profiled.user_call
@@ -61,8 +63,13 @@ class TrainStep:
         )
         planned = profiled.record.autocast if profiled.record is not None else autocast_state()
         with autocast_as(planned):
-            self._guard = Guard.of(self._parts.module, self._parts.call)
-        self._parameters = dict(self._parts.module.named_parameters(remove_duplicate=False))
+            self._guard = Guard.of(
+                self._parts.module,
+                self._parts.call,
+                self._captured,
+                updated=[site.name for site in self._parts.sites],
+            )
+        self._parameters: dict[str, nn.Parameter] = {}
         self._host_state = HostState(optimizer) if profiled.host_state_bytes else None
 
     @property
@@ -74,7 +81,8 @@ class TrainStep:
         """Train on one batch and return its loss (detached).
 
         Raises:
-            GuardError: another call than the planned one.
+            GuardError: another call than the planned one, or the optimizer trains other
+                parameters than the planned ones.
             ExecutionError: a gradient from before is still there, or the step failed after
                 some updates.
         """
@@ -90,6 +98,11 @@ class TrainStep:
                 "change again had it been made in torch.inference_mode(); leave that"
             )
         check_splittable(self._optimizer, model)
+        differs = _other_parameters(self._profiled, self._optimizer)
+        if differs is not None:
+            raise GuardError(f"{differs}; plan again")
+        self._parameters = dict(self._parts.module.named_parameters(remove_duplicate=False))
+        check_behind(call.leaves, self._parameters.values())
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 raise ExecutionError(
@@ -150,6 +163,14 @@ class TrainStep:
         for primal, gradient in zip(captured.primals, results, strict=True):
             if gradient is not None and primal.name in self._parameters:
                 self._parameters[primal.name].grad = gradient
+        leaves = call.leaves
+        pass_on(
+            [
+                (leaves[primal.index], gradient)
+                for primal, gradient in zip(captured.primals, results, strict=True)
+                if primal.index is not None and gradient is not None
+            ]
+        )
         return loss
 
     def _primals(self, call: Call) -> list[Any]:
@@ -160,6 +181,23 @@ class TrainStep:
             value = primal.value(module, leaves)
             values.append(value.detach() if isinstance(value, torch.Tensor) else value)
         return values
+
+
+def _other_parameters(profiled: ProfiledStep, optimizer: torch.optim.Optimizer) -> str | None:
+    """The first parameter that an optimizer trains and the planned one does not, or the reverse."""
+    assert profiled.parts is not None
+    planned = {site.name for site in profiled.parts.sites}
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    results = zip(profiled.captured.primals, profiled.captured.gradients, strict=True)
+    kept = {primal.name for primal, gradient in results if gradient is not None}
+    for name, parameter in profiled.parts.module.named_parameters():
+        here = id(parameter) in trained
+        if (name in planned and not here) or (name in kept and here):
+            which = "the planned optimizer trains and this one does not"
+            if here:
+                which = "this optimizer trains and the planned one does not"
+            return f"{name.removeprefix('model.')}: {which}"
+    return None
 
 
 def _check_state(
@@ -199,16 +237,8 @@ def train_step(
     if profiled.parts.module.model is not model or profiled.parts.module.loss_fn is not loss_fn:
         raise ValueError("a train step runs the model and loss it was planned with; plan again")
     check_splittable(optimizer, model)
-    planned = {site.name for site in profiled.parts.sites}
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    results = zip(profiled.captured.primals, profiled.captured.gradients, strict=True)
-    kept = {primal.name for primal, gradient in results if gradient is not None}
-    for name, parameter in profiled.parts.module.named_parameters():
-        here = id(parameter) in trained
-        if (name in planned and not here) or (name in kept and here):
-            which = "the planned optimizer trains and this one does not"
-            if here:
-                which = "this optimizer trains and the planned one does not"
-            raise ValueError(f"{name.removeprefix('model.')}: {which}; plan again")
+    differs = _other_parameters(profiled, optimizer)
+    if differs is not None:
+        raise ValueError(f"{differs}; plan again")
     _check_state(profiled, optimizer, model)
     return TrainStep(plan, optimizer, interpreted=interpreted, checked=checked)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,8 +28,9 @@ from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
 from memopt.profiler.side_effects import check_side_effects
-from memopt.profiler.uncaptured import why_not_captured
+from memopt.profiler.uncaptured import check_effects, shape_from_data, why_not_captured
 from memopt.profiler.unused_outputs import detach_outputs
+from memopt.profiler.watches import Watches, digest
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class Primal:
             tensor that the model holds without registering it.
         index: position among the flat call arguments, for inputs.
         constant: the tensor itself, when the model does not register it.
+        reader: reads that tensor where the forward does; None if the forward makes it.
     """
 
     node: Node
@@ -55,11 +56,14 @@ class Primal:
     name: str
     index: int | None = None
     constant: torch.Tensor | None = None
+    reader: Callable[[nn.Module], Any] | None = None
 
     def value(self, model: nn.Module, leaves: Sequence[Any]) -> Any:
         """What it is at run time, given the model and the call's flat arguments."""
         if self.index is not None:
             return leaves[self.index]
+        if self.reader is not None:
+            return self.reader(model)
         if self.constant is not None:
             return self.constant
         path, _, name = self.name.rpartition(".")
@@ -89,6 +93,8 @@ class Captured:
         mutated: for each leading forward output, the index of the primal it updates.
         call: the example call that was captured.
         unused_outputs: positions among the leaves of the output that get no gradient.
+        watches: what the trace read beside the inputs, and relied on.
+        trace: names the forward's graph, as it was traced.
         compiled: `compiled(*parameters, *buffers, *args, **kwargs) -> output`; runs `hooks`.
         hooks: the forward and backward callables behind `compiled`.
         model: weak reference to the user's model.
@@ -105,6 +111,8 @@ class Captured:
     hooks: Hooks
     model: weakref.ReferenceType[nn.Module]
     unused_outputs: tuple[int, ...] = ()
+    watches: Watches = field(default_factory=Watches)
+    trace: str = ""
 
 
 def capture(
@@ -137,17 +145,26 @@ def capture(
                 "strings, None and pytrees of them; keep other objects as attributes of the model"
             )
     with torch.enable_grad():
-        traced = _trace(model, call)
+        traced, watches = _trace(model, call)
+        trace = digest(traced, model, watches)
         unused = unused_outputs()
         detach_outputs(traced, unused)
-        return replace(_export(model, traced, call), unused_outputs=unused)
+        captured = _export(model, traced, call, watches)
+        return replace(captured, unused_outputs=unused, watches=watches, trace=trace)
 
 
-def _trace(model: nn.Module, call: Call) -> Any:
+def traced_again(captured: Captured, model: nn.Module) -> Watches | None:
+    """What a new trace of the model reads, as it is now; None if it gives another graph."""
+    with torch.enable_grad():
+        traced, watches = _trace(model, captured.call)
+    return watches if digest(traced, model, watches) == captured.trace else None
+
+
+def _trace(model: nn.Module, call: Call) -> tuple[Any, Watches]:
     from torch._dynamo.exc import TorchDynamoException
 
     try:
-        module, changed = as_eager(
+        module, changed, guards = as_eager(
             lambda: torch_private.dynamo_capture(model, call.args, call.kwargs)
         )
     except TorchDynamoException as error:
@@ -158,7 +175,7 @@ def _trace(model: nn.Module, call: Call) -> Any:
             + (cache_remedy(model) or _PYTREES)
         ) from error
     check_side_effects(model, call, changed)
-    return module
+    return module, Watches.of(model, guards, changed)
 
 
 _PYTREES = (
@@ -167,14 +184,14 @@ _PYTREES = (
 )
 
 
-def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
+def _export(model: nn.Module, traced: Any, call: Call, watches: Watches) -> Captured:
     hooks = Hooks()
     with contextlib.ExitStack() as stack:
         try:
             joint = torch_private.export_joint(stack, traced, call.args, call.kwargs)
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            where = _shape_from_data(traced)
+            where = shape_from_data(traced)
             if where is not None:
                 raise CaptureError(
                     f"a shape depends on the values of a tensor{where}: {first}. memopt needs the "
@@ -186,7 +203,7 @@ def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
                 "derivative, in-place updates of leaf parameters, or double backward in the forward"
             ) from error
         module: GraphModule = joint.graph_module
-        _check_effects(module)
+        check_effects(module)
         correct_fake_results(module)
         dropout_as_eager(module)
         split = _split(module)
@@ -203,7 +220,7 @@ def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
                 _compiler(lambda: hooks.forward),
                 _compiler(lambda: hooks.backward),
             )
-        primals = tuple(_primal(node, names, model) for node in split.primals)
+        primals = tuple(_primal(node, names, watches) for node in split.primals)
     _LOG.debug("captured %s: %d nodes", type(model).__name__, len(module.graph.nodes))
     return Captured(
         module=module,
@@ -217,31 +234,6 @@ def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
         hooks=hooks,
         model=weakref.ref(model),
     )
-
-
-def _check_effects(module: GraphModule) -> None:
-    """Refuse operators whose order among themselves is an effect (checks for errors, prints)."""
-    for node in module.graph.nodes:
-        if node.op == "call_function" and str(node.target) == "with_effects":
-            raise CaptureError(
-                f"the model uses {node.args[1]}, which checks values or prints while the step "
-                "runs, and cannot be moved or run again; use operators without the check "
-                "(torch.linalg.inv_ex, solve_ex, cholesky_ex instead of inv, solve, cholesky)"
-            )
-
-
-def _shape_from_data(traced: GraphModule) -> str | None:
-    """The line that makes a tensor whose shape dynamo left open; None if there is none."""
-    for node in traced.graph.nodes:
-        value = node.meta.get("example_value", node.meta.get("val"))
-        if isinstance(value, torch.Tensor) and any(
-            isinstance(size, torch.SymInt) for size in value.shape
-        ):
-            places = re.findall(
-                r'File "([^"]+)", line (\d+).*\n\s*(.*)', node.meta.get("stack_trace") or ""
-            )
-            return " at {}:{} ({})".format(*places[-1]) if places else ""
-    return None
 
 
 @dataclass(frozen=True)
@@ -301,7 +293,7 @@ def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, to
     return names
 
 
-def _primal(node: Node, names: dict[str, tuple[str, torch.Tensor]], model: nn.Module) -> Primal:
+def _primal(node: Node, names: dict[str, tuple[str, torch.Tensor]], watches: Watches) -> Primal:
     descriptor = node.meta["desc"]
     kind = type(descriptor).__name__
     if kind in ("ParamAOTInput", "BufferAOTInput"):
@@ -311,6 +303,7 @@ def _primal(node: Node, names: dict[str, tuple[str, torch.Tensor]], model: nn.Mo
             kind="parameter" if kind == "ParamAOTInput" else "buffer",
             name=name,
             constant=None if name else tensor,
+            reader=None if name else watches.reader_of(tensor),
         )
     if kind == "PlainAOTInput":
         return Primal(node=node, kind="input", name=f"input{descriptor.idx}", index=descriptor.idx)

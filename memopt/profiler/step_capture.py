@@ -23,7 +23,13 @@ from memopt.profiler.step_optimizer import Update
 
 
 class StepModule(nn.Module):
-    """A model and its loss as one module: `forward(targets, *args, **kwargs)` is the loss."""
+    """A model and its loss as one module: `forward(targets, *args, **kwargs)` is the loss.
+
+    Attributes:
+        in_messages: what it is called there: its parts are the user's `model` and `loss_fn`.
+    """
+
+    in_messages = ""
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         super().__init__()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from memopt.errors import CaptureError
+from memopt.profiler.dynamo_guards import TraceGuards, guards_heard
 
 _MOVED = (
     "this torch ({version}) has no {name}, which memopt needs; memopt supports torch 2.11 to 2.13"
@@ -53,9 +54,10 @@ _SIDE_EFFECTS = "certain side effects happened"
 
 def dynamo_capture(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, tuple[str, ...]]:
-    """One FX graph of the whole model by dynamo, sharing the model's parameters; and the Python
-    objects that the forward changes (in dynamo's words), which the graph will not change."""
+) -> tuple[Any, tuple[str, ...], TraceGuards]:
+    """One FX graph of the whole model by dynamo, sharing the model's parameters; the Python
+    objects that the forward changes (in dynamo's words), which the graph will not change; and
+    what the trace read of others."""
     capture = _import("torch._dynamo.functional_export", "_dynamo_graph_capture_for_export")
     import torch._dynamo.config as config
 
@@ -66,6 +68,7 @@ def dynamo_capture(
         patch,
         kernels_kept_whole(),
         _not_exporting(),
+        guards_heard() as heard,
     ):
         warnings.simplefilter("always")
         try:
@@ -79,7 +82,7 @@ def dynamo_capture(
             changed += ast.literal_eval(text[text.index("[") :])
         else:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-    return module, tuple(changed)
+    return module, tuple(changed), heard()
 
 
 @contextlib.contextmanager

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from memopt.errors import CaptureError
 
 
 def why_not_captured(model: nn.Module, error: Exception) -> str:
@@ -36,4 +40,29 @@ def _cumulative_average(model: nn.Module) -> str | None:
                 "cannot hold. Give it a momentum (torch's default is 0.1), or "
                 "track_running_stats=False"
             )
+    return None
+
+
+def check_effects(module: GraphModule) -> None:
+    """Refuse operators whose order among themselves is an effect (checks for errors, prints)."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and str(node.target) == "with_effects":
+            raise CaptureError(
+                f"the model uses {node.args[1]}, which checks values or prints while the step "
+                "runs, and cannot be moved or run again; use operators without the check "
+                "(torch.linalg.inv_ex, solve_ex, cholesky_ex instead of inv, solve, cholesky)"
+            )
+
+
+def shape_from_data(traced: GraphModule) -> str | None:
+    """The line that makes a tensor whose shape dynamo left open; None if there is none."""
+    for node in traced.graph.nodes:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if isinstance(value, torch.Tensor) and any(
+            isinstance(size, torch.SymInt) for size in value.shape
+        ):
+            places = re.findall(
+                r'File "([^"]+)", line (\d+).*\n\s*(.*)', node.meta.get("stack_trace") or ""
+            )
+            return " at {}:{} ({})".format(*places[-1]) if places else ""
     return None

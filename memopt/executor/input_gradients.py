@@ -1,0 +1,76 @@
+"""Gradients of a train step's inputs: as autograd would leave them, or carry them on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from memopt.errors import ExecutionError
+
+
+def check_behind(leaves: list[Any], parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse inputs whose own backward reads what the step updates before it could run.
+
+    Raises:
+        ExecutionError: an input was computed from a parameter of the step's model.
+    """
+    computed = [
+        (position, leaf)
+        for position, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    ]
+    if not computed:
+        return
+    own = {id(parameter) for parameter in parameters}
+    for position, leaf in computed:
+        if any(id(tensor) in own for tensor in _variables(leaf.grad_fn)):
+            raise ExecutionError(
+                f"argument {position} was computed from the model's own parameters, which a train "
+                "step updates before their gradient from there could be added: pass it detached, "
+                "or plan without loss_fn= and step the optimizer yourself"
+            )
+
+
+def _variables(node: Any) -> Iterator[torch.Tensor]:
+    """The leaf tensors that a backward graph accumulates gradients into."""
+    seen, stack = set(), [node]
+    while stack:
+        one = stack.pop()
+        if one is None or one in seen:
+            continue
+        seen.add(one)
+        variable = getattr(one, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            yield variable
+        stack.extend(after for after, _ in one.next_functions)
+
+
+def pass_on(gradients: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give inputs their gradients, those of computed inputs to the graphs that computed them.
+
+    Args:
+        gradients: (input, gradient) pairs.
+    """
+    times = Counter(id(tensor) for tensor, _ in gradients)
+    rest = []
+    for tensor, gradient in gradients:
+        if times[id(tensor)] == 1 and _plain(tensor, gradient):
+            # Without the copy that autograd makes of what others hold.
+            tensor.grad = gradient
+        else:
+            rest.append((tensor, gradient))
+    if rest:
+        torch.autograd.backward([tensor for tensor, _ in rest], [given for _, given in rest])
+
+
+def _plain(tensor: torch.Tensor, gradient: torch.Tensor) -> bool:
+    return (
+        tensor.is_leaf
+        and tensor.grad is None
+        and not tensor._backward_hooks
+        and not tensor._post_accumulate_grad_hooks
+        and tensor.stride() == gradient.stride()
+    )

@@ -1,0 +1,48 @@
+"""Whether what a trace read, beside its inputs, is still what it was."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from memopt.errors import CaptureError, GuardError
+from memopt.profiler.capture import Captured, traced_again
+from memopt.profiler.watches import Watches
+
+_LOG = logging.getLogger(__name__)
+
+REMEDY = "plan again for this call (memopt.plan), or call the original module"
+
+
+class Watching:
+    """Looks at everything that one captured model's trace read."""
+
+    def __init__(self, captured: Captured, watches: Watches) -> None:
+        self._captured, self._watches = captured, watches
+
+    def check(self, model: nn.Module) -> None:
+        """Raise GuardError, naming what changed and both values, unless all is as planned.
+
+        Dynamo asks for more than a graph needs where a global is concerned: a registry that has
+        grown fails its guards. Where only such things changed, the model is traced again, and what
+        gives the same graph is right.
+        """
+        changed = self._watches.changed(model)
+        if changed is None:
+            return
+        watch, found = changed
+        difference = watch.difference(found)
+        if watch.shared:
+            _LOG.info("tracing again: %s", difference)
+            watches = self._traced_again(model)
+            if watches is not None:
+                self._watches = watches
+                return
+        raise GuardError(f"{difference}; {REMEDY}")
+
+    def _traced_again(self, model: nn.Module) -> Watches | None:
+        try:
+            return traced_again(self._captured, model)
+        except (CaptureError, RuntimeError):
+            return None

@@ -1,0 +1,109 @@
+"""What a trace read beside its inputs, in Dynamo's words: its guards.
+
+A guard says where something was read (an expression over the traced frame's locals `L` and
+globals `G`) and what about it the trace relied on: a constant's value, an object's type, the
+length of a list, a dict without hooks. `torch.compile` compiles again when one fails; an export,
+which is how memopt captures, collects them and lets them go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ROOT = "L['self']._modules['_export_root']"
+"""The captured model, in Dynamo's expressions."""
+
+
+@dataclass(frozen=True)
+class DynamoGuard:
+    """One guard.
+
+    Attributes:
+        kind: the name of its kind: "CONSTANT_MATCH", "TYPE_MATCH"...
+        name: the expression that reads what is guarded; "" for torch's global state.
+        detail: what else the kind names: an attribute, a key, another expression.
+    """
+
+    kind: str
+    name: str
+    detail: Any = None
+
+
+@dataclass(frozen=True)
+class TraceGuards:
+    """The guards of one trace.
+
+    Attributes:
+        guards: in no order that means anything.
+        names: what the expressions call beside Python's own functions.
+        scope: values of the globals that the expressions read.
+        code: the code objects of all Python functions that were traced.
+    """
+
+    guards: tuple[DynamoGuard, ...] = ()
+    names: Mapping[str, Any] = field(default_factory=dict)
+    scope: Mapping[str, Any] = field(default_factory=dict)
+    code: frozenset[types.CodeType] = frozenset()
+
+
+@contextlib.contextmanager
+def guards_heard() -> Iterator[Callable[[], TraceGuards]]:
+    """Hear the guards of the traces made inside; what is yielded gives those of the last one.
+
+    To be entered by one thread at a time.
+    """
+    home = importlib.import_module("torch._dynamo.functional_export")
+    captured: Callable[..., Any] = home.fullgraph_capture
+    heard = TraceGuards()
+
+    @functools.wraps(captured)
+    def listening(*args: Any, **kwargs: Any) -> Any:
+        nonlocal heard
+        result = captured(*args, **kwargs)
+        heard = _heard(result.graph_capture_output)
+        return result
+
+    home.fullgraph_capture = listening  # type: ignore[attr-defined]
+    try:
+        yield lambda: heard
+    finally:
+        home.fullgraph_capture = captured  # type: ignore[attr-defined]
+
+
+def _heard(output: Any) -> TraceGuards:
+    graph = output.output_graph
+    guards = [
+        DynamoGuard(one.create_fn_name(), one.name, _detail(one.create_fn)) for one in graph.guards
+    ]
+    guards += [
+        DynamoGuard("DICT_KEYS_MATCH", _expression(source)) for source in graph.guard_on_key_order
+    ]
+    # One place is guarded once for each time that it was read.
+    distinct = {(one.kind, one.name, repr(one.detail)): one for one in guards}.values()
+    read = {name for one in distinct for name in re.findall(r"\bG\['([^']+)'\]", one.name)}
+    scope = {name: graph.global_scope[name] for name in read if name in graph.global_scope}
+    helpers = importlib.import_module("torch._dynamo.guards")._get_closure_vars()
+    return TraceGuards(tuple(distinct), helpers, scope, frozenset(output.traced_code))
+
+
+def _detail(create: Any) -> Any:
+    """The one argument of a guard's kind, if it has any; of a source its expression."""
+    if not isinstance(create, functools.partial):
+        return None
+    given = (*create.args, *create.keywords.values())
+    return _expression(given[0]) if given else None
+
+
+def _expression(value: Any) -> Any:
+    """The expression of one of Dynamo's sources: a property, or a method; other values as is."""
+    if not hasattr(value, "guard_source"):
+        return value
+    name = value.name
+    return name() if callable(name) else name

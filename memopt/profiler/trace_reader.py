@@ -1,0 +1,199 @@
+"""From Dynamo's guards to what is watched: each guard's expression, made one over the model."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.profiler.described import described
+from memopt.profiler.dynamo_guards import ROOT, DynamoGuard, TraceGuards
+from memopt.profiler.watch import HOOKS, UNREADABLE, Watch
+
+_ITSELF = "{x}"
+
+# Kinds of guards that ask for the same object.
+_IDENTITY = ("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH")
+
+# Kind of guard → what is compared; {x} is the guarded thing, {a} the guard's detail. The type, for
+# kinds that are not here.
+_LOOKS = {
+    **dict.fromkeys(_IDENTITY, _ITSELF),
+    **dict.fromkeys(
+        ("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH", "CONSTANT_SUBCLASS_MATCH"),
+        _ITSELF,
+    ),
+    # Closures are made anew all the time; what they close over has guards of its own.
+    "CLOSURE_MATCH": "getattr({x}, '__code__', {x})",
+    "NOT_NONE_MATCH": "{x} is None",
+    "SEQUENCE_LENGTH": "len({x})",
+    "TUPLE_ITERATOR_LEN": "{x}.__length_hint__()",
+    **dict.fromkeys(("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"), "tuple({x})"),
+    **dict.fromkeys(
+        ("DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"), "{a} in {x}"
+    ),
+    "HASATTR": "hasattr({x}, {a})",
+    "NOT_PRESENT_IN_GENERIC_DICT": "{a} in {x}.__dict__",
+    "DUPLICATE_INPUT": "{x} is {a}",
+    "TENSOR_MATCH": "described({x})",
+}
+
+# Not looked at: what the call gives (the guard compares it), Dynamo's own wrapper around the
+# model, and how torch takes trees of arguments apart.
+_ELSEWHERE = re.compile(
+    r"L\['flat_args'\]|L\['self'\](?!\._modules\['_export_root'\])|G\['ExportTracerOutput'\]|"
+    r"G\['pytree'\]|G\['__builtins_dict|__import_torch_dot__dynamo|__pytree|_pytree\.|^__import__"
+)
+_REGISTERED = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+_CELL = re.compile(r"^(.*)\.__closure__\[(\d+)\]\.cell_contents")
+
+# How torch itself is set, where that decides what a trace consists of.
+_SETTINGS = (
+    *(
+        f"tuple(torch.nn.modules.module._global_{kind}_hooks.values())"
+        for kind in ("forward", "forward_pre", "backward", "backward_pre")
+    ),
+    "torch.get_default_dtype()",
+    "torch.utils._device.CURRENT_DEVICE",
+    "torch.are_deterministic_algorithms_enabled()",
+    "torch.backends.cuda.flash_sdp_enabled()",
+    "torch.backends.cuda.mem_efficient_sdp_enabled()",
+    "torch.backends.cuda.math_sdp_enabled()",
+)
+
+
+def _words(expression: str) -> list[str]:
+    return re.findall(r"\w+", expression)
+
+
+def read(expression: str, model: nn.Module, names: dict[str, Any]) -> Any:
+    """The value of an expression over the model."""
+    return eval(expression, {**names, "model": model})
+
+
+class TraceReader:
+    """Reads what the guards of one trace are about, as it is now.
+
+    Attributes:
+        names: what the expressions of the watches call.
+        tensors: expression → tensor that was read there.
+    """
+
+    def __init__(self, model: nn.Module, guards: TraceGuards) -> None:
+        self._model, self._guards = model, guards
+        self._aliases = {name: f"global_{i}" for i, name in enumerate(guards.scope)}
+        self.names: dict[str, Any] = {**guards.names, "torch": torch, "described": described}
+        self.names |= {self._aliases[name]: value for name, value in guards.scope.items()}
+        self._registered = {id(one) for one in (*model.parameters(), *model.buffers())}
+        self._root = getattr(type(model), "in_messages", "model")
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def watches(self, changed: tuple[str, ...]) -> list[Watch]:
+        """Everything that was read but `changed`, expressions of what the forward itself changes;
+        what other things are found through comes first."""
+        told = [
+            guard
+            for guard in sorted(self._guards.guards, key=lambda one: len(one.name))
+            if guard.name
+            and not _ELSEWHERE.search(guard.name)
+            and not guard.name.startswith(changed or ("\0",))
+        ]
+        found = [watch for guard in told if (watch := self._watch(guard)) is not None]
+        found += [*self._methods(found), *self._aliased(), *self._settings()]
+        return list({watch.look: watch for watch in reversed(found)}.values())[::-1]
+
+    def unregistered(self) -> tuple[tuple[str, torch.Tensor], ...]:
+        """The tensors that the model does not register, and where they were read."""
+        found = self.tensors.items()
+        return tuple((s, t) for s, t in found if id(t) not in self._registered)
+
+    def _watch(self, guard: DynamoGuard) -> Watch | None:
+        """The watch of a guard; None if there is nothing to look at, or others do."""
+        source = self._expression(guard.name)
+        template = _LOOKS.get(guard.kind, "type({x})")
+        if HOOKS.search(source):
+            template = "tuple({x}.values())"
+        detail = repr(guard.detail)
+        if guard.kind == "DUPLICATE_INPUT":
+            if "model" not in _words(source) or _ELSEWHERE.search(guard.detail):
+                return None
+            detail = self._expression(guard.detail)
+        elif "{a}" in template and not isinstance(guard.detail, (str, int)):
+            detail = self._bound(guard.detail)
+        identity = guard.kind in _IDENTITY
+        look = template.format(x=source, a=detail)
+        try:
+            value = self._read(source)
+            if guard.kind == "TENSOR_MATCH":
+                self.tensors[source] = value
+                if id(value) in self._registered:
+                    return None
+            if identity and self._read(source) is not value:
+                # Made by every look, such as a bound method.
+                identity, look = False, f"type({source})"
+            planned = self._read(look)
+        except UNREADABLE:
+            return None
+        if type(planned) in (list, set, dict):
+            planned = type(planned)(planned)
+        shown, shared = self._shown(source), "model" not in _words(look)
+        if guard.kind == "DUPLICATE_INPUT":
+            shown += f" and {self._shown(detail)}"
+        return Watch(shown, source, look, planned, identity, shared)
+
+    def _settings(self) -> Iterator[Watch]:
+        for setting in _SETTINGS:
+            source = setting.removeprefix("tuple(").removesuffix(".values())")
+            yield Watch(source, source, setting, self._read(setting))
+
+    def _methods(self, watches: list[Watch]) -> Iterator[Watch]:
+        """The traced functions in the classes of what was read: a class may get another one."""
+        classes = {one.planned for one in watches if one.look == f"type({one.source})"}
+        owners = {base for one in classes for base in one.__mro__ if base is not object}
+        for owner in sorted(owners, key=lambda one: one.__qualname__):
+            for name, value in list(vars(owner).items()):
+                function = getattr(value, "__func__", getattr(value, "fget", value))
+                if getattr(function, "__code__", None) in self._guards.code:
+                    source = f"{self._bound(owner)}.__dict__[{name!r}]"
+                    shown = f"{owner.__qualname__}.{name}"
+                    yield Watch(shown, source, source, value, identity=True)
+
+    def _aliased(self) -> Iterator[Watch]:
+        """Tensors that were read in several places and were one."""
+        first: dict[int, str] = {}
+        for source, tensor in self.tensors.items():
+            other = first.setdefault(id(tensor), source)
+            if other != source:
+                shown = f"{self._shown(source)} and {self._shown(other)}"
+                yield Watch(shown, source, f"{source} is {other}", True)
+
+    def _read(self, expression: str) -> Any:
+        return read(expression, self._model, self.names)
+
+    def _bound(self, value: Any) -> str:
+        name = f"bound_{id(value)}"
+        self.names[name] = value
+        return name
+
+    def _expression(self, name: str) -> str:
+        text = name.replace(ROOT, "model")
+        text = re.sub(r"\bG\['([^']+)'\]", lambda m: self._aliases.get(m[1], "absent"), text)
+        # Dynamo copies the dictionaries of classes before it looks into them.
+        return re.sub(r"\bdict\(((?:[^()]|\([^()]*\))*\.__dict__)\)", r"\1", text)
+
+    def _shown(self, source: str) -> str:
+        cell = _CELL.match(source)
+        if cell is not None:
+            name = self._read(cell[1]).__code__.co_freevars[int(cell[2])]
+            return f"{self._shown(cell[1])}'s {name}{source[cell.end() :]}"
+        text = _REGISTERED.sub(r".\1", source)
+        text = re.sub(r"\.__dict__\['(\w+)'\]", r".\1", text)
+        for alias in self._aliases.values():
+            value = self.names[alias]
+            if isinstance(value, types.ModuleType):
+                text = re.sub(rf"\b{alias}\b", value.__name__, text)
+        return re.sub(r"\bmodel\b", self._root, text, count=1).lstrip(".")

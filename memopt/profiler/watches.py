@@ -1,0 +1,162 @@
+"""What a captured graph depends on beside its inputs, looked at again at every call.
+
+A graph has the Python values that its trace read as constants: attributes of the model, flags of a
+configuration, globals, default arguments, a closure's variables, the hooks of a module. Dynamo's
+guards name them all; each becomes one look, an expression and what it gave when the graph was
+captured. All looks are one generated function, which reads every object on the way once.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from memopt.profiler.dynamo_guards import TraceGuards
+from memopt.profiler.trace_reader import TraceReader, read
+from memopt.profiler.watch import GONE, UNREADABLE, Watch, same
+
+
+@dataclass(frozen=True, eq=False)
+class Watches:
+    """All that a captured graph depends on beside its inputs.
+
+    Attributes:
+        watches: the things, those that others are found through first.
+        names: what their expressions call.
+        tensors: where a tensor was read that the model does not register, and the tensor.
+    """
+
+    watches: tuple[Watch, ...] = ()
+    names: tuple[tuple[str, Any], ...] = ()
+    tensors: tuple[tuple[str, torch.Tensor], ...] = ()
+
+    @staticmethod
+    def of(model: nn.Module, guards: TraceGuards, changed: Iterable[str] = ()) -> Watches:
+        """What the guards of a trace are about, as it is now.
+
+        Args:
+            model: the model that was traced.
+            guards: of its trace.
+            changed: expressions of what the forward itself changes: that is not looked at.
+        """
+        reader = TraceReader(model, guards)
+        watches = tuple(reader.watches(tuple(changed)))
+        return Watches(watches, tuple(reader.names.items()), reader.unregistered())
+
+    def changed(self, model: nn.Module) -> tuple[Watch, Any] | None:
+        """The first thing that is not as it was, and what is there now."""
+        try:
+            if self._look(model) < 0:
+                return None
+        except UNREADABLE:
+            pass
+        names = dict(self.names)
+        for watch in self.watches:
+            try:
+                found = read(watch.look, model, names)
+            except UNREADABLE:
+                return watch, GONE
+            if watch.differs(found):
+                return watch, found
+        return None
+
+    def of_copy(self, model: nn.Module, copied: nn.Module) -> Watches:
+        """The watches for a deep copy of the model: the model's own objects are the copy's."""
+        names = dict(self.names)
+
+        def moved(watch: Watch) -> Watch:
+            try:
+                if not watch.differs(read(watch.look, model, names)):
+                    return replace(watch, planned=read(watch.look, copied, names))
+            except UNREADABLE:
+                pass
+            return watch
+
+        return replace(self, watches=tuple(map(moved, self.watches)))
+
+    def reader_of(self, tensor: torch.Tensor) -> Callable[[nn.Module], Any] | None:
+        """Reads a tensor that the model does not register from where the forward does; None if
+        the forward makes it itself."""
+        for source, known in self.tensors:
+            if known is tensor:
+                reader: Callable[[nn.Module], Any] = eval(
+                    f"lambda model: {source}", dict(self.names)
+                )
+                return reader
+        return None
+
+    @cached_property
+    def _look(self) -> Callable[[nn.Module], int]:
+        """The number of the first watch that differs; -1 if all are as planned."""
+        return _generate(self.watches, dict(self.names))
+
+
+def digest(traced: GraphModule, model: nn.Module, watches: Watches) -> str:
+    """Names a traced graph of a model: two with one name compute the same."""
+    found = hashlib.sha256()
+    for name, module in traced.named_modules():
+        if isinstance(module, GraphModule):
+            found.update(f"{name}: {module.code}".encode())
+    known = {id(tensor) for _, tensor in watches.tensors}
+    known |= {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for name, tensor in (*traced.named_parameters(), *traced.named_buffers()):
+        if id(tensor) not in known:
+            found.update(f"{name} {tensor.tolist()}".encode())
+    return found.hexdigest()
+
+
+class _Looks:
+    """Source lines that take looks one after the other."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._known: dict[str, str] = {}
+
+    def reduced(self, node: ast.expr) -> str:
+        """An expression over variables that hold what it reads."""
+        match node:
+            case ast.Attribute():
+                return self._variable(f"{self.reduced(node.value)}.{node.attr}")
+            case ast.Subscript(slice=ast.Constant()):
+                return self._variable(f"{self.reduced(node.value)}[{ast.unparse(node.slice)}]")
+            case ast.Call(func=ast.Name(id=name), keywords=[]):
+                return f"{name}({', '.join(map(self.reduced, node.args))})"
+            case ast.Compare(ops=[ast.Is() | ast.In()]):
+                word = "is" if isinstance(node.ops[0], ast.Is) else "in"
+                return f"({self.reduced(node.left)} {word} {self.reduced(node.comparators[0])})"
+            case _:
+                return ast.unparse(node)
+
+    def _variable(self, text: str) -> str:
+        if text not in self._known:
+            self._known[text] = f"v{len(self._known)}"
+            self.lines.append(f"    {self._known[text]} = {text}")
+        return self._known[text]
+
+
+def _generate(watches: tuple[Watch, ...], names: dict[str, Any]) -> Callable[[nn.Module], int]:
+    """One function that takes all looks, reading every object on the way once."""
+    looks = _Looks()
+    for number, watch in enumerate(watches):
+        names[f"planned_{number}"] = watch.planned
+        found = looks.reduced(ast.parse(watch.look, mode="eval").body)
+        if not found.isidentifier():
+            looks.lines.append(f"    found = {found}")
+            found = "found"
+        test = f"{found} is not planned_{number}"
+        if not watch.identity:
+            test += f" and not same({found}, planned_{number})"
+        looks.lines.append(f"    if {test}: return {number}")
+    source = "\n".join(["def look(model):", *looks.lines, "    return -1"])
+    names["same"] = same
+    exec(compile(source, "<memopt watches>", "exec"), names)
+    look: Callable[[nn.Module], int] = names["look"]
+    return look
