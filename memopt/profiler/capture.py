@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
 from memopt.profiler import torch_private
+from memopt.profiler.draws import DrawsAsEager, with_own_names
 from memopt.profiler.eager_dropout import dropout_as_eager
 from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.hugging_face import as_eager, cache_remedy
@@ -171,7 +172,8 @@ def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
     hooks = Hooks()
     with contextlib.ExitStack() as stack:
         try:
-            joint = torch_private.export_joint(stack, traced, call.args, call.kwargs)
+            with DrawsAsEager():
+                joint = torch_private.export_joint(stack, traced, call.args, call.kwargs)
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             where = _shape_from_data(traced)
@@ -187,6 +189,7 @@ def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
             ) from error
         module: GraphModule = joint.graph_module
         _check_effects(module)
+        with_own_names(module)
         correct_fake_results(module)
         dropout_as_eager(module)
         split = _split(module)
