@@ -146,6 +146,9 @@ class DrawsAsEager(TorchDispatchMode):  # type: ignore[no-untyped-call]
         options = dict(kwargs or {})
         if func in _MISDESCRIBED and args[0].device.type == "cpu":
             return _described_rightly(func)(*args, **options)
+        if func is _ATEN.rrelu_with_noise.default and args[0].device.type == "cpu":
+            # Its functional form keeps the input's layout; eager's result is row-major.
+            return func(args[0].contiguous(), *args[1:], **options)
         if func not in _IN_PLACE or not is_functional(args[0]) or _row_major(args[0]):
             return func(*args, **options)
         if options.get("generator") is not None:
