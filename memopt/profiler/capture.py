@@ -29,6 +29,7 @@ from memopt.profiler.eager_dropout import dropout_as_eager
 from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
+from memopt.profiler.parameter_updates import without_zero_gradients
 from memopt.profiler.side_effects import check_side_effects
 from memopt.profiler.uncaptured import why_not_captured
 from memopt.profiler.unused_outputs import detach_outputs
@@ -192,6 +193,7 @@ def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
         with_own_names(module)
         correct_fake_results(module)
         dropout_as_eager(module)
+        without_zero_gradients(module)
         split = _split(module)
         if not split.tangents:
             raise CaptureError(

@@ -40,7 +40,7 @@ class Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         found = (_storage(tensor) for tensor in tensors)
-        self._storages = {s._cdata: s for s in found if s is not None}
+        self._storages = {int(s._cdata): s for s in found if s is not None}
         self._copies: dict[int, Any] = {}
 
     def watching(self) -> Kept:
@@ -50,8 +50,8 @@ class Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def keep(self, tensor: Any) -> None:
         """Copy a tensor's storage now, unless that has been done or it is none of the user's."""
         storage = _storage(tensor)
-        key = None if storage is None else storage._cdata
-        if storage is not None and key in self._storages and key not in self._copies:
+        key = 0 if storage is None else int(storage._cdata)
+        if key in self._storages and key not in self._copies:
             on_host = storage.device.type == "cpu"
             self._copies[key] = storage.clone() if on_host else storage.cpu()
 
