@@ -19,6 +19,7 @@ from torch.fx import Node
 from memopt.executor.arena_lowered import EVERYWHERE, ON_CPU
 from memopt.profiler.build import Lowering, values_of
 from memopt.profiler.eager_dropout import EAGER_DROPOUT
+from memopt.profiler.generator_state import with_state
 from memopt.profiler.in_place import fills_storage
 from memopt.profiler.session import Profiled
 from memopt.profiler.torch_private import has_kernel
@@ -120,8 +121,11 @@ def forms_of(lowering: Lowering) -> dict[Node, Form]:
 
 def for_placing(profiled: Profiled) -> Profiled:
     """A profiled model whose graph says which tensors a placement must leave out."""
-    outside = outside_tensors(profiled.lowering)
-    return replace(profiled, graph=replace(profiled.graph, outside=outside))
+    cuda = profiled.torch_device.type == "cuda"
+    if profiled.record is not None and profiled.record.block_bytes > 1:
+        cuda = True  # an estimate
+    graph = with_state(profiled.graph, cuda=cuda, placed=True)
+    return replace(profiled, graph=replace(graph, outside=outside_tensors(profiled.lowering)))
 
 
 def outside_tensors(lowering: Lowering) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.profiler.eager_dropout import EAGER_DROPOUT, drawn, kept_scale, rounded
+from memopt.profiler.eager_dropout import EAGER_DROPOUT, noise_of, rounded
 
 _aten = torch.ops.aten
 
@@ -112,8 +112,9 @@ def _dropout(x: Tensor, p: float, _train: bool | None, *, out: Tensor, mask: Ten
 def _eager_dropout(
     x: Tensor, p: float, _train: bool | None, *, out: Tensor, mask: Tensor
 ) -> Tensor:
-    drawn(mask, p)
-    return torch.mul(x, mask, out=out).mul_(kept_scale(p, x.dtype))
+    noise = noise_of(x, p)
+    mask.copy_(noise)
+    return torch.mul(x, noise, out=out)
 
 
 def _dropout_backward(grad: Tensor, mask: Tensor, scale: float, *, out: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from memopt.executor.apply import apply_plan, planned_call
-from memopt.profiler.baseline import as_targets, differentiable, untouched
+from memopt.profiler.baseline import as_targets, differentiable
 from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
+from memopt.profiler.untouched import untouched
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -41,9 +42,10 @@ def measure_step(
         return output
 
     times: list[float] = []
-    with untouched(model, call):
+    with untouched(model, call, loss_fn, targets) as kept:
         clear_gradients(model, call.tensors())
-        step()
+        with kept.watching():
+            step()
         clear_gradients(model, call.tensors())
         with metered(device) as use:
             # Kept until the meter stops: a user's step holds its output, too.

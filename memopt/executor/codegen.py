@@ -91,9 +91,14 @@ class _Writer:
     def call_of(self, target: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
         arguments = [self.argument(a) for a in args]
         arguments += [f"{k}={self.argument(v)}" for k, v in kwargs.items()]
-        name = "".join(c if c.isalnum() else "_" for c in str(target))
-        self.globals[name] = target
-        return f"{name}({', '.join(arguments)})"
+        return f"{self.kernel(target)}({', '.join(arguments)})"
+
+    def kernel(self, target: Any) -> str:
+        """The name of what is called: two kernels of one operator (memopt's form of it and
+        torch's) have two."""
+        plain = "".join(c if c.isalnum() else "_" for c in str(target))
+        names = itertools.chain([plain], (f"{plain}_{i}" for i in itertools.count(2)))
+        return next(n for n in names if self.globals.setdefault(n, target) == target)
 
     def value(self, node: Node) -> str:
         """The variable of a node's value, made now if it is a view that has none."""

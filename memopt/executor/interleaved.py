@@ -11,9 +11,9 @@ from torch import nn
 
 from memopt.executor.apply import apply_plan, planned_call
 from memopt.executor.check import clear_gradients, loss_of, timed, unmetered_bytes
-from memopt.profiler.baseline import untouched
 from memopt.profiler.memory import metered
 from memopt.profiler.session import device_of
+from memopt.profiler.untouched import untouched
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -59,10 +59,11 @@ def measure_in_turn(
 
     peaks: list[int] = []
     times: list[list[float]] = [[] for _ in modules]
-    with untouched(model, call):
+    with untouched(model, call, loss_fn, targets) as kept:
         for module in modules:
             clear_gradients(model, call.tensors())
-            step(module)
+            with kept.watching():
+                step(module)
             clear_gradients(model, call.tensors())
             with metered(device) as use:
                 # Kept until the meter stops: a user's step holds its output, too.

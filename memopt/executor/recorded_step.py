@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,8 +12,8 @@ from memopt.executor.apply import apply_plan, planned_call
 from memopt.executor.check import clear_gradients, loss_of, timed
 from memopt.executor.recorder import recorder_for
 from memopt.models.recording import Recorded
-from memopt.profiler.baseline import untouched
 from memopt.profiler.session import device_of
+from memopt.profiler.untouched import untouched
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -41,10 +42,11 @@ def record_step(
         loss_of(output, loss_fn, targets, plan.unused_outputs).backward()
 
     found: list[tuple[float, tuple[Recorded, ...]]] = []
-    with untouched(model, call):
-        for _ in range(STEPS + 1):
+    with untouched(model, call, loss_fn, targets) as kept:
+        for number in range(STEPS + 1):
             clear_gradients(model, call.tensors())
-            seconds = timed(step, device)
+            with nullcontext() if number else kept.watching():
+                seconds = timed(step, device)
             found.append((seconds, recorder.take()))
     rest = sorted(found[1:], key=lambda pair: pair[0])
     return rest[len(rest) // 2][1]

@@ -20,6 +20,7 @@ from memopt.profiler.baseline import as_targets
 from memopt.profiler.host_state import HostState
 from memopt.profiler.inputs import Call, align
 from memopt.profiler.optimizer_state import optimizer_state
+from memopt.profiler.parameter_updates import unit_tangents
 from memopt.profiler.step_optimizer import check_splittable, update_one
 from memopt.profiler.step_session import ProfiledStep
 
@@ -117,8 +118,10 @@ class TrainStep:
         host_state = self._host_state
         one = partial(update_one, self._optimizer) if host_state is None else host_state.update
 
-        def update(name: str, gradient: torch.Tensor) -> None:
+        def update(name: str, gradient: torch.Tensor, value: torch.Tensor | None) -> None:
             begin()
+            if value is not None:
+                self._parameters[name].copy_(value)
             one(self._parameters[name], gradient)
             updated.append(name)
 
@@ -154,12 +157,15 @@ class TrainStep:
         captured = self._captured
         primals = self._primals(call)
         outputs, saved = self._program.forward(list(primals))
-        unit = [torch.ones_like(outputs[-1]) for _ in captured.tangents]
+        unit = unit_tangents(captured.tangents, outputs[-1])
         loss: torch.Tensor = outputs.pop()
         results = self._program.backward(list(primals), [None, *unit], saved)
         del unit
+        # What the forward gives a trained parameter is applied before its update.
+        applied = {site.name for site in self._parts.sites if site.value is not None}
         for position, value in zip(captured.mutated, outputs, strict=True):
-            primals[position].copy_(value)
+            if captured.primals[position].name not in applied:
+                primals[position].copy_(value)
         for primal, gradient in zip(captured.primals, results, strict=True):
             if gradient is not None and primal.name in self._parameters:
                 self._parameters[primal.name].grad = gradient

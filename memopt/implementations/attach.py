@@ -35,6 +35,7 @@ from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.estimate import work_time_s
 from memopt.profiler.flops import work
+from memopt.profiler.generator_state import with_state
 from memopt.profiler.measure import MeasureOptions, costs_of
 from memopt.profiler.session import Profiled
 from memopt.profiler.signature import describe_value, signature
@@ -103,6 +104,7 @@ def with_implementations(
     lowering = _allowed(lowering, profiled)
     figures = _figures(lowering, profiled.torch_device, device, options)
     graph = _priced(profiled.graph, lowering, figures, pruned=device is not None)
+    graph = with_state(graph, cuda=block_bytes > 1)
     return replace(profiled, graph=graph, lowering=lowering)
 
 

@@ -1,14 +1,14 @@
 """The baseline: the unplanned step, measured. And the memory of the user's own loss.
 
-Measuring leaves the model as it was: buffers, gradients and random state are put back.
+Measuring leaves what the user owns as it was, see `memopt.profiler.untouched`.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
+from memopt.profiler.untouched import untouched
 
 _MINIMUM_STEPS = 3
 _MOST_STEPS = 10
@@ -44,6 +45,11 @@ class Loss:
                 f"loss_fn must be callable as loss_fn(output, *targets), got {self.function!r}"
             )
         object.__setattr__(self, "targets", as_targets(self.targets))
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What runs or is read with it."""
+        return self.function, self.targets
 
     def value(self, output: Any) -> torch.Tensor:
         """The loss of an output.
@@ -80,24 +86,6 @@ class Baseline:
     step_time_s: float
     measured: bool
     library_bytes: int = 0
-
-
-@contextmanager
-def untouched(model: nn.Module, call: Call) -> Iterator[None]:
-    """Put buffers, gradients and random state back afterwards."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    tensors = [*model.parameters(), *call.tensors()]
-    gradients = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
-    devices = sorted({t.get_device() for t in (*tensors, *model.buffers()) if t.is_cuda})
-    try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for tensor, gradient in gradients:
-            tensor.grad = gradient
 
 
 def differentiable(output: Any, unused: tuple[int, ...] = ()) -> list[torch.Tensor]:
@@ -145,12 +133,16 @@ def measure_baseline(
             if tensor.is_leaf:
                 tensor.grad = None
 
-    with untouched(model, call):
-        return measure_steps(step, clear, device, resident_bytes)
+    with untouched(model, call, *(loss.parts if loss else ())) as kept:
+        return measure_steps(step, clear, device, resident_bytes, kept.watching())
 
 
 def measure_steps(
-    step: Callable[[], Any], clear: Callable[[], None], device: torch.device, resident_bytes: int
+    step: Callable[[], Any],
+    clear: Callable[[], None],
+    device: torch.device,
+    resident_bytes: int,
+    watching: AbstractContextManager[object],
 ) -> Baseline:
     """Run unplanned steps: the first warms up, the second is metered, the rest are timed.
 
@@ -159,9 +151,11 @@ def measure_steps(
         clear: called before every step, not timed: drops gradients.
         device: where the model is.
         resident_bytes: added to the metered peak.
+        watching: entered around the first step (`Kept.watching`).
     """
     clear()
-    step()
+    with watching:
+        step()
     clear()
     with metered(device) as use:
         held = step()
@@ -201,8 +195,9 @@ class LossUse:
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
     """Run the loss forward and backward on detached outputs of the model; not where no output
     has a gradient, which is the model's fault and `capture`'s to say."""
-    with untouched(model, call):
-        output = model(*call.args, **call.kwargs)
+    with untouched(model, call, *loss.parts) as kept:
+        with kept.watching():
+            output = model(*call.args, **call.kwargs)
         leaves, spec = pytree.tree_flatten(output)
         cut: list[Any] = []
         for leaf in leaves:
@@ -214,7 +209,8 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
         del output, leaves
         again = pytree.tree_unflatten(cut, spec)
         with metered(device) as use:
-            value = loss.value(again)
+            with kept.watching():
+                value = loss.value(again)
             value.backward()  # type: ignore[no-untyped-call]
         given = {i: t for i, t in enumerate(cut) if isinstance(t, torch.Tensor) and t.requires_grad}
         tangents = [t.grad for t in given.values() if t.grad is not None]

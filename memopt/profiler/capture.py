@@ -23,10 +23,12 @@ from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
 from memopt.profiler import torch_private
+from memopt.profiler.draws import DrawsAsEager, with_own_names
 from memopt.profiler.eager_dropout import dropout_as_eager
 from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
+from memopt.profiler.parameter_updates import without_zero_gradients
 from memopt.profiler.side_effects import check_side_effects
 from memopt.profiler.uncaptured import check_effects, shape_from_data, why_not_captured
 from memopt.profiler.unused_outputs import detach_outputs
@@ -188,7 +190,8 @@ def _export(model: nn.Module, traced: Any, call: Call, watches: Watches) -> Capt
     hooks = Hooks()
     with contextlib.ExitStack() as stack:
         try:
-            joint = torch_private.export_joint(stack, traced, call.args, call.kwargs)
+            with DrawsAsEager():
+                joint = torch_private.export_joint(stack, traced, call.args, call.kwargs)
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             where = shape_from_data(traced)
@@ -204,8 +207,10 @@ def _export(model: nn.Module, traced: Any, call: Call, watches: Watches) -> Capt
             ) from error
         module: GraphModule = joint.graph_module
         check_effects(module)
+        with_own_names(module)
         correct_fake_results(module)
         dropout_as_eager(module)
+        without_zero_gradients(module)
         split = _split(module)
         if not split.tangents:
             raise CaptureError(

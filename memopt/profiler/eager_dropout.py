@@ -3,7 +3,7 @@
 Eager multiplies by noise that was divided by 1 - p in the input's dtype. The trace has CUDA's
 `native_dropout`, whose boolean mask takes less memory, but which multiplies by 1 / (1 - p), rounded
 once: another number for some p in float32 (0.15), and in half precision for most in the backward.
-With eager's number the operator gives eager's bits.
+Such dropouts get eager's steps in the forward, and eager's number in the backward.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ def kept_scale(p: float, dtype: torch.dtype) -> float:
     return rounded(rounded(1 / rounded(1 - p, computing), computing), dtype)
 
 
-def drawn(mask: torch.Tensor, p: float) -> torch.Tensor:
-    """The mask, filled with what is kept; where nothing is, eager draws no numbers."""
-    return mask.zero_() if p == 1 else mask.bernoulli_(1 - p)
+def noise_of(x: torch.Tensor, p: float) -> torch.Tensor:
+    """What eager multiplies `x` by: drawn in the order in which the elements of a tensor laid out
+    as `x` lie in memory; where nothing is kept, no numbers are drawn."""
+    noise = torch.empty_like(x)
+    return noise.zero_() if p == 1 else noise.bernoulli_(1 - p).div_(1 - p)
 
 
 def dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,8 +49,8 @@ def dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor
     if x.device.type != "cpu" or train is False or x.numel() == 0:
         result: tuple[torch.Tensor, torch.Tensor] = _ATEN.native_dropout(x, p, train)
         return result
-    mask = drawn(torch.empty(x.shape, dtype=torch.bool), p)
-    return x.mul(mask).mul_(kept_scale(p, x.dtype)), mask
+    noise = noise_of(x, p)
+    return x.mul(noise), noise.to(torch.bool)
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,7 @@ def dropout_as_eager(module: GraphModule) -> None:
         for result in node.users:
             if result.target is operator.getitem and result.args[1] == 1:
                 _scale_backwards(result, kept_scale(*_p_and_dtype(node)))
-    # All or none: generated code knows a kernel by its name.
-    if any(_differs(*_p_and_dtype(node)) for node in found):
-        for node in found:
+        if _differs(*_p_and_dtype(node)):
             node.target = EAGER_DROPOUT
 
 

@@ -41,6 +41,7 @@ from memopt.profiler.flops import (
     tensors_of,
     work,
 )
+from memopt.profiler.generator_state import with_state
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.measure import with_costs
 from memopt.profiler.optimizer_state import optimizer_state
@@ -170,7 +171,7 @@ def estimate_model(
         captured = capture(stand_in, fake_call, lambda: used().unused)
     lowering = build(stand_in, captured, device.block_bytes)
     report(0.8, f"pricing operators for {device.name}")
-    graph = with_costs(lowering, estimate_costs(lowering, device))
+    graph = with_state(with_costs(lowering, estimate_costs(lowering, device)), cuda=cuda)
     state = optimizer_state(optimizer, model.parameters(), device.block_bytes)
     graph = replace(
         graph,

@@ -19,6 +19,7 @@ from memopt.models.graph import Graph, Operator, Tensor
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured
+from memopt.profiler.generator_state import with_state
 from memopt.profiler.memory import metered_sections
 from memopt.profiler.real_values import real_arguments
 from memopt.profiler.signature import Signature, StandIns, signature
@@ -90,7 +91,8 @@ def measure(
     Raises:
         ProfileError: a kernel refuses its data.
     """
-    return with_costs(lowering, costs_of(lowering.nodes, device, options, progress, captured))
+    costs = costs_of(lowering.nodes, device, options, progress, captured)
+    return with_state(with_costs(lowering, costs), cuda=device.type == "cuda")
 
 
 def costs_of(

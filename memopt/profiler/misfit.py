@@ -10,8 +10,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from memopt.profiler.baseline import Loss, untouched
+from memopt.profiler.baseline import Loss
 from memopt.profiler.inputs import Call
+from memopt.profiler.untouched import untouched
 
 _LOGGER = "torch._subclasses.fake_tensor"
 _REMEDY = (
@@ -79,7 +80,8 @@ def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterato
 def _failure(model: nn.Module, call: Call, loss: Loss | None = None) -> str | None:
     """What the model, or its loss, raises when it is simply called; None if it works."""
     try:
-        with untouched(model, call), torch.no_grad():
+        parts = loss.parts if loss is not None else ()
+        with untouched(model, call, *parts) as kept, torch.no_grad(), kept.watching():
             output = model(*call.args, **call.kwargs)
             if loss is not None:
                 loss.function(output, *loss.targets)

@@ -27,6 +27,7 @@ from memopt.profiler.misfit import check_arguments, diagnosed
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.signature import signature
+from memopt.profiler.untouched import untouched
 
 Progress = Callable[[float, str], None]
 
@@ -121,9 +122,23 @@ def profile_model(
         CaptureError, ProfileError, ValueError: see `capture`, `measure`, `to_call`.
     """
     call = to_call(inputs)
+    with untouched(model, call, *(loss.parts if loss else ())):
+        return _profiled(
+            model, call, loss, optimizer, options, unused_outputs, forward_only(progress)
+        )
+
+
+def _profiled(
+    model: nn.Module,
+    call: Call,
+    loss: Loss | None,
+    optimizer: str | torch.optim.Optimizer | None,
+    options: MeasureOptions | None,
+    unused_outputs: tuple[int, ...],
+    report: Progress,
+) -> Profiled:
     device = device_of(model, call)
     chosen = options or MeasureOptions(cache=ProfileCache())
-    report = forward_only(progress)
     report(0.0, "capturing the model")
     check_arguments(model, call)
     used = cache(

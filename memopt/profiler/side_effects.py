@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
 from memopt.profiler.inputs import Call
+from memopt.profiler.untouched import untouched
 
 _ROOT = "L['self']._modules['_export_root']"
 _BUFFERS = "._buffers"
@@ -57,7 +57,6 @@ def _assigned_buffers(model: nn.Module, call: Call) -> list[str]:
     """Buffers that hold another tensor after one forward on fake tensors (nothing is computed)."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     modules = [(name, module._buffers) for name, module in model.named_modules()]
-    before = [dict(buffers) for _, buffers in modules]
     fakes: dict[int, Tensor] = {}
 
     def fake(value: Any) -> Any:
@@ -67,12 +66,12 @@ def _assigned_buffers(model: nn.Module, call: Call) -> list[str]:
             fakes[id(value)] = mode.from_tensor(value)
         return fakes[id(value)]
 
-    try:
+    with untouched(model, call):
         for _, buffers in modules:
             buffers.update({name: fake(value) for name, value in buffers.items()})
         given = [dict(buffers) for _, buffers in modules]
         args, kwargs = pytree.tree_map(fake, (call.args, call.kwargs))
-        with torch.random.fork_rng(devices=[]), mode:
+        with mode:
             model(*args, **kwargs)
         return [
             ".".join(filter(None, ("model", path, name)))
@@ -80,7 +79,3 @@ def _assigned_buffers(model: nn.Module, call: Call) -> list[str]:
             for name in buffers
             if buffers[name] is not old.get(name)
         ]
-    finally:
-        for (_, buffers), old in zip(modules, before, strict=True):
-            buffers.clear()
-            buffers.update(old)

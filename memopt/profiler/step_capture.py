@@ -19,6 +19,7 @@ from memopt.profiler.baseline import Loss
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call
+from memopt.profiler.parameter_updates import of_the_loss
 from memopt.profiler.step_optimizer import Update
 
 
@@ -50,12 +51,21 @@ class UpdateSite:
     Attributes:
         name: the parameter's name in the StepModule.
         gradient: the node whose value is its gradient.
-        reads: tensors of the graph: the gradient's storage and the parameter's.
+        reads: tensors of the graph: the storages of the gradient, the parameter and `value`.
+        value: the node whose value the forward gives the parameter before it is updated
+            (`nn.Embedding(max_norm=...)`); None: the parameter stays as it is until then.
     """
 
     name: str
     gradient: Node
     reads: tuple[int, ...]
+    value: Node | None = None
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of the update's call."""
+        given = (self.name, self.gradient)
+        return given if self.value is None else (*given, self.value)
 
 
 @dataclass(frozen=True)
@@ -94,19 +104,24 @@ def capture_step(
     module = StepModule(model, loss.function)
     step_call = Call((loss.targets, *call.args), call.kwargs)
     captured = capture(module, step_call)
+    captured = replace(captured, tangents=of_the_loss(captured.tangents))
     lowering = build(module, captured, block_bytes)
     parameters = dict(module.named_parameters())
     trained = {id(p): i for i, p in enumerate(_trained(optimizer))}
+    values = dict(zip(captured.mutated, captured.forward_outputs, strict=False))
     found: list[tuple[int, UpdateSite]] = []
-    for primal, gradient in zip(captured.primals, captured.gradients, strict=True):
+    pairs = zip(captured.primals, captured.gradients, strict=True)
+    for position, (primal, gradient) in enumerate(pairs):
         if not isinstance(gradient, Node) or primal.name not in parameters:
             continue
         rank = trained.get(id(parameters[primal.name]))
         if rank is None:
             continue
-        held = (*lowering.storages[gradient], *lowering.storages[primal.node])
+        value = values.get(position)
+        read = [gradient, primal.node, *([] if value is None else [value])]
+        held = [t for node in read for t in lowering.storages[node]]
         reads = tuple(dict.fromkeys(t for t in held if t is not None))
-        found.append((rank, UpdateSite(primal.name, gradient, reads)))
+        found.append((rank, UpdateSite(primal.name, gradient, reads, value)))
     found.sort(key=lambda pair: pair[0])
     sites = tuple(site for _, site in found)
     return StepParts(module, step_call, captured, lowering, Update(), sites)
@@ -140,7 +155,7 @@ def with_updates(
     for site in sites:
         with fx_graph.inserting_before(output):
             node = fx_graph.create_node(
-                "call_function", parts.update, (site.name, site.gradient), name="update"
+                "call_function", parts.update, site.arguments, name="update"
             )
         storages[node] = ()
         nodes.append(node)

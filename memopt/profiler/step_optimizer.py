@@ -25,7 +25,8 @@ PER_PARAMETER = (
 
 
 class Update:
-    """The target of update operators: `update(name, gradient)` updates one parameter.
+    """The target of update operators: `update(name, gradient)` updates one parameter;
+    `update(name, gradient, value)` one that the forward has given a value, which it takes first.
 
     Attributes:
         run: what it does; set while a train step runs, None otherwise.
@@ -35,13 +36,15 @@ class Update:
     __module__ = "memopt"
 
     def __init__(self) -> None:
-        self.run: Callable[[str, torch.Tensor], None] | None = None
+        self.run: Callable[[str, torch.Tensor, torch.Tensor | None], None] | None = None
 
-    def __call__(self, name: str, gradient: torch.Tensor) -> None:
+    def __call__(
+        self, name: str, gradient: torch.Tensor, value: torch.Tensor | None = None
+    ) -> None:
         """Update the parameter of that name in the captured step."""
         if self.run is None:
             raise RuntimeError("memopt: a parameter update outside a train step")
-        self.run(name, gradient)
+        self.run(name, gradient, value)
 
     def __str__(self) -> str:
         return "update"

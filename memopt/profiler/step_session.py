@@ -14,7 +14,7 @@ from torch import nn
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
 from memopt.models.serialize import fingerprint
-from memopt.profiler.baseline import Baseline, Loss, measure_steps, untouched
+from memopt.profiler.baseline import Baseline, Loss, measure_steps
 from memopt.profiler.host_state import HostState
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.measure import MeasureOptions, measure
@@ -33,6 +33,7 @@ from memopt.profiler.session import (
 )
 from memopt.profiler.step_capture import StepParts, capture_step, with_updates
 from memopt.profiler.step_optimizer import check_splittable, optimizer_untouched, update_one
+from memopt.profiler.untouched import untouched
 
 _ROUNDS = 3
 
@@ -75,9 +76,22 @@ def profile_step(
     """
     check_splittable(optimizer, model)
     call = to_call(inputs)
+    with untouched(model, call, *loss.parts):
+        report = forward_only(progress)
+        return _profiled(model, call, loss, optimizer, options, report, offload_optimizer)
+
+
+def _profiled(
+    model: nn.Module,
+    call: Call,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    options: MeasureOptions | None,
+    report: Progress,
+    offload_optimizer: bool,
+) -> ProfiledStep:
     device = device_of(model, call)
     chosen = options or MeasureOptions()
-    report = forward_only(progress)
     report(0.0, "capturing the step")
     check_arguments(model, call)
     block_bytes = 512 if device.type == "cuda" else 1
@@ -208,5 +222,6 @@ def measure_step_baseline(
         for parameter in model.parameters():
             parameter.grad = None
 
-    with untouched(model, call), optimizer_untouched(model, optimizer):
-        return measure_steps(step, clear, device_of(model, call), resident_bytes)
+    device = device_of(model, call)
+    with untouched(model, call, *loss.parts) as kept, optimizer_untouched(model, optimizer):
+        return measure_steps(step, clear, device, resident_bytes, kept.watching())

@@ -250,6 +250,23 @@ def no_donated_buffers(joint: Any) -> Iterator[None]:
         yield
 
 
+def is_functional(value: Any) -> bool:
+    """Whether a value is one of AOTAutograd's tensors, whose updates in place become new values."""
+    return isinstance(value, _functional_tensor())
+
+
+@functools.cache
+def _functional_tensor() -> Any:
+    return _import("torch._subclasses.functional_tensor", "FunctionalTensor")
+
+
+def replace_functional(tensor: Any, value: Any) -> None:
+    """While AOTAutograd traces: what an update in place makes of `tensor` is `value`."""
+    tensor.replace_(value.from_functional())
+    tensor.commit_update()
+    tensor.sync()
+
+
 def has_kernel(overload: Any, device_type: str) -> bool:
     """Whether torch has a kernel of its own for an operator overload on a kind of device, not one
     composed of other operators."""

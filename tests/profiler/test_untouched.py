@@ -1,0 +1,170 @@
+"""Planning and measuring change nothing that the user owns, whatever a forward or a loss does."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memopt
+
+
+class Changing(nn.Module):
+    """Updates a parameter, buffers and an input in its forward, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(6, 8, max_norm=0.5)
+        self.norm = nn.BatchNorm1d(8)
+        self.out = nn.Linear(8, 3)
+        self.held = torch.ones(8)
+        self.rows.weight.grad = torch.ones(6, 8)
+
+    def forward(self, index: Tensor, x: Tensor) -> Tensor:
+        x.mul_(1.5)
+        self.held.add_(1)
+        y: Tensor = self.out(functional.dropout(self.norm(self.rows(index) + x), 0.3))
+        return y
+
+
+class Centred(nn.Module):
+    """A loss that keeps a running centre, a count, a list, and has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.scale.grad = torch.ones(3)
+        self.register_buffer("centre", torch.zeros(3))
+        self.seen: list[float] = []
+        self.calls = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.centre = 0.9 * self.centre + 0.1 * output.detach().mean(0)
+        self.calls += 1
+        self.seen.append(random.random() + float(np.random.random()))
+        target.add_(1)
+        return ((output - self.centre) * self.scale - target).square().mean()
+
+
+def _state(*owned: Any) -> list[Any]:
+    """Everything that must stay: values and identities, gradients, random states, attributes."""
+    found: list[Any] = [torch.get_rng_state(), random.getstate(), str(np.random.get_state())]
+    found.append(torch.get_default_dtype())
+    for one in owned:
+        if isinstance(one, Tensor):
+            found += [id(one), one.detach().clone(), one.requires_grad, copy.deepcopy(one.grad)]
+            found.append(one.data_ptr())
+        elif isinstance(one, nn.Module):
+            for module in one.modules():
+                found.append({k: v for k, v in vars(module).items() if not k.startswith("_")})
+                found[-1] = repr(found[-1])
+                found.append(module.training)
+            tensors = [*one.parameters(), *one.buffers()]
+            found += [value for tensor in tensors for value in _state(tensor)[4:]]
+    return found
+
+
+def _same(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b
+        for a, b in zip(before, after, strict=True)
+    )
+
+
+def _call() -> tuple[Tensor, Tensor]:
+    return torch.randint(0, 6, (16,)), torch.randn(16, 8)
+
+
+def _profile(model: nn.Module, call: Any, loss: Any, target: Tensor) -> None:
+    memopt.plan(model, call, strategy="store-all", loss_fn=loss, targets=target, progress=False)
+
+
+def _check(model: nn.Module, call: Any, loss: Any, target: Tensor) -> None:
+    plan = memopt.plan(model, call, strategy="rotor", budget="min", progress=False)
+    plan.check(model, call, loss_fn=loss, targets=target)
+
+
+def _compare(model: nn.Module, call: Any, loss: Any, target: Tensor) -> None:
+    memopt.compare(model, call, strategies=["rotor"], budgets=[0.9], progress=False)
+
+
+@pytest.mark.parametrize("run", [_profile, _check, _compare])
+def test_nothing_changes(run: Callable[..., None]) -> None:
+    torch.manual_seed(0)
+    model, loss = Changing(), Centred()
+    call, target = _call(), torch.zeros(16, 3)
+    owned = (model, loss, *call, target, model.held)
+    before = _state(*owned)
+    run(model, call, loss, target)
+    assert _same(before, _state(*owned))
+
+
+def test_a_whole_step() -> None:
+    torch.manual_seed(0)
+    model = Changing()
+    call, target = _call(), torch.randint(0, 3, (16,))
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = _state(model, *call, target, model.held)
+    memopt.plan(
+        model, call, strategy="olla", loss_fn=functional.cross_entropy, targets=target,
+        optimizer=optimizer, progress=False,
+    )  # fmt: skip
+    assert _same(before, _state(model, *call, target, model.held))
+    assert not optimizer.state
+
+
+class Interrupted(Centred):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        super().forward(output, target)
+        torch.set_default_dtype(torch.float64)
+        raise KeyboardInterrupt
+
+
+def test_interrupted() -> None:
+    model, loss = Changing(), Interrupted()
+    call, target = _call(), torch.zeros(16, 3)
+    before = _state(model, loss, *call, target, model.held)
+    with pytest.raises(KeyboardInterrupt):
+        _profile(model, call, loss, target)
+    assert _same(before, _state(model, loss, *call, target, model.held))
+
+
+def test_hooks_that_collect() -> None:
+    """A forward hook that appends to a list is refused, and has appended nothing."""
+    seen: list[Tensor] = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    with pytest.raises(memopt.CaptureError, match="Python state"):
+        memopt.plan(model, torch.randn(3, 4), strategy="store-all", progress=False)
+    assert seen == []
+
+
+class Refused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.count, self.last = 0, None
+        self.register_buffer("old", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.a(x)
+        self.count += 1
+        self.last = y  # type: ignore[assignment]
+        self.old = y.detach().mean(0)
+        return y
+
+
+def test_a_refused_model() -> None:
+    model = Refused()
+    old = model.old
+    with pytest.raises(memopt.CaptureError, match="Python state"):
+        memopt.plan(model, torch.randn(3, 4), strategy="store-all", progress=False)
+    assert (model.count, model.last) == (0, None)
+    assert model.old is old
