@@ -28,6 +28,7 @@ from memopt.profiler.eager_dropout import dropout_as_eager
 from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
+from memopt.profiler.kernel_layouts import computing_device, layouts_of_kernels
 from memopt.profiler.side_effects import check_side_effects
 from memopt.profiler.uncaptured import why_not_captured
 from memopt.profiler.unused_outputs import detach_outputs
@@ -136,7 +137,7 @@ def capture(
                 f"the model is called with a {type(leaf).__name__}; memopt takes tensors, numbers, "
                 "strings, None and pytrees of them; keep other objects as attributes of the model"
             )
-    with torch.enable_grad():
+    with torch.enable_grad(), layouts_of_kernels(computing_device(model, call)):
         traced = _trace(model, call)
         unused = unused_outputs()
         detach_outputs(traced, unused)
