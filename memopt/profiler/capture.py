@@ -89,6 +89,7 @@ class Captured:
         gradients: results of the backward part, one per primal (None: no gradient).
         mutated: for each leading forward output, the index of the primal it updates.
         call: the example call that was captured.
+        device: where its kernels run; None: they are not to be computed (an estimate).
         unused_outputs: positions among the leaves of the output that get no gradient.
         compiled: `compiled(*parameters, *buffers, *args, **kwargs) -> output`; runs `hooks`.
         hooks: the forward and backward callables behind `compiled`.
@@ -105,6 +106,7 @@ class Captured:
     compiled: Callable[..., Any]
     hooks: Hooks
     model: weakref.ReferenceType[nn.Module]
+    device: torch.device | None = None
     unused_outputs: tuple[int, ...] = ()
 
 
@@ -137,11 +139,13 @@ def capture(
                 f"the model is called with a {type(leaf).__name__}; memopt takes tensors, numbers, "
                 "strings, None and pytrees of them; keep other objects as attributes of the model"
             )
-    with torch.enable_grad(), layouts_of_kernels(computing_device(model, call)):
+    device = computing_device(model, call)
+    with torch.enable_grad(), layouts_of_kernels(device):
         traced = _trace(model, call)
         unused = unused_outputs()
         detach_outputs(traced, unused)
-        return replace(_export(model, traced, call), unused_outputs=unused)
+        captured = _export(model, traced, call)
+        return replace(captured, device=device, unused_outputs=unused)
 
 
 def _trace(model: nn.Module, call: Call) -> Any:

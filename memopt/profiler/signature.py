@@ -83,14 +83,24 @@ def call_signature(target: Any, args: Any, kwargs: Any) -> Signature:
     return Signature(target, args, kwargs, f"{target}{shown}")
 
 
+def values_of(node: Node) -> tuple[Any, ...]:
+    """The (fake) values of a node: one for a tensor, one per element for a list or tuple."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return tuple(value)
+    return (value,)
+
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
 
 
-def copied(arguments: Arguments) -> Arguments:
-    """The arguments with their tensors cloned."""
+def copied(
+    arguments: Arguments, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+) -> Arguments:
+    """The arguments with their tensors copied."""
     args, kwargs = _replace(
-        arguments, lambda value: value.clone() if isinstance(value, torch.Tensor) else value
+        arguments, lambda value: copy(value) if isinstance(value, torch.Tensor) else value
     )
     return args, kwargs
 

@@ -131,7 +131,7 @@ def export_joint(
 
 
 # Operators that eager runs as one kernel, and that torch takes apart in Python while it traces:
-# other bits (interpolation), more memory, or another result (the dropout between the layers of an
+# other bits (interpolation, shrinking, products folded otherwise), more memory, or another result (the dropout between the layers of an
 # LSTM is lost, torch.nn.MultiLabelMarginLoss is wrong).
 _TAKEN_APART = (
     *(
@@ -150,6 +150,10 @@ _TAKEN_APART = (
     *(f"_upsample_nearest_exact{n}d.{form}" for n in (1, 2, 3) for form in ("default", "vec")),
     "_upsample_bilinear2d_aa.vec",
     "_upsample_bicubic2d_aa.vec",
+    "_upsample_lanczos2d_aa.vec",
+    "hardshrink.default",
+    "softshrink.default",
+    "matmul.default",
     "multi_margin_loss.default",
     "multilabel_margin_loss_forward.default",
     *(

@@ -79,7 +79,7 @@ UNARY: Table = {
     "double sigmoid": Entry(lambda h, g, k: h.double().sigmoid()),
     "clone": Entry(lambda h, g, k: h.clone() * 2),
     "contiguous": Entry(lambda h, g, k: h.contiguous() * 2),
-    "detach": Entry(lambda h, g, k: (h * h.detach())),
+    "detach": Entry(lambda h, g, k: h * h.detach()),
     "mvlgamma": Entry(lambda h, g, k: torch.mvlgamma(h + 2, 2), domain="positive"),
     "frexp": Entry(lambda h, g, k: torch.frexp(h)[0]),
     "isfinite": Entry(lambda h, g, k: (h, h.isfinite(), h.isnan(), h.signbit())),

@@ -9,7 +9,9 @@ from torch.nn import functional as F
 from tests.sweeps.subjects import Entry, Table
 
 CONVOLUTIONS: Table = {
-    "conv2d": Entry(lambda h, g, k: F.conv2d(h, k.param("w", 5, 4, 3, 3), k.param("b", 5)), "image"),
+    "conv2d": Entry(
+        lambda h, g, k: F.conv2d(h, k.param("w", 5, 4, 3, 3), k.param("b", 5)), "image"
+    ),
     "conv2d padding": Entry(
         lambda h, g, k: F.conv2d(h, k.param("w", 5, 4, 3, 3), padding=1), "image"
     ),
@@ -29,13 +31,13 @@ CONVOLUTIONS: Table = {
     "conv2d same": Entry(
         lambda h, g, k: F.conv2d(h, k.param("w", 5, 4, 3, 2), padding="same"), "image"
     ),
-    "conv1d": Entry(lambda h, g, k: F.conv1d(h, k.param("w", 5, 4, 3), k.param("b", 5)), "sequence"),
+    "conv1d": Entry(
+        lambda h, g, k: F.conv1d(h, k.param("w", 5, 4, 3), k.param("b", 5)), "sequence"
+    ),
     "conv1d stride": Entry(
         lambda h, g, k: F.conv1d(h, k.param("w", 5, 4, 4), stride=2, padding=1), "sequence"
     ),
-    "conv3d": Entry(
-        lambda h, g, k: F.conv3d(h, k.param("w", 5, 4, 3, 3, 3), padding=1), "volume"
-    ),
+    "conv3d": Entry(lambda h, g, k: F.conv3d(h, k.param("w", 5, 4, 3, 3, 3), padding=1), "volume"),
     "conv_transpose2d": Entry(
         lambda h, g, k: F.conv_transpose2d(h, k.param("w", 4, 3, 3, 3), stride=2), "image"
     ),
@@ -54,7 +56,9 @@ CONVOLUTIONS: Table = {
     "unfold (im2col)": Entry(lambda h, g, k: F.unfold(h, 3, padding=1), "image"),
     "fold": Entry(lambda h, g, k: F.fold(F.unfold(h, 2, stride=2), (6, 6), 2, stride=2), "image"),
     "grid_sample": Entry(
-        lambda h, g, k: F.grid_sample(h, g[:, :2].movedim(1, -1), align_corners=False), "image", "small"
+        lambda h, g, k: F.grid_sample(h, g[:, :2].movedim(1, -1), align_corners=False),
+        "image",
+        "small",
     ),
     "grid_sample nearest": Entry(
         lambda h, g, k: F.grid_sample(
@@ -75,7 +79,9 @@ CONVOLUTIONS: Table = {
         "volume",
         "small",
     ),
-    "affine_grid": Entry(lambda h, g, k: F.affine_grid(h[:, :2, :3], [2, 3, 4, 5], False), "square"),
+    "affine_grid": Entry(
+        lambda h, g, k: F.affine_grid(h[:, :2, :3], [2, 3, 4, 5], False), "square"
+    ),
     "pixel_shuffle": Entry(lambda h, g, k: F.pixel_shuffle(h, 2).sin(), "image"),
     "pixel_unshuffle": Entry(lambda h, g, k: F.pixel_unshuffle(h, 2).sin(), "image"),
     "channel_shuffle": Entry(lambda h, g, k: F.channel_shuffle(h, 2).sin(), "image"),
@@ -107,9 +113,7 @@ POOLING: Table = {
     ),
     "max_pool2d": Entry(lambda h, g, k: F.max_pool2d(h, 2), "image"),
     "max_pool2d 3 1": Entry(lambda h, g, k: F.max_pool2d(h, 3, 1, 1), "image"),
-    "max_pool2d indices": Entry(
-        lambda h, g, k: F.max_pool2d(h, 2, return_indices=True), "image"
-    ),
+    "max_pool2d indices": Entry(lambda h, g, k: F.max_pool2d(h, 2, return_indices=True), "image"),
     "max_pool1d": Entry(lambda h, g, k: F.max_pool1d(h, 2), "sequence"),
     "max_pool3d": Entry(lambda h, g, k: F.max_pool3d(h, 2), "volume"),
     "avg_pool2d": Entry(lambda h, g, k: F.avg_pool2d(h, 2), "image"),
@@ -142,7 +146,9 @@ NORMS: Table = {
         lambda h, g, k: k.layer("n", nn.BatchNorm2d, 4, momentum=None)(h), "image"
     ),
     "batch_norm frozen": Entry(
-        lambda h, g, k: F.batch_norm(h, k.param("m", 4).detach(), k.param("m", 4).detach().abs() + 1),
+        lambda h, g, k: F.batch_norm(
+            h, k.param("m", 4).detach(), k.param("m", 4).detach().abs() + 1
+        ),
         "image",
     ),
     "batch_norm 1d rows": Entry(lambda h, g, k: k.layer("n", nn.BatchNorm1d, 8)(h), "rows"),
@@ -200,9 +206,7 @@ ATTENTION: Table = {
     ),
     "attention scale": Entry(lambda h, g, k: _attend(h, g, scale=0.2), "heads"),
     "attention 3d": Entry(lambda h, g, k: _attend(h, g), "square"),
-    "attention by hand": Entry(
-        lambda h, g, k: (h @ g.mT / 8**0.5).softmax(-1) @ (h + g), "heads"
-    ),
+    "attention by hand": Entry(lambda h, g, k: (h @ g.mT / 8**0.5).softmax(-1) @ (h + g), "heads"),
     "attention einsum": Entry(
         lambda h, g, k: torch.einsum(
             "bhqk,bhkd->bqhd", torch.einsum("bhqd,bhkd->bhqk", h, g).softmax(-1), h
@@ -254,8 +258,9 @@ ATTENTION: Table = {
         lambda h, g, k: k.layer("n", nn.LayerNorm, 6)(h) + k.layer("n", nn.LayerNorm, 6)(g)
     ),
     "embedding tied": Entry(
-        lambda h, g, k: F.linear(h, F.embedding(k.ints("i", 7, 9), k.param("w", 7, 8))) @ (
-            k.param("w", 7, 8).sum() * g.new_ones(9)
+        lambda h, g, k: (
+            F.linear(h, F.embedding(k.ints("i", 7, 9), k.param("w", 7, 8)))
+            @ (k.param("w", 7, 8).sum() * g.new_ones(9))
         ),
         "rows",
     ),
@@ -327,9 +332,7 @@ LOSSES: Table = {
         "rows",
     ),
     "poisson_nll": _pairs(F.poisson_nll_loss),
-    "gaussian_nll": Entry(
-        lambda h, g, k: F.gaussian_nll_loss(h, g, h.detach() ** 2 + 1)
-    ),
+    "gaussian_nll": Entry(lambda h, g, k: F.gaussian_nll_loss(h, g, h.detach() ** 2 + 1)),
     "hinge_embedding": Entry(lambda h, g, k: F.hinge_embedding_loss(h, g.detach().sign())),
     "margin_ranking": Entry(
         lambda h, g, k: F.margin_ranking_loss(h, g, torch.ones(2, 4, 5, 6), margin=0.3)

@@ -94,9 +94,7 @@ INDEXING: Table = {
     "index apart": Entry(lambda h, g, k: h[:, k.ints("i", 4, 3), :, k.ints("j", 6, 3)]),
     "index bool rows": Entry(lambda h, g, k: h * k.bools("m", 2, 4, 5, 6)),
     "index_put": Entry(lambda h, g, k: h.index_put((k.ints("i", 2, 2),), g)),
-    "index_put add": Entry(
-        lambda h, g, k: h.index_put((k.ints("i", 2, 2),), g, accumulate=True)
-    ),
+    "index_put add": Entry(lambda h, g, k: h.index_put((k.ints("i", 2, 2),), g, accumulate=True)),
     "index_add": Entry(lambda h, g, k: h.index_add(1, k.ints("i", 4, 4), g, alpha=0.3)),
     "index_copy": Entry(lambda h, g, k: h.index_copy(0, torch.tensor([1, 0]), g)),
     "index_fill": Entry(lambda h, g, k: h.index_fill(1, torch.tensor([1, 3]), 0.3)),
@@ -119,9 +117,7 @@ INDEXING: Table = {
     "slice step": Entry(lambda h, g, k: h[:, 1:, ::2, 1::2] * 2),
     "slice_scatter": Entry(lambda h, g, k: torch.slice_scatter(h, g[:, :2], 1, 1, 3)),
     "select_scatter": Entry(lambda h, g, k: torch.select_scatter(h, g[:, 0], 1, 1)),
-    "diagonal_scatter": Entry(
-        lambda h, g, k: torch.diagonal_scatter(h, g[..., :5, 0], 0, 2, 3)
-    ),
+    "diagonal_scatter": Entry(lambda h, g, k: torch.diagonal_scatter(h, g[..., :5, 0], 0, 2, 3)),
     "embedding": Entry(lambda h, g, k: F.embedding(k.ints("i", 6, 3, 5), h), "rows"),
     "embedding padding": Entry(
         lambda h, g, k: F.embedding(k.ints("i", 6, 3, 5), h, padding_idx=2), "rows"
@@ -215,14 +211,18 @@ MATRICES: Table = {
     "chain_matmul": Entry(lambda h, g, k: torch.linalg.multi_dot([h, g.t(), h]), "rows"),
     "linear": Entry(lambda h, g, k: F.linear(h, k.param("w", 7, 6), k.param("b", 7))),
     "linear no bias": Entry(lambda h, g, k: F.linear(h, k.param("w", 7, 6))),
-    "linear twice": Entry(lambda h, g, k: F.linear(F.linear(h, k.param("w", 6, 6)), k.param("w", 6, 6))),
+    "linear twice": Entry(
+        lambda h, g, k: F.linear(F.linear(h, k.param("w", 6, 6)), k.param("w", 6, 6))
+    ),
     "bilinear": Entry(lambda h, g, k: F.bilinear(h, g, k.param("w", 3, 6, 6))),
     "einsum bij,bjk": Entry(lambda h, g, k: torch.einsum("bij,bjk->bik", h, g), "square"),
     "einsum abcd,abed": Entry(lambda h, g, k: torch.einsum("abcd,abed->abce", h, g)),
     "einsum sum": Entry(lambda h, g, k: torch.einsum("abcd->ac", h)),
     "einsum outer": Entry(lambda h, g, k: torch.einsum("abcd,abce->acde", h, g)),
     "einsum diagonal": Entry(lambda h, g, k: torch.einsum("bii->bi", h) * 2, "square"),
-    "einsum parameter": Entry(lambda h, g, k: torch.einsum("abcd,cde->abe", h, k.param("w", 5, 6, 3))),
+    "einsum parameter": Entry(
+        lambda h, g, k: torch.einsum("abcd,cde->abe", h, k.param("w", 5, 6, 3))
+    ),
     "tensordot": Entry(lambda h, g, k: torch.tensordot(h, g, dims=([1, 3], [1, 3]))),
     "kron": Entry(lambda h, g, k: torch.kron(h, g), "rows"),
     "cdist": Entry(lambda h, g, k: torch.cdist(h, g)),
@@ -273,9 +273,7 @@ MATRICES: Table = {
     "lu_factor_ex": Entry(
         lambda h, g, k: torch.linalg.lu_factor_ex(h + 5 * torch.eye(4))[0], "square"
     ),
-    "lstsq": Entry(
-        lambda h, g, k: torch.linalg.lstsq(h + 5 * torch.eye(4), g).solution, "square"
-    ),
+    "lstsq": Entry(lambda h, g, k: torch.linalg.lstsq(h + 5 * torch.eye(4), g).solution, "square"),
     "householder_product": Entry(
         lambda h, g, k: torch.linalg.householder_product(h, g[..., 0]), "square", "small"
     ),
