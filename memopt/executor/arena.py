@@ -23,7 +23,8 @@ from memopt.errors import InvalidProgramError
 from memopt.executor.arena_forms import Form, forms_of
 from memopt.models.placed import ALIGNMENT_BYTES
 from memopt.models.program import Compute, Program, SwapIn
-from memopt.profiler.build import Lowering, values_of
+from memopt.profiler.build import Lowering
+from memopt.profiler.signature import values_of
 from memopt.profiler.torch_private import profiler_looks_on, storage_at
 
 _KNOWN_ADDRESSES = 8

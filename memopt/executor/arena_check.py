@@ -16,9 +16,7 @@ import torch
 
 from memopt.errors import ArenaError
 from memopt.executor.arena import ArenaLayout, Arenas, Lease
-
-POISON = 0xFF
-"""Every byte of a freed range: NaN as a float, −1 as an integer."""
+from memopt.profiler.trial import POISON
 
 
 @dataclass

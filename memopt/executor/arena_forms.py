@@ -2,8 +2,9 @@
 
 A native form is the `out=` overload of the same operator, where the device has a kernel for it
 (the overloads that torch generates compute first and then copy, which costs the tensor again).
-A lowered form is written with other kernels, see `arena_lowered`. Results without a form are
-allocated by their kernel.
+A lowered form is written with other kernels, see `arena_lowered`. A form is used where it has
+written, on stand-in data in the call's own layouts, what the kernel returns, bit for bit
+(`memopt.profiler.trial`). Results without a form are allocated by their kernel.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import torch
 from torch.fx import Node
 
 from memopt.executor.arena_lowered import EVERYWHERE, ON_CPU
-from memopt.profiler.build import Lowering, values_of
+from memopt.profiler.build import Lowering
 from memopt.profiler.eager_dropout import EAGER_DROPOUT
 from memopt.profiler.generator_state import with_state
 from memopt.profiler.in_place import fills_storage
 from memopt.profiler.session import Profiled
+from memopt.profiler.signature import Arguments, signature, values_of
 from memopt.profiler.torch_private import has_kernel
+from memopt.profiler.trial import same_bits, written_into
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,34 @@ class Form:
         return "".join(c if c.isalnum() else "_" for c in str(self.target))
 
 
-def form_of(node: Node) -> Form | None:
-    """The form of a kernel call; None if its kernel allocates its results itself."""
+def form_of(node: Node, device: torch.device | None) -> Form | None:
+    """The form of a kernel call; None if its kernel allocates its results itself.
+
+    Args:
+        node: the call.
+        device: where the model runs, and the form is tried; None: nothing may be computed.
+    """
+    form = _possible(node)
+    if form is None or device is None:
+        return form
+    return form if _gives_the_same(form, node, device) else None
+
+
+def _gives_the_same(form: Form, node: Node, device: torch.device) -> bool:
+    """Whether a form writes what the kernel returns, tried on stand-in data."""
+    likes = values_of(node)
+
+    def written(arguments: Arguments) -> list[torch.Tensor]:
+        args, kwargs = arguments
+        into = written_into(likes, device)
+        form.target(*args, **kwargs, **dict(zip(form.names, into, strict=True)))
+        return into
+
+    return same_bits(signature(node), likes, device, form.target, written)
+
+
+def _possible(node: Node) -> Form | None:
+    """The form that a kernel call may have, by its kind."""
     values = values_of(node)
     if not all(isinstance(value, torch.Tensor) and _plain(value) for value in values):
         return None
@@ -113,7 +142,7 @@ def forms_of(lowering: Lowering) -> dict[Node, Form]:
     """The forms of all kernel calls that have one, alternatives of operators included."""
     forms = {}
     for node in (*lowering.nodes, *lowering.alternatives.values()):
-        form = form_of(node) if len(lowering.storages[node]) else None
+        form = form_of(node, lowering.device) if len(lowering.storages[node]) else None
         if form is not None:
             forms[node] = form
     return forms
@@ -144,4 +173,4 @@ def outside_tensors(lowering: Lowering) -> tuple[int, ...]:
         for node, writes in choices:
             if node not in forms or set(writes) != set(lowering.storages[node]):
                 outside.update(writes)
-    return tuple(sorted(outside - graph.resident))
+    return tuple(sorted(outside & graph.producer.keys()))

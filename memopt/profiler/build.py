@@ -22,8 +22,9 @@ from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.profiler.capture import Captured
 from memopt.profiler.eager_dropout import EagerDropout
 from memopt.profiler.fake_results import InGradMode
-from memopt.profiler.in_place import overwritable
+from memopt.profiler.in_place import overwritable, same_bits_in_place
 from memopt.profiler.names import module_paths
+from memopt.profiler.signature import values_of
 from memopt.profiler.torch_private import backward_owns_tangents
 
 _BATCH_NORM_TRAINING_ARGUMENT = {
@@ -45,6 +46,7 @@ class Lowering:
         bases: tensor index → the node whose value is the storage's first tensor; None if the
             graph never names it (an unused output).
         alternatives: (operator index, implementation) → the node that stands in for it.
+        device: where its kernels run; None: they are not to be computed (an estimate).
     """
 
     graph: Graph
@@ -53,6 +55,7 @@ class Lowering:
     views: frozenset[Node]
     bases: dict[int, Node]
     alternatives: dict[tuple[int, str], Node] = field(default_factory=dict)
+    device: torch.device | None = None
 
     def node_of(self, op: int, implementation: str | None) -> Node:
         """The kernel call that runs an operator under an implementation (None: its own)."""
@@ -89,14 +92,6 @@ class _Builder:
 
     def find(self, value: torch.Tensor) -> int | None:
         return self.by_storage.get(self.storage_key(value))
-
-
-def values_of(node: Node) -> tuple[Any, ...]:
-    """The (fake) values of a node: one for a tensor, one per element for a list or tuple."""
-    value = node.meta.get("val")
-    if isinstance(value, (tuple, list)):
-        return tuple(value)
-    return (value,)
 
 
 def build(model: nn.Module, captured: Captured, block_bytes: int = 1) -> Lowering:
@@ -300,7 +295,7 @@ def _only_replaces_statistics(node: Node) -> bool:
 def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering:
     outputs = _results(builder, captured.forward_outputs)
     gradients = _results(builder, captured.gradients)
-    operators = _with_in_place(builder, {*outputs, *gradients})
+    operators = _with_in_place(builder, {*outputs, *gradients}, captured.device)
     for index in outputs:
         if not builder.tensors[index].resident:
             old = builder.tensors[index]
@@ -321,10 +316,13 @@ def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering
         storages=builder.storages,
         views=frozenset(builder.views),
         bases=builder.bases,
+        device=captured.device,
     )
 
 
-def _with_in_place(builder: _Builder, results: set[int]) -> list[Operator]:
+def _with_in_place(
+    builder: _Builder, results: set[int], device: torch.device | None
+) -> list[Operator]:
     """The operators, with the tensors that they may overwrite."""
     readers = Counter(t for operator in builder.operators for t in operator.reads)
     given = {
@@ -343,7 +341,8 @@ def _with_in_place(builder: _Builder, results: set[int]) -> list[Operator]:
             alone = readers[tensor] == 1
             # What leaves the step is no view, as the kernel's own result would not be.
             plain = builder.bases.get(tensor) is argument
-            if alone and (plain or call.writes[0] not in results):
+            possible = alone and (plain or call.writes[0] not in results)
+            if possible and (device is None or same_bits_in_place(node, argument, device)):
                 free.append(tensor)
         made.append(replace(call, in_place=tuple(free)) if free else call)
     return made

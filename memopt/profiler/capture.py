@@ -28,6 +28,7 @@ from memopt.profiler.eager_dropout import dropout_as_eager
 from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
+from memopt.profiler.kernel_layouts import computing_device, layouts_of_kernels
 from memopt.profiler.parameter_updates import without_zero_gradients
 from memopt.profiler.side_effects import check_side_effects
 from memopt.profiler.uncaptured import check_effects, shape_from_data, why_not_captured
@@ -94,6 +95,7 @@ class Captured:
         gradients: results of the backward part, one per primal (None: no gradient).
         mutated: for each leading forward output, the index of the primal it updates.
         call: the example call that was captured.
+        device: where its kernels run; None: they are not to be computed (an estimate).
         unused_outputs: positions among the leaves of the output that get no gradient.
         watches: what the trace read beside the inputs, and relied on.
         trace: names the forward's graph, as it was traced.
@@ -112,6 +114,7 @@ class Captured:
     compiled: Callable[..., Any]
     hooks: Hooks
     model: weakref.ReferenceType[nn.Module]
+    device: torch.device | None = None
     unused_outputs: tuple[int, ...] = ()
     watches: Watches = field(default_factory=Watches)
     trace: str = ""
@@ -146,18 +149,21 @@ def capture(
                 f"the model is called with a {type(leaf).__name__}; memopt takes tensors, numbers, "
                 "strings, None and pytrees of them; keep other objects as attributes of the model"
             )
-    with torch.enable_grad():
+    device = computing_device(model, call)
+    with torch.enable_grad(), layouts_of_kernels(device):
         traced, watches = _trace(model, call)
         trace = digest(traced, model, watches)
         unused = unused_outputs()
         detach_outputs(traced, unused)
         captured = _export(model, traced, call, watches)
-        return replace(captured, unused_outputs=unused, watches=watches, trace=trace)
+        return replace(
+            captured, device=device, unused_outputs=unused, watches=watches, trace=trace
+        )
 
 
 def traced_again(captured: Captured, model: nn.Module) -> Watches | None:
     """What a new trace of the model reads, as it is now; None if it gives another graph."""
-    with torch.enable_grad():
+    with torch.enable_grad(), layouts_of_kernels(captured.device):
         traced, watches = _trace(model, captured.call)
     return watches if digest(traced, model, watches) == captured.trace else None
 

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from memopt.profiler.signature import Arguments, signature, values_of
+from memopt.profiler.trial import same_bits
+
 _aten = torch.ops.aten
 
 _OVER_FIRST: dict[Any, Any] = {
@@ -108,6 +111,25 @@ def in_place_call(
     if taken is not args[0]:
         args = (args[1], args[0])
     return _OVER_FIRST[node.target], args, dict(node.kwargs)
+
+
+def same_bits_in_place(node: Node, taken: Node, device: torch.device) -> bool:
+    """Whether the call that writes over an argument gives the kernel's bits, tried on stand-in
+    data; see `memopt.profiler.trial`."""
+    target, args, kwargs = in_place_call(node, taken)
+    position = next(i for i, argument in enumerate(node.args) if argument is taken)
+
+    def over(arguments: Arguments) -> Any:
+        pairs = zip(node.args, arguments[0], strict=True)
+        given = {argument: value for argument, value in pairs if isinstance(argument, Node)}
+        changed = [given.get(value, value) if isinstance(value, Node) else value for value in args]
+        options = {**arguments[1], **{k: given[taken] for k, v in kwargs.items() if v is taken}}
+        results = target(*changed, **options)
+        first = results[0] if isinstance(results, (tuple, list)) else results
+        assert first.data_ptr() == arguments[0][position].data_ptr()
+        return results
+
+    return same_bits(signature(node), values_of(node), device, (target, position), over)
 
 
 def _storage(node: Node) -> int | None:

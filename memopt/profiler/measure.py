@@ -22,15 +22,9 @@ from memopt.profiler.capture import Captured
 from memopt.profiler.generator_state import with_state
 from memopt.profiler.memory import metered_sections
 from memopt.profiler.real_values import real_arguments
-from memopt.profiler.signature import Signature, StandIns, signature
+from memopt.profiler.signature import ENDS_PROCESS, REFUSALS, Signature, StandIns, signature
 
 Progress = Callable[[float, str], None]
-
-_CRASH = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
-"""Kernels that end the process on data that does not fit."""
-
-_REFUSALS = (RuntimeError, IndexError, TypeError, ValueError)
-"""What kernels raise for arguments that do not fit."""
 
 _MINIMUM_SAMPLE_S = 100e-6
 _PRECISION = 0.05
@@ -179,7 +173,7 @@ def _output_sizes(
     for position, one in enumerate(missing):
         if progress is not None:
             progress(0.3 * position / len(missing), f"warming up {one.target}")
-        if captured is not None and one.target in _CRASH:
+        if captured is not None and one.target in ENDS_PROCESS:
             refused[one.text] = None
             continue
         try:
@@ -193,7 +187,7 @@ def _output_sizes(
         assert captured is not None
         try:
             stand_ins.give(real_arguments(captured, refused))
-        except _REFUSALS as error:  # of an operator before these
+        except REFUSALS as error:  # of an operator before these
             raise first or error from None
     for one in missing:
         if one.text in refused:
@@ -208,7 +202,7 @@ def _ready(one: Signature, stand_ins: StandIns) -> Callable[[], object]:
     def run() -> object:
         try:
             return one.target(*args, **kwargs)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             message = f"{one.text} cannot be measured on stand-in data: {error}"
             raise ProfileError(message) from error
 

@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+ENDS_PROCESS = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
+"""Kernels that end the process on data that does not fit."""
+
+REFUSALS = (RuntimeError, IndexError, TypeError, ValueError)
+"""What kernels raise for arguments that do not fit."""
+
 
 @dataclass(frozen=True)
 class TensorArgument:
@@ -67,20 +73,34 @@ class Signature:
 
 def signature(node: Node) -> Signature:
     """The signature of a kernel-call node of a joint graph."""
-    args = _replace(tuple(node.args), _describe)
-    kwargs = _replace(dict(node.kwargs), _describe)
+    return call_signature(node.target, node.args, node.kwargs)
+
+
+def call_signature(target: Any, args: Any, kwargs: Any) -> Signature:
+    """The signature of a call, of tensors or of nodes that have them as values."""
+    args, kwargs = _replace((tuple(args), dict(kwargs)), _describe)
     shown = _replace((args, kwargs), str)
-    return Signature(node.target, args, kwargs, f"{node.target}{shown}")
+    return Signature(target, args, kwargs, f"{target}{shown}")
+
+
+def values_of(node: Node) -> tuple[Any, ...]:
+    """The (fake) values of a node: one for a tensor, one per element for a list or tuple."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return tuple(value)
+    return (value,)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
 
 
-def copied(arguments: Arguments) -> Arguments:
-    """The arguments with their tensors cloned."""
+def copied(
+    arguments: Arguments, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+) -> Arguments:
+    """The arguments with their tensors copied."""
     args, kwargs = _replace(
-        arguments, lambda value: value.clone() if isinstance(value, torch.Tensor) else value
+        arguments, lambda value: copy(value) if isinstance(value, torch.Tensor) else value
     )
     return args, kwargs
 

@@ -12,7 +12,7 @@ import importlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -134,7 +134,7 @@ def export_joint(
 
 
 # Operators that eager runs as one kernel, and that torch takes apart in Python while it traces:
-# other bits (interpolation), more memory, or another result (the dropout between the layers of an
+# other bits (interpolation, shrinking, products folded otherwise), more memory, or another result (the dropout between the layers of an
 # LSTM is lost, torch.nn.MultiLabelMarginLoss is wrong).
 _TAKEN_APART = (
     *(
@@ -153,6 +153,10 @@ _TAKEN_APART = (
     *(f"_upsample_nearest_exact{n}d.{form}" for n in (1, 2, 3) for form in ("default", "vec")),
     "_upsample_bilinear2d_aa.vec",
     "_upsample_bicubic2d_aa.vec",
+    "_upsample_lanczos2d_aa.vec",
+    "hardshrink.default",
+    "softshrink.default",
+    "matmul.default",
     "multi_margin_loss.default",
     "multilabel_margin_loss_forward.default",
     *(
@@ -187,6 +191,46 @@ def kernels_kept_whole() -> Iterator[None]:
             for overload, kernels in zip(overloads, kept, strict=True):
                 overload.py_kernels.update(kernels)
                 overload._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def fake_results_through(change: Callable[[Any, Any, Any, Any], Any]) -> Iterator[None]:
+    """Trace with `change(overload, args, kwargs, result)` in place of every result that this
+    thread's fake kernels give."""
+    mode = _import("torch._subclasses.fake_tensor", "FakeTensorMode")
+    asked = mode.dispatch
+    thread, inside = threading.get_ident(), False
+
+    def dispatch(
+        self: Any, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        nonlocal inside
+        if inside or threading.get_ident() != thread:
+            return asked(self, func, types, args, kwargs or {})
+        inside = True
+        try:
+            result = asked(self, func, types, args, kwargs or {})
+            if result is NotImplemented:
+                return result
+            with self:
+                return change(func, args, kwargs or {}, result)
+        finally:
+            inside = False
+
+    with _ONE_AT_A_TIME:
+        mode.dispatch = dispatch
+        try:
+            yield
+        finally:
+            mode.dispatch = asked
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Real kernels run inside, whatever is being traced."""
+    disabled: contextlib.AbstractContextManager[Any] = _import(
+        "torch._C", "_DisableTorchDispatch"
+    )()
+    return disabled
 
 
 def compile_joint(

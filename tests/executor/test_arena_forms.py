@@ -11,12 +11,12 @@ from torch.fx import Graph, Node
 
 from memopt.executor.arena_forms import Form, form_of, outside_tensors
 from memopt.executor.arena_lowered import EVERYWHERE, ON_CPU
-from memopt.profiler.build import build, values_of
+from memopt.profiler.build import build
 from memopt.profiler.capture import capture
 from memopt.profiler.eager_dropout import EAGER_DROPOUT
 from memopt.profiler.inputs import to_call
 from memopt.profiler.memory import metered_sections
-from memopt.profiler.signature import StandIns, signature
+from memopt.profiler.signature import StandIns, signature, values_of
 from tests import zoo
 
 CPU = torch.device("cpu")
@@ -126,7 +126,7 @@ def assert_same(form: Form, node: Node, args: Any, kwargs: Any) -> None:
 def test_lowered_forms(call: tuple[Any, tuple[Any, ...]]) -> None:
     target, args = call
     node = node_of(target, args)
-    form = form_of(node)
+    form = form_of(node, CPU)
     assert form is not None
     assert form.lowered
     assert_same(form, node, args, {})
@@ -139,12 +139,12 @@ def test_every_lowered_form_is_compared() -> None:
 def test_what_has_no_form() -> None:
     x, weight = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
     args = (x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    assert form_of(node_of(aten.convolution.default, args)) is None
+    assert form_of(node_of(aten.convolution.default, args), CPU) is None
     # torch's generated out= overloads compute first and copy then.
-    assert form_of(node_of(aten.native_layer_norm.default, (x, [5], None, None, 1e-5))) is None
+    assert form_of(node_of(aten.native_layer_norm.default, (x, [5], None, None, 1e-5)), CPU) is None
     # A result that does not fill its storage has no address of its own.
-    assert form_of(node_of(aten.expand.default, (torch.randn(1, 3), [4, 3]))) is None
-    assert form_of(node_of(aten.native_dropout.default, (x, 0.1, False))) is None
+    assert form_of(node_of(aten.expand.default, (torch.randn(1, 3), [4, 3])), CPU) is None
+    assert form_of(node_of(aten.native_dropout.default, (x, 0.1, False)), CPU) is None
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_forms_of_all_calls(family: zoo.Family) -> None:
     stand_ins = StandIns(CPU)
     seen: set[str] = set()
     for node in lowering.nodes:
-        form, one = form_of(node), signature(node)
+        form, one = form_of(node, CPU), signature(node)
         if form is None or one.text in seen:
             continue
         seen.add(one.text)

@@ -1,0 +1,143 @@
+"""The memory layout of what kernels return, asked of the kernels themselves while tracing.
+
+Fake kernels describe some results with other strides than the real kernels give them: torch takes
+many operators apart in Python to find the shape (softplus's backward, smooth_l1_loss, batch norm of
+a transposed tensor...), and the parts decide the layout. A graph traced with them has views that
+fail at run time, and copies in another order than eager's. So each call on a tensor that is not laid out plainly is
+run once on stand-in data, and its fake result gets the strides that came back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from memopt.profiler import torch_private
+from memopt.profiler.inputs import Call
+from memopt.profiler.signature import ENDS_PROCESS, REFUSALS, StandIns, call_signature
+
+_MOST_KNOWN = 20_000
+_Strides = tuple[tuple[int, ...] | None, ...]
+_known: dict[str, _Strides] = {}
+"""Text of a call, and where it runs → the strides of its results; () if its kernel refuses."""
+
+
+def computing_device(model: nn.Module, call: Call) -> torch.device | None:
+    """Where the kernels of a model run; None for one that is not to be computed (fake or meta)."""
+    tensors = [*model.parameters(), *model.buffers(), *call.tensors()]
+    if any(isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in tensors):
+        return None
+    devices = [tensor.device for tensor in tensors]
+    accelerators = (device for device in devices if device.type != "cpu")
+    return next(accelerators, torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
+    """Trace with the layouts that the kernels of a device give their results.
+
+    Args:
+        device: where the model runs; None: nothing may be computed, fake layouts stay.
+    """
+    if device is None:
+        yield
+        return
+
+    def corrected(overload: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        if not _returns_new_tensors(overload):
+            return result
+        results = pytree.tree_leaves(result)
+        if not any(_may_differ(value, device) for value in results):
+            return result
+        given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
+        everything = [*given, *(v for v in results if isinstance(v, Tensor))]
+        if all(value.is_contiguous() for value in everything) or not all(map(_static, everything)):
+            return result
+        strides = _strides(overload, args, kwargs, results, device)
+        return _restrided(result, strides)
+
+    with torch_private.fake_results_through(corrected):
+        yield
+
+
+def _returns_new_tensors(overload: Any) -> bool:
+    """Whether an operator is a kernel that changes nothing and looks into nothing."""
+    if not isinstance(overload, torch._ops.OpOverload) or overload.namespace != "aten":
+        return False
+    schema = overload._schema
+    return not schema.is_mutable and all(one.alias_info is None for one in schema.returns)
+
+
+def _may_differ(value: Any, device: torch.device) -> bool:
+    """Whether a result can be laid out in more than one way."""
+    return (
+        isinstance(value, Tensor)
+        and value.device.type == device.type
+        and value.layout is torch.strided
+        and sum(isinstance(size, int) and size > 1 for size in value.shape) > 1
+    )
+
+
+def _static(value: Tensor) -> bool:
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    return value.layout is torch.strided and all(isinstance(size, int) for size in sizes)
+
+
+def _strides(
+    overload: Any, args: Any, kwargs: Any, results: list[Any], device: torch.device
+) -> _Strides:
+    call = call_signature(overload, args, kwargs)
+    text = f"{device}|{torch.get_num_threads()}|{call.text}"
+    found = _known.get(text)
+    if found is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        found = _known[text] = _measured(call, results, device)
+    return found
+
+
+def _measured(call: Any, results: list[Any], device: torch.device) -> _Strides:
+    """The strides of a call's results on stand-in data."""
+    if call.target in ENDS_PROCESS:
+        return ()
+    devices = [device] if device.type == "cuda" else []
+    with torch_private.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=devices):
+        args, kwargs = StandIns(device).arguments(call)
+        try:
+            real = pytree.tree_leaves(call.target(*args, **kwargs))
+        except REFUSALS:
+            return ()
+    if len(real) != len(results):
+        return ()
+    return tuple(
+        tuple(one.stride())
+        if isinstance(one, Tensor) and isinstance(fake, Tensor) and one.shape == fake.shape
+        else None
+        for one, fake in zip(real, results, strict=True)
+    )
+
+
+def _restrided(result: Any, strides: _Strides) -> Any:
+    """A fake result with other strides, where they differ and are more than a name for one
+    element."""
+    leaves, spec = pytree.tree_flatten(result)
+    if len(strides) != len(leaves):
+        return result
+    made = [
+        value.new_empty_strided(value.shape, wanted)
+        if wanted is not None and _differ(value, wanted)
+        else value
+        for value, wanted in zip(leaves, strides, strict=True)
+    ]
+    return pytree.tree_unflatten(made, spec)
+
+
+def _differ(value: Tensor, wanted: tuple[int, ...]) -> bool:
+    pairs = zip(value.shape, value.stride(), wanted, strict=True)
+    return any(size > 1 and stride != other for size, stride, other in pairs)

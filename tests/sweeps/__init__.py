@@ -1,0 +1,1 @@
+"""Sweeps: many operators, each in every layout, under several plans."""
