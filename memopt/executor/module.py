@@ -78,6 +78,7 @@ def install(
         ),
         names=tuple(p.name or p.node.name for p in captured.primals),
         source=source,
+        watched_outputs=halves.outputs_read_later,
         fork=list if arenas is None else arenas.fork,
     )
 

@@ -28,9 +28,9 @@ from memopt.profiler.eager_dropout import dropout_as_eager
 from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
+from memopt.profiler.output_views import OutputForms, hand_out, trace_apart
 from memopt.profiler.side_effects import check_side_effects
 from memopt.profiler.uncaptured import why_not_captured
-from memopt.profiler.unused_outputs import detach_outputs
 
 _LOG = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ class Captured:
         compiled: `compiled(*parameters, *buffers, *args, **kwargs) -> output`; runs `hooks`.
         hooks: the forward and backward callables behind `compiled`.
         model: weak reference to the user's model.
+        forms: what is known of the leaves of the output.
     """
 
     module: GraphModule
@@ -105,6 +106,17 @@ class Captured:
     hooks: Hooks
     model: weakref.ReferenceType[nn.Module]
     unused_outputs: tuple[int, ...] = ()
+    forms: OutputForms = OutputForms()
+
+    @property
+    def leaves(self) -> tuple[int | None, ...]:
+        """For each forward output, which leaf of the model's output it is; None: none."""
+        mutated = len(self.mutated)
+        count = len(self.forms.values)
+        return tuple(
+            i - mutated if mutated <= i < mutated + count else None
+            for i in range(len(self.forward_outputs))
+        )
 
 
 def capture(
@@ -139,8 +151,8 @@ def capture(
     with torch.enable_grad():
         traced = _trace(model, call)
         unused = unused_outputs()
-        detach_outputs(traced, unused)
-        return replace(_export(model, traced, call), unused_outputs=unused)
+        forms = trace_apart(traced, unused)
+        return replace(_export(model, traced, call, forms), unused_outputs=unused)
 
 
 def _trace(model: nn.Module, call: Call) -> Any:
@@ -167,7 +179,7 @@ _PYTREES = (
 )
 
 
-def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
+def _export(model: nn.Module, traced: Any, call: Call, forms: OutputForms) -> Captured:
     hooks = Hooks()
     with contextlib.ExitStack() as stack:
         try:
@@ -187,6 +199,7 @@ def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
             ) from error
         module: GraphModule = joint.graph_module
         _check_effects(module)
+        hand_out(module, forms)
         correct_fake_results(module)
         dropout_as_eager(module)
         split = _split(module)
@@ -216,6 +229,7 @@ def _export(model: nn.Module, traced: Any, call: Call) -> Captured:
         compiled=compiled,
         hooks=hooks,
         model=weakref.ref(model),
+        forms=forms,
     )
 
 
