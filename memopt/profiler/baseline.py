@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
+from memopt.profiler.output_views import dense_strides
+from memopt.profiler.torch_private import backward_owns_tangents
 
 _MINIMUM_STEPS = 3
 _MOST_STEPS = 10
@@ -101,11 +103,15 @@ def untouched(model: nn.Module, call: Call) -> Iterator[None]:
 
 
 def differentiable(output: Any, unused: tuple[int, ...] = ()) -> list[torch.Tensor]:
-    """The tensors of an output pytree that have a backward, but for the leaves at `unused`."""
+    """The tensors of an output pytree that have a backward, each once, but for the leaves at
+    `unused`."""
     leaves = enumerate(pytree.tree_leaves(output))
-    return [
-        v for i, v in leaves if isinstance(v, torch.Tensor) and v.requires_grad and i not in unused
-    ]
+    found = {
+        id(v): v
+        for i, v in leaves
+        if isinstance(v, torch.Tensor) and v.requires_grad and i not in unused
+    }
+    return list(found.values())
 
 
 def backward(output: Any, loss: Loss | None) -> None:
@@ -185,7 +191,7 @@ class LossUse:
     """What the user's loss does at the boundary.
 
     Attributes:
-        boundary_bytes: what it needs beside outputs and tangents.
+        boundary_bytes: what it needs beside outputs, tangents and the last step's loss.
         unused: the differentiable outputs that it gives no gradient: positions among the leaves
             of the model's output.
         kept_bytes: of its value, if that takes more than a number does. Training loops hold it
@@ -198,29 +204,67 @@ class LossUse:
     kept_bytes: int = 0
 
 
+class _Boundary(torch.autograd.Function):
+    """Outputs of a model without the model: hands them on, and keeps the gradients that come back
+    as AOTAutograd hands them to a planned backward, copied where their layout is another."""
+
+    boxed_grads_call = True
+
+    @staticmethod
+    def forward(ctx: Any, arrived: dict[int, Any], _reached: Any, *values: Any) -> tuple[Any, ...]:
+        ctx.arrived = arrived
+        ctx.strides = [dense_strides(value) for value in values]
+        ctx.set_materialize_grads(False)
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> tuple[None, ...]:
+        # torch 2.11 does not know the mark above, and holds on to what it hands over.
+        gradients = given[0] if backward_owns_tangents() else list(given)
+        kept = list(gradients)
+        gradients.clear()
+        for i, (gradient, strides) in enumerate(zip(kept, ctx.strides, strict=True)):
+            if gradient is not None and gradient.stride() != strides:
+                other = torch.empty_strided(
+                    gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
+                )
+                gradient = other.copy_(gradient)
+            ctx.arrived[i] = gradient
+        return None, None, *(None for _ in kept)
+
+
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
     """Run the loss forward and backward on detached outputs of the model; not where no output
     has a gradient, which is the model's fault and `capture`'s to say."""
     with untouched(model, call):
         output = model(*call.args, **call.kwargs)
         leaves, spec = pytree.tree_flatten(output)
-        cut: list[Any] = []
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf = leaf.detach().requires_grad_()
-            cut.append(leaf)
-        if not differentiable(output):
+        found = differentiable(output)
+        if not found:
             return LossUse()
-        del output, leaves
-        again = pytree.tree_unflatten(cut, spec)
+        rank = {id(value): i for i, value in enumerate(found)}
+        ranks = [rank.get(id(leaf)) for leaf in leaves]
+        values = [value.detach() for value in found]
+        leaves = [leaf if i is None else None for leaf, i in zip(leaves, ranks, strict=True)]
+        del output, found
+        arrived: dict[int, torch.Tensor | None] = {}
+        # Twice: while a training loop makes its loss it holds the last step's.
         with metered(device) as use:
-            value = loss.value(again)
-            value.backward()  # type: ignore[no-untyped-call]
-        given = {i: t for i, t in enumerate(cut) if isinstance(t, torch.Tensor) and t.requires_grad}
-        tangents = [t.grad for t in given.values() if t.grad is not None]
-        held = sum(t.untyped_storage().nbytes() for t in tangents)
+            for _ in range(2):
+                arrived.clear()
+                reached = torch.empty(0, requires_grad=True)
+                cut = _Boundary.apply(arrived, reached, *values)  # type: ignore[no-untyped-call]
+                again = [
+                    leaf if i is None else cut[i] for leaf, i in zip(leaves, ranks, strict=True)
+                ]
+                value = loss.value(pytree.tree_unflatten(again, spec))
+                value.backward()  # type: ignore[no-untyped-call]
+        held = sum(t.untyped_storage().nbytes() for t in arrived.values() if t is not None)
         kept_bytes = value.untyped_storage().nbytes()
-    unused = tuple(i for i, t in given.items() if t.grad is None)
+    unused = tuple(
+        i for i, one in enumerate(ranks) if one is not None and arrived.get(one) is None
+    )
+    boundary_bytes = max(0, use.peak_bytes - held - kept_bytes)
     if kept_bytes <= LARGEST_NUMBER_BYTES:
         kept_bytes = 0
-    return LossUse(max(0, use.peak_bytes - held), unused, kept_bytes)
+    return LossUse(boundary_bytes, unused, kept_bytes)
