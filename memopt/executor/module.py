@@ -206,7 +206,7 @@ class PlannedModule(nn.Module):
             instead = otherwise(model, call, error)
             return instead(*args, **kwargs)
         held = [p.value(model, ()) for p in captured.primals if p.kind != "input"]
-        return refusing_gradients(runtime.run(program, held, call), captured.unused_outputs)
+        return refusing_gradients(runtime.run(program, held, call), captured.forms.gradients.unused)
 
 
 def _shared_names(model: nn.Module) -> list[str]:

@@ -20,7 +20,7 @@ from memopt.errors import ExecutionError
 from memopt.profiler.autocast import autocast_off
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
-from memopt.profiler.output_views import repeating
+from memopt.profiler.output_views import in_memory_of_its_own, repeating
 from memopt.profiler.torch_private import keeps_graph
 
 _KEYS = itertools.count(1)
@@ -133,6 +133,9 @@ class Runtime:
                     "backward()"
                 )
         self._check_outputs(state)
+        for i, value in enumerate(args):
+            args[i] = in_memory_of_its_own(value)
+        del value
         saved = state.saved
         if keeps_graph():
             saved = program.fork(saved)

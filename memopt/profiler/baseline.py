@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
-from memopt.profiler.output_views import dense_strides
+from memopt.profiler.output_views import gradients_of, in_memory_of_its_own, tangent_of
 from memopt.profiler.torch_private import backward_owns_tangents
 
 _MINIMUM_STEPS = 3
@@ -102,16 +103,14 @@ def untouched(model: nn.Module, call: Call) -> Iterator[None]:
             tensor.grad = gradient
 
 
-def differentiable(output: Any, unused: tuple[int, ...] = ()) -> list[torch.Tensor]:
-    """The tensors of an output pytree that have a backward, each once, but for the leaves at
-    `unused`."""
-    leaves = enumerate(pytree.tree_leaves(output))
-    found = {
-        id(v): v
-        for i, v in leaves
-        if isinstance(v, torch.Tensor) and v.requires_grad and i not in unused
-    }
-    return list(found.values())
+def differentiable(output: Any, unused: tuple[int, ...] = ()) -> dict[int, torch.Tensor]:
+    """The tensors of an output pytree that have a backward, each once, by the first of their
+    positions among its leaves, but for the leaves at `unused`."""
+    found: dict[int, tuple[int, torch.Tensor]] = {}
+    for i, v in enumerate(pytree.tree_leaves(output)):
+        if isinstance(v, torch.Tensor) and v.requires_grad and i not in unused:
+            found.setdefault(id(v), (i, v))
+    return dict(found.values())
 
 
 def backward(output: Any, loss: Loss | None) -> None:
@@ -119,7 +118,7 @@ def backward(output: Any, loss: Loss | None) -> None:
     if loss is not None:
         loss.value(output).backward()  # type: ignore[no-untyped-call]
         return
-    tensors = differentiable(output)
+    tensors = list(differentiable(output).values())
     torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
 
 
@@ -192,28 +191,28 @@ class LossUse:
 
     Attributes:
         boundary_bytes: what it needs beside outputs, tangents and the last step's loss.
-        unused: the differentiable outputs that it gives no gradient: positions among the leaves
-            of the model's output.
+        gradients: the differentiable outputs that it gives none, and the layouts of the others'.
         kept_bytes: of its value, if that takes more than a number does. Training loops hold it
             until the next step's replaces it: `mse_loss` and some others return a number in a
             storage as large as the output.
     """
 
     boundary_bytes: int = 0
-    unused: tuple[int, ...] = ()
+    gradients: OutputGradients = ANY_LOSS
     kept_bytes: int = 0
 
 
 class _Boundary(torch.autograd.Function):
-    """Outputs of a model without the model: hands them on, and keeps the gradients that come back
-    as AOTAutograd hands them to a planned backward, copied where their layout is another."""
+    """Outputs of a model without the model: hands them on, and takes their gradients as a planned
+    backward does."""
 
     boxed_grads_call = True
 
     @staticmethod
-    def forward(ctx: Any, arrived: dict[int, Any], _reached: Any, *values: Any) -> tuple[Any, ...]:
-        ctx.arrived = arrived
-        ctx.strides = [dense_strides(value) for value in values]
+    def forward(
+        ctx: Any, arrived: dict[int, Any], _reached: torch.Tensor, *values: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.arrived, ctx.values = arrived, values
         ctx.set_materialize_grads(False)
         return tuple(value.detach() for value in values)
 
@@ -221,16 +220,17 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, *given: Any) -> tuple[None, ...]:
         # torch 2.11 does not know the mark above, and holds on to what it hands over.
         gradients = given[0] if backward_owns_tangents() else list(given)
-        kept = list(gradients)
+        tangents = [
+            None if gradient is None else tangent_of(gradient, value)
+            for gradient, value in zip(gradients, ctx.values, strict=True)
+        ]
         gradients.clear()
-        for i, (gradient, strides) in enumerate(zip(kept, ctx.strides, strict=True)):
-            if gradient is not None and gradient.stride() != strides:
-                other = torch.empty_strided(
-                    gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
-                )
-                gradient = other.copy_(gradient)
-            ctx.arrived[i] = gradient
-        return None, None, *(None for _ in kept)
+        for i in range(len(tangents)):
+            tangent, tangents[i] = tangents[i], None
+            if tangent is not None:
+                ctx.arrived[i] = in_memory_of_its_own(tangent)
+            del tangent
+        return None, None, *(None for _ in tangents)
 
 
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
@@ -239,7 +239,7 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
     with untouched(model, call):
         output = model(*call.args, **call.kwargs)
         leaves, spec = pytree.tree_flatten(output)
-        found = differentiable(output)
+        found = list(differentiable(output).values())
         if not found:
             return LossUse()
         rank = {id(value): i for i, value in enumerate(found)}
@@ -247,7 +247,7 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
         values = [value.detach() for value in found]
         leaves = [leaf if i is None else None for leaf, i in zip(leaves, ranks, strict=True)]
         del output, found
-        arrived: dict[int, torch.Tensor | None] = {}
+        arrived: dict[int, torch.Tensor] = {}
         # Twice: while a training loop makes its loss it holds the last step's.
         with metered(device) as use:
             for _ in range(2):
@@ -259,12 +259,10 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
                 ]
                 value = loss.value(pytree.tree_unflatten(again, spec))
                 value.backward()  # type: ignore[no-untyped-call]
-        held = sum(t.untyped_storage().nbytes() for t in arrived.values() if t is not None)
+        held = sum(tangent.untyped_storage().nbytes() for tangent in arrived.values())
+        gradients = gradients_of(ranks, values, arrived)
         kept_bytes = value.untyped_storage().nbytes()
-    unused = tuple(
-        i for i, one in enumerate(ranks) if one is not None and arrived.get(one) is None
-    )
     boundary_bytes = max(0, use.peak_bytes - held - kept_bytes)
     if kept_bytes <= LARGEST_NUMBER_BYTES:
         kept_bytes = 0
-    return LossUse(boundary_bytes, unused, kept_bytes)
+    return LossUse(boundary_bytes, gradients, kept_bytes)

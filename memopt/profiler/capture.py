@@ -12,7 +12,7 @@ import logging
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +23,13 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
+from memopt.models.record import OutputGradients
 from memopt.profiler import torch_private
 from memopt.profiler.eager_dropout import dropout_as_eager
 from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
-from memopt.profiler.output_views import OutputForms, hand_out, trace_apart
+from memopt.profiler.output_views import NO_OUTPUTS, OutputForms, hand_out, trace_apart
 from memopt.profiler.side_effects import check_side_effects
 from memopt.profiler.uncaptured import why_not_captured
 
@@ -88,7 +89,6 @@ class Captured:
         gradients: results of the backward part, one per primal (None: no gradient).
         mutated: for each leading forward output, the index of the primal it updates.
         call: the example call that was captured.
-        unused_outputs: positions among the leaves of the output that get no gradient.
         compiled: `compiled(*parameters, *buffers, *args, **kwargs) -> output`; runs `hooks`.
         hooks: the forward and backward callables behind `compiled`.
         model: weak reference to the user's model.
@@ -105,8 +105,7 @@ class Captured:
     compiled: Callable[..., Any]
     hooks: Hooks
     model: weakref.ReferenceType[nn.Module]
-    unused_outputs: tuple[int, ...] = ()
-    forms: OutputForms = OutputForms()
+    forms: OutputForms = NO_OUTPUTS
 
     @property
     def leaves(self) -> tuple[int | None, ...]:
@@ -120,15 +119,15 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, call: Call, unused_outputs: Callable[[], tuple[int, ...]] = tuple
+    model: nn.Module, call: Call, gradients: Callable[[], OutputGradients] = OutputGradients
 ) -> Captured:
     """Capture one training step of `model` for the example call.
 
     Args:
         model: the module, in the mode to train it in.
         call: the example call.
-        unused_outputs: positions, among the leaves of the model's output, of those that the
-            user's loss does not use: no gradient is traced, made or charged for them. Asked once
+        gradients: what the user's loss is known to do with the leaves of the model's output. For
+            those that it does not use no gradient is traced, made or charged. Asked once
             the forward is traced, so that a model that cannot be is refused first.
 
     Raises:
@@ -150,9 +149,7 @@ def capture(
             )
     with torch.enable_grad():
         traced = _trace(model, call)
-        unused = unused_outputs()
-        forms = trace_apart(traced, unused)
-        return replace(_export(model, traced, call, forms), unused_outputs=unused)
+        return _export(model, traced, call, trace_apart(traced, gradients()))
 
 
 def _trace(model: nn.Module, call: Call) -> Any:

@@ -11,6 +11,7 @@ eager's order. After tracing the copies go: the step hands out the views themsel
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,11 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
+from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.profiler import torch_private
 
-_CLONE = torch.ops.aten.clone.default
+_COPIED: dict[Any, int] = {torch.ops.aten.clone.default: 0, torch.ops.aten.copy.default: 1}
+"""What makes a copy, and which argument is copied."""
 
 
 @dataclass(frozen=True)
@@ -33,52 +36,126 @@ class OutputForms:
         copied: outputs of which copies are traced in their places.
         repeated: (position, earlier position) of outputs that are the same tensor; only the
             earlier one is traced.
-        given: inputs and parameters that are outputs and differentiable. Autograd sends the
-            loss's part of their gradients past the planned backward.
+        beside: (position, bytes) of gradients that autograd takes past the planned backward: of
+            differentiable inputs and parameters that are outputs themselves, and of views of an
+            input that the model updates in place.
         shared: differentiable outputs that share elements with another one or with an input:
             autograd could not tell the other of a change in place.
+        gradients: what was known of the loss when they were traced.
     """
 
     values: tuple[Any, ...] = ()
     copied: tuple[int, ...] = ()
     repeated: tuple[tuple[int, int], ...] = ()
-    given: tuple[int, ...] = ()
+    beside: tuple[tuple[int, int], ...] = ()
     shared: frozenset[int] = frozenset()
+    gradients: OutputGradients = ANY_LOSS
 
 
-def trace_apart(traced: GraphModule, unused: tuple[int, ...]) -> OutputForms:
+NO_OUTPUTS = OutputForms()
+
+
+def trace_apart(traced: GraphModule, gradients: OutputGradients) -> OutputForms:
     """Let the outputs of a dynamo graph be copies, each with a gradient of its own; in place.
 
     Args:
         traced: dynamo's graph.
-        unused: outputs that the user's loss does not use: traced without a gradient.
+        gradients: what the user's loss does with the outputs. Those that it does not use are
+            traced without a gradient, the others with gradients in the layout that it gives them.
 
     Raises:
         CaptureError: the model does not return the same outputs each time it is called.
     """
     output = next(node for node in traced.graph.nodes if node.op == "output")
     leaves = list(output.args[0])
-    if unused and max(unused) >= len(leaves):
+    last = max((*gradients.unused, *(i for i, _ in gradients.strides)), default=-1)
+    if last >= len(leaves):
         raise CaptureError(
             f"the model returned {len(leaves)} values when it was captured and at least "
-            f"{max(unused) + 1} when its loss was measured; memopt needs the same in every step"
+            f"{last + 1} when its loss was measured; memopt needs the same in every step"
         )
     inputs = [n for n in traced.graph.nodes if n.op in ("placeholder", "get_attr")]
-    forms = _forms([_value(leaf) for leaf in leaves], [_value(n) for n in inputs], unused)
+    forms = _forms([_value(leaf) for leaf in leaves], [_value(n) for n in inputs], gradients)
+    strides = dict(gradients.strides)
     earlier = dict(forms.repeated)
     with traced.graph.inserting_before(output):
         for position, leaf in enumerate(leaves):
             if position in earlier:
                 leaves[position] = None
                 continue
-            if position in unused:
+            if position in gradients.unused:
                 leaf = traced.graph.call_method("detach", (leaf,))
             if position in forms.copied:
-                leaf = traced.graph.call_function(torch.clone, (leaf,))
+                leaf = _copy(traced, leaf, forms.values[position], strides.get(position))
             leaves[position] = leaf
     output.args = (tuple(leaves),)
     traced.recompile()
     return forms
+
+
+def _copy(
+    traced: GraphModule, leaf: Node, value: torch.Tensor, strides: tuple[int, ...] | None
+) -> Node:
+    """A copy of an output, in the memory layout of its gradient."""
+    graph = traced.graph
+    if strides is None or len(strides) != value.dim() or not is_dense(value.shape, strides):
+        return graph.call_function(torch.clone, (leaf,))
+    empty = graph.call_method("new_empty_strided", (leaf, tuple(value.shape), strides))
+    return graph.call_method("copy_", (empty, leaf))
+
+
+def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
+    """Whether elements have a place each, without gaps."""
+    sizes = zip(strides, shape, strict=True)
+    room = 1
+    for stride, size in sorted(pair for pair in sizes if pair[1] != 1):
+        if stride != room:
+            return False
+        room *= size
+    return True
+
+
+def tangent_of(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """An output's gradient as the planned backward gets it: as it is, or without its gaps."""
+    if is_dense(gradient.shape, gradient.stride()):
+        return gradient
+    strides = dense_strides(value)
+    made = torch.empty_strided(
+        gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
+    )
+    return made.copy_(gradient)
+
+
+def gradients_of(
+    ranks: list[int | None], values: list[torch.Tensor], arrived: dict[int, torch.Tensor]
+) -> OutputGradients:
+    """What a loss does with the leaves of an output.
+
+    Args:
+        ranks: for each leaf, which differentiable output it is.
+        values: the differentiable outputs.
+        arrived: their gradients, where there are any.
+    """
+    unused, strides = [], []
+    for position, rank in enumerate(ranks):
+        if rank is None:
+            continue
+        if rank not in arrived:
+            unused.append(position)
+            continue
+        gradient = arrived[rank]
+        dense = is_dense(gradient.shape, gradient.stride())
+        if dense and gradient.stride() != dense_strides(values[rank]):
+            strides.append((position, tuple(gradient.stride())))
+    return OutputGradients(tuple(unused), tuple(strides))
+
+
+def in_memory_of_its_own(tangent: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if it would keep more memory alive than is its own: a part of the
+    gradient of several outputs' concatenation, say."""
+    if tangent.untyped_storage().nbytes() <= tangent.numel() * tangent.element_size():
+        return tangent
+    return tangent.clone()
 
 
 def _value(leaf: Any) -> Any:
@@ -87,13 +164,13 @@ def _value(leaf: Any) -> Any:
     return leaf.meta.get("example_value", leaf.meta.get("val"))
 
 
-def _forms(values: list[Any], inputs: list[Any], unused: tuple[int, ...]) -> OutputForms:
+def _forms(values: list[Any], inputs: list[Any], gradients: OutputGradients) -> OutputForms:
     given_storages: dict[int, torch.Tensor] = {}
     for value in inputs:
         if isinstance(value, torch.Tensor):
             given_storages.setdefault(_storage(value), value)
     first: dict[int, int] = {}
-    repeated, given, copied = [], [], []
+    repeated, beside, copied = [], [], []
     members: defaultdict[int, list[int]] = defaultdict(list)
     shared = set()
     for position, value in enumerate(values):
@@ -104,16 +181,17 @@ def _forms(values: list[Any], inputs: list[Any], unused: tuple[int, ...]) -> Out
             continue
         first[id(value)] = position
         storage = _storage(value)
-        differentiable = value.requires_grad and position not in unused
+        differentiable = value.requires_grad and position not in gradients.unused
         source = given_storages.get(storage)
         if source is not None:
-            if any(value is one for one in inputs):
-                if differentiable:
-                    given.append(position)
-                continue
+            own = any(value is one for one in inputs)
             # Of what is updated in place, and of what has no gradient, AOTAutograd makes views
             # again from the input itself.
-            if not differentiable or source._version:
+            if own or source._version or not differentiable:
+                if differentiable and not (own and source._version):
+                    size = value.numel() * value.element_size()
+                    view = 0 if own else 2 * source.untyped_storage().nbytes()
+                    beside.append((position, size + view))
                 continue
             shared.add(position)
         copied.append(position)
@@ -128,8 +206,9 @@ def _forms(values: list[Any], inputs: list[Any], unused: tuple[int, ...]) -> Out
         values=tuple(values),
         copied=tuple(copied),
         repeated=tuple(repeated),
-        given=tuple(given),
+        beside=tuple(beside),
         shared=frozenset(shared),
+        gradients=gradients,
     )
 
 
@@ -187,13 +266,13 @@ def hand_out(module: GraphModule, forms: OutputForms) -> None:
     copies = []
     for position in forms.copied:
         copy = results[place[position]]
-        if not isinstance(copy, Node) or copy.target is not _CLONE:
+        if not isinstance(copy, Node) or copy.target not in _COPIED:
             raise CaptureError(
                 f"output {position} of the model is traced as {copy}, which memopt does not know; "
                 "please report this model"
             )
         copies.append(copy)
-        results[place[position]] = copy.args[0]
+        results[place[position]] = copy.args[_COPIED[copy.target]]
     storages: dict[int, int] = {}
     for position in forms.copied:
         found = _storage(results[place[position]].meta["val"])
@@ -205,6 +284,9 @@ def hand_out(module: GraphModule, forms: OutputForms) -> None:
     output.args = (type(output.args[0])(results),)
     for copy in copies:
         module.graph.erase_node(copy)
+        for empty in copy.all_input_nodes:
+            if not empty.users and empty.target is torch.ops.aten.new_empty_strided.default:
+                module.graph.erase_node(empty)
     module.recompile()
 
 
