@@ -12,7 +12,7 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.program import Program
-from memopt.models.record import ModelRecord
+from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
 from memopt.models.steps import ChainStep
 from memopt.strategies.base import Status, Strategy
 
@@ -101,10 +101,10 @@ class Plan:
         return self.step_time_s / self.compute_time_s - 1
 
     @property
-    def unused_outputs(self) -> tuple[int, ...]:
-        """The outputs that the plan's step has no gradient for, its loss using none of them:
-        positions among the leaves of the model's output."""
-        return self.record.unused_outputs if self.record is not None else ()
+    def output_gradients(self) -> OutputGradients:
+        """What the planned loss does with the model's output: the leaves that it does not use, for
+        which the plan's step has no gradient, and the layouts of the others' gradients."""
+        return self.record.output_gradients if self.record is not None else ANY_LOSS
 
     @property
     def loss_bytes(self) -> int:
@@ -205,7 +205,9 @@ class Plan:
         from memopt.profiler.session import profile_model
 
         assert self.graph is not None
-        profiled = profile_model(model, call, unused_outputs=self.unused_outputs)
+        # Strides are of the planned call's outputs.
+        known = OutputGradients(unused=self.output_gradients.unused)
+        profiled = profile_model(model, call, output_gradients=known)
         optimizer = self.profiled.optimizer if self.profiled is not None else None
         extra_bytes = optimizer.bytes_total if optimizer is not None else 0
         extra_bytes += self.loss_bytes

@@ -104,7 +104,7 @@ def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowe
             raise PlanFileError(f"this plan is for another model or call: {differs}. {again(plan)}")
     if plan.profiled is not None and plan.profiled.captured.model() is model:
         return plan.profiled.captured, plan.profiled.lowering
-    captured = capture(model, call, lambda: plan.unused_outputs)
+    captured = capture(model, call, lambda: plan.output_gradients)
     if plan.record is not None:
         # An estimate for CUDA counts in its blocks wherever it is applied.
         block_bytes = plan.record.block_bytes

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from memopt.executor.apply import apply_plan, planned_call
+from memopt.models.record import OutputGradients
 from memopt.profiler.baseline import as_targets, differentiable
 from memopt.profiler.memory import metered
+from memopt.profiler.output_views import dense_strides
 from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
 from memopt.profiler.untouched import untouched
 
@@ -38,7 +40,7 @@ def measure_step(
 
     def step() -> Any:
         output = planned(*call.args, **call.kwargs)
-        loss_of(output, loss_fn, targets, plan.unused_outputs).backward()
+        loss_of(output, loss_fn, targets, plan.output_gradients).backward()
         return output
 
     times: list[float] = []
@@ -48,9 +50,14 @@ def measure_step(
             step()
         clear_gradients(model, call.tensors())
         with metered(device) as use:
-            # Kept until the meter stops: a user's step holds its output, too.
-            output = step()
-        del output
+            for _ in range(2 if plan.loss_bytes else 1):
+                clear_gradients(model, call.tensors())
+                # Kept until the meter stops: a user's step holds its output, too. And while it
+                # makes its loss it holds the last step's.
+                output = planned(*call.args, **call.kwargs)
+                loss = loss_of(output, loss_fn, targets, plan.output_gradients)
+                loss.backward()
+        del output, loss
         while len(times) < _MINIMUM_STEPS or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
             clear_gradients(model, call.tensors())
             times.append(timed(step, device))
@@ -68,27 +75,29 @@ class _Sum(torch.autograd.Function):
     losses do; `sum()` would hand over an expanded scalar, a tangent without memory."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        ctx.like = (value.shape, value.dtype, value.device)
+    def forward(ctx: Any, value: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+        ctx.like = (value.shape, strides or dense_strides(value), value.dtype, value.device)
         return value.detach().sum()
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
-        shape, dtype, device = ctx.like
-        return torch.ones(shape, dtype=dtype, device=device)
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        shape, strides, dtype, device = ctx.like
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(1), None
 
 
-def loss_of(output: Any, loss_fn: Any, targets: Any, unused: tuple[int, ...]) -> Any:
+def loss_of(output: Any, loss_fn: Any, targets: Any, gradients: OutputGradients) -> Any:
     """Where a measured step's backward begins: the user's loss, or else the sum of the outputs."""
-    return summed(output, unused) if loss_fn is None else loss_fn(output, *as_targets(targets))
+    return summed(output, gradients) if loss_fn is None else loss_fn(output, *as_targets(targets))
 
 
-def summed(output: Any, unused: tuple[int, ...]) -> torch.Tensor:
-    """The sum of the differentiable outputs, handing a real tangent to each; `unused`: which
-    leaves of the output take none."""
+def summed(output: Any, gradients: OutputGradients) -> torch.Tensor:
+    """The sum of the differentiable outputs, handing a real tangent to each that the plan has one
+    for, in the layout that it was planned in."""
     total = torch.zeros(())
-    for value in differentiable(output, unused):
-        part: torch.Tensor = _Sum.apply(value)  # type: ignore[no-untyped-call]  # torch's own
+    strides = dict(gradients.strides)
+    for position, value in differentiable(output, gradients.unused).items():
+        layout = strides.get(position)
+        part: torch.Tensor = _Sum.apply(value, layout)  # type: ignore[no-untyped-call]  # torch's
         total = total.to(part.device) + part
     return total
 

@@ -46,7 +46,7 @@ def measure_in_turn(
     """
     call = planned_call(plans[0])
     device = device_of(model, call)
-    unused = tuple({i for plan in plans for i in plan.unused_outputs})
+    gradients = plans[0].output_gradients
     modules = [model, *(apply_plan(plan, model) for plan in plans)]
     resident_bytes = unmetered_bytes(plans[0], device)
     report = progress or (lambda _fraction, _what: None)
@@ -54,7 +54,7 @@ def measure_in_turn(
 
     def step(module: nn.Module) -> Any:
         output = module(*call.args, **call.kwargs)
-        loss_of(output, loss_fn, targets, unused).backward()
+        loss_of(output, loss_fn, targets, gradients).backward()
         return output
 
     peaks: list[int] = []

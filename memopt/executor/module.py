@@ -80,6 +80,7 @@ def install(
         ),
         names=tuple(p.name or p.node.name for p in captured.primals),
         source=source,
+        watched_outputs=halves.outputs_read_later,
         fork=list if arenas is None else arenas.fork,
     )
 
@@ -251,7 +252,7 @@ class PlannedModule(nn.Module):
             return instead(*args, **kwargs)
         self.calls.planned += 1
         held = [p.value(model, ()) for p in captured.primals if p.kind != "input"]
-        return refusing_gradients(runtime.run(program, held, call), captured.unused_outputs)
+        return refusing_gradients(runtime.run(program, held, call), captured.forms.gradients.unused)
 
 
 _OWN = ("_memopt", "_memopt_guard", "_memopt_otherwise", "_memopt_calls")

@@ -39,7 +39,7 @@ def record_step(
 
     def step() -> None:
         output = module(*call.args, **call.kwargs)
-        loss_of(output, loss_fn, targets, plan.unused_outputs).backward()
+        loss_of(output, loss_fn, targets, plan.output_gradients).backward()
 
     found: list[tuple[float, tuple[Recorded, ...]]] = []
     with untouched(model, call, loss_fn, targets) as kept:

@@ -20,6 +20,7 @@ from memopt.errors import ExecutionError
 from memopt.profiler.autocast import autocast_off
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
+from memopt.profiler.output_views import in_memory_of_its_own, repeating
 from memopt.profiler.torch_private import keeps_graph
 
 _KEYS = itertools.count(1)
@@ -34,6 +35,7 @@ class Installed:
         backward: `backward(primals, arguments, saved) -> gradients`.
         watched: positions of the primals whose change between forward and backward would
             give wrong gradients.
+        watched_outputs: positions of the forward outputs of which the same holds.
         names: the primals' names, for messages.
         source: the generated code; "" when interpreted.
         fork: what a backward runs with that may come again, of what the forward has left.
@@ -44,6 +46,7 @@ class Installed:
     watched: tuple[int, ...]
     names: tuple[str, ...]
     source: str = ""
+    watched_outputs: tuple[int, ...] = ()
     fork: Callable[[list[Any]], list[Any]] = list
 
 
@@ -52,6 +55,8 @@ class _State:
     program: Installed
     primals: list[Any]
     versions: tuple[int, ...]
+    outputs: list[torch.Tensor]
+    output_versions: list[int]
     saved: list[Any]
 
 
@@ -81,7 +86,8 @@ class Runtime:
         before = getattr(self._local, "program", None)
         self._local.program = program
         try:
-            return self._captured.compiled(*held, *call.args, **call.kwargs)
+            output = self._captured.compiled(*held, *call.args, **call.kwargs)
+            return repeating(output, self._captured.forms)
         finally:
             self._local.program = before
 
@@ -93,9 +99,22 @@ class Runtime:
         key = next(_KEYS)
         token = torch.tensor(key, dtype=torch.int64)
         versions = tuple(primals[i]._version for i in program.watched)
-        self._states[key] = _State(program, primals, versions, saved)
+        # Aliases: what autograd attaches to the outputs must not keep the state, which may hold
+        # the same tensors, and with it the token, alive.
+        watched = [outputs[i].detach() for i in program.watched_outputs]
+        output_versions = [value._version for value in watched]
+        self._states[key] = _State(program, primals, versions, watched, output_versions, saved)
         weakref.finalize(token, self._states.pop, key, None)
-        return [*outputs, token]
+        leaves = self._captured.leaves
+        return [*map(self._handed_out, leaves, outputs), token]
+
+    def _handed_out(self, leaf: int | None, value: Any) -> Any:
+        """What the user gets of a forward output: the same memory, and changes in place are
+        counted for both. Of one that shares elements with others, a view: autograd refuses to
+        change it in place, of which the others would not know."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.view_as(value) if leaf in self._captured.forms.shared else value.detach()
 
     def _backward(self, args: list[Any]) -> tuple[Any, ...]:
         key = int(args[0])
@@ -113,6 +132,10 @@ class Runtime:
                     "and its backward; the gradients would be wrong. Update parameters after "
                     "backward()"
                 )
+        self._check_outputs(state)
+        for i, value in enumerate(args):
+            args[i] = in_memory_of_its_own(value)
+        del value
         saved = state.saved
         if keeps_graph():
             saved = program.fork(saved)
@@ -120,3 +143,14 @@ class Runtime:
             del self._states[key]
         with autocast_off():
             return program.backward(state.primals, args, saved)
+
+    def _check_outputs(self, state: _State) -> None:
+        positions = state.program.watched_outputs
+        for position, value, version in zip(
+            positions, state.outputs, state.output_versions, strict=True
+        ):
+            if value._version != version:
+                raise ExecutionError(
+                    f"output {self._captured.leaves[position]} of the planned model was changed in "
+                    "place before its backward, which needs its value: change a copy (clone())"
+                )

@@ -86,6 +86,16 @@ class Halves:
         return tuple(t for t in self._live_at_boundary if t in wanted)
 
     @cached_property
+    def outputs_read_later(self) -> tuple[int, ...]:
+        """Positions of the forward outputs whose memory the backward half reads, ascending."""
+        storages = self.lowering.storages
+        return tuple(
+            position
+            for position, output in enumerate(self.captured.forward_outputs)
+            if isinstance(output, Node) and set(storages[output]) & set(self.carried)
+        )
+
+    @cached_property
     def _live_at_boundary(self) -> tuple[int, ...]:
         """Computed tensors on the device when the forward ends, ascending."""
         live: set[int] = set()

@@ -63,6 +63,24 @@ Argument: TypeAlias = TensorSpec | Plain | Nest | Opaque
 
 
 @dataclass(frozen=True, slots=True)
+class OutputGradients:
+    """What the user's loss is known to do with the leaves of the model's output.
+
+    Attributes:
+        unused: positions of the leaves that get no gradient.
+        strides: (position, strides) of gradients that arrive in another memory layout than their
+            output's.
+    """
+
+    unused: tuple[int, ...] = ()
+    strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+ANY_LOSS = OutputGradients()
+"""Nothing is known of the loss: every output may get a gradient, laid out as the output is."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRecord:
     """What a plan was made for.
 
@@ -77,7 +95,7 @@ class ModelRecord:
         torch_version: the torch that captured it.
         block_bytes: the allocator's granularity in the captured graph.
         fingerprint: of the captured graph; "" if it was not captured.
-        unused_outputs: positions among the leaves of the model's output that get no gradient.
+        output_gradients: what the planned loss does with the model's output.
         loss_bytes: of the planned loss itself, which lives from its step into the next one and is
             charged as resident, if it takes more than a number.
         repeated: (position, earlier position) of each flat argument that is the same tensor as an
@@ -94,7 +112,7 @@ class ModelRecord:
     torch_version: str
     block_bytes: int = 1
     fingerprint: str = ""
-    unused_outputs: tuple[int, ...] = ()
+    output_gradients: OutputGradients = ANY_LOSS
     loss_bytes: int = 0
     repeated: tuple[tuple[int, int], ...] = ()
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from memopt.errors import PlanFileError
 from memopt.models.codec import Reader
-from memopt.models.record import Argument, ModelRecord, Nest, Plain, TensorSpec
+from memopt.models.record import Argument, ModelRecord, Nest, OutputGradients, Plain, TensorSpec
 
 T = TypeVar("T")
 
@@ -32,7 +32,10 @@ def encode_record(value: ModelRecord) -> dict[str, Any]:
         "torch_version": value.torch_version,
         "block_bytes": value.block_bytes,
         "fingerprint": value.fingerprint,
-        "unused_outputs": list(value.unused_outputs),
+        "unused_outputs": list(value.output_gradients.unused),
+        "gradient_strides": [
+            [position, list(strides)] for position, strides in value.output_gradients.strides
+        ],
         "loss_bytes": value.loss_bytes,
         "repeated": [list(pair) for pair in value.repeated],
     }
@@ -80,7 +83,7 @@ def read_record(reader: Reader) -> ModelRecord:
         "block_bytes",
         "fingerprint",
     )
-    later = ("unused_outputs", "loss_bytes", "repeated")
+    later = ("unused_outputs", "gradient_strides", "loss_bytes", "repeated")
     found = dict(zip((*names, *later), reader.fields(*names, optional=later), strict=True))
     return ModelRecord(
         model=found["model"].text(),
@@ -93,7 +96,10 @@ def read_record(reader: Reader) -> ModelRecord:
         torch_version=found["torch_version"].text(),
         block_bytes=found["block_bytes"].whole(),
         fingerprint=found["fingerprint"].text(),
-        unused_outputs=found["unused_outputs"].optional(Reader.wholes) or (),
+        output_gradients=OutputGradients(
+            unused=found["unused_outputs"].optional(Reader.wholes) or (),
+            strides=found["gradient_strides"].optional(lambda rows: rows.each(_read_strides)) or (),
+        ),
         loss_bytes=found["loss_bytes"].optional(Reader.whole) or 0,
         repeated=found["repeated"].optional(lambda rows: rows.each(_read_repeated)) or (),
     )
@@ -104,6 +110,13 @@ def _pair(reader: Reader, read: Callable[[Reader], T]) -> tuple[str, T]:
     if len(row) != 2:
         raise reader.fail("[name, value]")
     return row[0].text(), read(row[1])
+
+
+def _read_strides(reader: Reader) -> tuple[int, tuple[int, ...]]:
+    row = reader.items()
+    if len(row) != 2:
+        raise reader.fail("[position, strides]")
+    return row[0].whole(), row[1].wholes()
 
 
 def _read_repeated(reader: Reader) -> tuple[int, int]:

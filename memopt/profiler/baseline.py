@@ -16,8 +16,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
+from memopt.profiler.output_views import gradients_of, in_memory_of_its_own, tangent_of
+from memopt.profiler.torch_private import backward_owns_tangents
 from memopt.profiler.untouched import untouched
 
 _MINIMUM_STEPS = 3
@@ -88,12 +91,14 @@ class Baseline:
     library_bytes: int = 0
 
 
-def differentiable(output: Any, unused: tuple[int, ...] = ()) -> list[torch.Tensor]:
-    """The tensors of an output pytree that have a backward, but for the leaves at `unused`."""
-    leaves = enumerate(pytree.tree_leaves(output))
-    return [
-        v for i, v in leaves if isinstance(v, torch.Tensor) and v.requires_grad and i not in unused
-    ]
+def differentiable(output: Any, unused: tuple[int, ...] = ()) -> dict[int, torch.Tensor]:
+    """The tensors of an output pytree that have a backward, each once, by the first of their
+    positions among its leaves, but for the leaves at `unused`."""
+    found: dict[int, tuple[int, torch.Tensor]] = {}
+    for i, v in enumerate(pytree.tree_leaves(output)):
+        if isinstance(v, torch.Tensor) and v.requires_grad and i not in unused:
+            found.setdefault(id(v), (i, v))
+    return dict(found.values())
 
 
 def backward(output: Any, loss: Loss | None) -> None:
@@ -101,7 +106,7 @@ def backward(output: Any, loss: Loss | None) -> None:
     if loss is not None:
         loss.value(output).backward()  # type: ignore[no-untyped-call]
         return
-    tensors = differentiable(output)
+    tensors = list(differentiable(output).values())
     torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
 
 
@@ -179,17 +184,47 @@ class LossUse:
     """What the user's loss does at the boundary.
 
     Attributes:
-        boundary_bytes: what it needs beside outputs and tangents.
-        unused: the differentiable outputs that it gives no gradient: positions among the leaves
-            of the model's output.
+        boundary_bytes: what it needs beside outputs, tangents and the last step's loss.
+        gradients: the differentiable outputs that it gives none, and the layouts of the others'.
         kept_bytes: of its value, if that takes more than a number does. Training loops hold it
             until the next step's replaces it: `mse_loss` and some others return a number in a
             storage as large as the output.
     """
 
     boundary_bytes: int = 0
-    unused: tuple[int, ...] = ()
+    gradients: OutputGradients = ANY_LOSS
     kept_bytes: int = 0
+
+
+class _Boundary(torch.autograd.Function):
+    """Outputs of a model without the model: hands them on, and takes their gradients as a planned
+    backward does."""
+
+    boxed_grads_call = True
+
+    @staticmethod
+    def forward(
+        ctx: Any, arrived: dict[int, Any], _reached: torch.Tensor, *values: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.arrived, ctx.values = arrived, values
+        ctx.set_materialize_grads(False)
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> tuple[None, ...]:
+        # torch 2.11 does not know the mark above, and holds on to what it hands over.
+        gradients = given[0] if backward_owns_tangents() else list(given)
+        tangents = [
+            None if gradient is None else tangent_of(gradient, value)
+            for gradient, value in zip(gradients, ctx.values, strict=True)
+        ]
+        gradients.clear()
+        for i in range(len(tangents)):
+            tangent, tangents[i] = tangents[i], None
+            if tangent is not None:
+                ctx.arrived[i] = in_memory_of_its_own(tangent)
+            del tangent
+        return None, None, *(None for _ in tangents)
 
 
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
@@ -199,24 +234,31 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
         with kept.watching():
             output = model(*call.args, **call.kwargs)
         leaves, spec = pytree.tree_flatten(output)
-        cut: list[Any] = []
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf = leaf.detach().requires_grad_()
-            cut.append(leaf)
-        if not differentiable(output):
+        found = list(differentiable(output).values())
+        if not found:
             return LossUse()
-        del output, leaves
-        again = pytree.tree_unflatten(cut, spec)
+        rank = {id(value): i for i, value in enumerate(found)}
+        ranks = [rank.get(id(leaf)) for leaf in leaves]
+        values = [value.detach() for value in found]
+        leaves = [leaf if i is None else None for leaf, i in zip(leaves, ranks, strict=True)]
+        del output, found
+        arrived: dict[int, torch.Tensor] = {}
+        # Twice: while a training loop makes its loss it holds the last step's.
         with metered(device) as use:
-            with kept.watching():
-                value = loss.value(again)
-            value.backward()  # type: ignore[no-untyped-call]
-        given = {i: t for i, t in enumerate(cut) if isinstance(t, torch.Tensor) and t.requires_grad}
-        tangents = [t.grad for t in given.values() if t.grad is not None]
-        held = sum(t.untyped_storage().nbytes() for t in tangents)
+            for _ in range(2):
+                arrived.clear()
+                reached = torch.empty(0, requires_grad=True)
+                cut = _Boundary.apply(arrived, reached, *values)  # type: ignore[no-untyped-call]
+                again = [
+                    leaf if i is None else cut[i] for leaf, i in zip(leaves, ranks, strict=True)
+                ]
+                with kept.watching():
+                    value = loss.value(pytree.tree_unflatten(again, spec))
+                value.backward()  # type: ignore[no-untyped-call]
+        held = sum(tangent.untyped_storage().nbytes() for tangent in arrived.values())
+        gradients = gradients_of(ranks, values, arrived)
         kept_bytes = value.untyped_storage().nbytes()
-    unused = tuple(i for i, t in given.items() if t.grad is None)
+    boundary_bytes = max(0, use.peak_bytes - held - kept_bytes)
     if kept_bytes <= LARGEST_NUMBER_BYTES:
         kept_bytes = 0
-    return LossUse(max(0, use.peak_bytes - held), unused, kept_bytes)
+    return LossUse(boundary_bytes, gradients, kept_bytes)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.fx import Node
 
 from memopt.errors import CaptureError
+from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.profiler.capture import Captured
 from memopt.profiler.eager_dropout import EagerDropout
@@ -76,8 +77,10 @@ class _Builder:
     backward: set[Node] = field(default_factory=set)
 
     def size_of(self, value: torch.Tensor) -> int:
-        size = value.untyped_storage().nbytes()
-        return -(-size // self.block_bytes) * self.block_bytes
+        return self.in_blocks(value.untyped_storage().nbytes())
+
+    def in_blocks(self, size_bytes: int) -> int:
+        return in_blocks(size_bytes, self.block_bytes)
 
     def storage_key(self, value: torch.Tensor) -> int:
         storage = value.untyped_storage()
@@ -295,6 +298,7 @@ def _only_replaces_statistics(node: Node) -> bool:
 def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering:
     outputs = _results(builder, captured.forward_outputs)
     gradients = _results(builder, captured.gradients)
+    beside = _beside(builder, captured)
     operators = _with_in_place(builder, {*outputs, *gradients}, captured.device)
     for index in outputs:
         if not builder.tensors[index].resident:
@@ -305,8 +309,8 @@ def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering
         tensors=builder.tensors,
         operators=[operators[i] for i in order],
         outputs=outputs,
-        gradients=gradients,
-        tangents=[builder.storages[n][0] for n in captured.tangents],  # type: ignore[misc]
+        gradients=(*gradients, *beside),
+        tangents=[*(builder.storages[n][0] for n in captured.tangents), *beside],  # type: ignore[list-item]
         tangents_held=not backward_owns_tangents(),
         extra_resident_bytes=_untouched_bytes(builder, model, captured),
     )
@@ -318,6 +322,16 @@ def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering
         bases=builder.bases,
         device=captured.device,
     )
+
+
+def _beside(builder: _Builder, captured: Captured) -> tuple[int, ...]:
+    """Gradients that the loss hands to parameters and inputs themselves: autograd holds them from
+    the loss boundary to the end."""
+    first = len(builder.tensors)
+    for position, size_bytes in captured.forms.beside:
+        size = builder.in_blocks(size_bytes)
+        builder.tensors.append(Tensor(f"gradient of output {position}", size, TensorKind.GRADIENT))
+    return tuple(range(first, len(builder.tensors)))
 
 
 def _with_in_place(

@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
+from memopt.models.record import OutputGradients
 from memopt.profiler import torch_private
 from memopt.profiler.draws import DrawsAsEager, with_own_names
 from memopt.profiler.eager_dropout import dropout_as_eager
@@ -29,10 +30,10 @@ from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
 from memopt.profiler.kernel_layouts import computing_device, layouts_of_kernels
+from memopt.profiler.output_views import NO_OUTPUTS, OutputForms, hand_out, trace_apart
 from memopt.profiler.parameter_updates import without_zero_gradients
 from memopt.profiler.side_effects import check_side_effects
 from memopt.profiler.uncaptured import check_effects, shape_from_data, why_not_captured
-from memopt.profiler.unused_outputs import detach_outputs
 from memopt.profiler.watches import Watches, digest
 
 _LOG = logging.getLogger(__name__)
@@ -96,12 +97,12 @@ class Captured:
         mutated: for each leading forward output, the index of the primal it updates.
         call: the example call that was captured.
         device: where its kernels run; None: they are not to be computed (an estimate).
-        unused_outputs: positions among the leaves of the output that get no gradient.
         watches: what the trace read beside the inputs, and relied on.
         trace: names the forward's graph, as it was traced.
         compiled: `compiled(*parameters, *buffers, *args, **kwargs) -> output`; runs `hooks`.
         hooks: the forward and backward callables behind `compiled`.
         model: weak reference to the user's model.
+        forms: what is known of the leaves of the output.
     """
 
     module: GraphModule
@@ -115,21 +116,31 @@ class Captured:
     hooks: Hooks
     model: weakref.ReferenceType[nn.Module]
     device: torch.device | None = None
-    unused_outputs: tuple[int, ...] = ()
     watches: Watches = field(default_factory=Watches)
     trace: str = ""
+    forms: OutputForms = NO_OUTPUTS
+
+    @property
+    def leaves(self) -> tuple[int | None, ...]:
+        """For each forward output, which leaf of the model's output it is; None: none."""
+        mutated = len(self.mutated)
+        count = len(self.forms.values)
+        return tuple(
+            i - mutated if mutated <= i < mutated + count else None
+            for i in range(len(self.forward_outputs))
+        )
 
 
 def capture(
-    model: nn.Module, call: Call, unused_outputs: Callable[[], tuple[int, ...]] = tuple
+    model: nn.Module, call: Call, gradients: Callable[[], OutputGradients] = OutputGradients
 ) -> Captured:
     """Capture one training step of `model` for the example call.
 
     Args:
         model: the module, in the mode to train it in.
         call: the example call.
-        unused_outputs: positions, among the leaves of the model's output, of those that the
-            user's loss does not use: no gradient is traced, made or charged for them. Asked once
+        gradients: what the user's loss is known to do with the leaves of the model's output. For
+            those that it does not use no gradient is traced, made or charged. Asked once
             the forward is traced, so that a model that cannot be is refused first.
 
     Raises:
@@ -153,12 +164,8 @@ def capture(
     with torch.enable_grad(), layouts_of_kernels(device):
         traced, watches = _trace(model, call)
         trace = digest(traced, model, watches)
-        unused = unused_outputs()
-        detach_outputs(traced, unused)
-        captured = _export(model, traced, call, watches)
-        return replace(
-            captured, device=device, unused_outputs=unused, watches=watches, trace=trace
-        )
+        captured = _export(model, traced, call, watches, trace_apart(traced, gradients()))
+        return replace(captured, device=device, watches=watches, trace=trace)
 
 
 def traced_again(captured: Captured, model: nn.Module) -> Watches | None:
@@ -192,7 +199,9 @@ _PYTREES = (
 )
 
 
-def _export(model: nn.Module, traced: Any, call: Call, watches: Watches) -> Captured:
+def _export(
+    model: nn.Module, traced: Any, call: Call, watches: Watches, forms: OutputForms
+) -> Captured:
     hooks = Hooks()
     with contextlib.ExitStack() as stack:
         try:
@@ -213,6 +222,7 @@ def _export(model: nn.Module, traced: Any, call: Call, watches: Watches) -> Capt
             ) from error
         module: GraphModule = joint.graph_module
         check_effects(module)
+        hand_out(module, forms)
         with_own_names(module)
         correct_fake_results(module)
         dropout_as_eager(module)
@@ -244,6 +254,7 @@ def _export(model: nn.Module, traced: Any, call: Call, watches: Watches) -> Capt
         compiled=compiled,
         hooks=hooks,
         model=weakref.ref(model),
+        forms=forms,
     )
 
 

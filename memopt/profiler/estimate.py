@@ -26,7 +26,7 @@ from memopt.models.graph import Graph
 from memopt.models.liveness import store_all
 from memopt.models.replay import replay
 from memopt.models.serialize import fingerprint
-from memopt.profiler.baseline import LARGEST_NUMBER_BYTES, Loss, LossUse
+from memopt.profiler.baseline import LARGEST_NUMBER_BYTES, Loss, LossUse, differentiable
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost
 from memopt.profiler.capture import Captured, capture
@@ -45,6 +45,7 @@ from memopt.profiler.generator_state import with_state
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.measure import with_costs
 from memopt.profiler.optimizer_state import optimizer_state
+from memopt.profiler.output_views import gradients_of, is_dense
 from memopt.profiler.record import record_of
 from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, replayed_baseline
 from memopt.profiler.signature import Signature, describe_value, signature
@@ -168,7 +169,7 @@ def estimate_model(
     stand_in, fake_call = fakes.model(model), fakes.call(call)
     used = cache(lambda: _loss_use(fakes, stand_in, fake_call, loss, device) if loss else LossUse())
     with fused_attention() if cuda else contextlib.nullcontext():
-        captured = capture(stand_in, fake_call, lambda: used().unused)
+        captured = capture(stand_in, fake_call, lambda: used().gradients)
     lowering = build(stand_in, captured, device.block_bytes)
     report(0.8, f"pricing operators for {device.name}")
     graph = with_state(with_costs(lowering, estimate_costs(lowering, device)), cuda=cuda)
@@ -190,7 +191,7 @@ def estimate_model(
         cpu,
         block_bytes=device.block_bytes,
         fingerprint=fingerprint(lowering.graph),
-        unused_outputs=captured.unused_outputs,
+        output_gradients=used().gradients,
         loss_bytes=used().kept_bytes,
     )
     report(1.0, "estimated")
@@ -209,16 +210,17 @@ def estimate_model(
 class _LossOnly(nn.Module):
     """The user's loss as a function of the model's differentiable outputs."""
 
-    def __init__(self, loss: Loss, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+    def __init__(
+        self, loss: Loss, leaves: list[Any], ranks: list[int | None], spec: pytree.TreeSpec
+    ) -> None:
         super().__init__()
-        self._loss, self._leaves, self._spec = loss, leaves, spec
+        self._loss, self._leaves, self._ranks, self._spec = loss, leaves, ranks, spec
 
     def forward(self, *outputs: torch.Tensor) -> torch.Tensor:
         """The loss."""
-        given = iter(outputs)
         leaves = [
-            next(given) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
-            for leaf in self._leaves
+            leaf if rank is None else outputs[rank]
+            for leaf, rank in zip(self._leaves, self._ranks, strict=True)
         ]
         output = pytree.tree_unflatten(leaves, self._spec)
         value = self._loss.function(output, *self._loss.targets)
@@ -231,31 +233,33 @@ def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device:
     with fakes.mode, torch.enable_grad():
         output = stand_in(*call.args, **call.kwargs)
         leaves, spec = pytree.tree_flatten(output)
-        places = [
-            i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad
-        ]
-        if not places:
+        found = differentiable(output)
+        if not found:
             return LossUse()
         # Copies: an output may be a view of a parameter.
-        cut = [leaves[i].detach().clone().requires_grad_() for i in places]
+        cut = [t.detach().clone().requires_grad_() for t in found.values()]
+        order = {id(t): i for i, t in enumerate(found.values())}
+        ranks = [order.get(id(leaf)) for leaf in leaves]
     function = loss.function
     if isinstance(function, nn.Module):
         function = fakes.model(function)
     fake_loss = Loss(function, fakes.value(loss.targets))
-    module = _LossOnly(fake_loss, leaves, spec)
+    module = _LossOnly(fake_loss, leaves, ranks, spec)
     captured = capture(module, Call(tuple(cut), {}))
     lowering = build(module, captured, device.block_bytes)
     graph: Graph = with_costs(lowering, estimate_costs(lowering, device))
     peak = replay(graph, store_all(graph)).peak_bytes
     held = sum(graph.tensors[i].size_bytes for i in graph.gradients)
     reached = zip(captured.primals, captured.gradients, strict=True)
-    used = {primal.index for primal, gradient in reached if gradient is not None}
-    unused = tuple(place for i, place in enumerate(places) if i not in used)
+    values = {p.index: g.meta["val"] for p, g in reached if g is not None and p.index is not None}
+    gradients = gradients_of(ranks, list(found.values()), values)
+    copied = [v for v in values.values() if not is_dense(v.shape, v.stride())]
+    peak += sum(device.allocated_bytes(v.numel() * v.element_size()) for v in copied)
     (value,) = graph.outputs
     kept_bytes = graph.tensors[value].size_bytes
     if kept_bytes <= device.allocated_bytes(LARGEST_NUMBER_BYTES):
         kept_bytes = 0
-    return LossUse(max(0, peak - graph.resident_bytes - held), unused, kept_bytes)
+    return LossUse(max(0, peak - graph.resident_bytes - held), gradients, kept_bytes)
 
 
 def _notes(captured: Captured, device: Device) -> tuple[str, ...]:

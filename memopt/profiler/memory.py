@@ -17,9 +17,7 @@ from typing import Any
 
 import torch
 
-from memopt.profiler.torch_private import give_back_workspaces
-
-_MEMORY_EVENT = "[memory]"
+from memopt.profiler.torch_private import allocations, give_back_workspaces
 
 
 @dataclass
@@ -88,13 +86,16 @@ def _cpu_profile() -> Iterator[Any]:
 
 
 def memory_events(profiler: Any) -> list[tuple[int, int]]:
-    """(time in ns, bytes: positive allocated, negative freed) of a finished CPU profile."""
-    events = [
-        (event.start_ns(), event.nbytes())
-        for event in profiler.profiler.kineto_results.events()
-        if event.name() == _MEMORY_EVENT
-    ]
-    events.sort(key=lambda event: event[0])
+    """(time in ns, bytes: positive allocated, negative freed) of a finished CPU profile. Frees of
+    what was allocated before it are left out: of some of that the profiler knows the size."""
+    sizes: dict[int, int] = {}
+    events = []
+    for time_ns, address, size in allocations(profiler):
+        if size > 0:
+            sizes[address] = size
+            events.append((time_ns, size))
+        elif address in sizes:
+            events.append((time_ns, -sizes.pop(address)))
     return events
 
 

@@ -9,7 +9,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memopt.errors import PlanFileError
-from memopt.models.record import Argument, ModelRecord, Nest, Opaque, Plain, TensorSpec
+from memopt.models.record import (
+    ANY_LOSS,
+    Argument,
+    ModelRecord,
+    Nest,
+    Opaque,
+    OutputGradients,
+    Plain,
+    TensorSpec,
+)
 from memopt.profiler.autocast import autocast_state
 from memopt.profiler.inputs import Call, repeated
 
@@ -21,7 +30,7 @@ def record_of(
     *,
     block_bytes: int = 1,
     fingerprint: str = "",
-    unused_outputs: tuple[int, ...] = (),
+    output_gradients: OutputGradients = ANY_LOSS,
     loss_bytes: int = 0,
 ) -> ModelRecord:
     """The record of a model in its present mode, and of its example call.
@@ -32,7 +41,7 @@ def record_of(
         device: where both are.
         block_bytes: the allocator's granularity in the captured graph.
         fingerprint: of the captured graph, if it was captured.
-        unused_outputs: the outputs that were captured without a gradient.
+        output_gradients: what the captured loss does with the model's output.
         loss_bytes: see `ModelRecord`.
     """
     named = (*model.named_parameters(), *model.named_buffers())
@@ -49,7 +58,7 @@ def record_of(
         torch_version=str(torch.__version__),
         block_bytes=block_bytes,
         fingerprint=fingerprint,
-        unused_outputs=unused_outputs,
+        output_gradients=output_gradients,
         loss_bytes=loss_bytes,
         repeated=tuple(repeated(call.leaves).items()),
     )

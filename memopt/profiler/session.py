@@ -14,7 +14,7 @@ from torch import nn
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph
 from memopt.models.liveness import store_all
-from memopt.models.record import ModelRecord
+from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
 from memopt.models.replay import replay
 from memopt.models.serialize import fingerprint
 from memopt.profiler.baseline import Baseline, Loss, LossUse, measure_baseline, measure_loss
@@ -103,7 +103,7 @@ def profile_model(
     loss: Loss | None = None,
     optimizer: str | torch.optim.Optimizer | None = None,
     options: MeasureOptions | None = None,
-    unused_outputs: tuple[int, ...] = (),
+    output_gradients: OutputGradients = ANY_LOSS,
     progress: Progress | None = None,
 ) -> Profiled:
     """Capture a model and measure what its step costs on its own device.
@@ -115,7 +115,7 @@ def profile_model(
             does not use get no gradient.
         optimizer: whose state is charged as resident: a name or an instance.
         options: how hard to measure, and the cache.
-        unused_outputs: outputs without a gradient where `loss` is not given; see `capture`.
+        output_gradients: what is known where `loss` is not given; see `capture`.
         progress: called with (fraction, what).
 
     Raises:
@@ -142,10 +142,10 @@ def _profiled(
     report(0.0, "capturing the model")
     check_arguments(model, call)
     used = cache(
-        lambda: measure_loss(model, call, loss, device) if loss else LossUse(unused=unused_outputs)
+        lambda: measure_loss(model, call, loss, device) if loss else LossUse(0, output_gradients)
     )
     with diagnosed(model, call):
-        captured = capture(model, call, lambda: used().unused)
+        captured = capture(model, call, lambda: used().gradients)
         block_bytes = 512 if device.type == "cuda" else 1
         lowering = build(model, captured, block_bytes)
 
@@ -165,7 +165,7 @@ def _profiled(
         device,
         block_bytes=block_bytes,
         fingerprint=fingerprint(lowering.graph),
-        unused_outputs=captured.unused_outputs,
+        output_gradients=used().gradients,
         loss_bytes=loss_bytes,
     )
     extra_bytes = state.bytes_total + step.library_bytes + STEP_SCALARS_BYTES[device.type]

@@ -325,3 +325,19 @@ def storage_at(address: int, device: torch.device, size_bytes: int) -> torch.Unt
     make = _import("torch._C", "_construct_storage_from_data_pointer")
     storage: torch.UntypedStorage = make(address, device, size_bytes)
     return storage
+
+
+def allocations(profiler: Any) -> list[tuple[int, int, int]]:
+    """(time in ns, address, bytes: positive allocated, negative freed) of a finished CPU profile
+    with memory, in the order of time."""
+    kind = _import("torch._C._profiler", "_EventType").Allocation
+    found: list[tuple[int, int, int]] = []
+    stack = list(profiler.profiler.kineto_results.experimental_event_tree())
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        if event.tag == kind:
+            fields = event.extra_fields
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    found.sort(key=lambda event: event[0])
+    return found

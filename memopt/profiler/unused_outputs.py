@@ -10,32 +10,9 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from memopt.errors import CaptureError, ExecutionError
-
-
-def detach_outputs(traced: GraphModule, positions: tuple[int, ...]) -> None:
-    """Detach outputs of a dynamo graph, in place; `positions` are among its output's leaves.
-
-    Raises:
-        CaptureError: the model does not return the same outputs each time it is called.
-    """
-    if not positions:
-        return
-    output = next(node for node in traced.graph.nodes if node.op == "output")
-    leaves = list(output.args[0])
-    if max(positions) >= len(leaves):
-        raise CaptureError(
-            f"the model returned {len(leaves)} values when it was captured and at least "
-            f"{max(positions) + 1} when its loss was measured; memopt needs the same in every step"
-        )
-    with traced.graph.inserting_before(output):
-        for position in positions:
-            leaves[position] = traced.graph.call_method("detach", (leaves[position],))
-    output.args = (tuple(leaves),)
-    traced.recompile()
+from memopt.errors import ExecutionError
 
 
 class _Refusing(torch.autograd.Function):
@@ -59,7 +36,11 @@ def refusing_gradients(output: Any, positions: tuple[int, ...]) -> Any:
     if not positions or not torch.is_grad_enabled():
         return output
     leaves, spec = pytree.tree_flatten(output)
+    made: dict[int, torch.Tensor] = {}
     for position in positions:
-        reached = torch.empty(0, requires_grad=True)
-        leaves[position] = _Refusing.apply(leaves[position], reached)  # type: ignore[no-untyped-call]
+        value = leaves[position]
+        if id(value) not in made:
+            reached = torch.empty(0, requires_grad=True)
+            made[id(value)] = _Refusing.apply(value, reached)  # type: ignore[no-untyped-call]
+        leaves[position] = made[id(value)]
     return pytree.tree_unflatten(leaves, spec)

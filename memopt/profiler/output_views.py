@@ -1,0 +1,305 @@
+"""How a model's outputs are traced: every one with a gradient of its own.
+
+AOTAutograd makes outputs that are views again after the step, from their bases, and their
+gradients meet outside of the backward, where no plan sees them; it copies the gradient of a view
+into the view's own memory layout, gaps included, which loses all but one part of the gradient where
+the view overlaps itself (`unfold`). So a copy of each output is traced in its place: its gradient
+is a tensor without gaps, and what becomes of the gradients of several views is in the graph, in
+eager's order. After tracing the copies go: the step hands out the views themselves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from memopt.errors import CaptureError
+from memopt.models.record import ANY_LOSS, OutputGradients
+from memopt.profiler import torch_private
+
+_COPIED: dict[Any, int] = {torch.ops.aten.clone.default: 0, torch.ops.aten.copy.default: 1}
+"""What makes a copy, and which argument is copied."""
+
+
+@dataclass(frozen=True)
+class OutputForms:
+    """What is known of the leaves of a model's output. Numbers are positions among them.
+
+    Attributes:
+        values: the (fake) outputs as eager makes them, and what is no tensor.
+        copied: outputs of which copies are traced in their places.
+        repeated: (position, earlier position) of outputs that are the same tensor; only the
+            earlier one is traced.
+        beside: (position, bytes) of gradients that autograd takes past the planned backward: of
+            differentiable inputs and parameters that are outputs themselves, and of views of an
+            input that the model updates in place.
+        shared: differentiable outputs that share elements with another one or with an input:
+            autograd could not tell the other of a change in place.
+        gradients: what was known of the loss when they were traced.
+    """
+
+    values: tuple[Any, ...] = ()
+    copied: tuple[int, ...] = ()
+    repeated: tuple[tuple[int, int], ...] = ()
+    beside: tuple[tuple[int, int], ...] = ()
+    shared: frozenset[int] = frozenset()
+    gradients: OutputGradients = ANY_LOSS
+
+
+NO_OUTPUTS = OutputForms()
+
+
+def trace_apart(traced: GraphModule, gradients: OutputGradients) -> OutputForms:
+    """Let the outputs of a dynamo graph be copies, each with a gradient of its own; in place.
+
+    Args:
+        traced: dynamo's graph.
+        gradients: what the user's loss does with the outputs. Those that it does not use are
+            traced without a gradient, the others with gradients in the layout that it gives them.
+
+    Raises:
+        CaptureError: the model does not return the same outputs each time it is called.
+    """
+    output = next(node for node in traced.graph.nodes if node.op == "output")
+    leaves = list(output.args[0])
+    last = max((*gradients.unused, *(i for i, _ in gradients.strides)), default=-1)
+    if last >= len(leaves):
+        raise CaptureError(
+            f"the model returned {len(leaves)} values when it was captured and at least "
+            f"{last + 1} when its loss was measured; memopt needs the same in every step"
+        )
+    inputs = [n for n in traced.graph.nodes if n.op in ("placeholder", "get_attr")]
+    forms = _forms([_value(leaf) for leaf in leaves], [_value(n) for n in inputs], gradients)
+    strides = dict(gradients.strides)
+    earlier = dict(forms.repeated)
+    with traced.graph.inserting_before(output):
+        for position, leaf in enumerate(leaves):
+            if position in earlier:
+                leaves[position] = None
+                continue
+            if position in gradients.unused:
+                leaf = traced.graph.call_method("detach", (leaf,))
+            if position in forms.copied:
+                leaf = _copy(traced, leaf, forms.values[position], strides.get(position))
+            leaves[position] = leaf
+    output.args = (tuple(leaves),)
+    traced.recompile()
+    return forms
+
+
+def _copy(
+    traced: GraphModule, leaf: Node, value: torch.Tensor, strides: tuple[int, ...] | None
+) -> Node:
+    """A copy of an output, in the memory layout of its gradient."""
+    graph = traced.graph
+    if strides is None or len(strides) != value.dim() or not is_dense(value.shape, strides):
+        return graph.call_function(torch.clone, (leaf,))
+    empty = graph.call_method("new_empty_strided", (leaf, tuple(value.shape), strides))
+    return graph.call_method("copy_", (empty, leaf))
+
+
+def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
+    """Whether elements have a place each, without gaps."""
+    sizes = zip(strides, shape, strict=True)
+    room = 1
+    for stride, size in sorted(pair for pair in sizes if pair[1] != 1):
+        if stride != room:
+            return False
+        room *= size
+    return True
+
+
+def tangent_of(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """An output's gradient as the planned backward gets it: as it is, or without its gaps."""
+    if is_dense(gradient.shape, gradient.stride()):
+        return gradient
+    strides = dense_strides(value)
+    made = torch.empty_strided(
+        gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
+    )
+    return made.copy_(gradient)
+
+
+def gradients_of(
+    ranks: list[int | None], values: list[torch.Tensor], arrived: dict[int, torch.Tensor]
+) -> OutputGradients:
+    """What a loss does with the leaves of an output.
+
+    Args:
+        ranks: for each leaf, which differentiable output it is.
+        values: the differentiable outputs.
+        arrived: their gradients, where there are any.
+    """
+    unused, strides = [], []
+    for position, rank in enumerate(ranks):
+        if rank is None:
+            continue
+        if rank not in arrived:
+            unused.append(position)
+            continue
+        gradient = arrived[rank]
+        dense = is_dense(gradient.shape, gradient.stride())
+        if dense and gradient.stride() != dense_strides(values[rank]):
+            strides.append((position, tuple(gradient.stride())))
+    return OutputGradients(tuple(unused), tuple(strides))
+
+
+def in_memory_of_its_own(tangent: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if it would keep more memory alive than is its own: a part of the
+    gradient of several outputs' concatenation, say."""
+    if tangent.untyped_storage().nbytes() <= tangent.numel() * tangent.element_size():
+        return tangent
+    return tangent.clone()
+
+
+def _value(leaf: Any) -> Any:
+    if not isinstance(leaf, Node):
+        return leaf
+    return leaf.meta.get("example_value", leaf.meta.get("val"))
+
+
+def _forms(values: list[Any], inputs: list[Any], gradients: OutputGradients) -> OutputForms:
+    given_storages: dict[int, torch.Tensor] = {}
+    for value in inputs:
+        if isinstance(value, torch.Tensor):
+            given_storages.setdefault(_storage(value), value)
+    first: dict[int, int] = {}
+    repeated, beside, copied = [], [], []
+    members: defaultdict[int, list[int]] = defaultdict(list)
+    shared = set()
+    for position, value in enumerate(values):
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            continue
+        if id(value) in first:
+            repeated.append((position, first[id(value)]))
+            continue
+        first[id(value)] = position
+        storage = _storage(value)
+        differentiable = value.requires_grad and position not in gradients.unused
+        source = given_storages.get(storage)
+        if source is not None:
+            own = any(value is one for one in inputs)
+            # Of what is updated in place, and of what has no gradient, AOTAutograd makes views
+            # again from the input itself.
+            if own or source._version or not differentiable:
+                if differentiable and not (own and source._version):
+                    size = value.numel() * value.element_size()
+                    view = 0 if own else 2 * source.untyped_storage().nbytes()
+                    beside.append((position, size + view))
+                continue
+            shared.add(position)
+        copied.append(position)
+        if differentiable:
+            members[storage].append(position)
+    for group in members.values():
+        for i, one in enumerate(group):
+            for other in group[:i]:
+                if not _apart(values[one], values[other]):
+                    shared.update((one, other))
+    return OutputForms(
+        values=tuple(values),
+        copied=tuple(copied),
+        repeated=tuple(repeated),
+        beside=tuple(beside),
+        shared=frozenset(shared),
+        gradients=gradients,
+    )
+
+
+def _storage(value: torch.Tensor) -> int:
+    return int(value.untyped_storage()._cdata)
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two views of one storage are known to have no element in common: two boxes of the
+    same grid, such as slices of one tensor."""
+    if 0 in (one.numel(), other.numel()):
+        return True
+    if one.dtype is not other.dtype:
+        return False
+    if one.stride() != other.stride():
+        ends = [v.storage_offset() + _extent(v) for v in (one, other)]
+        return ends[0] <= other.storage_offset() or ends[1] <= one.storage_offset()
+    dimensions = sorted(
+        zip(one.stride(), one.shape, other.shape, strict=True), key=lambda d: d[0], reverse=True
+    )
+    begins = [one.storage_offset(), other.storage_offset()]
+    found, room = False, None
+    for stride, *sizes in dimensions:
+        if stride == 0:
+            continue
+        at = [begin // stride for begin in begins]
+        begins = [begin % stride for begin in begins]
+        ends = [a + size for a, size in zip(at, sizes, strict=True)]
+        if room is not None and max(ends) * stride > room:
+            return False
+        room = stride
+        found = found or ends[0] <= at[1] or ends[1] <= at[0]
+    return found
+
+
+def _extent(value: torch.Tensor) -> int:
+    pairs = zip(value.shape, value.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in pairs)
+
+
+def hand_out(module: GraphModule, forms: OutputForms) -> None:
+    """Let a joint graph return its outputs themselves where it returns copies of them; in place.
+
+    Args:
+        module: the joint graph.
+        forms: how its outputs were traced.
+
+    Raises:
+        CaptureError: outputs that share memory would not share it any more.
+    """
+    output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
+    results = list(output.args[0])
+    plain = torch_private.descriptor_types().PlainAOTOutput
+    place = {d.idx: i for i, d in enumerate(output.meta["desc"]) if isinstance(d, plain)}
+    copies = []
+    for position in forms.copied:
+        copy = results[place[position]]
+        if not isinstance(copy, Node) or copy.target not in _COPIED:
+            raise CaptureError(
+                f"output {position} of the model is traced as {copy}, which memopt does not know; "
+                "please report this model"
+            )
+        copies.append(copy)
+        results[place[position]] = copy.args[_COPIED[copy.target]]
+    storages: dict[int, int] = {}
+    for position in forms.copied:
+        found = _storage(results[place[position]].meta["val"])
+        if storages.setdefault(_storage(forms.values[position]), found) != found:
+            raise CaptureError(
+                f"output {position} of the model shares memory with another one, which the traced "
+                "model cannot do; return clone() of it"
+            )
+    output.args = (type(output.args[0])(results),)
+    for copy in copies:
+        module.graph.erase_node(copy)
+        for empty in copy.all_input_nodes:
+            if not empty.users and empty.target is torch.ops.aten.new_empty_strided.default:
+                module.graph.erase_node(empty)
+    module.recompile()
+
+
+def dense_strides(value: torch.Tensor) -> tuple[int, ...]:
+    """Strides of an output's gradient, as traced: the output's own, or without its gaps."""
+    return tuple(torch.empty_like(value, device="meta").stride())
+
+
+def repeating(output: Any, forms: OutputForms) -> Any:
+    """A model's output with the tensors that are in it more than once."""
+    if not forms.repeated:
+        return output
+    leaves, spec = pytree.tree_flatten(output)
+    for position, earlier in forms.repeated:
+        leaves[position] = leaves[earlier]
+    return pytree.tree_unflatten(leaves, spec)
