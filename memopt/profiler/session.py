@@ -124,7 +124,7 @@ def profile_model(
     call = to_call(inputs)
     with untouched(model, call, *(loss.parts if loss else ())):
         return _profiled(
-            model, call, loss, optimizer, options, unused_outputs, forward_only(progress)
+            model, call, loss, optimizer, options, output_gradients, forward_only(progress)
         )
 
 
@@ -134,7 +134,7 @@ def _profiled(
     loss: Loss | None,
     optimizer: str | torch.optim.Optimizer | None,
     options: MeasureOptions | None,
-    unused_outputs: tuple[int, ...],
+    output_gradients: OutputGradients,
     report: Progress,
 ) -> Profiled:
     device = device_of(model, call)
