@@ -9,7 +9,6 @@ have arenas of their own.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.fx import Node
 
 from memopt.errors import InvalidProgramError
 from memopt.executor.arena_forms import Form, forms_of
+from memopt.executor.forks import ForkSafeLock
 from memopt.models.placed import ALIGNMENT_BYTES
 from memopt.models.program import Compute, Program, SwapIn
 from memopt.profiler.build import Lowering, values_of
@@ -161,7 +161,7 @@ class Arenas:
         self._idle: list[Tensor] = []
         self._known: dict[int, list[Tensor]] = {}
         """Address of an arena → its slots: the allocator often gives the same address again."""
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def lease(self) -> Lease:
         """An arena for one step."""
@@ -192,7 +192,7 @@ class Arenas:
     def slots_at(self, address: int) -> list[Tensor]:
         """The placed tensors of an arena at an address."""
         # Two living arenas have two addresses, so slots are never shared by two steps.
-        with self._lock:
+        with self._lock.now:
             slots = self._known.get(address)
             if slots is None:
                 slots = [self._slot(address, slot) for slot in self.layout.slots]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from memopt.errors import ExecutionError
+from memopt.executor.kept import Kept, keep
 from memopt.profiler.autocast import autocast_off
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
@@ -49,6 +49,7 @@ class Installed:
 
 @dataclass
 class _State:
+    key: int
     program: Installed
     primals: list[Any]
     versions: tuple[int, ...]
@@ -61,7 +62,7 @@ class Runtime:
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self._local = threading.local()
-        self._states: dict[int, _State] = {}
+        self._states: set[Kept[_State]] = set()
         captured.hooks.forward = self._forward
         captured.hooks.backward = self._backward
         captured.hooks.owner = self
@@ -79,8 +80,8 @@ class Runtime:
             call: the user's arguments, in the captured call's form.
         """
         before = getattr(self._local, "program", None)
-        self._local.program = program
         try:
+            self._local.program = program
             return self._captured.compiled(*held, *call.args, **call.kwargs)
         finally:
             self._local.program = before
@@ -93,18 +94,18 @@ class Runtime:
         key = next(_KEYS)
         token = torch.tensor(key, dtype=torch.int64)
         versions = tuple(primals[i]._version for i in program.watched)
-        self._states[key] = _State(program, primals, versions, saved)
-        weakref.finalize(token, self._states.pop, key, None)
+        keep(self._states, token, _State(key, program, primals, versions, saved))
         return [*outputs, token]
 
     def _backward(self, args: list[Any]) -> tuple[Any, ...]:
         key = int(args[0])
-        state = self._states.get(key)
-        if state is None:
+        kept = next((one for one in list(self._states) if one.value.key == key), None)
+        if kept is None:
             raise ExecutionError(
                 "the saved state of this step is gone: backward ran twice without "
                 "retain_graph=True, or the step was dropped"
             )
+        state = kept.value
         program = state.program
         for position, version in zip(program.watched, state.versions, strict=True):
             if state.primals[position]._version != version:
@@ -117,6 +118,7 @@ class Runtime:
         if keeps_graph():
             saved = program.fork(saved)
         else:
-            del self._states[key]
+            self._states.discard(kept)
+            del kept
         with autocast_off():
             return program.backward(state.primals, args, saved)

@@ -7,7 +7,7 @@ that a planned step's device peak and host peak can both be measured without a G
 from __future__ import annotations
 
 import contextlib
-import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from memopt.errors import ExecutionError
+from memopt.executor.forks import ForkSafeLock, generation, tell_of_forks
+from memopt.executor.kept import Kept, keep
 from memopt.executor.recorder import Recorder
 
 
@@ -29,25 +32,30 @@ class HostCopy:
     stride: tuple[int, ...]
     offset: int
     pending: Future[None] | None = None
-    account: HostAccount | None = None
-
-    def __del__(self) -> None:
-        if self.account is not None:
-            self.account.add(-self.buffer.nbytes)
+    generation: int = field(default_factory=generation)
 
 
-@dataclass
 class HostAccount:
-    """Bytes of host copies now and at the peak."""
+    """Bytes of host copies now and at the peak.
 
-    now_bytes: int = 0
-    peak_bytes: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    Attributes:
+        peak_bytes: the most at once so far.
+    """
 
-    def add(self, size_bytes: int) -> None:
-        """Count a copy (or, negative, its end)."""
-        with self._lock:
-            self.now_bytes += size_bytes
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._sizes: set[Kept[int]] = set()
+        self._lock = ForkSafeLock()
+
+    @property
+    def now_bytes(self) -> int:
+        """Of the copies that are alive."""
+        return sum(kept.value for kept in list(self._sizes))
+
+    def add(self, copy: object, size_bytes: int) -> None:
+        """Count a copy for as long as it lives."""
+        keep(self._sizes, copy, size_bytes)
+        with self._lock.now:
             self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
 
@@ -73,7 +81,19 @@ class ThreadSwap:
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.account = HostAccount()
         self._recorder = recorder
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memopt-swap")
+        self._last: weakref.ref[Future[None]] | None = None
+        self._worker = _worker()
+        tell_of_forks(self)
+
+    def before_fork(self) -> None:
+        """Let the transfers under way end: the worker does not go with the child."""
+        last = self._last() if self._last is not None else None
+        if last is not None:
+            last.exception()
+
+    def in_child(self) -> None:
+        """A worker for the child."""
+        self._worker = _worker()
 
     def lease(self) -> None:
         """Nothing: numpy buffers need no pool (see `memopt.executor.swap_streams`)."""
@@ -87,9 +107,8 @@ class ThreadSwap:
             size=tensor.size(),
             stride=tensor.stride(),
             offset=int(tensor.storage_offset()),
-            account=self.account,
         )
-        self.account.add(copy.buffer.nbytes)
+        self.account.add(copy, copy.buffer.nbytes)
         cell = [source]
         del source
         copy.pending = self._submit(_fill, True, copy.buffer, cell)
@@ -104,6 +123,7 @@ class ThreadSwap:
         else:
             storage = into.untyped_storage()
         tensor = torch.empty(0, dtype=copy.dtype).set_(storage, copy.offset, copy.size, copy.stride)
+        copy.generation = generation()
         copy.pending = self._submit(_empty_into, False, [_bytes_of(tensor)], copy.buffer)
         return tensor
 
@@ -112,6 +132,11 @@ class ThreadSwap:
         pending, copy.pending = copy.pending, None
         try:
             if pending is not None:
+                if copy.generation != generation() and not pending.done():
+                    raise ExecutionError(
+                        "this process was forked while the step was copying to the host in "
+                        "another thread; run the step's forward again here"
+                    )
                 with self._recorder.waiting() if self._recorder else contextlib.nullcontext():
                     pending.result()
         finally:
@@ -122,4 +147,10 @@ class ThreadSwap:
     def _submit(self, copy: Callable[..., None], outward: bool, *arguments: Any) -> Future[None]:
         if self._recorder is not None:
             copy = self._recorder.timed(copy, outward)
-        return self._worker.submit(copy, *arguments)
+        future = self._worker.submit(copy, *arguments)
+        self._last = weakref.ref(future)
+        return future
+
+
+def _worker() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="memopt-swap")
