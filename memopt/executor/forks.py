@@ -1,13 +1,13 @@
 """What a forked child needs anew: a fork copies all memory, but only the thread that forks.
 
 In the child a lock that another thread held stays locked for ever, and a worker thread is gone
-while its queue goes on taking work. Data loaders fork, so objects that own such things register.
+while its queue goes on taking work. Data loaders fork, so objects that own such things register;
+and where atomic operations do, there is no lock.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ class Forked(Protocol):
         """The process is about to fork: nothing may be under way in other threads."""
 
     def in_child(self) -> None:
-        """This is the child: make locks and threads anew."""
+        """This is the child: make threads anew."""
 
 
 _TOLD: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -35,26 +35,6 @@ def generation() -> int:
     """How many forks lie between this process and the one that imported memopt. What was made in
     an earlier generation belongs to another process."""
     return _generation
-
-
-class ForkSafeLock:
-    """Holds a plain lock, free again in a forked child.
-
-    Attributes:
-        now: the lock. `with lock.now:` cannot be interrupted half-way, as a lock written in
-            Python could.
-    """
-
-    def __init__(self) -> None:
-        self.now = threading.Lock()
-        tell_of_forks(self)
-
-    def before_fork(self) -> None:
-        """Nothing: it is held for moments only."""
-
-    def in_child(self) -> None:
-        """Free it."""
-        self.now = threading.Lock()
 
 
 def _before() -> None:

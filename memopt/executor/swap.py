@@ -7,9 +7,7 @@ that a planned step's device peak and host peak can both be measured without a G
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +15,10 @@ import numpy as np
 import torch
 
 from memopt.errors import ExecutionError
-from memopt.executor.forks import ForkSafeLock, generation, tell_of_forks
+from memopt.executor.forks import generation, tell_of_forks
 from memopt.executor.kept import Kept, keep
 from memopt.executor.recorder import Recorder
+from memopt.executor.worker import Task, Worker
 
 
 @dataclass
@@ -31,32 +30,32 @@ class HostCopy:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    pending: Future[None] | None = None
+    pending: Task | None = None
     generation: int = field(default_factory=generation)
 
 
 class HostAccount:
-    """Bytes of host copies now and at the peak.
-
-    Attributes:
-        peak_bytes: the most at once so far.
-    """
+    """Bytes of host copies now and at the peak. Without locks: see `memopt.executor.forks`."""
 
     def __init__(self) -> None:
-        self.peak_bytes = 0
         self._sizes: set[Kept[int]] = set()
-        self._lock = ForkSafeLock()
+        self._totals = {0}
+        """Every sum there has been after a copy was counted."""
 
     @property
     def now_bytes(self) -> int:
         """Of the copies that are alive."""
         return sum(kept.value for kept in list(self._sizes))
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most at once so far."""
+        return max(list(self._totals))
+
     def add(self, copy: object, size_bytes: int) -> None:
         """Count a copy for as long as it lives."""
         keep(self._sizes, copy, size_bytes)
-        with self._lock.now:
-            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        self._totals.add(self.now_bytes)
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
@@ -81,19 +80,16 @@ class ThreadSwap:
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.account = HostAccount()
         self._recorder = recorder
-        self._last: weakref.ref[Future[None]] | None = None
-        self._worker = _worker()
+        self._worker = Worker("memopt-swap")
         tell_of_forks(self)
 
     def before_fork(self) -> None:
         """Let the transfers under way end: the worker does not go with the child."""
-        last = self._last() if self._last is not None else None
-        if last is not None:
-            last.exception()
+        self._worker.settle()
 
     def in_child(self) -> None:
         """A worker for the child."""
-        self._worker = _worker()
+        self._worker = Worker("memopt-swap")
 
     def lease(self) -> None:
         """Nothing: numpy buffers need no pool (see `memopt.executor.swap_streams`)."""
@@ -132,7 +128,7 @@ class ThreadSwap:
         pending, copy.pending = copy.pending, None
         try:
             if pending is not None:
-                if copy.generation != generation() and not pending.done():
+                if copy.generation != generation() and not pending.done:
                     raise ExecutionError(
                         "this process was forked while the step was copying to the host in "
                         "another thread; run the step's forward again here"
@@ -144,13 +140,7 @@ class ThreadSwap:
             # step's tensors would wait for the garbage collector.
             del pending
 
-    def _submit(self, copy: Callable[..., None], outward: bool, *arguments: Any) -> Future[None]:
+    def _submit(self, copy: Callable[..., None], outward: bool, *arguments: Any) -> Task:
         if self._recorder is not None:
             copy = self._recorder.timed(copy, outward)
-        future = self._worker.submit(copy, *arguments)
-        self._last = weakref.ref(future)
-        return future
-
-
-def _worker() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="memopt-swap")
+        return self._worker.submit(copy, *arguments)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from memopt.executor.forks import ForkSafeLock, generation
+from memopt.executor.forks import generation
 from memopt.executor.recorder import CudaClock, Recorder
 from memopt.executor.swap import HostAccount
 
@@ -157,12 +157,14 @@ class StreamSwap:
         self._streams = streams
         self._recorder = recorder
         self._free: list[tuple[torch.Tensor, Any]] = []
-        self._lock = ForkSafeLock()
 
     def lease(self) -> Lease:
         """A pool for one step; a second one only if two steps are under way at once."""
-        with self._lock.now:
-            pool, idle = self._free.pop() if self._free else (None, None)
+        try:
+            # Of two steps at once only one gets it: pop is atomic.
+            pool, idle = self._free.pop()
+        except IndexError:
+            pool = idle = None
         home = self._streams.here()
         if pool is None:
             pool = self._streams.host_bytes(self.pool_bytes)
