@@ -34,15 +34,17 @@ def judge(
     program: Program | None,
     budget_bytes: int | None,
     device: Device,
+    host_budget_bytes: int | None = None,
 ) -> tuple[Violation | None, Figures]:
-    """Validate and replay a plan: the program of a Graph, or the schedule of a bare Chain.
+    """Validate and replay a plan: the program of a Graph, or the schedule of a bare Chain (whose
+    host memory is its strategy's own matter).
 
     Raises:
         InvalidProgramError: it cannot be replayed (the validator's verdict comes first).
     """
     if isinstance(cost_model, Graph):
         assert program is not None
-        violation = validate(cost_model, program, budget_bytes)
+        violation = validate(cost_model, program, budget_bytes, host_budget_bytes)
         if violation is not None:
             return violation, Figures(0, 0.0, 0)
         timeline = replay(cost_model, program, device)

@@ -23,6 +23,7 @@ def record_of(
     fingerprint: str = "",
     unused_outputs: tuple[int, ...] = (),
     loss_bytes: int = 0,
+    resized: tuple[tuple[int, int], ...] = (),
 ) -> ModelRecord:
     """The record of a model in its present mode, and of its example call.
 
@@ -33,7 +34,7 @@ def record_of(
         block_bytes: the allocator's granularity in the captured graph.
         fingerprint: of the captured graph, if it was captured.
         unused_outputs: the outputs that were captured without a gradient.
-        loss_bytes: see `ModelRecord`.
+        loss_bytes, resized: see `ModelRecord`.
     """
     named = (*model.named_parameters(), *model.named_buffers())
     return ModelRecord(
@@ -52,6 +53,7 @@ def record_of(
         unused_outputs=unused_outputs,
         loss_bytes=loss_bytes,
         repeated=tuple(repeated(call.leaves).items()),
+        resized=resized,
     )
 
 

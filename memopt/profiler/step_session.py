@@ -13,6 +13,7 @@ from torch import nn
 
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
+from memopt.models.same_graph import resized
 from memopt.models.serialize import fingerprint
 from memopt.profiler.baseline import Baseline, Loss, measure_steps, untouched
 from memopt.profiler.host_state import HostState
@@ -92,7 +93,7 @@ def profile_step(
             told = part_of(report, 0.2, 0.7)
             priced = measure(parts.lowering, device, options, told, parts.captured)
         report(0.7, "measuring updates")
-        costs = _update_costs(parts, optimizer, device, offload_optimizer)
+        costs = update_costs(parts, optimizer, device, offload_optimizer)
         _, lowering = with_updates(parts, replace(parts.lowering, graph=priced), costs)
         graph = _with_resident(lowering.graph, stays_bytes + STEP_SCALARS_BYTES[device.type])
         report(0.8, "measuring the unplanned step")
@@ -105,9 +106,13 @@ def profile_step(
     graph, baseline, busy = quietly(measured, chosen)
     captured, unpriced = with_updates(parts, parts.lowering, {})
     report(1.0, "profiled")
-    planned = fingerprint(unpriced.graph)
     record = record_of(
-        parts.module, parts.call, device, block_bytes=block_bytes, fingerprint=planned
+        parts.module,
+        parts.call,
+        device,
+        block_bytes=block_bytes,
+        fingerprint=fingerprint(unpriced.graph),
+        resized=resized(unpriced.graph, graph),
     )
     return ProfiledStep(
         graph,
@@ -135,7 +140,7 @@ def _where_the_state_is(state: OptimizerState, hosted: bool) -> tuple[str, ...]:
     return (f"On the host between updates: {size} of {state.name} state.",)
 
 
-def _update_costs(
+def update_costs(
     parts: StepParts, optimizer: torch.optim.Optimizer, device: torch.device, hosted: bool
 ) -> dict[str, tuple[float, int]]:
     """Seconds and workspace bytes of each update, measured once per shape and group."""

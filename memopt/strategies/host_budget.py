@@ -10,6 +10,12 @@ from memopt.strategies.base import Strategy
 FIELD = "host_budget_bytes"
 
 
+def host_limit_bytes(strategy: Strategy) -> int | None:
+    """The most that the strategy's plans may have on the host at once; None: no limit."""
+    limit = getattr(strategy, FIELD, None)
+    return limit if isinstance(limit, int) else None
+
+
 def with_host_budget(strategy: Strategy, host_budget: int | str | None) -> Strategy:
     """The strategy under a host budget; unchanged if it moves nothing or there is none.
 
