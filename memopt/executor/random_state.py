@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class RandomStates:
         self._device = device
 
     @property
-    def lock(self) -> threading._RLock:
+    def lock(self) -> AbstractContextManager[object]:
         """Held around every random kernel of a planned step, and around `save` and `replay`."""
         return _lock
 

@@ -160,13 +160,11 @@ class StreamSwap:
 
     def lease(self) -> Lease:
         """A pool for one step; a second one only if two steps are under way at once."""
+        home = self._streams.here()
         try:
             # Of two steps at once only one gets it: pop is atomic.
             pool, idle = self._free.pop()
         except IndexError:
-            pool = idle = None
-        home = self._streams.here()
-        if pool is None:
             pool = self._streams.host_bytes(self.pool_bytes)
         else:
             # The step before may have run on another stream.
