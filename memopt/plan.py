@@ -110,6 +110,13 @@ class Plan:
         return self.record.loss_bytes if self.record is not None else 0
 
     @property
+    def host_limit_bytes(self) -> int | None:
+        """The most that the strategy was to have on the host at once; None: no limit."""
+        from memopt.strategies.host_budget import host_limit_bytes
+
+        return host_limit_bytes(self.strategy)
+
+    @property
     def arena(self) -> ArenaUse | None:
         """What the plan's addresses cover and what lies outside; None for a plan without."""
         if self.graph is None or self.program is None:

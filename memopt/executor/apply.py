@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memopt.errors import PlanFileError
+from memopt.errors import CaptureError, PlanFileError
 from memopt.executor.module import Otherwise, PlannedModule, install
 from memopt.executor.recaptured import BLOCK_BYTES, planned_lowering
 from memopt.executor.recorder import Recorder
@@ -111,8 +111,16 @@ def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowe
             raise PlanFileError(f"this plan is for another model or call: {differs}. {again(plan)}")
     if plan.profiled is not None and plan.profiled.captured.model() is model:
         return plan.profiled.captured, plan.profiled.lowering
-    with diagnosed(model, call):
-        captured = capture(model, call, lambda: plan.unused_outputs)
+    try:
+        with diagnosed(model, call):
+            captured = capture(model, call, lambda: plan.unused_outputs)
+    except (ValueError, CaptureError) as error:
+        if inputs is not None or plan.profiled is not None:
+            raise
+        reason = str(error).partition("\n")[0]
+        raise PlanFileError(
+            f"the example call of the plan's file does not fit this model: {reason}"
+        ) from error
     if plan.record is not None:
         # An estimate for CUDA counts in its blocks wherever it is applied.
         block_bytes = plan.record.block_bytes

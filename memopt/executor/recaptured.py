@@ -15,17 +15,17 @@ from torch.fx import Node
 
 from memopt.errors import InvalidProgramError, PlanFileError
 from memopt.executor.arena_forms import outside_tensors
+from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Phase
 from memopt.models.judge import judge
-from memopt.models.program import Compute
-from memopt.models.same_graph import graph_difference, with_figures
+from memopt.models.program import Compute, Program
+from memopt.models.same_graph import graph_difference, with_figures, without_implementations
 from memopt.models.violations import Violation
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.capture import Captured
 from memopt.profiler.measure import MeasureOptions, memory_of
 from memopt.profiler.session import STEP_SCALARS_BYTES
-from memopt.strategies.host_budget import host_limit_bytes
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -56,8 +56,9 @@ def planned_lowering(
     """
     assert plan.graph is not None
     assert plan.program is not None
+    planned = plan.graph if lowering.alternatives else without_implementations(plan.graph)
     lowering = _with_scalars(plan, lowering, device)
-    differs = graph_difference(plan.graph, lowering.graph)
+    differs = graph_difference(planned, lowering.graph)
     if differs is not None:
         raise PlanFileError(f"this plan is not one of this model: {differs}")
     sizes: dict[int, int] = {}
@@ -67,7 +68,7 @@ def planned_lowering(
         for index, operator in enumerate(lowering.graph.operators):
             if operator.name in (update_bytes or {}):
                 workspaces[index, None] = (update_bytes or {})[operator.name]
-    graph = with_figures(lowering.graph, plan.graph, sizes, workspaces)
+    graph = with_figures(lowering.graph, planned, sizes, workspaces)
     if plan.program.offsets is not None:
         graph = replace(graph, outside=outside_tensors(replace(lowering, graph=graph)))
     check_plan(plan, graph)
@@ -88,15 +89,26 @@ def check_plan(plan: Plan, graph: Graph) -> None:
     Raises:
         PlanFileError: it is not valid there, or not within the plan's budgets.
     """
-    problem: Violation | Exception | None
+    problem: Violation | Exception | str | None
     try:
         problem, _ = judge(
-            graph, None, plan.program, plan.budget, plan.device, host_limit_bytes(plan.strategy)
+            graph, None, plan.program, plan.budget, plan.device, plan.host_limit_bytes
         )
     except (InvalidProgramError, IndexError) as error:
         problem = error
+    if problem is None and _wasteful(graph, plan.program):
+        problem = "its addresses leave more room than all its tensors together need"
     if problem is not None:
         raise PlanFileError(f"this plan does not hold for this model: {problem}")
+
+
+def _wasteful(graph: Graph, program: Program | None) -> bool:
+    """Whether an arena is larger than any placement of its tensors has to be."""
+    rows = (program.offsets or ()) if program is not None else ()
+    sizes = [graph.tensors[tensor].size_bytes for _, tensor, _ in rows]
+    ends = [offset + size for (_, _, offset), size in zip(rows, sizes, strict=True)]
+    # Blocks of every allocator, CUDA's included.
+    return max(ends, default=0) > sum(in_blocks(size, max(BLOCK_BYTES.values())) for size in sizes)
 
 
 def _is_measured_here(plan: Plan, device: torch.device) -> bool:

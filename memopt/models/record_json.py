@@ -158,7 +158,7 @@ def _read_spec(reader: Reader) -> TensorSpec:
     shape, strides = row[1].wholes(), row[2].wholes()
     if len(shape) != len(strides) or any(x < 0 for x in (*shape, *strides)):
         raise reader.fail("a shape and as many strides, at least 0")
-    return TensorSpec(shape, strides, row[0].text(), row[3].text(), row[4].flag())
+    return TensorSpec(shape, strides, _read_line(row[0]), _read_line(row[3]), row[4].flag())
 
 
 def _read_nest(reader: Reader, kind: str) -> Nest:

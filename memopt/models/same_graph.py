@@ -33,15 +33,27 @@ def as_captured(priced: Graph, sizes: Resized = ()) -> Graph:
     Raises:
         ValueError: the sizes are of no tensors of the graph.
     """
-    used = {t for operator in priced.operators for t in (*operator.reads, *operator.writes)}
-    used |= {*priced.resident, *priced.outputs, *priced.gradients, *priced.tangents}
-    tensors = list(priced.tensors[: max(used, default=-1) + 1])
+    plain = without_implementations(priced)
+    tensors = list(plain.tensors)
     for index, size_bytes in sizes:
         if not 0 <= index < len(tensors):
             raise ValueError(f"there is no tensor {index} of another size")
         tensors[index] = replace(tensors[index], size_bytes=size_bytes)
-    operators = [replace(one, implementations=(), in_place=()) for one in priced.operators]
-    return replace(priced, tensors=tuple(tensors), operators=tuple(operators), outside=())
+    operators = [replace(one, in_place=()) for one in plain.operators]
+    return replace(plain, tensors=tuple(tensors), operators=tuple(operators), outside=())
+
+
+def without_implementations(graph: Graph) -> Graph:
+    """A graph without implementations and the tensors that only they write, which are its last."""
+    used = {t for operator in graph.operators for t in (*operator.reads, *operator.writes)}
+    used |= {*graph.resident, *graph.outputs, *graph.gradients, *graph.tangents}
+    count = max(used, default=-1) + 1
+    return replace(
+        graph,
+        tensors=graph.tensors[:count],
+        operators=tuple(replace(one, implementations=()) for one in graph.operators),
+        outside=tuple(t for t in graph.outside if t < count),
+    )
 
 
 def graph_difference(planned: Graph, found: Graph) -> str | None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
+from memopt.models.record import ModelRecord
 from memopt.models.same_graph import resized
 from memopt.models.serialize import fingerprint
 from memopt.profiler.baseline import Baseline, Loss, measure_steps, untouched
@@ -106,26 +107,31 @@ def profile_step(
     graph, baseline, busy = quietly(measured, chosen)
     captured, unpriced = with_updates(parts, parts.lowering, {})
     report(1.0, "profiled")
-    record = record_of(
-        parts.module,
-        parts.call,
-        device,
-        block_bytes=block_bytes,
-        fingerprint=fingerprint(unpriced.graph),
-        resized=resized(unpriced.graph, graph),
-    )
     return ProfiledStep(
         graph,
         unpriced,
         captured,
         baseline,
         device,
-        record=record,
+        record=_record(parts, device, block_bytes, unpriced.graph, graph),
         optimizer=replace(state, bytes_total=stays_bytes),
         parts=parts,
         user_call=call,
         host_state_bytes=state.bytes_total - stays_bytes,
         notes=(*_where_the_state_is(state, offload_optimizer), *busy),
+    )
+
+
+def _record(
+    parts: StepParts, device: torch.device, block_bytes: int, captured: Graph, priced: Graph
+) -> ModelRecord:
+    return record_of(
+        parts.module,
+        parts.call,
+        device,
+        block_bytes=block_bytes,
+        fingerprint=fingerprint(captured),
+        resized=resized(captured, priced),
     )
 
 
