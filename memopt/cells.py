@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import memopt
 from memopt.comparison import Cell
 from memopt.errors import PlanFileError
-from memopt.files.envelope import write_atomically
+from memopt.files.envelope import read_bytes, write_atomically
 from memopt.files.plan_file import decode, encode
 from memopt.models import encoding
 from memopt.models.chain import Chain
@@ -85,7 +85,7 @@ class CellCache:
         """The finished cell; None if there is none (or none that can be read)."""
         path = self._path(strategy, budget)
         try:
-            found = Reader(parse(path.read_bytes()), "cell")
+            found = Reader(parse(read_bytes(path)), "cell")
             spent, status, smallest, stored = found.fields(
                 "solve_time_s", "status", "smallest_budget_bytes", "plan"
             )
@@ -123,7 +123,7 @@ class CellCache:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path(strategy, budget), canonical(value))
             self._drop_oldest()
-        except OSError:
+        except (OSError, PlanFileError):
             # The cache is a convenience: a full or read-only disk must not stop a comparison.
             return
 

@@ -9,18 +9,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memopt.errors import PlanFileError
+from memopt.errors import CaptureError, PlanFileError
 from memopt.executor.module import Otherwise, PlannedModule, install
+from memopt.executor.recaptured import BLOCK_BYTES, planned_lowering
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Runtime
+from memopt.models.graph import Graph
 from memopt.models.program import Compute
 from memopt.models.record import difference
+from memopt.models.same_graph import as_captured, graph_difference
 from memopt.models.serialize import fingerprint
 from memopt.models.stage_map import has_updates
 from memopt.profiler.autocast import autocast_as, autocast_state
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.misfit import diagnosed
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.session import device_of
 
@@ -48,7 +52,8 @@ def apply_plan(
     what runs when."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"a plan is applied to an nn.Module, got {type(model).__name__}")
-    if plan.program is None or (plan.profiled is None and plan.record is None):
+    planned = plan.program is not None and plan.graph is not None
+    if not planned or (plan.profiled is None and plan.record is None):
         raise ValueError(
             "this plan was made from a cost model, not from a module: it cannot run; "
             "call memopt.plan(model, inputs, ...)"
@@ -60,6 +65,7 @@ def apply_plan(
         )
     with _as_planned(plan):
         captured, lowering = _captured(plan, model, inputs)
+        assert plan.program is not None
         installed = install(
             captured,
             lowering,
@@ -97,22 +103,36 @@ def planned_call(plan: Plan, inputs: Any = None) -> Call:
 def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowering]:
     """The planned model's capture, or another one's if its graph is the planned one."""
     call = planned_call(plan, inputs)
+    device = device_of(model, call)
     if plan.record is not None:
-        found = record_of(model, call, device_of(model, call))
+        found = record_of(model, call, device)
         differs = difference(plan.record, found)
         if differs is not None:
             raise PlanFileError(f"this plan is for another model or call: {differs}. {again(plan)}")
     if plan.profiled is not None and plan.profiled.captured.model() is model:
         return plan.profiled.captured, plan.profiled.lowering
-    captured = capture(model, call, lambda: plan.output_gradients)
+    try:
+        with diagnosed(model, call):
+            captured = capture(model, call, lambda: plan.output_gradients)
+    except (ValueError, CaptureError) as error:
+        if inputs is not None or plan.profiled is not None:
+            raise
+        reason = str(error).partition("\n")[0]
+        raise PlanFileError(
+            f"the example call of the plan's file does not fit this model: {reason}"
+        ) from error
     if plan.record is not None:
         # An estimate for CUDA counts in its blocks wherever it is applied.
         block_bytes = plan.record.block_bytes
     else:
-        block_bytes = 512 if device_of(model, call).type == "cuda" else 1
+        block_bytes = BLOCK_BYTES.get(device.type, 1)
     lowering = build(model, captured, block_bytes)
-    _check_fingerprint(plan, fingerprint(lowering.graph))
-    return captured, _with_implementations(plan, lowering, block_bytes)
+    _check_fingerprint(plan, lowering.graph)
+    lowering = _with_implementations(plan, lowering, block_bytes)
+    try:
+        return captured, planned_lowering(plan, lowering, captured, device)
+    except PlanFileError as error:
+        raise PlanFileError(f"{error}. {again(plan)}") from None
 
 
 def _with_implementations(plan: Plan, lowering: Lowering, block_bytes: int) -> Lowering:
@@ -139,7 +159,8 @@ def _with_implementations(plan: Plan, lowering: Lowering, block_bytes: int) -> L
     )
 
 
-def _check_fingerprint(plan: Plan, found: str) -> None:
+def _check_fingerprint(plan: Plan, graph: Graph) -> None:
+    found = fingerprint(graph)
     if plan.record is not None:
         planned = plan.record.fingerprint
     else:
@@ -156,6 +177,11 @@ def _check_fingerprint(plan: Plan, found: str) -> None:
             )
         return
     reason = "the captured graphs differ although shapes and parameters are the same"
+    resized = plan.record.resized if plan.record is not None else ()
+    assert plan.graph is not None
+    where = graph_difference(as_captured(plan.graph, resized), graph)
+    if where is not None:
+        reason += f": {where}"
     if other:
         reason += f" ({other})"
     raise PlanFileError(f"this plan was made for another model: {reason}. {again(plan)}")

@@ -9,7 +9,6 @@ have arenas of their own.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -162,7 +161,6 @@ class Arenas:
         self._idle: list[Tensor] = []
         self._known: dict[int, list[Tensor]] = {}
         """Address of an arena → its slots: the allocator often gives the same address again."""
-        self._lock = threading.Lock()
 
     def lease(self) -> Lease:
         """An arena for one step."""
@@ -192,15 +190,15 @@ class Arenas:
 
     def slots_at(self, address: int) -> list[Tensor]:
         """The placed tensors of an arena at an address."""
-        # Two living arenas have two addresses, so slots are never shared by two steps.
-        with self._lock:
-            slots = self._known.get(address)
-            if slots is None:
-                slots = [self._slot(address, slot) for slot in self.layout.slots]
-                self._known[address] = slots
-                if len(self._known) > _KNOWN_ADDRESSES:
-                    del self._known[next(iter(self._known))]
-            return slots
+        # Two living arenas have two addresses, so slots are never shared by two steps. Of the
+        # dictionary's operations each is atomic, and no two of them need to be.
+        slots = self._known.get(address)
+        if slots is None:
+            slots = [self._slot(address, slot) for slot in self.layout.slots]
+            self._known[address] = slots
+            for known in list(self._known)[:-_KNOWN_ADDRESSES]:
+                self._known.pop(known, None)
+        return slots
 
     def _slot(self, address: int, slot: Slot) -> Tensor:
         like = slot.like

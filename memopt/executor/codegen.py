@@ -176,7 +176,7 @@ class _Writer:
         text = into or (self.call(node) if in_place is None else self.call_over(node, in_place))
         indent = ""
         if op in self.halves.repeated_random and op in self.ran:
-            self.emit(f"with random.replay(state_{op}):")
+            self.emit(f"with random.lock, random.replay(state_{op}):")
             indent = "    "
         elif self.lowering.graph.operators[op].random:
             self.emit("with random.lock:")

@@ -76,7 +76,7 @@ class _Machine:
             result = target(*map_arg(args, self.read), **map_arg(kwargs, self.read))
             self.values.pop(self.lowering.bases[in_place])
         elif op in self.states:
-            with self.random.replay(self.states[op]):
+            with self.random.lock, self.random.replay(self.states[op]):
                 result = self.call(node)
         else:
             with self.random.lock:

@@ -70,8 +70,8 @@ def install(
         forward, backward, source = generate(halves, mover, random, recorder, arenas)
     mutated = set(captured.mutated)
     return Installed(
-        forward=forward,
-        backward=backward,
+        forward=random.settling(forward),
+        backward=random.settling(backward),
         watched=tuple(
             i
             for i in sorted(halves.backward_primals)

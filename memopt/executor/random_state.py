@@ -1,17 +1,34 @@
-"""Replaying random numbers: a recomputed random operator draws what it drew the first time.
+"""Generator states of random operators that run more than once.
 
-States live outside the device's allocator (5 KB each on CPU, 16 bytes on CUDA). The default
-generator is shared by all threads, so that planned steps draw one at a time: else a thread could
-draw between another's save and its kernel, and the re-run would give other numbers.
+The generator is the whole process's: its state is changed under one lock, and every random kernel
+of a planned step runs under it, so that a step replaying a dropout in one thread does not give a
+step in another the numbers of the first. Kernels outside of planned steps are not waited for.
+
+Neither the lock nor a state put back in time may survive an interruption. So the lock is taken by
+`with` alone, which Ctrl-C cannot split, and what is left all the same when a step fails is settled
+at its end (`RandomStates.settling`).
 """
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
-_ONE_AT_A_TIME = threading.RLock()
+_lock = threading.RLock()
+
+
+class _Here(threading.local):
+    """Of each thread: the generator that it has put back in time, and where to put it again."""
+
+    moved: tuple[torch.Generator, torch.Tensor] | None = None
+
+
+_HERE = _Here()
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -22,43 +39,93 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 class Replay:
-    """Inside the block the generator is where `saved` was; afterwards where it was before."""
+    """Inside the block the generator is where `saved` was; afterwards where it was before. To be
+    entered under the lock."""
 
     def __init__(self, device: torch.device, saved: bytearray) -> None:
         self._device = device
         self._saved = saved
-        self._now: torch.Tensor | None = None
 
     def __enter__(self) -> None:
-        _ONE_AT_A_TIME.acquire()
         generator = _generator(self._device)
-        now = bytearray(generator.get_state().numpy())
-        self._now = torch.frombuffer(now, dtype=torch.uint8)
-        generator.set_state(torch.frombuffer(self._saved, dtype=torch.uint8))
+        now = torch.frombuffer(_state_of(generator), dtype=torch.uint8)
+        earlier = torch.frombuffer(self._saved, dtype=torch.uint8)
+        _HERE.moved = generator, now
+        generator.set_state(earlier)
 
     def __exit__(self, *_: object) -> None:
-        try:
-            if self._now is not None:
-                _generator(self._device).set_state(self._now)
-        finally:
-            _ONE_AT_A_TIME.release()
+        _put_back()
+
+
+def _state_of(generator: torch.Generator) -> bytearray:
+    return bytearray(generator.get_state().numpy())
+
+
+def _put_back() -> None:
+    if _HERE.moved is not None:
+        generator, state = _HERE.moved
+        generator.set_state(state)
+        _HERE.moved = None
+
+
+def _settle() -> None:
+    """What this thread still holds of the generator, given back."""
+    with _lock:
+        _put_back()
+    try:
+        while True:
+            _lock.release()
+    except RuntimeError:
+        # It is not this thread's: all is well.
+        return
 
 
 class RandomStates:
-    """Saves and replays the state of one device's default generator.
-
-    Attributes:
-        lock: held around every random kernel of a planned step.
-    """
+    """Saves and replays the state of one device's default generator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.lock = _ONE_AT_A_TIME
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held around every random kernel of a planned step, and around `save` and `replay`."""
+        return _lock
 
     def save(self) -> bytearray:
         """The state now, before the operator's first run; under the lock."""
-        return bytearray(_generator(self._device).get_state().numpy())
+        return _state_of(_generator(self._device))
 
     def replay(self, saved: bytearray) -> Replay:
         """Context in which an operator draws again what it drew when `saved` was saved."""
         return Replay(self._device, saved)
+
+    def settling(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, after whose failure this thread holds neither the lock nor a generator that is
+        back in time."""
+
+        def settled(*arguments: Any) -> Any:
+            try:
+                return run(*arguments)
+            except BaseException:
+                _settle()
+                raise
+
+        return settled
+
+
+def _before_fork() -> None:
+    # The child gets the generator: not while another thread has put it back in time.
+    _lock.acquire()
+
+
+def _in_parent() -> None:
+    _lock.release()
+
+
+def _in_child() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

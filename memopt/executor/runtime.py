@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from memopt.errors import ExecutionError
+from memopt.executor.kept import Kept, keep
 from memopt.profiler.autocast import autocast_off
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
@@ -52,6 +52,7 @@ class Installed:
 
 @dataclass
 class _State:
+    key: int
     program: Installed
     primals: list[Any]
     versions: tuple[int, ...]
@@ -66,7 +67,7 @@ class Runtime:
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self._local = threading.local()
-        self._states: dict[int, _State] = {}
+        self._states: set[Kept[_State]] = set()
         captured.hooks.forward = self._forward
         captured.hooks.backward = self._backward
         captured.hooks.owner = self
@@ -84,8 +85,8 @@ class Runtime:
             call: the user's arguments, in the captured call's form.
         """
         before = getattr(self._local, "program", None)
-        self._local.program = program
         try:
+            self._local.program = program
             output = self._captured.compiled(*held, *call.args, **call.kwargs)
             return repeating(output, self._captured.forms)
         finally:
@@ -103,8 +104,8 @@ class Runtime:
         # the same tensors, and with it the token, alive.
         watched = [outputs[i].detach() for i in program.watched_outputs]
         output_versions = [value._version for value in watched]
-        self._states[key] = _State(program, primals, versions, watched, output_versions, saved)
-        weakref.finalize(token, self._states.pop, key, None)
+        state = _State(key, program, primals, versions, watched, output_versions, saved)
+        keep(self._states, token, state)
         leaves = self._captured.leaves
         return [*map(self._handed_out, leaves, outputs), token]
 
@@ -118,12 +119,13 @@ class Runtime:
 
     def _backward(self, args: list[Any]) -> tuple[Any, ...]:
         key = int(args[0])
-        state = self._states.get(key)
-        if state is None:
+        kept = next((one for one in list(self._states) if one.value.key == key), None)
+        if kept is None:
             raise ExecutionError(
                 "the saved state of this step is gone: backward ran twice without "
                 "retain_graph=True, or the step was dropped"
             )
+        state = kept.value
         program = state.program
         for position, version in zip(program.watched, state.versions, strict=True):
             if state.primals[position]._version != version:
@@ -140,7 +142,8 @@ class Runtime:
         if keeps_graph():
             saved = program.fork(saved)
         else:
-            del self._states[key]
+            self._states.discard(kept)
+            del kept
         with autocast_off():
             return program.backward(state.primals, args, saved)
 

@@ -9,19 +9,22 @@ import torch
 from torch import nn
 
 from memopt.errors import PlanFileError
+from memopt.executor.recaptured import planned_lowering
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Phase
 from memopt.models.record import difference
+from memopt.models.same_graph import as_captured, graph_difference
 from memopt.models.serialize import fingerprint
 from memopt.models.stage_map import has_updates
 from memopt.profiler.baseline import Baseline, Loss
 from memopt.profiler.inputs import Call
+from memopt.profiler.misfit import diagnosed
 from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
-from memopt.profiler.step_capture import StepModule, capture_step, with_updates
+from memopt.profiler.step_capture import StepModule, capture_step, update_name, with_updates
 from memopt.profiler.step_optimizer import check_splittable
-from memopt.profiler.step_session import ProfiledStep
+from memopt.profiler.step_session import ProfiledStep, update_costs
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -47,11 +50,14 @@ def with_step(plan: Plan, model: nn.Module, loss_fn: Any, optimizer: torch.optim
     module = StepModule(model, loss_fn)
     differs = difference(record, record_of(module, call, device))
     if differs is None:
-        parts = capture_step(model, user_call, loss, optimizer, record.block_bytes)
+        with diagnosed(model, user_call, loss):
+            parts = capture_step(model, user_call, loss, optimizer, record.block_bytes)
         captured, lowering = with_updates(parts, parts.lowering, {})
         if fingerprint(lowering.graph) != record.fingerprint:
             differs = "the captured steps differ (another loss, trained parameters or their order"
             differs += f"; planned with torch {record.torch_version}, this is {torch.__version__})"
+            where = graph_difference(as_captured(graph, record.resized), lowering.graph)
+            differs += f": {where}" if where is not None else ""
     if differs is not None:
         raise PlanFileError(
             f"this plan is for another step: {differs.replace('model.', '')}. {_again(plan)}"
@@ -68,9 +74,19 @@ def with_step(plan: Plan, model: nn.Module, loss_fn: Any, optimizer: torch.optim
             f"this plan is for {format_bytes(stays_bytes)} of optimizer state, and this "
             f"{state.name} keeps {format_bytes(state.bytes_total)}. {_again(plan)}"
         )
+    update_bytes = {}
+    if plan.budget is not None:
+        costs = update_costs(parts, optimizer, device, hosted=hosted_bytes > 0)
+        update_bytes = {
+            update_name(site): costs[site.name][1] for site in parts.sites if site.name in costs
+        }
+    try:
+        lowering = planned_lowering(plan, lowering, captured, device, update_bytes)
+    except PlanFileError as error:
+        raise PlanFileError(f"{error}. {_again(plan)}") from None
     base = plan.baseline
     profiled = ProfiledStep(
-        graph,
+        lowering.graph,
         lowering,
         captured,
         Baseline(base.peak_bytes, base.step_time_s, base.measured),

@@ -7,16 +7,18 @@ that a planned step's device peak and host peak can both be measured without a G
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from memopt.errors import ExecutionError
+from memopt.executor.forks import generation, tell_of_forks
+from memopt.executor.kept import Kept, keep
 from memopt.executor.recorder import Recorder
+from memopt.executor.worker import Task, Worker
 
 
 @dataclass
@@ -28,27 +30,32 @@ class HostCopy:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    pending: Future[None] | None = None
-    account: HostAccount | None = None
-
-    def __del__(self) -> None:
-        if self.account is not None:
-            self.account.add(-self.buffer.nbytes)
+    pending: Task | None = None
+    generation: int = field(default_factory=generation)
 
 
-@dataclass
 class HostAccount:
-    """Bytes of host copies now and at the peak."""
+    """Bytes of host copies now and at the peak. Without locks: see `memopt.executor.forks`."""
 
-    now_bytes: int = 0
-    peak_bytes: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self._sizes: set[Kept[int]] = set()
+        self._totals = {0}
+        """Every sum there has been after a copy was counted."""
 
-    def add(self, size_bytes: int) -> None:
-        """Count a copy (or, negative, its end)."""
-        with self._lock:
-            self.now_bytes += size_bytes
-            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+    @property
+    def now_bytes(self) -> int:
+        """Of the copies that are alive."""
+        return sum(kept.value for kept in list(self._sizes))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most at once so far."""
+        return max(list(self._totals))
+
+    def add(self, copy: object, size_bytes: int) -> None:
+        """Count a copy for as long as it lives."""
+        keep(self._sizes, copy, size_bytes)
+        self._totals.add(self.now_bytes)
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
@@ -73,7 +80,16 @@ class ThreadSwap:
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.account = HostAccount()
         self._recorder = recorder
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memopt-swap")
+        self._worker = Worker("memopt-swap")
+        tell_of_forks(self)
+
+    def before_fork(self) -> None:
+        """Let the transfers under way end: the worker does not go with the child."""
+        self._worker.settle()
+
+    def in_child(self) -> None:
+        """A worker for the child."""
+        self._worker = Worker("memopt-swap")
 
     def lease(self) -> None:
         """Nothing: numpy buffers need no pool (see `memopt.executor.swap_streams`)."""
@@ -87,9 +103,8 @@ class ThreadSwap:
             size=tensor.size(),
             stride=tensor.stride(),
             offset=int(tensor.storage_offset()),
-            account=self.account,
         )
-        self.account.add(copy.buffer.nbytes)
+        self.account.add(copy, copy.buffer.nbytes)
         cell = [source]
         del source
         copy.pending = self._submit(_fill, True, copy.buffer, cell)
@@ -104,6 +119,7 @@ class ThreadSwap:
         else:
             storage = into.untyped_storage()
         tensor = torch.empty(0, dtype=copy.dtype).set_(storage, copy.offset, copy.size, copy.stride)
+        copy.generation = generation()
         copy.pending = self._submit(_empty_into, False, [_bytes_of(tensor)], copy.buffer)
         return tensor
 
@@ -112,6 +128,11 @@ class ThreadSwap:
         pending, copy.pending = copy.pending, None
         try:
             if pending is not None:
+                if copy.generation != generation() and not pending.done:
+                    raise ExecutionError(
+                        "this process was forked while the step was copying to the host in "
+                        "another thread; run the step's forward again here"
+                    )
                 with self._recorder.waiting() if self._recorder else contextlib.nullcontext():
                     pending.result()
         finally:
@@ -119,7 +140,7 @@ class ThreadSwap:
             # step's tensors would wait for the garbage collector.
             del pending
 
-    def _submit(self, copy: Callable[..., None], outward: bool, *arguments: Any) -> Future[None]:
+    def _submit(self, copy: Callable[..., None], outward: bool, *arguments: Any) -> Task:
         if self._recorder is not None:
             copy = self._recorder.timed(copy, outward)
         return self._worker.submit(copy, *arguments)

@@ -13,13 +13,13 @@ is tested without a GPU.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from memopt.executor.forks import generation
 from memopt.executor.recorder import CudaClock, Recorder
 from memopt.executor.swap import HostAccount
 
@@ -108,8 +108,12 @@ class Lease:
     """The compute stream of the step. Whoever drops its last copies, that stream has waited for
     them, so that the pool is idle after a mark on it."""
 
+    generation: int = field(default_factory=generation)
+
     def __del__(self) -> None:
-        self.free.append((self.pool, self.streams.mark(self.home)))
+        # Streams and pinned memory do not go with a forked child.
+        if self.generation == generation():
+            self.free.append((self.pool, self.streams.mark(self.home)))
 
 
 @dataclass
@@ -122,7 +126,6 @@ class PooledCopy:
     stride: tuple[int, ...]
     offset: int
     streams: Streams
-    account: HostAccount
     lease: Lease | None
     pending: Any = None
     stored: Any = None
@@ -131,6 +134,7 @@ class PooledCopy:
     home: Any = None
     """The compute stream that made `held`. Its memory goes back to that stream's allocator, so
     that stream waits, too, if the copy dies elsewhere (in the garbage collector, say)."""
+    generation: int = field(default_factory=generation)
 
     def settle(self) -> None:
         """Let the compute stream wait for the transfer under way, if any."""
@@ -140,8 +144,8 @@ class PooledCopy:
             self.held = None
 
     def __del__(self) -> None:
-        self.settle()
-        self.account.add(-self.buffer.numel())
+        if self.generation == generation():
+            self.settle()
 
 
 class StreamSwap:
@@ -153,14 +157,14 @@ class StreamSwap:
         self._streams = streams
         self._recorder = recorder
         self._free: list[tuple[torch.Tensor, Any]] = []
-        self._lock = threading.Lock()
 
     def lease(self) -> Lease:
         """A pool for one step; a second one only if two steps are under way at once."""
-        with self._lock:
-            pool, idle = self._free.pop() if self._free else (None, None)
         home = self._streams.here()
-        if pool is None:
+        try:
+            # Of two steps at once only one gets it: pop is atomic.
+            pool, idle = self._free.pop()
+        except IndexError:
             pool = self._streams.host_bytes(self.pool_bytes)
         else:
             # The step before may have run on another stream.
@@ -185,10 +189,9 @@ class StreamSwap:
             stride=tensor.stride(),
             offset=int(tensor.storage_offset()),
             streams=self._streams,
-            account=self.account,
             lease=lease,
         )
-        self.account.add(count)
+        self.account.add(copy, count)
         copy.held, copy.home = source, self._streams.here()
         copy.pending = copy.stored = self._streams.copy(
             buffer, source, True, (self._streams.mark(copy.home),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from memopt.profiler.host_state import HostState
 from memopt.profiler.inputs import Call, align
 from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.parameter_updates import unit_tangents
-from memopt.profiler.step_optimizer import check_splittable, update_one
+from memopt.profiler.step_optimizer import Touch, check_splittable, update_one
 from memopt.profiler.step_session import ProfiledStep
 
 if TYPE_CHECKING:
@@ -33,9 +34,10 @@ class TrainStep:
 
     Equal to `loss_fn(model(*inputs), *targets).backward(); optimizer.step()` and then
     `zero_grad()`, bit for bit on CPU; inputs that require a gradient get theirs. A step that
-    fails before its first update leaves parameters, optimizer state and buffers as they were (the random state has moved); one that
-    fails later leaves the parameters updated so far updated, and says how many; buffers change
-    only when the step is complete. After the first update Ctrl-C waits for the end of the step.
+    fails before its first update leaves parameters, optimizer state and buffers as they were (the
+    random state has moved); one that fails later leaves the parameters updated so far updated,
+    and says how many, and which one may be changed in part; buffers change only when all
+    parameters are updated. After the first update Ctrl-C waits for the end of the step.
     """
 
     def __init__(
@@ -113,35 +115,44 @@ class TrainStep:
         return self._run(call)
 
     def _run(self, call: Call) -> torch.Tensor:
-        updated: list[str] = []
-
+        changes = _Changes(len(self._parts.sites), len(self._captured.mutated))
         host_state = self._host_state
-        one = partial(update_one, self._optimizer) if host_state is None else host_state.update
+        one = partial(update_one, self._optimizer) if host_state is None else host_state.step
 
         def update(name: str, gradient: torch.Tensor, value: torch.Tensor | None) -> None:
             begin()
-            if value is not None:
-                self._parameters[name].copy_(value)
-            one(self._parameters[name], gradient)
-            updated.append(name)
+            parameter = self._parameters[name]
+            touch = Touch(self._optimizer, parameter)
+            try:
+                if value is not None:
+                    parameter.copy_(value)
+                one(parameter, gradient)
+            except BaseException:
+                if touch.changed():
+                    changes.half = name.removeprefix("model.")
+                raise
+            changes.updated += 1
+            if host_state is not None:
+                host_state.put_away(parameter)
 
         target = self._parts.update
         if target.run is not None:
             raise ExecutionError("this plan's train step is running already")
-        target.run = update
         try:
+            target.run = update
             # The casts are in the graph.
             with finishing_at_ctrl_c() as begin, torch.no_grad(), autocast_off():
                 if host_state is not None:
                     host_state.leave()
-                return self._step(call)
+                return self._step(call, changes)
         except Exception as error:
-            if not updated:
+            if not changes:
                 raise
-            raise ExecutionError(
-                f"the step failed after {len(updated)} of {len(self._parts.sites)} parameters had "
-                f"been updated ({error}); restore a checkpoint before going on"
-            ) from error
+            raise ExecutionError(changes.text(str(error))) from error
+        except BaseException as error:
+            if changes:
+                error.add_note(changes.text(type(error).__name__))
+            raise
         finally:
             target.run = None
             if host_state is not None:
@@ -153,7 +164,7 @@ class TrainStep:
         if self._host_state is not None:
             self._host_state.come_back()
 
-    def _step(self, call: Call) -> torch.Tensor:
+    def _step(self, call: Call, changes: _Changes) -> torch.Tensor:
         captured = self._captured
         primals = self._primals(call)
         outputs, saved = self._program.forward(list(primals))
@@ -166,6 +177,7 @@ class TrainStep:
         for position, value in zip(captured.mutated, outputs, strict=True):
             if captured.primals[position].name not in applied:
                 primals[position].copy_(value)
+                changes.buffers += 1
         for primal, gradient in zip(captured.primals, results, strict=True):
             if gradient is not None and primal.name in self._parameters:
                 self._parameters[primal.name].grad = gradient
@@ -204,6 +216,37 @@ def _other_parameters(profiled: ProfiledStep, optimizer: torch.optim.Optimizer) 
                 which = "this optimizer trains and the planned one does not"
             return f"{name.removeprefix('model.')}: {which}"
     return None
+
+
+@dataclass
+class _Changes:
+    """What a step has changed so far; false if nothing.
+
+    Attributes:
+        parameters: how many there are to update.
+        mutated: how many buffers and inputs there are to move at the end.
+        updated: how many parameters have been updated.
+        half: one whose update has failed when it, or its optimizer state, could be changed already.
+        buffers: how many buffers and inputs have been moved.
+    """
+
+    parameters: int
+    mutated: int
+    updated: int = 0
+    half: str = ""
+    buffers: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.updated or self.half or self.buffers)
+
+    def text(self, reason: str) -> str:
+        """A sentence for an error."""
+        half = f", and {self.half} or its state perhaps in part" if self.half else ""
+        buffers = f" and {self.buffers} of {self.mutated} buffers" if self.buffers else ""
+        return (
+            f"the step failed after {self.updated} of {self.parameters} parameters{buffers} had "
+            f"been updated{half} ({reason}); restore a checkpoint before going on"
+        )
 
 
 def _check_state(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
+import secrets
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from memopt.models.serialize import canonical, parse
 
 FORMAT = "memopt plan"
 VERSION = 2
-LARGEST_FILE_BYTES = 2**30
+LARGEST_FILE_BYTES = 2**27
 
 _BEFORE = b'{"checksum":"'
 _AFTER = b'",'
@@ -67,41 +68,86 @@ def _digest(rest: bytes) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that is never seen half-written: a temporary file beside it, then a rename.
+    """Write a file that is never seen half-written: a temporary file beside it, then a rename. A
+    link stays, and what it points to is written.
 
     Raises:
+        PlanFileError: there is something that is no regular file, which stays as it is.
         OSError: the folder does not exist or cannot be written.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    target = Path(os.path.realpath(path))
     try:
+        there = os.stat(target)
+    except FileNotFoundError:
+        there = None
+    if there is not None and not stat.S_ISREG(there.st_mode):
+        raise PlanFileError(
+            f"cannot write {path}: it is {_kind(there)}, no file; name another path"
+        )
+    # Known before it exists, so that whatever interrupts this, it is known what to remove.
+    beside = target.parent / f".memopt-{secrets.token_hex(8)}"
+    try:
+        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINE_ENDS, 0o666)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes files that only the owner can read.
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
+        os.replace(beside, target)
     except BaseException:
-        os.unlink(name)
+        beside.unlink(missing_ok=True)
         raise
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def read_bytes(path: Path) -> bytes:
-    """The bytes of a file.
+def read_plan(path: Path) -> Reader:
+    """The value inside a plan file.
 
     Raises:
-        PlanFileError: it cannot be read, or is too large for a plan.
+        PlanFileError: it cannot be read, or holds no plan of this version undamaged.
+    """
+    return unpack(read_bytes(path, _BEFORE))
+
+
+def read_bytes(path: Path, beginning: bytes = b"") -> bytes:
+    """The bytes of a file; one that does not begin so is not read on.
+
+    Raises:
+        PlanFileError: it cannot be read, is no regular file or too large for a plan.
     """
     try:
-        size = path.stat().st_size
-        if size > LARGEST_FILE_BYTES:
-            raise PlanFileError(f"{path} has {size} bytes, too many for a plan file")
-        return path.read_bytes()
+        # Without waiting for somebody to write into a pipe.
+        with open(path, "rb", opener=_open_at_once) as file:
+            there = os.fstat(file.fileno())
+            if not stat.S_ISREG(there.st_mode):
+                raise PlanFileError(f"cannot read {path}: it is {_kind(there)}, no file")
+            if there.st_size > LARGEST_FILE_BYTES:
+                raise PlanFileError(f"{path} has {there.st_size} bytes, too many for a plan file")
+            begin = file.read(len(beginning))
+            if begin != beginning:
+                return begin
+            # Whatever its size is said to be, and however it grows meanwhile.
+            data = begin + file.read(LARGEST_FILE_BYTES)
     except OSError as error:
         raise PlanFileError(f"cannot read {path}: {error.strerror or error}") from error
+    if len(data) > LARGEST_FILE_BYTES:
+        raise PlanFileError(f"{path} has more bytes than a plan file can have")
+    return data
+
+
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0)
+_NO_LINE_ENDS = getattr(os, "O_BINARY", 0)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | _AT_ONCE)
+
+
+def _kind(there: os.stat_result) -> str:
+    """What stands at a path, if it is no regular file."""
+    kinds = (
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISCHR, "a device"),
+        (stat.S_ISBLK, "a device"),
+    )
+    return next((name for test, name in kinds if test(there.st_mode)), "something else")

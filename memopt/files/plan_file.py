@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from memopt.errors import InvalidProgramError, PlanFileError
-from memopt.files.envelope import pack, read_bytes, unpack, write_atomically
+from memopt.files.envelope import pack, read_plan, write_atomically
 from memopt.files.strategy_record import encode_strategy, read_strategy
 from memopt.models.chain import Chain
 from memopt.models.codec import Reader
@@ -29,7 +29,10 @@ from memopt.models.encoding import steps as encode_steps
 from memopt.models.graph import Graph
 from memopt.models.judge import Figures, judge
 from memopt.models.program import Program
+from memopt.models.record import ModelRecord
 from memopt.models.record_json import encode_record, read_record
+from memopt.models.same_graph import as_captured
+from memopt.models.serialize import fingerprint
 from memopt.models.steps import ChainStep
 from memopt.models.violations import Violation
 from memopt.plan import BaselineFigures, Plan
@@ -54,6 +57,7 @@ _FIELDS = (
     "notes",
     "record",
 )
+_ROUNDING = 1e-9
 _LARGEST_WHOLE = 2**53
 """Larger numbers are no sizes or counts, and other JSON readers would round them."""
 
@@ -73,7 +77,7 @@ def load(path: FileName) -> Plan:
         PlanFileError: the file cannot be read, is damaged, of another version, or holds no
             valid plan; the message says which.
     """
-    return decode(unpack(read_bytes(Path(path))))
+    return decode(read_plan(Path(path)))
 
 
 def encode(plan: Plan) -> dict[str, Any]:
@@ -133,24 +137,33 @@ def decode(reader: Reader) -> Plan:
     program = found["program"].optional(read_program)
     steps = found["chain_steps"].optional(read_steps)
     device = read_device(found["device"])
-    budget_bytes = found["budget_bytes"].optional(Reader.whole)
+    budget_bytes = found["budget_bytes"].optional(_read_budget)
     host_bytes = found["host_budget_bytes"].optional(Reader.whole)
+    strategy = read_strategy(found["strategy"])
     cost_model = graph if graph is not None else chain
     if cost_model is None or (program if graph is not None else steps) is None:
         raise reader.fail("a graph with its program, or a chain with its steps")
+    if graph is None and program is not None:
+        raise PlanFileError("plan file: a program without the graph it is of")
+    record = found["record"].optional(read_record)
+    if record is not None:
+        _check_graph(graph, record)
     figures = _checked(cost_model, steps, program, (budget_bytes, host_bytes), device)
     _check_figures(found["figures"], figures)
+    if graph is not None and chain is not None and steps is not None:
+        # They are shown; the program is what runs.
+        _checked(chain, steps, None, (None, None), device)
     peak_bytes, time_s, measured = found["baseline"].fields("peak_bytes", "step_time_s", "measured")
     return Plan(
-        status=found["status"].choice(Status),
-        strategy=read_strategy(found["strategy"]),
+        status=_read_status(found["status"]),
+        strategy=strategy,
         budget=budget_bytes,
         host_budget=host_bytes,
         peak_bytes=figures.peak_bytes,
         resident_bytes=cost_model.resident_bytes,
         step_time_s=figures.time_s,
-        lower_bound_s=found["lower_bound_s"].number(),
-        baseline=BaselineFigures(peak_bytes.whole(), time_s.number(), measured.flag()),
+        lower_bound_s=_read_bound(found["lower_bound_s"], figures),
+        baseline=BaselineFigures(_read_bytes(peak_bytes), _read_seconds(time_s), measured.flag()),
         device=device,
         program=program,
         chain_steps=steps,
@@ -160,8 +173,57 @@ def decode(reader: Reader) -> Plan:
         compute_time_s=cost_model.compute_time_s,
         stats=_read_stats(found["stats"]),
         notes=found["notes"].each(Reader.text),
-        record=found["record"].optional(read_record),
+        record=record,
     )
+
+
+def _read_budget(reader: Reader) -> int:
+    budget_bytes = reader.whole()
+    if budget_bytes < 1:
+        raise reader.fail("a budget of at least 1 byte")
+    return budget_bytes
+
+
+def _read_bytes(reader: Reader) -> int:
+    size_bytes = reader.whole()
+    if size_bytes < 0:
+        raise reader.fail("bytes, at least 0")
+    return size_bytes
+
+
+def _read_seconds(reader: Reader) -> float:
+    seconds = reader.number()
+    if seconds < 0:
+        raise reader.fail("seconds, at least 0")
+    return seconds
+
+
+def _read_status(reader: Reader) -> Status:
+    status = reader.choice(Status)
+    if status not in (Status.OPTIMAL, Status.FEASIBLE):
+        raise reader.fail("the status of a plan")
+    return status
+
+
+def _read_bound(reader: Reader, figures: Figures) -> float:
+    bound_s = _read_seconds(reader)
+    if bound_s > figures.time_s * (1 + _ROUNDING):
+        raise reader.fail(f"a lower bound of the step's time, {figures.time_s!r} s,")
+    return bound_s
+
+
+def _check_graph(graph: Graph | None, record: ModelRecord) -> None:
+    """The graph must be the one whose fingerprint the record has; `apply` compares that one with
+    the model's."""
+    try:
+        found = "" if graph is None else fingerprint(as_captured(graph, record.resized))
+    except ValueError as error:
+        raise PlanFileError(f"plan file.record.resized: {error}") from error
+    if found != record.fingerprint or not found:
+        raise PlanFileError(
+            "the file's graph is not the one that its fingerprint is of: the file was edited; "
+            "plan again"
+        )
 
 
 def _refuse_huge_numbers(value: object) -> None:
@@ -199,7 +261,7 @@ def _check_figures(reader: Reader, figures: Figures) -> None:
         "peak_bytes", "step_time_s", "host_peak_bytes"
     )
     stored = Figures(peak_bytes.whole(), time_s.number(), host_peak_bytes.whole())
-    same_time = math.isclose(stored.time_s, figures.time_s, rel_tol=1e-9)
+    same_time = math.isclose(stored.time_s, figures.time_s, rel_tol=_ROUNDING)
     if (stored.peak_bytes, stored.host_peak_bytes) != (
         figures.peak_bytes,
         figures.host_peak_bytes,

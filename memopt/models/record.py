@@ -98,6 +98,8 @@ class ModelRecord:
         output_gradients: what the planned loss does with the model's output.
         loss_bytes: of the planned loss itself, which lives from its step into the next one and is
             charged as resident, if it takes more than a number.
+        resized: (tensor, its size as captured) of the graph's tensors that profiling found to
+            have another size.
         repeated: (position, earlier position) of each flat argument that is the same tensor as an
             earlier one.
     """
@@ -115,6 +117,7 @@ class ModelRecord:
     output_gradients: OutputGradients = ANY_LOSS
     loss_bytes: int = 0
     repeated: tuple[tuple[int, int], ...] = ()
+    resized: tuple[tuple[int, int], ...] = ()
 
 
 def difference(planned: ModelRecord, found: ModelRecord) -> str | None:

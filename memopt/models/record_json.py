@@ -14,6 +14,9 @@ T = TypeVar("T")
 DEEPEST_ARGUMENT = 32
 """Levels of tuples, lists and dicts among the arguments of a call."""
 
+AUTOCAST_DEVICES = ("cpu", "cuda")
+_HALVES = ("bfloat16", "float16")
+
 
 def encode_record(value: ModelRecord) -> dict[str, Any]:
     """A ModelRecord as what `json` writes.
@@ -38,6 +41,7 @@ def encode_record(value: ModelRecord) -> dict[str, Any]:
         ],
         "loss_bytes": value.loss_bytes,
         "repeated": [list(pair) for pair in value.repeated],
+        **({"resized": [list(pair) for pair in value.resized]} if value.resized else {}),
     }
 
 
@@ -83,26 +87,60 @@ def read_record(reader: Reader) -> ModelRecord:
         "block_bytes",
         "fingerprint",
     )
-    later = ("unused_outputs", "gradient_strides", "loss_bytes", "repeated")
+    later = ("unused_outputs", "gradient_strides", "loss_bytes", "repeated", "resized")
     found = dict(zip((*names, *later), reader.fields(*names, optional=later), strict=True))
     return ModelRecord(
-        model=found["model"].text(),
+        model=_read_line(found["model"]),
         device=found["device"].text(),
         args=_read_nest(found["args"], "tuple"),
         kwargs=_read_nest(found["kwargs"], "dict"),
         training=found["training"].each(lambda row: _pair(row, Reader.flag)),
         tensors=found["tensors"].each(lambda row: _pair(row, _read_spec)),
-        autocast=found["autocast"].each(lambda item: item.optional(Reader.text)),
-        torch_version=found["torch_version"].text(),
-        block_bytes=found["block_bytes"].whole(),
+        autocast=_read_autocast(found["autocast"]),
+        torch_version=_read_line(found["torch_version"]),
+        block_bytes=_at_least(found["block_bytes"], 1),
         fingerprint=found["fingerprint"].text(),
         output_gradients=OutputGradients(
-            unused=found["unused_outputs"].optional(Reader.wholes) or (),
+            unused=found["unused_outputs"].optional(_read_positions) or (),
             strides=found["gradient_strides"].optional(lambda rows: rows.each(_read_strides)) or (),
         ),
-        loss_bytes=found["loss_bytes"].optional(Reader.whole) or 0,
+        loss_bytes=found["loss_bytes"].optional(lambda item: _at_least(item, 0)) or 0,
         repeated=found["repeated"].optional(lambda rows: rows.each(_read_repeated)) or (),
+        resized=found["resized"].optional(lambda rows: rows.each(_read_resized)) or (),
     )
+
+
+def _read_line(reader: Reader) -> str:
+    text = reader.text()
+    if not text.isprintable():
+        raise reader.fail("one line of text")
+    return text
+
+
+def _at_least(reader: Reader, least: int) -> int:
+    value = reader.whole()
+    if value < least:
+        raise reader.fail(f"a whole number, at least {least}")
+    return value
+
+
+def _read_positions(reader: Reader) -> tuple[int, ...]:
+    return reader.each(lambda item: _at_least(item, 0))
+
+
+def _read_autocast(reader: Reader) -> tuple[str | None, ...]:
+    row = reader.each(lambda item: item.optional(Reader.text))
+    if len(row) != len(AUTOCAST_DEVICES) or any(x is not None and x not in _HALVES for x in row):
+        names = " or ".join(map(repr, _HALVES))
+        raise reader.fail(f"null, {names} for each of {', '.join(AUTOCAST_DEVICES)}")
+    return row
+
+
+def _read_resized(reader: Reader) -> tuple[int, int]:
+    row = _read_positions(reader)
+    if len(row) != 2:
+        raise reader.fail("[tensor, bytes]")
+    return row[0], row[1]
 
 
 def _pair(reader: Reader, read: Callable[[Reader], T]) -> tuple[str, T]:
@@ -133,7 +171,7 @@ def _read_spec(reader: Reader) -> TensorSpec:
     shape, strides = row[1].wholes(), row[2].wholes()
     if len(shape) != len(strides) or any(x < 0 for x in (*shape, *strides)):
         raise reader.fail("a shape and as many strides, at least 0")
-    return TensorSpec(shape, strides, row[0].text(), row[3].text(), row[4].flag())
+    return TensorSpec(shape, strides, _read_line(row[0]), _read_line(row[3]), row[4].flag())
 
 
 def _read_nest(reader: Reader, kind: str) -> Nest:

@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 
-_KINDS = ("cpu", "cuda")
+from memopt.models.record_json import AUTOCAST_DEVICES
 
 
 def autocast_state() -> tuple[str | None, ...]:
@@ -15,20 +15,20 @@ def autocast_state() -> tuple[str | None, ...]:
         str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         if torch.is_autocast_enabled(kind)
         else None
-        for kind in _KINDS
+        for kind in AUTOCAST_DEVICES
     )
 
 
 def autocast_off() -> contextlib.ExitStack:
     """A context without autocast: the casts are in the graph, so kernels run as they are, even
     where the user calls them under autocast."""
-    return autocast_as((None,) * len(_KINDS))
+    return autocast_as((None,) * len(AUTOCAST_DEVICES))
 
 
 def autocast_as(state: tuple[str | None, ...]) -> contextlib.ExitStack:
     """A context with autocast as it was when `autocast_state()` said `state`."""
     stack = contextlib.ExitStack()
-    for kind, wanted, found in zip(_KINDS, state, autocast_state(), strict=True):
+    for kind, wanted, found in zip(AUTOCAST_DEVICES, state, autocast_state(), strict=True):
         if wanted is not None and wanted != found:
             stack.enter_context(torch.autocast(kind, getattr(torch, wanted)))
         elif wanted is None and found is not None:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from memopt.errors import PlanFileError
+from memopt.models.codec import Reader
 from memopt.models.folders import default_directory
+from memopt.models.serialize import parse
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS costs (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
 _VERSION = 1
+_LOG = logging.getLogger(__name__)
+
+_TOLD: set[Path] = set()
+_LARGEST_ROW = 2**20
+_LARGEST_BYTES = 2**53
+_LONGEST_S = 1e6
+"""Of one call or one step."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +53,21 @@ class ProfileCache:
         return connection
 
     def load(self, keys: list[str]) -> dict[str, Cost]:
-        """The known costs among `keys`."""
+        """The known costs among `keys`; a row that holds no cost is not known."""
         found: dict[str, Cost] = {}
         try:
             with closing(self._connect()) as connection:
+                # Bytes, since a damaged row may hold no text at all.
+                connection.text_factory = bytes
                 for key in keys:
                     row = connection.execute(
                         "SELECT value FROM costs WHERE key = ?", (key,)
                     ).fetchone()
-                    if row is not None:
-                        value = json.loads(row[0])
-                        found[key] = Cost(
-                            float(value["time_s"]),
-                            int(value["workspace_bytes"]),
-                            tuple(int(b) for b in value["output_bytes"]),
-                        )
-        except (sqlite3.DatabaseError, ValueError, KeyError, OSError):
-            return {}
+                    cost = _read_cost(row[0]) if row is not None else None
+                    if cost is not None:
+                        found[key] = cost
+        except (sqlite3.DatabaseError, OSError) as error:
+            self._tell("read", error)
         return found
 
     def store(self, costs: dict[str, Cost]) -> None:
@@ -67,6 +76,29 @@ class ProfileCache:
         try:
             with closing(self._connect()) as connection, connection:
                 connection.executemany("INSERT OR REPLACE INTO costs VALUES (?, ?)", rows)
-        except (sqlite3.DatabaseError, OSError):
+        except (sqlite3.DatabaseError, OSError) as error:
             # The cache is a convenience: a full or read-only disk must not stop a plan.
-            return
+            self._tell("written", error)
+
+    def _tell(self, what: str, error: Exception) -> None:
+        """Say once that the cache does not work."""
+        if self._path not in _TOLD:
+            _TOLD.add(self._path)
+            _LOG.warning("the profile cache %s cannot be %s: %s", self._path, what, error)
+
+
+def _read_cost(stored: object) -> Cost | None:
+    """The cost in a row; None if it holds none, or figures that no call can have."""
+    if not isinstance(stored, bytes) or len(stored) > _LARGEST_ROW:
+        return None
+    try:
+        time_s, workspace, outputs = Reader(parse(stored), "cost").fields(
+            "time_s", "workspace_bytes", "output_bytes"
+        )
+        cost = Cost(time_s.number(), workspace.whole(), outputs.wholes())
+    except PlanFileError:
+        return None
+    possible = 0 <= cost.time_s <= _LONGEST_S and all(
+        0 <= size <= _LARGEST_BYTES for size in (cost.workspace_bytes, *cost.output_bytes)
+    )
+    return cost if possible else None

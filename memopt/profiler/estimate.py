@@ -25,6 +25,7 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.liveness import store_all
 from memopt.models.replay import replay
+from memopt.models.same_graph import resized
 from memopt.models.serialize import fingerprint
 from memopt.profiler.baseline import LARGEST_NUMBER_BYTES, Loss, LossUse, differentiable
 from memopt.profiler.build import Lowering, build
@@ -191,6 +192,7 @@ def estimate_model(
         cpu,
         block_bytes=device.block_bytes,
         fingerprint=fingerprint(lowering.graph),
+        resized=resized(lowering.graph, graph),
         output_gradients=used().gradients,
         loss_bytes=used().kept_bytes,
     )

@@ -8,8 +8,6 @@ and memory are the update's, measured as such.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,14 +33,32 @@ class HostState:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._hosted.values())
 
     def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Step one parameter as `update_one` does. If that fails, its state is as before."""
-        with self._on_device(parameter):
+        """Step one parameter as `update_one` does, its state away before and afterwards."""
+        self.step(parameter, gradient)
+        self.put_away(parameter)
+
+    def step(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Bring a parameter's state and step it. If that fails, its state is as before."""
+        states = self._optimizer.state
+        before = states.get(parameter)
+        try:
+            if before is not None:
+                states[parameter] = {
+                    key: self._brought(parameter, key, value) for key, value in before.items()
+                }
             update_one(self._optimizer, parameter, gradient)
+        except BaseException:
+            # The host's copies have not been touched.
+            if before is None:
+                states.pop(parameter, None)
+            else:
+                states[parameter] = before
+            raise
 
     def leave(self) -> None:
         """Move what is on the device to the host: state from before, or just loaded."""
         for parameter in list(self._optimizer.state):
-            self._write_back(parameter)
+            self.put_away(parameter)
 
     def settle(self) -> None:
         """Wait until what has been written back can be read."""
@@ -55,24 +71,6 @@ class HostState:
             for key in self._movable(state):
                 state[key] = self._brought(parameter, key, state[key])
         self._hosted.clear()
-
-    @contextmanager
-    def _on_device(self, parameter: torch.Tensor) -> Iterator[None]:
-        before = self._optimizer.state.get(parameter)
-        if before is not None:
-            self._optimizer.state[parameter] = {
-                key: self._brought(parameter, key, value) for key, value in before.items()
-            }
-        try:
-            yield
-        except BaseException:
-            # The host's copies have not been touched.
-            if before is None:
-                self._optimizer.state.pop(parameter, None)
-            else:
-                self._optimizer.state[parameter] = before
-            raise
-        self._write_back(parameter)
 
     def _brought(self, parameter: torch.Tensor, key: str, value: Any) -> Any:
         """A copy on the device of what is on the host; everything else as it is."""
@@ -87,7 +85,8 @@ class HostState:
         # A counter, which an update changes in place: a copy, so that a failure changes nothing.
         return value.clone() if value.dim() == 0 else value
 
-    def _write_back(self, parameter: torch.Tensor) -> None:
+    def put_away(self, parameter: torch.Tensor) -> None:
+        """Move a parameter's state to the host. What cannot be moved stays on the device."""
         state = self._optimizer.state[parameter]
         for key in self._movable(state):
             value = state[key]

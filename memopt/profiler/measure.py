@@ -97,6 +97,25 @@ def costs_of(
     captured: Captured | None = None,
 ) -> list[Cost]:
     """The measured cost of each kernel call; see `measure`."""
+    return _costs(nodes, device, options, progress, captured, timed=True)
+
+
+def memory_of(
+    nodes: Sequence[Node], device: torch.device, options: MeasureOptions, captured: Captured
+) -> list[Cost]:
+    """The workspace and result sizes of each kernel call, and a time where one is known already:
+    each call that is not in the cache runs twice."""
+    return _costs(nodes, device, options, None, captured, timed=False)
+
+
+def _costs(
+    nodes: Sequence[Node],
+    device: torch.device,
+    options: MeasureOptions,
+    progress: Progress | None,
+    captured: Captured | None,
+    timed: bool,
+) -> list[Cost]:
     signatures = [signature(node) for node in nodes]
     distinct = {s.text: s for s in signatures}
     place = environment(device)
@@ -106,9 +125,9 @@ def costs_of(
     missing = [s for text, s in distinct.items() if keys[text] not in known]
     if missing:
         with torch.random.fork_rng(), torch.no_grad():
-            fresh = _measure(missing, device, options, progress, captured)
+            fresh = _measure(missing, device, options, progress, captured, timed)
         fresh_by_key = {keys[s.text]: cost for s, cost in zip(missing, fresh, strict=True)}
-        if options.cache:
+        if options.cache and timed:
             options.cache.store(fresh_by_key)
         known = {**known, **fresh_by_key}
     return [known[keys[s.text]] for s in signatures]
@@ -148,11 +167,14 @@ def _measure(
     options: MeasureOptions,
     progress: Progress | None,
     captured: Captured | None,
+    timed: bool,
 ) -> list[Cost]:
     stand_ins = StandIns(device)
     outputs = _output_sizes(missing, stand_ins, device, captured, progress)
     uses = metered_sections(device, [functools.partial(_ready, one, stand_ins) for one in missing])
-    times = _times(missing, stand_ins, device, options, progress)
+    times = [0.0 for _ in missing]
+    if timed:
+        times = _times(missing, stand_ins, device, options, progress)
     return [
         Cost(seconds, max(0, use.peak_bytes - use.end_bytes), sizes)
         for seconds, use, sizes in zip(times, uses, outputs, strict=True)

@@ -22,6 +22,9 @@ from memopt.models.record import (
 from memopt.profiler.autocast import autocast_state
 from memopt.profiler.inputs import Call, repeated
 
+_LARGEST_EXAMPLE_BYTES = 2**44
+"""Of one tensor of an example call; larger ones are not even reserved."""
+
 
 def record_of(
     model: nn.Module,
@@ -32,6 +35,7 @@ def record_of(
     fingerprint: str = "",
     output_gradients: OutputGradients = ANY_LOSS,
     loss_bytes: int = 0,
+    resized: tuple[tuple[int, int], ...] = (),
 ) -> ModelRecord:
     """The record of a model in its present mode, and of its example call.
 
@@ -42,7 +46,7 @@ def record_of(
         block_bytes: the allocator's granularity in the captured graph.
         fingerprint: of the captured graph, if it was captured.
         output_gradients: what the captured loss does with the model's output.
-        loss_bytes: see `ModelRecord`.
+        loss_bytes, resized: see `ModelRecord`.
     """
     named = (*model.named_parameters(), *model.named_buffers())
     return ModelRecord(
@@ -61,6 +65,7 @@ def record_of(
         output_gradients=output_gradients,
         loss_bytes=loss_bytes,
         repeated=tuple(repeated(call.leaves).items()),
+        resized=resized,
     )
 
 
@@ -132,9 +137,13 @@ def _zeros(spec: TensorSpec) -> torch.Tensor:
         raise PlanFileError(f"the plan's inputs have the dtype {spec.dtype!r}, unknown to torch")
     last = [(n - 1) * stride for n, stride in zip(spec.shape, spec.strides, strict=True)]
     elements = 0 if 0 in spec.shape else 1 + sum(last)
+    if elements * dtype.itemsize > _LARGEST_EXAMPLE_BYTES:
+        raise PlanFileError(f"the plan's input {spec} is larger than any input can be")
     try:
         storage = torch.zeros(elements, dtype=dtype, device=spec.device)
-    except (RuntimeError, AssertionError) as error:
+        example = storage.as_strided(spec.shape, spec.strides)
+        return example.requires_grad_(spec.requires_grad)
+    except (RuntimeError, AssertionError, TypeError) as error:
         # AssertionError: torch without CUDA.
-        raise PlanFileError(f"the plan's input {spec} cannot be made here: {error}") from error
-    return storage.as_strided(spec.shape, spec.strides).requires_grad_(spec.requires_grad)
+        reason = str(error).partition("\n")[0]
+        raise PlanFileError(f"the plan's input {spec} cannot be made here: {reason}") from error

@@ -16,6 +16,7 @@ from memopt.models.graph import Graph
 from memopt.models.liveness import store_all
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
 from memopt.models.replay import replay
+from memopt.models.same_graph import resized
 from memopt.models.serialize import fingerprint
 from memopt.profiler.baseline import Baseline, Loss, LossUse, measure_baseline, measure_loss
 from memopt.profiler.build import Lowering, build
@@ -165,6 +166,7 @@ def _profiled(
         device,
         block_bytes=block_bytes,
         fingerprint=fingerprint(lowering.graph),
+        resized=resized(lowering.graph, graph),
         output_gradients=used().gradients,
         loss_bytes=loss_bytes,
     )
@@ -222,7 +224,8 @@ def _baseline(
     cache = options.cache
     if cache is not None and key is not None and not options.renew:
         known = cache.load([key])
-        if key in known:
+        # A step that takes no time is a damaged row.
+        if key in known and known[key].time_s > 0:
             one = known[key]
             return Baseline(one.workspace_bytes, one.time_s, True, sum(one.output_bytes))
     measured = measure_baseline(model, call, loss, device, 0)

@@ -131,6 +131,11 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
+def update_name(site: UpdateSite) -> str:
+    """The name of a site's operator."""
+    return f"update.{site.name.removeprefix('model.')}"
+
+
 def with_updates(
     parts: StepParts, lowering: Lowering, costs: dict[str, tuple[float, int]]
 ) -> tuple[Captured, Lowering]:
@@ -162,7 +167,7 @@ def with_updates(
         time_s, workspace_bytes = costs.get(site.name, (0.0, 0))
         operators.append(
             Operator(
-                name=f"update.{site.name.removeprefix('model.')}",
+                name=update_name(site),
                 reads=site.reads,
                 writes=(),
                 time_s=time_s,

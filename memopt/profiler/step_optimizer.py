@@ -93,13 +93,40 @@ def update_one(
     # What is changed in place keeps the layout of the parameter, as autograd's own .grad would.
     if gradient.stride() != parameter.stride():
         gradient = torch.empty_like(parameter).copy_(gradient)
-    parameter.grad = gradient
-    optimizer.param_groups = [{**group, "params": [parameter]}]
+    state = optimizer.state.get(parameter)
+    before = None if state is None else dict(state)
+    touch = Touch(optimizer, parameter)
     try:
+        parameter.grad = gradient
+        optimizer.param_groups = [{**group, "params": [parameter]}]
         optimizer.step()
+    except BaseException:
+        # State made in part would never be completed.
+        if before is None and not touch.changed():
+            optimizer.state.pop(parameter, None)
+        elif state is not None and before is not None:
+            state.clear()
+            state.update(before)
+        raise
     finally:
         optimizer.param_groups = groups
         parameter.grad = None
+
+
+class Touch:
+    """Tells whether an update that failed has changed its parameter, or state that was there
+    before, in place."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        state = optimizer.state.get(parameter) or {}
+        held = [value for value in state.values() if isinstance(value, torch.Tensor)]
+        self._versions = [(tensor, tensor._version) for tensor in (parameter, *held)]
+        # Fused kernels do not count versions.
+        self._fused = any(group.get("fused") for group in optimizer.param_groups)
+
+    def changed(self) -> bool:
+        """Whether it has, or could have without a trace."""
+        return self._fused or any(tensor._version != seen for tensor, seen in self._versions)
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from torch import nn
 
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
+from memopt.models.record import ModelRecord
+from memopt.models.same_graph import resized
 from memopt.models.serialize import fingerprint
 from memopt.profiler.baseline import Baseline, Loss, measure_steps
 from memopt.profiler.host_state import HostState
@@ -106,7 +108,7 @@ def _profiled(
             told = part_of(report, 0.2, 0.7)
             priced = measure(parts.lowering, device, options, told, parts.captured)
         report(0.7, "measuring updates")
-        costs = _update_costs(parts, optimizer, device, offload_optimizer)
+        costs = update_costs(parts, optimizer, device, offload_optimizer)
         _, lowering = with_updates(parts, replace(parts.lowering, graph=priced), costs)
         graph = _with_resident(lowering.graph, stays_bytes + STEP_SCALARS_BYTES[device.type])
         report(0.8, "measuring the unplanned step")
@@ -119,22 +121,31 @@ def _profiled(
     graph, baseline, busy = quietly(measured, chosen)
     captured, unpriced = with_updates(parts, parts.lowering, {})
     report(1.0, "profiled")
-    planned = fingerprint(unpriced.graph)
-    record = record_of(
-        parts.module, parts.call, device, block_bytes=block_bytes, fingerprint=planned
-    )
     return ProfiledStep(
         graph,
         unpriced,
         captured,
         baseline,
         device,
-        record=record,
+        record=_record(parts, device, block_bytes, unpriced.graph, graph),
         optimizer=replace(state, bytes_total=stays_bytes),
         parts=parts,
         user_call=call,
         host_state_bytes=state.bytes_total - stays_bytes,
         notes=(*_where_the_state_is(state, offload_optimizer), *busy),
+    )
+
+
+def _record(
+    parts: StepParts, device: torch.device, block_bytes: int, captured: Graph, priced: Graph
+) -> ModelRecord:
+    return record_of(
+        parts.module,
+        parts.call,
+        device,
+        block_bytes=block_bytes,
+        fingerprint=fingerprint(captured),
+        resized=resized(captured, priced),
     )
 
 
@@ -149,7 +160,7 @@ def _where_the_state_is(state: OptimizerState, hosted: bool) -> tuple[str, ...]:
     return (f"On the host between updates: {size} of {state.name} state.",)
 
 
-def _update_costs(
+def update_costs(
     parts: StepParts, optimizer: torch.optim.Optimizer, device: torch.device, hosted: bool
 ) -> dict[str, tuple[float, int]]:
     """Seconds and workspace bytes of each update, measured once per shape and group."""

@@ -153,6 +153,6 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("link")
 
-    monkeypatch.setattr(HostState, "_write_back", broken)
+    monkeypatch.setattr(HostState, "put_away", broken)
     with pytest.raises((ExecutionError, RuntimeError), match="link"):
         step(x, targets=(y,))

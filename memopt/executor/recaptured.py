@@ -1,0 +1,146 @@
+"""A plan for a model that was captured anew: is its graph the planned one, and does the plan hold?
+
+What runs is checked against the graph that is built from the capture. Of a plan file's own graph
+only the times are believed, and memory where it counts more; where the plan is within a budget and
+was measured on such a device, every kernel's workspace and results are measured here, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from memopt.errors import InvalidProgramError, PlanFileError
+from memopt.executor.arena_forms import outside_tensors
+from memopt.models.device import in_blocks
+from memopt.models.graph import Graph, Phase
+from memopt.models.judge import judge
+from memopt.models.program import Compute, Program
+from memopt.models.same_graph import graph_difference, with_figures, without_implementations
+from memopt.models.violations import Violation
+from memopt.profiler.build import Lowering
+from memopt.profiler.cache import ProfileCache
+from memopt.profiler.capture import Captured
+from memopt.profiler.measure import MeasureOptions, memory_of
+from memopt.profiler.session import STEP_SCALARS_BYTES
+
+if TYPE_CHECKING:
+    from memopt.plan import Plan
+
+BLOCK_BYTES = {"cpu": 1, "cuda": 512}
+"""The granularity of a device's allocator."""
+
+
+def planned_lowering(
+    plan: Plan,
+    lowering: Lowering,
+    captured: Captured,
+    device: torch.device,
+    update_bytes: dict[str, int] | None = None,
+) -> Lowering:
+    """The lowering of a model that was captured anew, its graph with the plan's figures; the
+    program is valid for that graph and within the budget.
+
+    Args:
+        plan: with a graph and a program.
+        lowering: of the captured model, with the alternatives that the plan knows.
+        captured: the model.
+        device: where it is.
+        update_bytes: operator → workspace of each update, measured here.
+
+    Raises:
+        PlanFileError: the graphs differ, or the plan does not hold; the message says where.
+    """
+    assert plan.graph is not None
+    assert plan.program is not None
+    planned = plan.graph if lowering.alternatives else without_implementations(plan.graph)
+    lowering = _with_scalars(plan, lowering, device)
+    differs = graph_difference(planned, lowering.graph)
+    if differs is not None:
+        raise PlanFileError(f"this plan is not one of this model: {differs}")
+    sizes: dict[int, int] = {}
+    workspaces: dict[tuple[int, str | None], int] = {}
+    if _is_measured_here(plan, device):
+        sizes, workspaces = _measured(plan, lowering, captured, device)
+        for index, operator in enumerate(lowering.graph.operators):
+            if operator.name in (update_bytes or {}):
+                workspaces[index, None] = (update_bytes or {})[operator.name]
+    graph = with_figures(lowering.graph, planned, sizes, workspaces)
+    if plan.program.offsets is not None:
+        graph = replace(graph, outside=outside_tensors(replace(lowering, graph=graph)))
+    check_plan(plan, graph)
+    return replace(lowering, graph=graph)
+
+
+def _with_scalars(plan: Plan, lowering: Lowering, device: torch.device) -> Lowering:
+    """A lowering whose graph counts the scalars that every step holds, as priced graphs do."""
+    in_blocks = plan.record is not None and plan.record.block_bytes > 1
+    scalars_bytes = STEP_SCALARS_BYTES["cuda" if in_blocks else device.type]
+    extra_bytes = lowering.graph.extra_resident_bytes + scalars_bytes
+    return replace(lowering, graph=replace(lowering.graph, extra_resident_bytes=extra_bytes))
+
+
+def check_plan(plan: Plan, graph: Graph) -> None:
+    """Validate and replay a plan's program on a graph.
+
+    Raises:
+        PlanFileError: it is not valid there, or not within the plan's budgets.
+    """
+    problem: Violation | Exception | str | None
+    try:
+        problem, _ = judge(graph, None, plan.program, plan.budget, plan.device, plan.host_budget)
+    except (InvalidProgramError, IndexError) as error:
+        problem = error
+    if problem is None and _wasteful(graph, plan.program):
+        problem = "its addresses leave more room than all its tensors together need"
+    if problem is not None:
+        raise PlanFileError(f"this plan does not hold for this model: {problem}")
+
+
+def _wasteful(graph: Graph, program: Program | None) -> bool:
+    """Whether an arena is larger than any placement of its tensors has to be."""
+    rows = (program.offsets or ()) if program is not None else ()
+    sizes = [graph.tensors[tensor].size_bytes for _, tensor, _ in rows]
+    ends = [offset + size for (_, _, offset), size in zip(rows, sizes, strict=True)]
+    # Blocks of every allocator, CUDA's included.
+    return max(ends, default=0) > sum(in_blocks(size, max(BLOCK_BYTES.values())) for size in sizes)
+
+
+def _is_measured_here(plan: Plan, device: torch.device) -> bool:
+    """Whether the plan's memory is that of this kind of device, and somebody relies on it."""
+    record = plan.record
+    if plan.profiled is not None or record is None or plan.budget is None:
+        return False
+    same = record.block_bytes == BLOCK_BYTES.get(device.type)
+    return plan.baseline.measured and same
+
+
+def _measured(
+    plan: Plan, lowering: Lowering, captured: Captured, device: torch.device
+) -> tuple[dict[int, int], dict[tuple[int, str | None], int]]:
+    """Sizes of tensors, and workspaces of the kernels that the program runs."""
+    assert plan.program is not None
+    operators = lowering.graph.operators
+    run = {(i.op, i.implementation) for i in plan.program if isinstance(i, Compute)}
+    calls: list[tuple[int, str | None]] = []
+    nodes: list[Node] = []
+    for op, name in sorted(run, key=lambda pair: (pair[0], pair[1] or "")):
+        known = 0 <= op < len(operators) and operators[op].phase is not Phase.UPDATE
+        if known and (name is None or (op, name) in lowering.alternatives):
+            calls.append((op, name))
+            nodes.append(lowering.node_of(op, name))
+    options = MeasureOptions(cache=ProfileCache())
+    sizes: dict[int, int] = {}
+    workspaces: dict[tuple[int, str | None], int] = {}
+    for call, node, cost in zip(
+        calls, nodes, memory_of(nodes, device, options, captured), strict=True
+    ):
+        workspaces[call] = cost.workspace_bytes
+        held = [t for t in lowering.storages[node] if t is not None]
+        if len(held) == len(cost.output_bytes) and call[1] is None:
+            written = operators[call[0]].writes
+            sizes |= {t: n for t, n in zip(held, cost.output_bytes, strict=True) if t in written}
+    return sizes, workspaces
