@@ -250,7 +250,9 @@ def _made(seed: int, source: str, first: dict[str, Tensor], draw: int) -> Random
     def inputs() -> tuple[Tensor, ...]:
         # Copies have the layout of the originals.
         return tuple(
-            v.clone().requires_grad_(first[n].requires_grad) if first[n].requires_grad else v.clone()
+            v.clone().requires_grad_(first[n].requires_grad)
+            if first[n].requires_grad
+            else v.clone()
             for n, v in kept.items()
         )
 

@@ -26,14 +26,21 @@ from torch.utils import _pytree as pytree
 
 import memopt
 from memopt.executor.check import clear_gradients, unmetered_bytes
+from memopt.models.serialize import fingerprint
 from memopt.planning import plan
 from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
 from memopt.profiler.baseline import untouched
 from memopt.profiler.inputs import to_call
 from memopt.profiler.memory import metered
+from memopt.strategies import Solution, Strategy, resolve
+from memopt.strategies.base import CostModel
 from tests.sweeps.grammar import RandomModule, loss_of, random_module
 
-PASSES: dict[str, dict[str, bool]] = {"plain": {}, "place": {"place": True}, "order": {"order": True}}
+PASSES: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "place": {"place": True},
+    "order": {"order": True},
+}
 _CPU = torch.device("cpu")
 
 
@@ -76,9 +83,10 @@ def sweep_module(
     finally:
         _compare(before, owned(model, inputs), "changed by planning", "profile", found)
     start = copy.deepcopy(model.state_dict())
-    expected = train(copy.deepcopy(model), None, made, steps)
     known: set[str] = set()
-    for label, made_plan in plans_of(profiled, strategies, limit_s, found):
+    expected = train(copy.deepcopy(model), None, made, steps)
+    plans = plans_of(profiled, tuple(map(Remembering.of, strategies)), limit_s, found)
+    for label, made_plan in plans:
         found.plans += 1
         key = repr((made_plan.program, made_plan.budget))
         if key in known:
@@ -96,11 +104,49 @@ def sweep_module(
     return found
 
 
+@dataclass(frozen=True)
+class Remembering(Strategy):
+    """A strategy that solves nothing twice: the passes begin from the same plan.
+
+    Attributes:
+        inner: what solves.
+        solved: what it solved: (cost model, budget) → solution.
+    """
+
+    inner: Strategy
+    solved: dict[tuple[str, int | None], Solution] = field(compare=False)
+
+    @staticmethod
+    def of(name: str) -> Remembering:
+        """The strategy of a name, with its own capabilities."""
+        inner = resolve(name)
+        own: dict[str, Any] = {"name": inner.name, "needs": inner.needs, "features": inner.features}
+        if hasattr(inner, "exact_only"):
+            own["exact_only"] = inner.exact_only
+        kind = type("Remembering", (Remembering,), own)
+        made: Remembering = kind(inner, {})
+        return made
+
+    def why_not(self, cost_model: CostModel) -> str | None:
+        return self.inner.why_not(cost_model)
+
+    def solve(self, cost_model: CostModel, budget_bytes: int | None, **options: Any) -> Solution:
+        where = (
+            repr(cost_model)
+            if isinstance(cost_model, memopt.Chain) or "place" in self.features
+            else fingerprint(cost_model)
+        )
+        if (where, budget_bytes) not in self.solved:
+            self.solved[where, budget_bytes] = self.inner.solve(cost_model, budget_bytes, **options)
+        return self.solved[where, budget_bytes]
+
+
 def plans_of(
-    profiled: Profiled, strategies: tuple[str, ...], limit_s: float, found: Found
+    profiled: Profiled, strategies: tuple[Strategy, ...], limit_s: float, found: Found
 ) -> Iterator[tuple[str, memopt.Plan]]:
     """Every strategy × two budgets × three passes; what is refused is counted."""
-    for name in strategies:
+    for strategy in strategies:
+        name = strategy.name
         least: int | None = None
         for kind, extra in PASSES.items():
             for budget in ("min", "between"):
@@ -115,15 +161,15 @@ def plans_of(
                     made = plan(
                         profiled,
                         budget=wanted,
-                        strategy=name,
+                        strategy=strategy,
                         time_limit_s=limit_s,
                         progress=False,
                         **extra,
                     )
                 except (memopt.MemoptError, ValueError) as error:
-                    if isinstance(error, ValueError) and "cannot plan this model" not in str(error):
-                        found.wrong.append((label, _sentence(error)))
-                    elif isinstance(error, memopt.InfeasibleBudgetError):
+                    if (
+                        isinstance(error, ValueError) and "cannot plan this model" not in str(error)
+                    ) or isinstance(error, memopt.InfeasibleBudgetError):
                         found.wrong.append((label, _sentence(error)))
                     else:
                         found.refused[f"{name}: {_sentence(error)}"] += 1
