@@ -1,0 +1,346 @@
+"""Random modules under every strategy: planned steps equal eager's, bit for bit, in memory.
+
+    python -m tests.sweeps.modules --first 0 --count 500 --out found.jsonl
+
+plans each module with every strategy at its smallest budget and at one between that and eager's
+peak, plain, placed and reordered; trains three steps of each distinct plan beside eager; compares
+outputs, gradients, buffers, parameters and random state bit for bit, the measured peak with
+budget and prediction, and all that the user owns before and after planning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import json
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import memopt
+from memopt.executor.check import clear_gradients, unmetered_bytes
+from memopt.models.serialize import fingerprint
+from memopt.planning import plan
+from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
+from memopt.profiler.baseline import untouched
+from memopt.profiler.inputs import to_call
+from memopt.profiler.memory import metered
+from memopt.strategies import Solution, Strategy, resolve
+from memopt.strategies.base import CostModel
+from tests.sweeps.grammar import RandomModule, loss_of, random_module
+
+PASSES: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "place": {"place": True},
+    "order": {"order": True},
+}
+_CPU = torch.device("cpu")
+
+
+@dataclass
+class Found:
+    """What one module showed.
+
+    Attributes:
+        plans: how many were made, and how many of them were distinct and so were run.
+        refused: sentence → how often; refusals that memopt says on purpose.
+        wrong: what differs, exceeds or crashes: (plan, what).
+    """
+
+    plans: int = 0
+    ran: int = 0
+    refused: collections.Counter[str] = field(default_factory=collections.Counter)
+    wrong: list[tuple[str, str]] = field(default_factory=list)
+
+
+def sweep_module(
+    made: RandomModule, strategies: tuple[str, ...], limit_s: float, steps: int = 3
+) -> Found:
+    """Plan and run one module under the strategies."""
+    found = Found()
+    model, inputs = made.build(), made.inputs()
+    before = owned(model, inputs)
+    try:
+        profiled = profile_model(
+            model,
+            inputs,
+            loss=Loss(loss_of),
+            options=MeasureOptions(cap_s=1e-9, max_rounds=1),
+        )
+    except (memopt.CaptureError, memopt.ProfileError) as error:
+        found.refused[_sentence(error)] += 1
+        return found
+    except Exception as error:  # noqa: BLE001  # a crash is what the sweep looks for
+        found.wrong.append(("profile", _sentence(error)))
+        return found
+    finally:
+        _compare(before, owned(model, inputs), "changed by planning", "profile", found)
+    start = copy.deepcopy(model.state_dict())
+    known: set[str] = set()
+    expected = train(copy.deepcopy(model), None, made, steps)
+    plans = plans_of(profiled, tuple(map(Remembering.of, strategies)), limit_s, found)
+    for label, made_plan in plans:
+        found.plans += 1
+        key = repr((made_plan.program, made_plan.budget))
+        if key in known:
+            continue
+        known.add(key)
+        found.ran += 1
+        try:
+            run_one(made_plan, label, model, start, made, expected, steps, found)
+        except Exception as error:  # noqa: BLE001
+            found.wrong.append((label, f"step: {_sentence(error)}"))
+    model.load_state_dict(start)
+    clear_gradients(model, [])
+    torch.set_rng_state(before["random state"])
+    _compare(before, owned(model, inputs), "changed by planning", "all plans", found)
+    return found
+
+
+@dataclass(frozen=True)
+class Remembering(Strategy):
+    """A strategy that solves nothing twice: the passes begin from the same plan.
+
+    Attributes:
+        inner: what solves.
+        solved: what it solved: (cost model, budget) → solution.
+    """
+
+    inner: Strategy
+    solved: dict[tuple[str, int | None], Solution] = field(compare=False)
+
+    @staticmethod
+    def of(name: str) -> Remembering:
+        """The strategy of a name, with its own capabilities."""
+        inner = resolve(name)
+        own: dict[str, Any] = {"name": inner.name, "needs": inner.needs, "features": inner.features}
+        if hasattr(inner, "exact_only"):
+            own["exact_only"] = inner.exact_only
+        kind = type("Remembering", (Remembering,), own)
+        made: Remembering = kind(inner, {})
+        return made
+
+    def why_not(self, cost_model: CostModel) -> str | None:
+        return self.inner.why_not(cost_model)
+
+    def solve(self, cost_model: CostModel, budget_bytes: int | None, **options: Any) -> Solution:
+        where = (
+            repr(cost_model)
+            if isinstance(cost_model, memopt.Chain) or "place" in self.features
+            else fingerprint(cost_model)
+        )
+        if (where, budget_bytes) not in self.solved:
+            self.solved[where, budget_bytes] = self.inner.solve(cost_model, budget_bytes, **options)
+        return self.solved[where, budget_bytes]
+
+
+def plans_of(
+    profiled: Profiled, strategies: tuple[Strategy, ...], limit_s: float, found: Found
+) -> Iterator[tuple[str, memopt.Plan]]:
+    """Every strategy × two budgets × three passes; what is refused is counted."""
+    for strategy in strategies:
+        name = strategy.name
+        least: int | None = None
+        for kind, extra in PASSES.items():
+            for budget in ("min", "between"):
+                label = f"{name} {budget} {kind}"
+                if budget == "between":
+                    if least is None or least >= profiled.baseline.peak_bytes:
+                        continue
+                    wanted: int | str = (least + profiled.baseline.peak_bytes) // 2
+                else:
+                    wanted = "min"
+                try:
+                    made = plan(
+                        profiled,
+                        budget=wanted,
+                        strategy=strategy,
+                        time_limit_s=limit_s,
+                        progress=False,
+                        **extra,
+                    )
+                except (memopt.MemoptError, ValueError) as error:
+                    if (
+                        isinstance(error, ValueError) and "cannot plan this model" not in str(error)
+                    ) or isinstance(error, memopt.InfeasibleBudgetError):
+                        found.wrong.append((label, _sentence(error)))
+                    else:
+                        found.refused[f"{name}: {_sentence(error)}"] += 1
+                    continue
+                except Exception as error:  # noqa: BLE001
+                    found.wrong.append((label, _sentence(error)))
+                    continue
+                if least is None:
+                    least = made.budget
+                yield label, made
+
+
+def run_one(
+    made_plan: memopt.Plan,
+    label: str,
+    model: nn.Module,
+    start: dict[str, Any],
+    made: RandomModule,
+    expected: dict[str, Any],
+    steps: int,
+    found: Found,
+) -> None:
+    """Three steps under a plan beside eager's, then a measured one."""
+    model.load_state_dict(start)
+    clear_gradients(model, [])
+    planned = made_plan.apply(model)
+    _compare(expected, train(model, planned, made, steps), "differs", label, found)
+    model.load_state_dict(start)
+    clear_gradients(model, [])
+    peak = measured_peak(made_plan, planned, model, made)
+    if made_plan.budget is not None and peak > made_plan.budget:
+        found.wrong.append((label, f"measured {peak} over budget {made_plan.budget}"))
+    if peak > made_plan.peak_bytes:
+        found.wrong.append((label, f"measured {peak} over predicted {made_plan.peak_bytes}"))
+
+
+def measured_peak(
+    made_plan: memopt.Plan, planned: nn.Module, model: nn.Module, made: RandomModule
+) -> int:
+    """Total bytes of a second step, the first one's gradients dropped."""
+    call = to_call(made.inputs())
+    with untouched(model, call):
+        for measured in (False, True):
+            clear_gradients(model, call.tensors())
+            if not measured:
+                loss_of(planned(*call.args)).backward()
+                continue
+            with metered(_CPU) as use:
+                output = planned(*call.args)
+                loss_of(output).backward()
+            del output
+    return unmetered_bytes(made_plan, _CPU) + use.peak_bytes
+
+
+def train(
+    model: nn.Module, planned: nn.Module | None, made: RandomModule, steps: int
+) -> dict[str, Any]:
+    """Steps of plain gradient descent; all that each leaves behind, by name."""
+    module = model if planned is None else planned
+    record: dict[str, Any] = {}
+    for step in range(steps):
+        inputs = made.inputs()
+        torch.manual_seed(100 + step)
+        output = module(*inputs)
+        for i, leaf in enumerate(pytree.tree_leaves(output)):
+            record[f"{step} output {i}"] = leaf.detach().clone()
+        loss_of(output).backward()
+        for i, value in enumerate(inputs):
+            record[f"{step} input {i}"] = value.detach().clone()
+            record[f"{step} input {i} gradient"] = value.grad
+        for name, parameter in model.named_parameters():
+            record[f"{step} gradient {name}"] = parameter.grad
+            if parameter.grad is not None:
+                with torch.no_grad():
+                    parameter.sub_(parameter.grad, alpha=0.05)
+                parameter.grad = None
+        for name, value in model.state_dict().items():
+            record[f"{step} state {name}"] = value.detach().clone()
+        record[f"{step} random state"] = torch.get_rng_state()
+    return record
+
+
+def owned(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
+    """What planning must leave as it is."""
+    found: dict[str, Any] = {"random state": torch.get_rng_state()}
+    for name, value in model.state_dict().items():
+        found[f"state {name}"] = value.detach().clone()
+    for name, parameter in model.named_parameters():
+        found[f"gradient {name}"] = parameter.grad
+        found[f"trained {name}"] = parameter.requires_grad
+    for i, value in enumerate(inputs):
+        found[f"input {i}"] = value.detach().clone()
+        found[f"input {i} gradient"] = value.grad
+    for name, module in model.named_modules():
+        found[f"attributes {name}"] = sorted(module.__dict__)
+        found[f"training {name}"] = module.training
+    return found
+
+
+def _compare(
+    expected: dict[str, Any], got: dict[str, Any], verb: str, label: str, found: Found
+) -> None:
+    if list(expected) != list(got):
+        found.wrong.append((label, f"{verb}: {sorted(set(expected) ^ set(got))[:3]}"))
+        return
+    names = [name for name in expected if not _equal(expected[name], got[name])]
+    if names:
+        first = names[0]
+        a, b = expected[first], got[first]
+        size = ""
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
+            size = f" by {(a.double() - b.double()).abs().max():.1e}" if not a.is_complex() else ""
+        found.wrong.append((label, f"{verb}: {first}{size} (and {len(names) - 1} more)"))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return bool(a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b))
+    same = a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+    return same and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _sentence(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [f for f in frames if "/memopt/" in f.filename]
+    where = f" [{inside[-1].filename.rsplit('/', 1)[-1]}:{inside[-1].lineno}]" if inside else ""
+    return f"{type(error).__name__}: {str(error)[:160]}{where}"
+
+
+def main() -> None:
+    """Sweep seeds; one line of JSON for each module, and a summary."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--limit-s", type=float, default=1.0)
+    parser.add_argument("--strategies", default=",".join(memopt.strategies()))
+    parser.add_argument("--out", default="")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    total = collections.Counter[str]()
+    begin = time.perf_counter()
+    for seed in range(given.first, given.first + given.count):
+        made = random_module(seed)
+        found = sweep_module(made, tuple(given.strategies.split(",")), given.limit_s)
+        total.update(
+            modules=1,
+            plans=found.plans,
+            ran=found.ran,
+            wrong=len(found.wrong),
+            modules_wrong=bool(found.wrong),
+            modules_refused=not found.plans,
+        )
+        row = {
+            "seed": seed,
+            "plans": found.plans,
+            "ran": found.ran,
+            "wrong": found.wrong,
+            "refused": dict(found.refused),
+        }
+        if given.out:
+            with open(given.out, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        elif found.wrong:
+            print(json.dumps(row, indent=1))
+        torch._dynamo.reset()
+    print(dict(total), f"{time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Random modules under every strategy; `python -m tests.sweeps.modules` runs more of them."""
+
+from __future__ import annotations
+
+import pytest
+
+import memopt
+from tests.sweeps.grammar import random_module
+from tests.sweeps.modules import Found, sweep_module
+
+QUICK = ("store-all", "rotor", "olla")
+"""One that only keeps, one that recomputes, one that reorders and places."""
+
+
+def _check(seed: int, strategies: tuple[str, ...], limit_s: float) -> Found:
+    made = random_module(seed)
+    found = sweep_module(made, strategies, limit_s)
+    assert not found.wrong, (found.wrong[:5], made.source)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_modules(seed: int) -> None:
+    found = _check(seed, QUICK, 5.0)
+    assert found.ran, found.refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 500, 10))
+def test_random_modules_under_every_strategy(first: int) -> None:
+    ran = [_check(seed, tuple(memopt.strategies()), 1.0).ran for seed in range(first, first + 10)]
+    assert sum(map(bool, ran)) >= 9, "hardly anything was planned"
+
+
+def test_modules_are_equal_for_equal_seeds() -> None:
+    assert random_module(3).source == random_module(3).source != random_module(4).source
