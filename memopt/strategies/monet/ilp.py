@@ -83,8 +83,10 @@ class MonetModel:
     def _split(self, k: int) -> bool:
         """Whether a backward operator may run twice, some implementation leaving out some of its
         outputs."""
-        whole = set(self.graph.operators[k].writes)
-        return self.graph.operators[k].recomputable and any(not whole <= set(choice.writes) for _, choice in self.choices[k])
+        operator = self.graph.operators[k]
+        whole = set(operator.writes)
+        partial = any(not whole <= set(choice.writes) for _, choice in self.choices[k])
+        return partial and operator.recomputable
 
     def _useful(self) -> list[frozenset[int]]:
         """For each stage, the forward operators whose results it or a later one may need: no
