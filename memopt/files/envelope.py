@@ -17,7 +17,7 @@ from memopt.models.codec import Reader
 from memopt.models.serialize import canonical, parse
 
 FORMAT = "memopt plan"
-VERSION = 2
+VERSION = 1
 LARGEST_FILE_BYTES = 2**30
 
 _BEFORE = b'{"checksum":"'
