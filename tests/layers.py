@@ -59,6 +59,7 @@ FOR_TYPES: dict[str, tuple[str, ...]] = {
 # import the public classes of other folders.
 SHARED_BY_STRATEGIES = (
     "memopt.strategies.base",
+    "memopt.strategies.host_budget",
     "memopt.strategies.slack",
     "memopt.strategies.store_all",
 )

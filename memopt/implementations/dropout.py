@@ -63,6 +63,7 @@ def attach(sites: Sites) -> None:
             forward.args,
             (result, bits),
             workspace_bytes=value_bytes + size,
+            draws=True,
         )
         # An eighth at a time, but for other layouts.
         scratch = (

@@ -106,6 +106,7 @@ class Sites:
         like: tuple[tuple[Node, float], ...] = (),
         moved_bytes: int = 0,
         requires: tuple[Callable[..., bool], tuple[Any, ...]] | None = None,
+        draws: bool = False,
     ) -> None:
         """One alternative of a kernel call.
 
@@ -123,9 +124,22 @@ class Sites:
             moved_bytes: for estimates: scratch memory read and written beside what `like` moves.
             requires: (a test, its arguments): the values of parameters must pass it for the
                 alternative to be chosen; the kernel itself must check them again when it runs.
+            draws: of a random operator, whether it draws the operator's own numbers and leaves the
+                generator where the operator does.
+
+        Raises:
+            ValueError: it stands in for a random operator and does not draw as that does: all that
+                draw later would draw other numbers.
         """
         if self._exact_only and not exact:
             return
+        index = self._operator[operator]
+        if self._lowering.graph.operators[index].random and not draws:
+            raise ValueError(
+                f"the implementation {name!r} stands in for {operator.name!r}, which draws random "
+                "numbers: it must draw the same ones from the same generator; if it does, say so: "
+                "Sites.add(..., draws=True)"
+            )
         call = self._fx.call_function(kernel, args, name=f"{operator.name}__{name}")
         if results is None:
             call.meta["val"] = operator.meta["val"]
@@ -138,7 +152,6 @@ class Sites:
         call.meta["memopt_like"] = like
         call.meta["memopt_moved_bytes"] = moved_bytes
         call.meta["memopt_requires"] = requires
-        index = self._operator[operator]
         resident = self._lowering.graph.resident
         reads = dict.fromkeys(
             t for node in call.all_input_nodes for t in self._storages[node] if t is not None

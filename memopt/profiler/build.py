@@ -34,6 +34,10 @@ _BATCH_NORM_TRAINING_ARGUMENT = {
 }
 
 
+_NEVER_DRAWS = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
+"""Tagged as random, like its relatives, but without dropout: it refuses any."""
+
+
 @dataclass(frozen=True)
 class Lowering:
     """How a Graph maps to FX nodes.
@@ -151,6 +155,7 @@ def is_random(node: Node) -> bool:
         node.op == "call_function"
         and isinstance(target, torch._ops.OpOverload)
         and torch.Tag.nondeterministic_seeded in target.tags
+        and str(target) not in _NEVER_DRAWS
     )
 
 

@@ -58,11 +58,15 @@ def _check(model: nn.Module, x: torch.Tensor, seed: int) -> set[str]:
         operator = lowering.graph.operators[op]
         choice = next(c for c in operator.implementations if c.name == name)
         expected = values[lowering.nodes[op]]
-        if operator.random:
-            torch.manual_seed(seed)
         before = {n: values[n]._version for n in node.all_input_nodes}
+        own = lowering.nodes[op]
         with torch.no_grad():
+            torch.manual_seed(seed)
+            own.target(*map_arg(own.args, values.__getitem__), **own.kwargs)  # type: ignore[operator]  # a kernel
+            drawn = torch.get_rng_state()
+            torch.manual_seed(seed)
             found = node.target(*map_arg(node.args, values.__getitem__))  # type: ignore[operator]  # a kernel
+        assert torch.equal(torch.get_rng_state(), drawn)
         if choice.in_place:
             _same_in_place(node, values, _tuple(found))
         assert isinstance(found, (tuple, list)) == isinstance(node.meta["val"], (tuple, list))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -70,3 +71,15 @@ def test_a_users_own_family_is_considered_and_executed() -> None:
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert parameter.grad is not None
         assert torch.allclose(parameter.grad, gradient, rtol=1e-5)
+
+
+def test_a_random_operator_is_replaced_by_what_draws_as_it_does() -> None:
+    def attach_noise(sites: Sites) -> None:
+        for forward in sites.calls("aten.native_dropout.default"):
+            results = (sites.result(forward, 0), sites.result(forward, 1))
+            sites.add(forward, "noise", KERNEL, (forward.args[0], forward.args[0]), results)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    profiled = profile_model(model, torch.rand(5, 8), options=MeasureOptions(max_rounds=1))
+    with pytest.raises(ValueError, match="'noise' stands in for 'native_dropout', which"):
+        with_implementations(profiled, families=[("noise", attach_noise)])

@@ -93,7 +93,7 @@ def test_runs_bitwise_equal_to_eager(
 
 
 def test_random_programs_stay_valid_and_within_their_budget() -> None:
-    rng = Random(3)
+    rng = Random(4)
     device = memopt.Device(to_host_bytes_per_s=2.0)
     whole = partly = left_out = short = 0
     for _ in range(60):

@@ -134,7 +134,7 @@ class Remembering(Strategy):
         where = (
             repr(cost_model)
             if isinstance(cost_model, memopt.Chain) or "place" in self.features
-            else fingerprint(cost_model)
+            else f"{fingerprint(cost_model)} {[one.in_place for one in cost_model.operators]}"
         )
         if (where, budget_bytes) not in self.solved:
             self.solved[where, budget_bytes] = self.inner.solve(cost_model, budget_bytes, **options)

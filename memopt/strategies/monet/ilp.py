@@ -81,9 +81,12 @@ class MonetModel:
                 self.model.add([(1, v) for v in variables], 1)
 
     def _split(self, k: int) -> bool:
-        """Whether some implementation of a backward operator leaves out some of its outputs."""
-        whole = set(self.graph.operators[k].writes)
-        return any(not whole <= set(choice.writes) for _, choice in self.choices[k])
+        """Whether a backward operator may run twice, some implementation leaving out some of its
+        outputs."""
+        operator = self.graph.operators[k]
+        whole = set(operator.writes)
+        partial = any(not whole <= set(choice.writes) for _, choice in self.choices[k])
+        return partial and operator.recomputable
 
     def _useful(self) -> list[frozenset[int]]:
         """For each stage, the forward operators whose results it or a later one may need: no

@@ -151,7 +151,8 @@ class IntervalModel:
         model, operator = self.model, self.graph.operators[i]
         again = i < self.first and operator.recomputable
         parts = [set(choice.writes) < set(operator.writes) for _, choice in self.choices[i]]
-        split = i >= self.first and any(parts)
+        partial = i >= self.first and any(parts)
+        split = partial and operator.recomputable
         for run in range(self.most_runs if again else 1 + split):
             x = self.x[i, run] = [model.new_bool_var("") for _ in self.choices[i]]
             if not run:
@@ -181,7 +182,7 @@ class IntervalModel:
                 pairs = zip(self.choices[i], x, strict=True)
                 written = self._any([v for (_, choice), v in pairs if t in choice.writes])
                 self._copy(t, start, written, t in self.graph.kept and not (run and again))
-        if split:
+        if partial:
             for t in operator.writes:
                 written = [copy.written for copy in self.copies[t]]
                 model.add(sum(written) <= 1)

@@ -96,6 +96,8 @@ class MomentModel:
             in_place = i < self.first and not operator.recomputable
             if in_place or operator.has_effects:
                 model.add([(-1, v) for v in self.run[i]], -1)
+            if not operator.recomputable:
+                model.add([(1, v) for v in self.run[i]], 1)
             for (_, choice), v in zip(choices, self.run[i], strict=True):
                 if not there.issuperset(choice.reads):
                     # Only what may not be chosen writes an operand.
