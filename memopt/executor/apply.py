@@ -23,6 +23,7 @@ from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.session import device_of
+from memopt.profiler.watch import Watch
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -102,8 +103,12 @@ def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowe
         differs = difference(plan.record, found)
         if differs is not None:
             raise PlanFileError(f"this plan is for another model or call: {differs}. {again(plan)}")
+    since = None
     if plan.profiled is not None and plan.profiled.captured.model() is model:
-        return plan.profiled.captured, plan.profiled.lowering
+        # Of what has changed since then, some makes another graph and some the same.
+        since = plan.profiled.captured.watches.changed(model)
+        if since is None:
+            return plan.profiled.captured, plan.profiled.lowering
     captured = capture(model, call, lambda: plan.unused_outputs)
     if plan.record is not None:
         # An estimate for CUDA counts in its blocks wherever it is applied.
@@ -111,7 +116,7 @@ def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowe
     else:
         block_bytes = 512 if device_of(model, call).type == "cuda" else 1
     lowering = build(model, captured, block_bytes)
-    _check_fingerprint(plan, fingerprint(lowering.graph))
+    _check_fingerprint(plan, fingerprint(lowering.graph), since)
     return captured, _with_implementations(plan, lowering, block_bytes)
 
 
@@ -139,7 +144,7 @@ def _with_implementations(plan: Plan, lowering: Lowering, block_bytes: int) -> L
     )
 
 
-def _check_fingerprint(plan: Plan, found: str) -> None:
+def _check_fingerprint(plan: Plan, found: str, since: tuple[Watch, Any] | None) -> None:
     if plan.record is not None:
         planned = plan.record.fingerprint
     else:
@@ -156,6 +161,8 @@ def _check_fingerprint(plan: Plan, found: str) -> None:
             )
         return
     reason = "the captured graphs differ although shapes and parameters are the same"
+    if since is not None:
+        reason = since[0].difference(since[1])
     if other:
         reason += f" ({other})"
     raise PlanFileError(f"this plan was made for another model: {reason}. {again(plan)}")

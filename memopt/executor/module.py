@@ -164,7 +164,11 @@ class PlannedModule(nn.Module):
             return getattr(self.original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._keeps(name):
+        known = getattr(PlannedModule, name, None)
+        if isinstance(known, property):
+            # Not by nn.Module, which would register a module under the name.
+            object.__setattr__(self, name, value)
+        elif self._keeps(name):
             super().__setattr__(name, value)
         else:
             setattr(self.original, name, value)

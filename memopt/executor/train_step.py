@@ -32,9 +32,10 @@ class TrainStep:
 
     Equal to `loss_fn(model(*inputs), *targets).backward(); optimizer.step()` and then
     `zero_grad()`, bit for bit on CPU; inputs that require a gradient get theirs. A step that
-    fails before its first update leaves parameters, optimizer state and buffers as they were (the random state has moved); one that
-    fails later leaves the parameters updated so far updated, and says how many; buffers change
-    only when the step is complete. After the first update Ctrl-C waits for the end of the step.
+    fails before its first update leaves parameters, optimizer state and buffers as they were (the
+    random state has moved); one that fails later leaves the parameters updated so far updated, and
+    says how many; buffers change only when the step is complete. After the first update Ctrl-C
+    waits for the end of the step.
     """
 
     def __init__(
