@@ -127,3 +127,17 @@ def test_what_is_the_planned_modules_own_stays_there(planned: PlannedModule) -> 
     assert "forward" not in planned.original.__dict__
     with pytest.raises(AttributeError):
         planned.original = nn.Linear(1, 1)
+
+
+def test_a_planned_module_inside_a_planned_module(planned: PlannedModule) -> None:
+    """The whole is planned as if the part were not."""
+    outer = nn.Sequential(planned, nn.Linear(6, 2))
+    whole = prepare(outer, X).planned()
+    torch.manual_seed(1)
+    found = whole(X)
+    torch.manual_seed(1)
+    assert torch.equal(found, outer(X))
+    assert (counts(whole), counts(planned)) == ((1, 0, 0), (1, 0, 0))
+    planned.alpha = 0.5
+    with pytest.raises(memopt.GuardError, match=r"alpha: planned 1\.0, got 0\.5"):
+        whole(X)
