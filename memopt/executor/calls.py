@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class Calls:
     planned: int = 0
     original: int = 0
     replanned: int = 0
-    _warned: bool = False
+    _warned: bool = field(default=False, repr=False, compare=False)
 
     def fall_back(self, model: nn.Module, reason: str) -> None:
         """Count a call of the unplanned model; warn when it is the first training step.

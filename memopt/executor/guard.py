@@ -15,6 +15,7 @@ from memopt.profiler.autocast import autocast_state
 from memopt.profiler.capture import Captured
 from memopt.profiler.described import described, described_text
 from memopt.profiler.inputs import Call, repeated
+from memopt.profiler.watch import Watch
 from memopt.profiler.watches import Watches
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
@@ -58,6 +59,30 @@ def _registered(modules: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
         for name, tensor in registry.items()
         if tensor is not None
     }
+
+
+def _structure(modules: dict[str, nn.Module]) -> list[Watch]:
+    """The modules of a model, their types, modes and settings, and their tensors: what the guard
+    finds out one by one where it has to say what differs, as looks."""
+    looks: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for path, module in modules.items():
+        source = "model" + "".join(f"._modules[{p!r}]" for p in path.split(".") if path)
+        looks[f"type({source})"] = type(module)
+        looks[f"{source}.training"] = module.training
+        looks |= {f"{source}.{setting}": value for setting, value in _constants(module)}
+        for registry in ("_parameters", "_buffers"):
+            tensors |= {
+                f"{source}.{registry}[{name!r}]": tensor
+                for name, tensor in getattr(module, registry).items()
+                if tensor is not None
+            }
+    looks |= {f"described({source})": described(tensor) for source, tensor in tensors.items()}
+    looks |= {f"{other} is {source}": True for other, source in _ties(tensors).items()}
+    if tensors:
+        ids = ", ".join(f"id({source})" for source in tensors)
+        looks[f"len({{{ids}}})"] = len({id(tensor) for tensor in tensors.values()})
+    return [Watch(look, look, look, planned) for look, planned in looks.items()]
 
 
 def _ties(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -124,7 +149,9 @@ class Guard:
         tensors = _registered(modules)
         named = list(tensors.items())
         mutated = [captured.primals[i] for i in captured.mutated] if captured is not None else []
-        watching = Watching(captured, watches or captured.watches) if captured else None
+        watching = None
+        if captured is not None:
+            watching = Watching(captured, watches or captured.watches, _structure(modules))
         return Guard(
             spec=call.spec,
             text=_call_text(call),
@@ -160,18 +187,20 @@ class Guard:
             found = described(leaf)
             if found != planned:
                 raise GuardError(f"argument {i}: {_difference(planned, found)}; {REMEDY}")
-        modules = dict(model.named_modules())
-        self._check_modules(modules)
-        tensors = _registered(modules)
-        self._check_parameters(tensors)
-        self._check_ties(tensors)
-        self._check_identities(leaves, tensors)
+        as_planned = self.watching is not None and self.watching.unchanged(model)
+        if not as_planned:
+            modules = dict(model.named_modules())
+            self._check_modules(modules)
+            tensors = _registered(modules)
+            self._check_parameters(tensors)
+            self._check_ties(tensors)
+        self._check_identities(model, leaves)
         if autocast_state() != self.autocast:
             raise GuardError(
                 f"autocast: planned {self.autocast}, got {autocast_state()} (on cpu, cuda); "
                 + REMEDY
             )
-        if self.watching is not None:
+        if self.watching is not None and not as_planned:
             self.watching.check(model)
 
     def _check_modules(self, modules: dict[str, nn.Module]) -> None:
@@ -217,9 +246,10 @@ class Guard:
                     + REMEDY
                 )
 
-    def _check_identities(self, leaves: list[Any], tensors: dict[str, torch.Tensor]) -> None:
+    def _check_identities(self, model: nn.Module, leaves: list[Any]) -> None:
         if not self.separate and not any(s is not None for s in self.same):
             return
+        tensors = _registered(dict(model.named_modules()))
         found = _identities(leaves, {id(tensor): name for name, tensor in tensors.items()})
         for position, (planned, now) in enumerate(zip(self.same, found, strict=True)):
             if planned != now and (planned is not None or self.separate):

@@ -26,6 +26,7 @@ from memopt.models.program import Program
 from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call, align
+from memopt.profiler.torch_private import captured_around
 from memopt.profiler.unused_outputs import refusing_gradients
 from memopt.profiler.watches import Watches
 
@@ -165,7 +166,11 @@ class PlannedModule(nn.Module):
             return getattr(self.original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._keeps(name):
+        known = getattr(PlannedModule, name, None)
+        if isinstance(known, property):
+            # Not by nn.Module, which would register a module under the name.
+            object.__setattr__(self, name, value)
+        elif self._keeps(name):
             super().__setattr__(name, value)
         else:
             setattr(self.original, name, value)
@@ -231,7 +236,13 @@ class PlannedModule(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step's forward under the plan; the backward follows by autograd."""
+        """Run the step's forward under the plan; the backward follows by autograd.
+
+        While a module around it is captured, it is what it was made of: its step is planned as a
+        part of that module's.
+        """
+        if captured_around():
+            return self.original(*args, **kwargs)
         model, captured, runtime, program = self.__dict__["_memopt"]
         guard: Guard = self.__dict__["_memopt_guard"]
         if guard.evaluating(model):

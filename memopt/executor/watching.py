@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from torch import nn
 
 from memopt.errors import CaptureError, GuardError
 from memopt.profiler.capture import Captured, traced_again
+from memopt.profiler.watch import Watch
 from memopt.profiler.watches import Watches
 
 _LOG = logging.getLogger(__name__)
@@ -16,10 +18,21 @@ REMEDY = "plan again for this call (memopt.plan), or call the original module"
 
 
 class Watching:
-    """Looks at everything that one captured model's trace read."""
+    """Looks at everything that one captured model's trace read.
 
-    def __init__(self, captured: Captured, watches: Watches) -> None:
-        self._captured, self._watches = captured, watches
+    Args:
+        captured: the captured model.
+        watches: what its trace read.
+        structure: what else must be as planned: modules, parameters and buffers.
+    """
+
+    def __init__(self, captured: Captured, watches: Watches, structure: Sequence[Watch]) -> None:
+        self._captured, self._watches, self._structure = captured, watches, structure
+        self._everything = watches.with_others(structure)
+
+    def unchanged(self, model: nn.Module) -> bool:
+        """Whether nothing has changed, the structure included."""
+        return self._everything.unchanged(model)
 
     def check(self, model: nn.Module) -> None:
         """Raise GuardError, naming what changed and both values, unless all is as planned.
@@ -38,6 +51,7 @@ class Watching:
             watches = self._traced_again(model)
             if watches is not None:
                 self._watches = watches
+                self._everything = watches.with_others(self._structure)
                 return
         raise GuardError(f"{difference}; {REMEDY}")
 

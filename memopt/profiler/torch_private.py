@@ -49,6 +49,15 @@ def give_back_workspaces() -> None:
     _import("torch._C", "_cuda_clearCublasWorkspaces")()
 
 
+_in_capture = False
+
+
+def captured_around() -> bool:
+    """True in what memopt's capture traces, and False in everything that runs, meanwhile in other
+    threads, too: dynamo answers the first question itself."""
+    return torch.compiler.is_dynamo_compiling() and _in_capture
+
+
 _SIDE_EFFECTS = "certain side effects happened"
 
 
@@ -71,9 +80,12 @@ def dynamo_capture(
         guards_heard() as heard,
     ):
         warnings.simplefilter("always")
+        global _in_capture
+        _in_capture = True
         try:
             module = capture(model)(*args, **kwargs)
         finally:
+            _in_capture = False
             _forget_compiled()
     changed: list[str] = []
     for one in caught:

@@ -43,10 +43,11 @@ _LOOKS = {
 }
 
 # Not looked at: what the call gives (the guard compares it), Dynamo's own wrapper around the
-# model, and how torch takes trees of arguments apart.
+# model, how torch takes trees of arguments apart, and memopt's own code.
 _ELSEWHERE = re.compile(
     r"L\['flat_args'\]|L\['self'\](?!\._modules\['_export_root'\])|G\['ExportTracerOutput'\]|"
-    r"G\['pytree'\]|G\['__builtins_dict|__import_torch_dot__dynamo|__pytree|_pytree\.|^__import__"
+    r"G\['pytree'\]|G\['__builtins_dict|__import_torch_dot__dynamo|__pytree|_pytree\.|^__import__|"
+    r"G\['__import_memopt_"
 )
 _REGISTERED = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 _CELL = re.compile(r"^(.*)\.__closure__\[(\d+)\]\.cell_contents")

@@ -7,8 +7,6 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from memopt.profiler.described import described_text
 
 HOOKS = re.compile(r"\._(?:global_)?((?:forward|backward)(?:_pre)?)_hooks$")
@@ -27,7 +25,6 @@ GONE = Gone()
 UNREADABLE = (AttributeError, KeyError, IndexError, TypeError, ValueError, NameError)
 """What reading raises where an object on the way is gone or another."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, torch.Size)
 _LONGEST = 80
 
 
@@ -37,8 +34,10 @@ def same(found: Any, planned: Any) -> bool:
         return True
     if type(found) is not type(planned):
         return False
-    if isinstance(found, _PLAIN):
+    if isinstance(found, (float, complex)):
         return repr(found) == repr(planned)
+    if isinstance(found, tuple):
+        return len(found) == len(planned) and all(map(same, found, planned))
     return bool(found == planned)
 
 

@@ -51,13 +51,15 @@ class Watches:
         watches = tuple(reader.watches(tuple(changed)))
         return Watches(watches, tuple(reader.names.items()), reader.unregistered())
 
+    def unchanged(self, model: nn.Module) -> bool:
+        """Whether everything is as it was."""
+        try:
+            return self._all_as_planned(model)
+        except UNREADABLE:
+            return False
+
     def changed(self, model: nn.Module) -> tuple[Watch, Any] | None:
         """The first thing that is not as it was, and what is there now."""
-        try:
-            if self._look(model) < 0:
-                return None
-        except UNREADABLE:
-            pass
         names = dict(self.names)
         for watch in self.watches:
             try:
@@ -67,6 +69,11 @@ class Watches:
             if watch.differs(found):
                 return watch, found
         return None
+
+    def with_others(self, others: Iterable[Watch]) -> Watches:
+        """These watches and others; of two looks that are one, these."""
+        every = {watch.look: watch for watch in (*others, *self.watches)}
+        return replace(self, watches=tuple(every.values()))
 
     def of_copy(self, model: nn.Module, copied: nn.Module) -> Watches:
         """The watches for a deep copy of the model: the model's own objects are the copy's."""
@@ -94,8 +101,7 @@ class Watches:
         return None
 
     @cached_property
-    def _look(self) -> Callable[[nn.Module], int]:
-        """The number of the first watch that differs; -1 if all are as planned."""
+    def _all_as_planned(self) -> Callable[[nn.Module], bool]:
         return _generate(self.watches, dict(self.names))
 
 
@@ -116,9 +122,46 @@ def digest(traced: GraphModule, model: nn.Module, watches: Watches) -> str:
 class _Looks:
     """Source lines that take looks one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: dict[str, Any]) -> None:
         self.lines: list[str] = []
+        self._names = names
         self._known: dict[str, str] = {}
+
+    def take(self, watch: Watch) -> None:
+        """Look, and return False if what was planned is not there."""
+        look = ast.parse(watch.look, mode="eval").body
+        planned = f"planned_{len(self._names)}"
+        self._names[planned] = watch.planned
+        match look:
+            case ast.Call(func=ast.Name(id="described"), args=[tensor]) if (
+                watch.planned[0] == "tensor"
+            ):
+                self._take_tensor(self.reduced(tensor), watch.planned)
+                return
+            case ast.Call(
+                func=ast.Name(id="tuple"),
+                args=[ast.Call(func=ast.Attribute(value=hooks, attr="values"))],
+            ) if not watch.planned:
+                self._refuse_if(self.reduced(hooks))
+                return
+        found = self.reduced(look)
+        if not found.isidentifier():
+            self.lines.append(f"    found = {found}")
+            found = "found"
+        test = f"{found} is not {planned}"
+        self._refuse_if(test if watch.identity else f"{test} and not same({found}, {planned})")
+
+    def _take_tensor(self, tensor: str, planned: tuple[Any, ...]) -> None:
+        _, shape, stride, dtype, device, requires_grad = planned
+        at = f"device_{len(self._names)}"
+        self._names[at] = device
+        self._refuse_if(
+            f"{tensor}.requires_grad is not {requires_grad} or {tensor}.dtype is not {dtype} or "
+            f"{tensor}.shape != {shape} or {tensor}.stride() != {stride} or {tensor}.device != {at}"
+        )
+
+    def _refuse_if(self, test: str) -> None:
+        self.lines.append(f"    if {test}: return False")
 
     def reduced(self, node: ast.expr) -> str:
         """An expression over variables that hold what it reads."""
@@ -129,6 +172,8 @@ class _Looks:
                 return self._variable(f"{self.reduced(node.value)}[{ast.unparse(node.slice)}]")
             case ast.Call(func=ast.Name(id=name), keywords=[]):
                 return f"{name}({', '.join(map(self.reduced, node.args))})"
+            case ast.Set():
+                return f"{{{', '.join(map(self.reduced, node.elts))}}}"
             case ast.Compare(ops=[ast.Is() | ast.In()]):
                 word = "is" if isinstance(node.ops[0], ast.Is) else "in"
                 return f"({self.reduced(node.left)} {word} {self.reduced(node.comparators[0])})"
@@ -142,21 +187,13 @@ class _Looks:
         return self._known[text]
 
 
-def _generate(watches: tuple[Watch, ...], names: dict[str, Any]) -> Callable[[nn.Module], int]:
+def _generate(watches: tuple[Watch, ...], names: dict[str, Any]) -> Callable[[nn.Module], bool]:
     """One function that takes all looks, reading every object on the way once."""
-    looks = _Looks()
-    for number, watch in enumerate(watches):
-        names[f"planned_{number}"] = watch.planned
-        found = looks.reduced(ast.parse(watch.look, mode="eval").body)
-        if not found.isidentifier():
-            looks.lines.append(f"    found = {found}")
-            found = "found"
-        test = f"{found} is not planned_{number}"
-        if not watch.identity:
-            test += f" and not same({found}, planned_{number})"
-        looks.lines.append(f"    if {test}: return {number}")
-    source = "\n".join(["def look(model):", *looks.lines, "    return -1"])
     names["same"] = same
+    looks = _Looks(names)
+    for watch in watches:
+        looks.take(watch)
+    source = "\n".join(["def look(model):", *looks.lines, "    return True"])
     exec(compile(source, "<memopt watches>", "exec"), names)
-    look: Callable[[nn.Module], int] = names["look"]
+    look: Callable[[nn.Module], bool] = names["look"]
     return look
