@@ -31,7 +31,7 @@ from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
 from memopt.profiler.parameter_updates import without_zero_gradients
 from memopt.profiler.side_effects import check_side_effects
-from memopt.profiler.uncaptured import why_not_captured
+from memopt.profiler.uncaptured import check_initialised, why_not_captured
 from memopt.profiler.unused_outputs import detach_outputs
 
 _LOG = logging.getLogger(__name__)
@@ -125,6 +125,7 @@ def capture(
         CaptureError: the model cannot be captured whole (a data-dependent branch...),
             or nothing in it can be trained; the message names the place and the remedy.
     """
+    check_initialised(model)
     if not any(p.requires_grad for p in model.parameters()) and not any(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in call.leaves
     ):
