@@ -129,7 +129,9 @@ def test_states_are_within_the_budget(width: int, place: bool) -> None:
     x = torch.randn(width, width)
     for draw in (lambda h: h * torch.randn_like(h), lambda h: functional.dropout(h, 0.3)):
         model = Noisy(draw, width)
-        for options in ({"strategy": "rotor"}, {"strategy": "rotor-menus"}):
-            plan = memopt.plan(model, x, budget="min", place=place, progress=False, **options)
+        for strategy in ("rotor",) if place else ("rotor", "rotor-menus"):
+            plan = memopt.plan(
+                model, x, budget="min", strategy=strategy, place=place, progress=False
+            )
             assert plan.budget is not None
             assert plan.check(model, x).measured_peak_bytes <= plan.budget
