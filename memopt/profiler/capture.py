@@ -33,8 +33,13 @@ from memopt.profiler.kernel_layouts import computing_device, layouts_of_kernels
 from memopt.profiler.output_views import NO_OUTPUTS, OutputForms, hand_out, trace_apart
 from memopt.profiler.parameter_updates import without_zero_gradients
 from memopt.profiler.side_effects import check_side_effects
+<<<<<<< HEAD
 from memopt.profiler.uncaptured import check_effects, shape_from_data, why_not_captured
 from memopt.profiler.watches import Watches, digest
+=======
+from memopt.profiler.uncaptured import check_initialised, why_not_captured
+from memopt.profiler.unused_outputs import detach_outputs
+>>>>>>> fix/random
 
 _LOG = logging.getLogger(__name__)
 
@@ -147,6 +152,7 @@ def capture(
         CaptureError: the model cannot be captured whole (a data-dependent branch...),
             or nothing in it can be trained; the message names the place and the remedy.
     """
+    check_initialised(model)
     if not any(p.requires_grad for p in model.parameters()) and not any(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in call.leaves
     ):

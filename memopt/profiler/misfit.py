@@ -12,6 +12,7 @@ from torch import nn
 
 from memopt.profiler.baseline import Loss
 from memopt.profiler.inputs import Call
+from memopt.profiler.uncaptured import check_initialised
 from memopt.profiler.untouched import untouched
 
 _LOGGER = "torch._subclasses.fake_tensor"
@@ -22,7 +23,9 @@ _REMEDY = (
 
 
 def check_arguments(model: nn.Module, call: Call) -> None:
-    """Raise ValueError unless the call's arguments are those of the model's forward."""
+    """Raise ValueError unless the call's arguments are those of the model's forward, and
+    CaptureError if the model is not ready to be called without being changed."""
+    check_initialised(model)
     signature = inspect.signature(model.forward)
     try:
         signature.bind(*call.args, **call.kwargs)

@@ -9,6 +9,24 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from memopt.errors import CaptureError
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Refuse lazy modules, whose first forward makes their parameters.
+
+    Raises:
+        CaptureError: there is one, named.
+    """
+    for name, module in model.named_modules():
+        held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(is_lazy(tensor) for tensor in held):
+            raise CaptureError(
+                f"{type(module).__name__} {name!r} has no parameters before the model has been "
+                "called once, and planning leaves a model as it is: call the model, then plan"
+            )
 
 from memopt.errors import CaptureError
 

@@ -168,3 +168,11 @@ def test_a_refused_model() -> None:
         memopt.plan(model, torch.randn(3, 4), strategy="store-all", progress=False)
     assert (model.count, model.last) == (0, None)
     assert model.old is old
+
+
+def test_lazy_modules_are_refused_as_they_are() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, 2))
+    with pytest.raises(memopt.CaptureError, match="LazyLinear '0'"):
+        memopt.plan(model, torch.randn(3, 5), strategy="store-all", progress=False)
+    assert isinstance(model[0], nn.LazyLinear)
+    assert isinstance(model[0].weight, nn.UninitializedParameter)
