@@ -35,15 +35,9 @@ class TrainStep:
     Equal to `loss_fn(model(*inputs), *targets).backward(); optimizer.step()` and then
     `zero_grad()`, bit for bit on CPU; inputs that require a gradient get theirs. A step that
     fails before its first update leaves parameters, optimizer state and buffers as they were (the
-<<<<<<< HEAD
     random state has moved); one that fails later leaves the parameters updated so far updated,
     and says how many, and which one may be changed in part; buffers change only when all
     parameters are updated. After the first update Ctrl-C waits for the end of the step.
-=======
-    random state has moved); one that fails later leaves the parameters updated so far updated, and
-    says how many; buffers change only when the step is complete. After the first update Ctrl-C
-    waits for the end of the step.
->>>>>>> fix/guard
     """
 
     def __init__(

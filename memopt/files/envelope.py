@@ -18,13 +18,8 @@ from memopt.models.codec import Reader
 from memopt.models.serialize import canonical, parse
 
 FORMAT = "memopt plan"
-<<<<<<< HEAD
-VERSION = 2
-LARGEST_FILE_BYTES = 2**27
-=======
 VERSION = 1
-LARGEST_FILE_BYTES = 2**30
->>>>>>> fix/order
+LARGEST_FILE_BYTES = 2**27
 
 _BEFORE = b'{"checksum":"'
 _AFTER = b'",'

@@ -33,13 +33,13 @@ from memopt.profiler.kernel_layouts import computing_device, layouts_of_kernels
 from memopt.profiler.output_views import NO_OUTPUTS, OutputForms, hand_out, trace_apart
 from memopt.profiler.parameter_updates import without_zero_gradients
 from memopt.profiler.side_effects import check_side_effects
-<<<<<<< HEAD
-from memopt.profiler.uncaptured import check_effects, shape_from_data, why_not_captured
+from memopt.profiler.uncaptured import (
+    check_effects,
+    check_initialised,
+    shape_from_data,
+    why_not_captured,
+)
 from memopt.profiler.watches import Watches, digest
-=======
-from memopt.profiler.uncaptured import check_initialised, why_not_captured
-from memopt.profiler.unused_outputs import detach_outputs
->>>>>>> fix/random
 
 _LOG = logging.getLogger(__name__)
 

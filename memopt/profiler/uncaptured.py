@@ -28,6 +28,7 @@ def check_initialised(model: nn.Module) -> None:
                 "called once, and planning leaves a model as it is: call the model, then plan"
             )
 
+
 from memopt.errors import CaptureError
 
 
