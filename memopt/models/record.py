@@ -70,10 +70,14 @@ class OutputGradients:
         unused: positions of the leaves that get no gradient.
         strides: (position, strides) of gradients that arrive in another memory layout than their
             output's.
+        copied_bytes: of gradients that are copied on their way into the backward, having gaps or
+            being parts of a larger tensor. Where torch holds what it hands over (2.11) they live
+            to the end of the step.
     """
 
     unused: tuple[int, ...] = ()
     strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    copied_bytes: int = 0
 
 
 ANY_LOSS = OutputGradients()

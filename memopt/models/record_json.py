@@ -36,6 +36,7 @@ def encode_record(value: ModelRecord) -> dict[str, Any]:
         "gradient_strides": [
             [position, list(strides)] for position, strides in value.output_gradients.strides
         ],
+        "copied_gradient_bytes": value.output_gradients.copied_bytes,
         "loss_bytes": value.loss_bytes,
         "repeated": [list(pair) for pair in value.repeated],
     }
@@ -83,7 +84,13 @@ def read_record(reader: Reader) -> ModelRecord:
         "block_bytes",
         "fingerprint",
     )
-    later = ("unused_outputs", "gradient_strides", "loss_bytes", "repeated")
+    later = (
+        "unused_outputs",
+        "gradient_strides",
+        "copied_gradient_bytes",
+        "loss_bytes",
+        "repeated",
+    )
     found = dict(zip((*names, *later), reader.fields(*names, optional=later), strict=True))
     return ModelRecord(
         model=found["model"].text(),
@@ -99,6 +106,7 @@ def read_record(reader: Reader) -> ModelRecord:
         output_gradients=OutputGradients(
             unused=found["unused_outputs"].optional(Reader.wholes) or (),
             strides=found["gradient_strides"].optional(lambda rows: rows.each(_read_strides)) or (),
+            copied_bytes=found["copied_gradient_bytes"].optional(Reader.whole) or 0,
         ),
         loss_bytes=found["loss_bytes"].optional(Reader.whole) or 0,
         repeated=found["repeated"].optional(lambda rows: rows.each(_read_repeated)) or (),

@@ -210,16 +210,21 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, arrived: dict[int, Any], _reached: torch.Tensor, *values: torch.Tensor
+        ctx: Any,
+        arrived: dict[int, torch.Tensor],
+        copied: set[tuple[int, int]],
+        _reached: torch.Tensor,
+        *values: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.arrived, ctx.values = arrived, values
+        ctx.arrived, ctx.copied, ctx.values = arrived, copied, values
         ctx.set_materialize_grads(False)
         return tuple(value.detach() for value in values)
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[None, ...]:
         # torch 2.11 does not know the mark above, and holds on to what it hands over.
-        gradients = given[0] if backward_owns_tangents() else list(given)
+        gradients: list[Any] = given[0] if backward_owns_tangents() else list(given)
+        before = [None if g is None else _storage(g) for g in gradients]
         tangents = [
             None if gradient is None else tangent_of(gradient, value)
             for gradient, value in zip(gradients, ctx.values, strict=True)
@@ -230,7 +235,16 @@ class _Boundary(torch.autograd.Function):
             if tangent is not None:
                 ctx.arrived[i] = in_memory_of_its_own(tangent)
             del tangent
-        return None, None, *(None for _ in tangents)
+        ctx.copied.update(
+            found for i, found in enumerate(before) if found and found != _storage(ctx.arrived[i])
+        )
+        return None, None, None, *(None for _ in tangents)
+
+
+def _storage(value: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's memory is, and how many bytes."""
+    storage = value.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
@@ -248,21 +262,25 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
         leaves = [leaf if i is None else None for leaf, i in zip(leaves, ranks, strict=True)]
         del output, found
         arrived: dict[int, torch.Tensor] = {}
+        copied: set[tuple[int, int]] = set()
         # Twice: while a training loop makes its loss it holds the last step's.
         with metered(device) as use:
             for _ in range(2):
                 arrived.clear()
+                copied.clear()
                 reached = torch.empty(0, requires_grad=True)
-                cut = _Boundary.apply(arrived, reached, *values)  # type: ignore[no-untyped-call]
+                cut = _Boundary.apply(arrived, copied, reached, *values)  # type: ignore[no-untyped-call]
                 again = [
                     leaf if i is None else cut[i] for leaf, i in zip(leaves, ranks, strict=True)
                 ]
                 value = loss.value(pytree.tree_unflatten(again, spec))
                 value.backward()  # type: ignore[no-untyped-call]
         held = sum(tangent.untyped_storage().nbytes() for tangent in arrived.values())
-        gradients = gradients_of(ranks, values, arrived)
+        copied_bytes = sum(size_bytes for _, size_bytes in copied)
+        gradients = gradients_of(ranks, values, arrived, copied_bytes)
         kept_bytes = value.untyped_storage().nbytes()
-    boundary_bytes = max(0, use.peak_bytes - held - kept_bytes)
+        made_bytes = 0 if _storage(value) in map(_storage, values) else kept_bytes
+    boundary_bytes = max(0, use.peak_bytes - held - made_bytes)
     if kept_bytes <= LARGEST_NUMBER_BYTES:
         kept_bytes = 0
     return LossUse(boundary_bytes, gradients, kept_bytes)
