@@ -90,7 +90,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
         ctx.like = (value.shape, strides or dense_strides(value), value.dtype, value.device)
-        return value.detach().sum()
+        total = value.detach().sum()
+        return total.real if total.is_complex() else total
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -36,7 +36,7 @@ def encode_record(value: ModelRecord) -> dict[str, Any]:
         "gradient_strides": [
             [position, list(strides)] for position, strides in value.output_gradients.strides
         ],
-        "copied_gradient_bytes": value.output_gradients.copied_bytes,
+        "held_gradient_bytes": value.output_gradients.held_bytes,
         "loss_bytes": value.loss_bytes,
         "repeated": [list(pair) for pair in value.repeated],
     }
@@ -87,7 +87,7 @@ def read_record(reader: Reader) -> ModelRecord:
     later = (
         "unused_outputs",
         "gradient_strides",
-        "copied_gradient_bytes",
+        "held_gradient_bytes",
         "loss_bytes",
         "repeated",
     )
@@ -106,7 +106,7 @@ def read_record(reader: Reader) -> ModelRecord:
         output_gradients=OutputGradients(
             unused=found["unused_outputs"].optional(Reader.wholes) or (),
             strides=found["gradient_strides"].optional(lambda rows: rows.each(_read_strides)) or (),
-            copied_bytes=found["copied_gradient_bytes"].optional(Reader.whole) or 0,
+            held_bytes=found["held_gradient_bytes"].optional(Reader.whole) or 0,
         ),
         loss_bytes=found["loss_bytes"].optional(Reader.whole) or 0,
         repeated=found["repeated"].optional(lambda rows: rows.each(_read_repeated)) or (),
