@@ -112,8 +112,10 @@ def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowe
             raise PlanFileError(f"this plan is for another model or call: {differs}. {again(plan)}")
     since = None
     if plan.profiled is not None and plan.profiled.captured.model() is model:
-<<<<<<< HEAD
-        return plan.profiled.captured, plan.profiled.lowering
+        # Of what has changed since then, some makes another graph and some the same.
+        since = plan.profiled.captured.watches.changed(model)
+        if since is None:
+            return plan.profiled.captured, plan.profiled.lowering
     try:
         with diagnosed(model, call):
             captured = capture(model, call, lambda: plan.output_gradients)
@@ -124,30 +126,18 @@ def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowe
         raise PlanFileError(
             f"the example call of the plan's file does not fit this model: {reason}"
         ) from error
-=======
-        # Of what has changed since then, some makes another graph and some the same.
-        since = plan.profiled.captured.watches.changed(model)
-        if since is None:
-            return plan.profiled.captured, plan.profiled.lowering
-    captured = capture(model, call, lambda: plan.unused_outputs)
->>>>>>> fix/guard
     if plan.record is not None:
         # An estimate for CUDA counts in its blocks wherever it is applied.
         block_bytes = plan.record.block_bytes
     else:
         block_bytes = BLOCK_BYTES.get(device.type, 1)
     lowering = build(model, captured, block_bytes)
-<<<<<<< HEAD
-    _check_fingerprint(plan, lowering.graph)
+    _check_fingerprint(plan, lowering.graph, since)
     lowering = _with_implementations(plan, lowering, block_bytes)
     try:
         return captured, planned_lowering(plan, lowering, captured, device)
     except PlanFileError as error:
         raise PlanFileError(f"{error}. {again(plan)}") from None
-=======
-    _check_fingerprint(plan, fingerprint(lowering.graph), since)
-    return captured, _with_implementations(plan, lowering, block_bytes)
->>>>>>> fix/guard
 
 
 def _with_implementations(plan: Plan, lowering: Lowering, block_bytes: int) -> Lowering:
@@ -174,12 +164,8 @@ def _with_implementations(plan: Plan, lowering: Lowering, block_bytes: int) -> L
     )
 
 
-<<<<<<< HEAD
-def _check_fingerprint(plan: Plan, graph: Graph) -> None:
+def _check_fingerprint(plan: Plan, graph: Graph, since: tuple[Watch, Any] | None) -> None:
     found = fingerprint(graph)
-=======
-def _check_fingerprint(plan: Plan, found: str, since: tuple[Watch, Any] | None) -> None:
->>>>>>> fix/guard
     if plan.record is not None:
         planned = plan.record.fingerprint
     else:
@@ -196,16 +182,13 @@ def _check_fingerprint(plan: Plan, found: str, since: tuple[Watch, Any] | None) 
             )
         return
     reason = "the captured graphs differ although shapes and parameters are the same"
-<<<<<<< HEAD
     resized = plan.record.resized if plan.record is not None else ()
     assert plan.graph is not None
     where = graph_difference(as_captured(plan.graph, resized), graph)
     if where is not None:
         reason += f": {where}"
-=======
     if since is not None:
         reason = since[0].difference(since[1])
->>>>>>> fix/guard
     if other:
         reason += f" ({other})"
     raise PlanFileError(f"this plan was made for another model: {reason}. {again(plan)}")

@@ -13,6 +13,7 @@ from torch import nn
 from memopt.executor.apply import apply_plan, planned_call
 from memopt.models.record import OutputGradients
 from memopt.profiler.baseline import as_targets, differentiable
+from memopt.profiler.inputs import Call
 from memopt.profiler.memory import metered
 from memopt.profiler.output_views import dense_strides
 from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
@@ -49,19 +50,33 @@ def measure_step(
         with kept.watching():
             step()
         clear_gradients(model, call.tensors())
-        with metered(device) as use:
-            for _ in range(2 if plan.loss_bytes else 1):
-                clear_gradients(model, call.tensors())
-                # Kept until the meter stops: a user's step holds its output, too. And while it
-                # makes its loss it holds the last step's.
-                output = planned(*call.args, **call.kwargs)
-                loss = loss_of(output, loss_fn, targets, plan.output_gradients)
-                loss.backward()
-        del output, loss
+        peak_bytes = metered_peak(plan, planned, model, call, loss_fn, targets)
         while len(times) < _MINIMUM_STEPS or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
             clear_gradients(model, call.tensors())
             times.append(timed(step, device))
-    return unmetered_bytes(plan, device) + use.peak_bytes, statistics.median(times)
+    return unmetered_bytes(plan, device) + peak_bytes, statistics.median(times)
+
+
+def metered_peak(
+    plan: Plan,
+    module: nn.Module,
+    model: nn.Module,
+    call: Call,
+    loss_fn: Callable[..., Any] | None,
+    targets: tuple[Any, ...],
+) -> int:
+    """Peak bytes above its start of a step of `module`, which is `model` or planned, not its first.
+    It holds its output to its end and, while it makes its loss, the last step's."""
+    device = device_of(model, call)
+    with metered(device) as use:
+        for _ in range(2 if plan.loss_bytes else 1):
+            clear_gradients(model, call.tensors())
+            output = None
+            output = module(*call.args, **call.kwargs)
+            loss = loss_of(output, loss_fn, targets, plan.output_gradients)
+            loss.backward()
+        del output, loss
+    return use.peak_bytes
 
 
 def unmetered_bytes(plan: Plan, device: torch.device) -> int:
@@ -77,7 +92,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
         ctx.like = (value.shape, strides or dense_strides(value), value.dtype, value.device)
-        return value.detach().sum()
+        total = value.detach().sum()
+        return total.real if total.is_complex() else total
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:

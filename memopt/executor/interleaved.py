@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from memopt.executor.apply import apply_plan, planned_call
-from memopt.executor.check import clear_gradients, loss_of, timed, unmetered_bytes
-from memopt.profiler.memory import metered
+from memopt.executor.check import (
+    clear_gradients,
+    loss_of,
+    metered_peak,
+    timed,
+    unmetered_bytes,
+)
 from memopt.profiler.session import device_of
 from memopt.profiler.untouched import untouched
 
@@ -64,12 +69,8 @@ def measure_in_turn(
             clear_gradients(model, call.tensors())
             with kept.watching():
                 step(module)
-            clear_gradients(model, call.tensors())
-            with metered(device) as use:
-                # Kept until the meter stops: a user's step holds its output, too.
-                output = step(module)
-            del output
-            peaks.append(resident_bytes + use.peak_bytes)
+            peak_bytes = metered_peak(plans[0], module, model, call, loss_fn, targets)
+            peaks.append(resident_bytes + peak_bytes)
             report(len(peaks) / total, "measuring peaks")
         for done in range(1, rounds + 1):
             for seconds, module in zip(times, modules, strict=True):

@@ -39,6 +39,7 @@ def encode_record(value: ModelRecord) -> dict[str, Any]:
         "gradient_strides": [
             [position, list(strides)] for position, strides in value.output_gradients.strides
         ],
+        "held_gradient_bytes": value.output_gradients.held_bytes,
         "loss_bytes": value.loss_bytes,
         "repeated": [list(pair) for pair in value.repeated],
         **({"resized": [list(pair) for pair in value.resized]} if value.resized else {}),
@@ -87,7 +88,14 @@ def read_record(reader: Reader) -> ModelRecord:
         "block_bytes",
         "fingerprint",
     )
-    later = ("unused_outputs", "gradient_strides", "loss_bytes", "repeated", "resized")
+    later = (
+        "unused_outputs",
+        "gradient_strides",
+        "held_gradient_bytes",
+        "loss_bytes",
+        "repeated",
+        "resized",
+    )
     found = dict(zip((*names, *later), reader.fields(*names, optional=later), strict=True))
     return ModelRecord(
         model=_read_line(found["model"]),
@@ -103,6 +111,7 @@ def read_record(reader: Reader) -> ModelRecord:
         output_gradients=OutputGradients(
             unused=found["unused_outputs"].optional(_read_positions) or (),
             strides=found["gradient_strides"].optional(lambda rows: rows.each(_read_strides)) or (),
+            held_bytes=found["held_gradient_bytes"].optional(Reader.whole) or 0,
         ),
         loss_bytes=found["loss_bytes"].optional(lambda item: _at_least(item, 0)) or 0,
         repeated=found["repeated"].optional(lambda rows: rows.each(_read_repeated)) or (),

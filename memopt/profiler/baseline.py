@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -196,6 +196,21 @@ class LossUse:
     kept_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class _Arrivals:
+    """What a loss hands to differentiable outputs, by their rank.
+
+    Attributes:
+        own: the model's own inputs and parameters among them; autograd keeps their gradients.
+        gradients: as the planned backward gets them.
+        held: (address, bytes) of memory that lives to the end of the step beside them.
+    """
+
+    own: frozenset[int]
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    held: set[tuple[int, int]] = field(default_factory=set)
+
+
 class _Boundary(torch.autograd.Function):
     """Outputs of a model without the model: hands them on, and takes their gradients as a planned
     backward does."""
@@ -204,27 +219,43 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, arrived: dict[int, Any], _reached: torch.Tensor, *values: torch.Tensor
+        ctx: Any, arrivals: _Arrivals, _reached: torch.Tensor, *values: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.arrived, ctx.values = arrived, values
+        ctx.arrivals, ctx.values = arrivals, values
         ctx.set_materialize_grads(False)
         return tuple(value.detach() for value in values)
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[None, ...]:
         # torch 2.11 does not know the mark above, and holds on to what it hands over.
-        gradients = given[0] if backward_owns_tangents() else list(given)
+        owned = backward_owns_tangents()
+        gradients: list[Any] = given[0] if owned else list(given)
+        arrivals: _Arrivals = ctx.arrivals
+        before = [None if g is None else _storage(g) for g in gradients]
         tangents = [
-            None if gradient is None else tangent_of(gradient, value)
-            for gradient, value in zip(gradients, ctx.values, strict=True)
+            g if g is None or i in arrivals.own else tangent_of(g, value)
+            for i, (g, value) in enumerate(zip(gradients, ctx.values, strict=True))
         ]
         gradients.clear()
-        for i in range(len(tangents)):
+        for i, memory in enumerate(before):
             tangent, tangents[i] = tangents[i], None
-            if tangent is not None:
-                ctx.arrived[i] = in_memory_of_its_own(tangent)
+            if tangent is None or memory is None:
+                continue
+            size_bytes = tangent.numel() * tangent.element_size()
+            own = i in arrivals.own
+            made = tangent if own else in_memory_of_its_own(tangent)
             del tangent
+            arrivals.gradients[i] = made
+            copied = memory != _storage(made)
+            if (own and memory[1] > size_bytes) or (copied and not owned):
+                arrivals.held.add(memory)
         return None, None, *(None for _ in tangents)
+
+
+def _storage(value: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's memory is, and how many bytes."""
+    storage = value.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
@@ -242,23 +273,28 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
         values = [value.detach() for value in found]
         leaves = [leaf if i is None else None for leaf, i in zip(leaves, ranks, strict=True)]
         del output, found
-        arrived: dict[int, torch.Tensor] = {}
+        given = {id(tensor) for tensor in (*model.parameters(), *call.tensors())}
+        own = frozenset(i for key, i in rank.items() if key in given)
+        arrivals = _Arrivals(own)
         # Twice: while a training loop makes its loss it holds the last step's.
         with metered(device) as use:
             for _ in range(2):
-                arrived.clear()
+                arrivals.gradients.clear()
+                arrivals.held.clear()
                 reached = torch.empty(0, requires_grad=True)
-                cut = _Boundary.apply(arrived, reached, *values)  # type: ignore[no-untyped-call]
+                cut = _Boundary.apply(arrivals, reached, *values)  # type: ignore[no-untyped-call]
                 again = [
                     leaf if i is None else cut[i] for leaf, i in zip(leaves, ranks, strict=True)
                 ]
                 with kept.watching():
                     value = loss.value(pytree.tree_unflatten(again, spec))
                 value.backward()  # type: ignore[no-untyped-call]
-        held = sum(tangent.untyped_storage().nbytes() for tangent in arrived.values())
-        gradients = gradients_of(ranks, values, arrived)
+        found_bytes = sum(g.numel() * g.element_size() for g in arrivals.gradients.values())
+        held_bytes = sum(size_bytes for _, size_bytes in arrivals.held)
+        gradients = gradients_of(ranks, values, arrivals.gradients, held_bytes)
         kept_bytes = value.untyped_storage().nbytes()
-    boundary_bytes = max(0, use.peak_bytes - held - kept_bytes)
+        made_bytes = 0 if _storage(value) in map(_storage, values) else kept_bytes
+    boundary_bytes = max(0, use.peak_bytes - found_bytes - held_bytes - made_bytes)
     if kept_bytes <= LARGEST_NUMBER_BYTES:
         kept_bytes = 0
     return LossUse(boundary_bytes, gradients, kept_bytes)

@@ -38,7 +38,7 @@ class OutputForms:
             earlier one is traced.
         beside: (position, bytes) of gradients that autograd takes past the planned backward: of
             differentiable inputs and parameters that are outputs themselves, and of views of an
-            input that the model updates in place.
+            input that the model updates in place; and of what it holds beside all gradients.
         shared: differentiable outputs that share elements with another one or with an input:
             autograd could not tell the other of a change in place.
         gradients: what was known of the loss when they were traced.
@@ -127,7 +127,10 @@ def tangent_of(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def gradients_of(
-    ranks: list[int | None], values: list[torch.Tensor], arrived: dict[int, torch.Tensor]
+    ranks: list[int | None],
+    values: list[torch.Tensor],
+    arrived: dict[int, torch.Tensor],
+    held_bytes: int = 0,
 ) -> OutputGradients:
     """What a loss does with the leaves of an output.
 
@@ -135,6 +138,7 @@ def gradients_of(
         ranks: for each leaf, which differentiable output it is.
         values: the differentiable outputs.
         arrived: their gradients, where there are any.
+        held_bytes: see `OutputGradients`.
     """
     unused, strides = [], []
     for position, rank in enumerate(ranks):
@@ -147,7 +151,7 @@ def gradients_of(
         dense = is_dense(gradient.shape, gradient.stride())
         if dense and gradient.stride() != dense_strides(values[rank]):
             strides.append((position, tuple(gradient.stride())))
-    return OutputGradients(tuple(unused), tuple(strides))
+    return OutputGradients(tuple(unused), tuple(strides), held_bytes)
 
 
 def in_memory_of_its_own(tangent: torch.Tensor) -> torch.Tensor:
@@ -202,6 +206,8 @@ def _forms(values: list[Any], inputs: list[Any], gradients: OutputGradients) -> 
             for other in group[:i]:
                 if not _apart(values[one], values[other]):
                     shared.update((one, other))
+    if gradients.held_bytes:
+        beside.append((len(values), gradients.held_bytes))
     return OutputForms(
         values=tuple(values),
         copied=tuple(copied),

@@ -29,7 +29,6 @@ def check_initialised(model: nn.Module) -> None:
             )
 
 
-from memopt.errors import CaptureError
 
 
 def why_not_captured(model: nn.Module, error: Exception) -> str:

@@ -113,6 +113,44 @@ def several_results(a, b, x):
     return stacked[0] * values, torch.max(second, 0).values
 
 
+def overlapping(a, b, x):
+    hidden, y = hidden_and_y(a, b, x)
+    return y.unfold(-1, 3, 1), hidden.sum(0).expand(3, 6), b(hidden).as_strided((4, 4), (3, 2))
+
+
+def with_gaps(a, b, x):
+    hidden, y = hidden_and_y(a, b, x)
+    return y[:, ::2], hidden[:, 1], y.view(2, 2, 2, 3).permute(0, 3, 1, 2), hidden.chunk(2)
+
+
+def views_among_uses(a, b, x):
+    """Autograd adds the gradients of views and of uses in the order of their making."""
+    hidden = a(x).tanh()
+    return hidden[:, :4], hidden.exp(), hidden.t(), b(hidden), hidden.square(), hidden[1:, 2:]
+
+
+def detached_beside(a, b, x):
+    y = b(a(x).tanh()).transpose(0, 1)
+    return y.detach(), y, y.exp().detach()
+
+
+def changed_in_place(a, b, x):
+    y = b(a(x).tanh())
+    first = y[:, :2]
+    first.mul_(2)
+    return y, first, y[2:]
+
+
+def views_of_parameters(a, b, x):
+    return b(a(x).tanh()), a.weight.t(), a.weight[0], b.bias.view(2, 3), x[1:]
+
+
+def complex_views(a, b, x):
+    _, y = hidden_and_y(a, b, x)
+    turned = torch.view_as_complex(y.view(4, 3, 2))
+    return torch.view_as_real(turned.conj() * turned), y
+
+
 FORWARDS = [
     view_of_input,
     input_itself,
@@ -127,6 +165,13 @@ FORWARDS = [
     model_output,
     without_gradient,
     several_results,
+    overlapping,
+    with_gaps,
+    views_among_uses,
+    detached_beside,
+    changed_in_place,
+    views_of_parameters,
+    complex_views,
 ]
 
 
@@ -135,7 +180,9 @@ def test_output(forward: Callable[..., Any]) -> None:
     check(Case(lambda: TwoLayers(forward), lambda: (torch.randn(4, 6),)))
 
 
-@pytest.mark.parametrize("forward", [view_of_input, input_itself], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "forward", [view_of_input, input_itself, views_of_parameters], ids=lambda f: f.__name__
+)
 def test_output_of_an_input_that_requires_grad(forward: Callable[..., Any]) -> None:
     check(Case(lambda: TwoLayers(forward), lambda: (torch.randn(4, 6, requires_grad=True),)))
 

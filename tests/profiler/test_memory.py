@@ -37,6 +37,17 @@ def test_what_was_there_before_does_not_count() -> None:
     del after
 
 
+def test_what_an_earlier_meter_saw_does_not_count() -> None:
+    with metered(CPU):
+        before = torch.empty(400, dtype=torch.uint8)
+    with metered(CPU) as use:
+        after = torch.empty(100, dtype=torch.uint8)
+        del before
+        more = torch.empty(300, dtype=torch.uint8)
+    assert (use.peak_bytes, use.end_bytes) == (400, 400)
+    del after, more
+
+
 def test_failing_block() -> None:
     with pytest.raises(ZeroDivisionError), metered(CPU):
         _ = 1 / 0
