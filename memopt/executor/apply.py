@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,20 +101,11 @@ def planned_call(plan: Plan, inputs: Any = None) -> Call:
     return example_call(plan.record)
 
 
-def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowering]:
-    """The planned model's capture, or another one's if its graph is the planned one."""
-    call = planned_call(plan, inputs)
-    device = device_of(model, call)
-    if plan.record is not None:
-        found = record_of(model, call, device)
-        differs = difference(plan.record, found)
-        if differs is not None:
-            raise PlanFileError(f"this plan is for another model or call: {differs}. {again(plan)}")
-    if plan.profiled is not None and plan.profiled.captured.model() is model:
-        return plan.profiled.captured, plan.profiled.lowering
+@contextmanager
+def _blaming_the_file(plan: Plan, inputs: Any) -> Iterator[None]:
+    """Where the example call comes from a file, what is wrong with it is the file's."""
     try:
-        with diagnosed(model, call):
-            captured = capture(model, call, lambda: plan.unused_outputs)
+        yield
     except (ValueError, CaptureError) as error:
         if inputs is not None or plan.profiled is not None:
             raise
@@ -121,6 +113,22 @@ def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowe
         raise PlanFileError(
             f"the example call of the plan's file does not fit this model: {reason}"
         ) from error
+
+
+def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowering]:
+    """The planned model's capture, or another one's if its graph is the planned one."""
+    call = planned_call(plan, inputs)
+    with _blaming_the_file(plan, inputs):
+        device = device_of(model, call)
+    if plan.record is not None:
+        found = record_of(model, call, device)
+        differs = difference(plan.record, found)
+        if differs is not None:
+            raise PlanFileError(f"this plan is for another model or call: {differs}. {again(plan)}")
+    if plan.profiled is not None and plan.profiled.captured.model() is model:
+        return plan.profiled.captured, plan.profiled.lowering
+    with _blaming_the_file(plan, inputs), diagnosed(model, call):
+        captured = capture(model, call, lambda: plan.unused_outputs)
     if plan.record is not None:
         # An estimate for CUDA counts in its blocks wherever it is applied.
         block_bytes = plan.record.block_bytes
