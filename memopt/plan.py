@@ -267,7 +267,8 @@ class Plan:
         plan is for, never the model's weights.
 
         Raises:
-            PlanFileError: the example inputs contain something a file cannot hold.
+            PlanFileError: the example inputs contain something a file cannot hold, or there is
+                something at `path` that is no regular file.
             OSError: the file cannot be written.
         """
         from memopt.files import save

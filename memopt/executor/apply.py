@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,10 +102,25 @@ def planned_call(plan: Plan, inputs: Any = None) -> Call:
     return example_call(plan.record)
 
 
+@contextmanager
+def _blaming_the_file(plan: Plan, inputs: Any) -> Iterator[None]:
+    """Where the example call comes from a file, what is wrong with it is the file's."""
+    try:
+        yield
+    except (ValueError, CaptureError) as error:
+        if inputs is not None or plan.profiled is not None:
+            raise
+        reason = str(error).partition("\n")[0]
+        raise PlanFileError(
+            f"the example call of the plan's file does not fit this model: {reason}"
+        ) from error
+
+
 def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowering]:
     """The planned model's capture, or another one's if its graph is the planned one."""
     call = planned_call(plan, inputs)
-    device = device_of(model, call)
+    with _blaming_the_file(plan, inputs):
+        device = device_of(model, call)
     if plan.record is not None:
         found = record_of(model, call, device)
         differs = difference(plan.record, found)
@@ -116,16 +132,8 @@ def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowe
         since = plan.profiled.captured.watches.changed(model)
         if since is None:
             return plan.profiled.captured, plan.profiled.lowering
-    try:
-        with diagnosed(model, call):
-            captured = capture(model, call, lambda: plan.output_gradients)
-    except (ValueError, CaptureError) as error:
-        if inputs is not None or plan.profiled is not None:
-            raise
-        reason = str(error).partition("\n")[0]
-        raise PlanFileError(
-            f"the example call of the plan's file does not fit this model: {reason}"
-        ) from error
+    with _blaming_the_file(plan, inputs), diagnosed(model, call):
+        captured = capture(model, call, lambda: plan.output_gradients)
     if plan.record is not None:
         # An estimate for CUDA counts in its blocks wherever it is applied.
         block_bytes = plan.record.block_bytes

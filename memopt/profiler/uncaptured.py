@@ -29,8 +29,6 @@ def check_initialised(model: nn.Module) -> None:
             )
 
 
-
-
 def why_not_captured(model: nn.Module, error: Exception) -> str:
     """What dynamo refused in a model's forward, where, and what to do about it."""
     known = _cumulative_average(model)

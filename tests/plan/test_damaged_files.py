@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import random
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 
 import memopt
 from memopt.errors import PlanFileError
+from memopt.files import envelope
 from memopt.files.envelope import pack, unpack
 from memopt.files.plan_file import decode, encode
 from memopt.models.generate import random_graph
@@ -248,3 +251,95 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 def test_saving_into_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         chain_plan().save(tmp_path / "none" / "plan.json")
+
+
+def test_a_pipe_is_neither_read_nor_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.json"
+    os.mkfifo(path)
+    # A read would wait for somebody to write.
+    with pytest.raises(PlanFileError, match="it is a pipe, no file"):
+        memopt.load(path)
+    with pytest.raises(PlanFileError, match="it is a pipe, no file"):
+        chain_plan().save(path)
+    assert stat.S_ISFIFO(path.stat().st_mode)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_device_is_neither_read_nor_replaced(tmp_path: Path) -> None:
+    for device in ("/dev/zero", "/dev/null"):
+        with pytest.raises(PlanFileError, match="it is a device, no file"):
+            memopt.load(device)
+        link = tmp_path / Path(device).name
+        link.symlink_to(device)
+        with pytest.raises(PlanFileError, match="it is a device, no file"):
+            chain_plan().save(link)
+        assert link.is_symlink()
+        assert stat.S_ISCHR(os.stat(device).st_mode)
+
+
+def test_a_folder_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    path.mkdir()
+    with pytest.raises(PlanFileError, match="it is a folder, no file"):
+        chain_plan().save(path)
+    assert path.is_dir()
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    chain_plan().save(link)
+    assert link.is_symlink()
+    assert memopt.load(target).program == memopt.load(link).program
+    assert sorted(tmp_path.iterdir()) == [link, target]
+
+
+def test_a_file_that_is_larger_than_it_says_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "long.json"
+    with path.open("wb") as file:
+        file.write(b'{"checksum":"')
+        file.truncate(2**40)
+    with pytest.raises(PlanFileError, match="too many for a plan file"):
+        memopt.load(path)
+
+
+def test_a_file_that_grows_is_not_read_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "long.json"
+    chain_plan().save(path)
+    monkeypatch.setattr(envelope, "LARGEST_FILE_BYTES", path.stat().st_size)
+    memopt.load(path)
+    # The size said too little, as that of a file that grows does.
+    real = os.fstat
+
+    def shorter(handle: int) -> os.stat_result:
+        found = list(real(handle))
+        found[stat.ST_SIZE] = 0
+        return os.stat_result(found)
+
+    with path.open("ab") as file:
+        file.write(b" " * 100)
+    monkeypatch.setattr(os, "fstat", shorter)
+    with pytest.raises(PlanFileError, match="more bytes than a plan file can have"):
+        memopt.load(path)
+
+
+@pytest.mark.parametrize("at", ["os.open", "os.fdopen", "os.fsync", "os.replace"])
+def test_an_interrupted_save_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    path = tmp_path / "plan.json"
+    chain_plan().save(path)
+    before = path.read_bytes()
+    plan = graph_plan()
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(at, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plan.save(path)
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]

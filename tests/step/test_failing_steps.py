@@ -1,0 +1,223 @@
+"""A train step that fails leaves everything as it was, or says exactly what it has changed."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memopt
+from memopt.errors import ExecutionError
+from memopt.executor.train_step import TrainStep
+from memopt.profiler.host_state import HostState
+from tests.step.test_train_step import assert_same
+
+
+class Fault(RuntimeError):
+    """What fails."""
+
+
+class FaultAt(TorchDispatchMode):
+    """An error, or an interruption, at the k-th operator."""
+
+    def __init__(self, number: int, kind: type[BaseException] = Fault) -> None:
+        super().__init__()
+        self.number, self.kind, self.seen = number, kind, 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.seen += 1
+        if self.seen == self.number:
+            raise self.kind("at an operator")
+        return function(*args, **(kwargs or {}))
+
+
+class Made:
+    """A small model with its planned step."""
+
+    def __init__(self, offloaded: bool, steps: int = 1, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+        self.optimizer: Optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1, **options)
+        self.x, self.y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+        loss = nn.functional.cross_entropy
+        plan = memopt.plan(
+            self.model,
+            self.x,
+            loss_fn=loss,
+            targets=(self.y,),
+            optimizer=self.optimizer,
+            strategy="olla",
+            offload_optimizer=offloaded,
+            progress=False,
+        )
+        self.step: TrainStep = plan.train_step(self.model, loss, self.optimizer)
+        for _ in range(steps):
+            self()
+
+    def __call__(self) -> Tensor:
+        torch.manual_seed(2)
+        return self.step(self.x, targets=(self.y,))
+
+    def everything(self) -> Any:
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+
+    def put_back(self, everything: Any) -> None:
+        model, optimizer = copy.deepcopy(everything)
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+
+    def changed(self, before: Any) -> list[str]:
+        """Parameters, or buffers, whose values are others than before."""
+        now = self.model.state_dict()
+        return [name for name, value in before[0].items() if not torch.equal(value, now[name])]
+
+
+def said(error: BaseException) -> tuple[int, str]:
+    """(how many parameters have been updated, the one that may be in part) by an error."""
+    text = " ".join([str(error), *getattr(error, "__notes__", ())])
+    count = re.search(r"after (\d+) of \d+ parameters", text)
+    half = re.search(r"been updated, and (\S+) or its state perhaps in part", text)
+    return int(count[1]) if count else 0, half[1] if half else ""
+
+
+def check_fault(made: Made, before: Any, error: BaseException) -> None:
+    """What the error says is what has changed."""
+    updated, half = said(error)
+    changed = made.changed(before)
+    parameters = {name for name, _ in made.model.named_parameters()}
+    whole = [name for name in changed if name in parameters and name != half]
+    assert len(whole) == updated
+    if not updated and not half:
+        assert changed == []
+        assert_same(made.optimizer.state_dict(), before[1])
+
+
+@pytest.mark.parametrize(("offloaded", "steps"), [(False, 0), (True, 1)])
+def test_a_fault_at_an_operator(offloaded: bool, steps: int) -> None:
+    made = Made(offloaded, steps)
+    before = made.everything()
+    with FaultAt(0) as whole:
+        expected = made()
+    after = made.everything()
+    messages = set()
+    for number in range(1, whole.seen + 1, 4):
+        made.put_back(before)
+        # As it is, host copies and all, at the begin of a step.
+        if made.step._host_state is not None:
+            made.step._host_state.leave()
+        error: BaseException | None = None
+        fault = FaultAt(number)
+        try:
+            with fault:
+                made()
+        except (Fault, ExecutionError) as caught:
+            error = caught
+        if error is None:
+            assert fault.seen < number
+            continue
+        check_fault(made, before, error)
+        messages.add(said(error) != (0, ""))
+        if messages == {False}:
+            # Nothing has changed: the step can simply be repeated.
+            assert_same(made(), expected)
+            assert_same(made.everything(), after)
+    assert messages == {False, True}
+
+
+def test_state_that_cannot_be_written_back_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(offloaded=True, steps=0)
+    before = made.everything()
+
+    def broken(*_: Any) -> None:
+        raise MemoryError("no host memory")
+
+    monkeypatch.setattr(HostState, "put_away", broken)
+    with pytest.raises(ExecutionError, match="after 1 of 6 parameters") as caught:
+        made()
+    assert said(caught.value) == (1, "")
+    (name,) = made.changed(before)
+    # The state that belongs to the updated parameter is there.
+    state = made.optimizer.state[dict(made.model.named_parameters())[name]]
+    assert state["step"] == 1
+    assert state["exp_avg"].abs().sum() > 0
+    assert len(made.optimizer.state) == 1
+
+
+def test_an_update_that_fails_after_it_was_done_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(offloaded=False)
+    before = made.everything()
+    real = torch.optim.Adam.step
+
+    def failing(self: Any, *arguments: Any) -> None:
+        real(self, *arguments)
+        raise Fault("too late")
+
+    monkeypatch.setattr(torch.optim.Adam, "step", failing)
+    with pytest.raises(ExecutionError, match="perhaps in part") as caught:
+        made()
+    updated, half = said(caught.value)
+    assert updated == 0
+    assert made.changed(before) == [half]
+
+
+def test_an_update_that_fails_at_once_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(offloaded=False)
+    before = made.everything()
+    groups = made.optimizer.param_groups
+
+    def failing(*_: Any) -> None:
+        raise Fault("at once")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.Adam, "step", failing)
+        with pytest.raises(Fault):
+            made()
+    assert made.optimizer.param_groups is groups
+    assert_same(made.everything(), before)
+    other = Made(offloaded=False)
+    assert_same(made(), other())
+    assert_same(made.everything(), other.everything())
+
+
+def test_state_made_in_part_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the memory runs out between two tensors of a parameter's state."""
+    made = Made(offloaded=False, steps=0)
+    calls = []
+    real = torch.zeros_like
+
+    def failing(*arguments: Any, **named: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise Fault("no memory")
+        return real(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros_like", failing)
+        with pytest.raises(Fault):
+            made()
+    assert not made.optimizer.state
+    other = Made(offloaded=False, steps=0)
+    assert_same(made(), other())
+    assert_same(made.everything(), other.everything())
+
+
+def test_an_interruption_says_what_has_changed() -> None:
+    made = Made(offloaded=False)
+    before = made.everything()
+    with FaultAt(0) as whole:
+        made()
+    made.put_back(before)
+    with FaultAt(whole.seen - 12, KeyboardInterrupt), pytest.raises(KeyboardInterrupt) as caught:
+        made()
+    check_fault(made, before, caught.value)
+    assert said(caught.value)[0] > 0
+    # The step is not thought to be running still.
+    made()
