@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from memopt.errors import CaptureError
 from memopt.profiler import torch_private
 from memopt.profiler.eager_dropout import dropout_as_eager
+from memopt.profiler.eager_vectors import values_alone
 from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
@@ -144,6 +145,7 @@ def capture(
         traced = _trace(model, call)
         unused = unused_outputs()
         detach_outputs(traced, unused)
+        values_alone(traced)
         captured = _export(model, traced, call)
         return replace(captured, device=device, unused_outputs=unused)
 

@@ -3,8 +3,9 @@
 Fake kernels describe some results with other strides than the real kernels give them: torch takes
 many operators apart in Python to find the shape (softplus's backward, smooth_l1_loss, batch norm of
 a transposed tensor...), and the parts decide the layout. A graph traced with them has views that
-fail at run time, and copies in another order than eager's. So each call on a tensor that is not laid out plainly is
-run once on stand-in data, and its fake result gets the strides that came back.
+fail at run time, and copies in another order than eager's. So each call on a tensor that is not
+row-major without gaps is run once on stand-in data, and its fake result gets the strides that came
+back.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from memopt.profiler import torch_private
+from memopt.profiler.autocast import autocast_off
 from memopt.profiler.inputs import Call
 from memopt.profiler.signature import ENDS_PROCESS, REFUSALS, StandIns, call_signature
 
@@ -107,7 +109,12 @@ def _measured(call: Any, results: list[Any], device: torch.device) -> _Strides:
     if call.target in ENDS_PROCESS:
         return ()
     devices = [device] if device.type == "cuda" else []
-    with torch_private.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=devices):
+    with (
+        torch_private.without_modes(),
+        torch.no_grad(),
+        autocast_off(),
+        torch.random.fork_rng(devices=devices),
+    ):
         args, kwargs = StandIns(device).arguments(call)
         try:
             real = pytree.tree_leaves(call.target(*args, **kwargs))
