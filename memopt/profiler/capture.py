@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
 from memopt.profiler import torch_private
+from memopt.profiler.eager_backward import backwards_as_eager
 from memopt.profiler.eager_dropout import dropout_as_eager
 from memopt.profiler.eager_vectors import values_alone
 from memopt.profiler.fake_results import correct_fake_results
@@ -146,6 +147,7 @@ def capture(
         unused = unused_outputs()
         detach_outputs(traced, unused)
         values_alone(traced)
+        backwards_as_eager(traced)
         captured = _export(model, traced, call)
         return replace(captured, device=device, unused_outputs=unused)
 

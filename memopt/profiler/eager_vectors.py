@@ -37,7 +37,7 @@ _COMPOSED = frozenset(
 """Names of the functions that ask for vectors if there is a backward."""
 
 
-class _ValuesAlone(TorchDispatchMode):
+class _ValuesAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -56,7 +56,7 @@ class ValuesAlone:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
-        with _ValuesAlone():
+        with _ValuesAlone():  # type: ignore[no-untyped-call]  # torch's own
             return self.function(*args, **kwargs)
 
     @property

@@ -243,14 +243,6 @@ def fake_results_through(change: Callable[[Any, Any, Any, Any], Any]) -> Iterato
             mode.dispatch = asked
 
 
-def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Real kernels run inside, whatever is being traced."""
-    disabled: contextlib.AbstractContextManager[Any] = _import(
-        "torch._C", "_DisableTorchDispatch"
-    )()
-    return disabled
-
-
 def compile_joint(
     joint: Any,
     partition: Callable[..., Any],

@@ -266,7 +266,8 @@ MATRICES: Table = {
     "cond detached": Entry(lambda h, g, k: (h, torch.linalg.cond(h.detach())), "square"),
     "matrix_rank detached": Entry(lambda h, g, k: (h, torch.linalg.matrix_rank(h)), "square"),
     "norm nuc detached": Entry(
-        lambda h, g, k: (h, h[0].detach().norm("nuc"), torch.linalg.norm(h[0].detach(), 2)), "square"
+        lambda h, g, k: (h, h[0].detach().norm("nuc"), torch.linalg.norm(h[0].detach(), 2)),
+        "square",
     ),
     "det": Entry(lambda h, g, k: torch.linalg.det(h + 3 * torch.eye(4)), "square"),
     "slogdet": Entry(lambda h, g, k: torch.linalg.slogdet(h + 5 * torch.eye(4))[1], "square"),
