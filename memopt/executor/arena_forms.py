@@ -25,7 +25,7 @@ from memopt.profiler.in_place import fills_storage
 from memopt.profiler.session import Profiled
 from memopt.profiler.signature import Arguments, signature, values_of
 from memopt.profiler.torch_private import has_kernel
-from memopt.profiler.trial import same_bits, written_into
+from memopt.profiler.trial import poisoned, same_bits
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,27 @@ def form_of(node: Node, device: torch.device | None) -> Form | None:
 
 
 def _gives_the_same(form: Form, node: Node, device: torch.device) -> bool:
-    """Whether a form writes what the kernel returns, tried on stand-in data."""
-    likes = values_of(node)
+    """Whether a form writes what the kernel returns, tried on stand-in data. An overload of torch's
+    is first given empty tensors, which it resizes: where it makes them larger than the result is
+    (losses that write what they sum up), it would resize a slot, too."""
+    call, likes = signature(node), values_of(node)
 
-    def written(arguments: Arguments) -> list[torch.Tensor]:
-        args, kwargs = arguments
-        into = written_into(likes, device)
-        form.target(*args, **kwargs, **dict(zip(form.names, into, strict=True)))
-        return into
+    def writes_the_same(make: Callable[[], list[torch.Tensor]]) -> bool:
+        def written(arguments: Arguments) -> list[torch.Tensor]:
+            args, kwargs = arguments
+            into = make()
+            form.target(*args, **kwargs, **dict(zip(form.names, into, strict=True)))
+            return into
 
-    return same_bits(signature(node), likes, device, form.target, written)
+        return same_bits(call, likes, device, (form.target, make.__name__), written)
+
+    def empty() -> list[torch.Tensor]:
+        return [torch.empty(0, dtype=like.dtype, device=device) for like in likes]
+
+    def slots() -> list[torch.Tensor]:
+        return poisoned(likes, device)
+
+    return (form.lowered or writes_the_same(empty)) and writes_the_same(slots)
 
 
 def _possible(node: Node) -> Form | None:

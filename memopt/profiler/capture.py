@@ -25,7 +25,9 @@ from memopt.errors import CaptureError
 from memopt.models.record import OutputGradients
 from memopt.profiler import torch_private
 from memopt.profiler.draws import DrawsAsEager, with_own_names
+from memopt.profiler.eager_backward import backwards_as_eager
 from memopt.profiler.eager_dropout import dropout_as_eager
+from memopt.profiler.eager_vectors import values_alone
 from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
@@ -170,7 +172,10 @@ def capture(
     with torch.enable_grad(), layouts_of_kernels(device):
         traced, watches = _trace(model, call)
         trace = digest(traced, model, watches)
-        captured = _export(model, traced, call, watches, trace_apart(traced, gradients()))
+        forms = trace_apart(traced, gradients())
+        values_alone(traced)
+        backwards_as_eager(traced)
+        captured = _export(model, traced, call, watches, forms)
         return replace(captured, device=device, watches=watches, trace=trace)
 
 

@@ -3,13 +3,15 @@
 Fake kernels describe some results with other strides than the real kernels give them: torch takes
 many operators apart in Python to find the shape (softplus's backward, smooth_l1_loss, batch norm of
 a transposed tensor...), and the parts decide the layout. A graph traced with them has views that
-fail at run time, and copies in another order than eager's. So each call on a tensor that is not laid out plainly is
-run once on stand-in data, and its fake result gets the strides that came back.
+fail at run time, and copies in another order than eager's. So each call on a tensor that is not
+row-major without gaps is run once on stand-in data, and its fake result gets the strides that came
+back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.profiler import torch_private
 from memopt.profiler.inputs import Call
-from memopt.profiler.signature import ENDS_PROCESS, REFUSALS, StandIns, call_signature
+from memopt.profiler.signature import ENDS_PROCESS, REFUSALS, Signature, StandIns, call_signature
 
 _MOST_KNOWN = 20_000
 _Strides = tuple[tuple[int, ...] | None, ...]
@@ -68,7 +70,10 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
 
 def _returns_new_tensors(overload: Any) -> bool:
     """Whether an operator is a kernel that changes nothing and looks into nothing."""
-    if not isinstance(overload, torch._ops.OpOverload) or overload.namespace != "aten":
+    if not isinstance(overload, torch._ops.OpOverload) or overload.namespace not in (
+        "aten",
+        "memopt",
+    ):
         return False
     schema = overload._schema
     return not schema.is_mutable and all(one.alias_info is None for one in schema.returns)
@@ -102,17 +107,14 @@ def _strides(
     return found
 
 
-def _measured(call: Any, results: list[Any], device: torch.device) -> _Strides:
+def _measured(call: Signature, results: list[Any], device: torch.device) -> _Strides:
     """The strides of a call's results on stand-in data."""
-    if call.target in ENDS_PROCESS:
-        return ()
-    devices = [device] if device.type == "cuda" else []
-    with torch_private.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=devices):
-        args, kwargs = StandIns(device).arguments(call)
-        try:
-            real = pytree.tree_leaves(call.target(*args, **kwargs))
-        except REFUSALS:
-            return ()
+    real: list[Any] = []
+    if call.target not in ENDS_PROCESS:
+        # A thread of its own has nothing of the tracer's state: no modes, no keys switched off.
+        thread = threading.Thread(target=lambda: real.extend(_run(call, device)))
+        thread.start()
+        thread.join()
     if len(real) != len(results):
         return ()
     return tuple(
@@ -121,6 +123,17 @@ def _measured(call: Any, results: list[Any], device: torch.device) -> _Strides:
         else None
         for one, fake in zip(real, results, strict=True)
     )
+
+
+def _run(call: Signature, device: torch.device) -> list[Any]:
+    """The results of a call on stand-in data; [] if its kernel refuses them."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        args, kwargs = StandIns(device).arguments(call)
+        try:
+            return pytree.tree_leaves(call.target(*args, **kwargs))
+        except REFUSALS:
+            return []
 
 
 def _restrided(result: Any, strides: _Strides) -> Any:

@@ -126,6 +126,8 @@ class StandIns:
         if pool is None or pool.numel() < elements:
             real = dtype if dtype.is_complex else torch.float32
             pool = torch.rand(elements, device=self._device, dtype=real).to(dtype)
+            # Some backwards take a longer way where there is a 0 (see `eager_backward`).
+            pool[:1] = 0
             self._pools[dtype] = pool
         return pool[:elements]
 

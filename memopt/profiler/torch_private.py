@@ -70,7 +70,12 @@ def dynamo_capture(
     capture = _import("torch._dynamo.functional_export", "_dynamo_graph_capture_for_export")
     import torch._dynamo.config as config
 
-    wanted = {"allow_rnn": True, "side_effect_replay_policy": "warn"}
+    wanted = {
+        "allow_rnn": True,
+        "side_effect_replay_policy": "warn",
+        # addcmul_ and the like would be traced as a product and a fused multiply-add: other bits.
+        "enable_dynamo_decompositions": False,
+    }
     patch = config.patch({name: value for name, value in wanted.items() if hasattr(config, name)})
     with (
         warnings.catch_warnings(record=True) as caught,
@@ -78,6 +83,7 @@ def dynamo_capture(
         kernels_kept_whole(),
         _not_exporting(),
         guards_heard() as heard,
+        _calls_kept_whole(),
     ):
         warnings.simplefilter("always")
         global _in_capture
@@ -128,6 +134,21 @@ def _not_exporting() -> Iterator[None]:
                 states[question] = answer
 
 
+@contextlib.contextmanager
+def _calls_kept_whole() -> Iterator[None]:
+    """Without what dynamo itself takes apart whatever it is told: addcdiv with a factor becomes
+    a quotient, a product and a sum, which round otherwise."""
+    variable = _import("torch._dynamo.variables.torch", "TorchInGraphFunctionVariable")
+    handlers = variable._get_handlers()
+    with _ONE_AT_A_TIME:
+        taken = handlers.pop(torch.addcdiv, None)
+        try:
+            yield
+        finally:
+            if taken is not None:
+                handlers[torch.addcdiv] = taken
+
+
 def _forget_compiled() -> None:
     """Dynamo leaves the compiled function, and with it the model's parameters, in the globals of
     the module that it traced from; memopt never runs it."""
@@ -146,8 +167,8 @@ def export_joint(
 
 
 # Operators that eager runs as one kernel, and that torch takes apart in Python while it traces:
-# other bits (interpolation, shrinking, products folded otherwise), more memory, or another result (the dropout between the layers of an
-# LSTM is lost, torch.nn.MultiLabelMarginLoss is wrong).
+# other bits (interpolation, shrinking), more memory, or another result (the dropout between the
+# layers of an LSTM is lost, torch.nn.MultiLabelMarginLoss is wrong).
 _TAKEN_APART = (
     *(
         f"upsample_{kind}.{form}"
@@ -235,14 +256,6 @@ def fake_results_through(change: Callable[[Any, Any, Any, Any], Any]) -> Iterato
             yield
         finally:
             mode.dispatch = asked
-
-
-def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Real kernels run inside, whatever is being traced."""
-    disabled: contextlib.AbstractContextManager[Any] = _import(
-        "torch._C", "_DisableTorchDispatch"
-    )()
-    return disabled
 
 
 def compile_joint(

@@ -2,8 +2,9 @@
 
 An `out=` overload, a kernel that works in place, a form written by hand: any of them may lay its
 result out otherwise, go through it in another order, or resize what it is given, and which of them
-do depends on layouts and dtypes (ATen's loops over vectors and over single elements round differently). So none is
-believed: both ways run once on stand-in data, and one that differs in a bit is not used.
+do depends on layouts and dtypes (ATen's loops over vectors round otherwise than those over single
+elements). So none is believed: both ways run once on stand-in data, and one that differs in a bit
+is not used.
 """
 
 from __future__ import annotations
@@ -126,8 +127,9 @@ def _whole_copy(value: Tensor) -> Tensor:
     return whole.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
-def written_into(likes: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Poisoned tensors at addresses, like an arena's: nothing can resize them."""
+def poisoned(likes: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors for results that nobody has written, in memory that nothing can resize, like an
+    arena's."""
     made = []
     for like in likes:
         size_bytes = like.untyped_storage().nbytes()

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
+from torch.nn import functional
 
+from memopt.executor import arena_forms
 from memopt.executor.arena_forms import Form, form_of, outside_tensors
 from memopt.executor.arena_lowered import EVERYWHERE, ON_CPU
 from memopt.profiler.build import build
@@ -18,6 +20,7 @@ from memopt.profiler.inputs import to_call
 from memopt.profiler.memory import metered_sections
 from memopt.profiler.signature import StandIns, signature, values_of
 from tests import zoo
+from tests.executor.harness import Case, check, prepare
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -145,6 +148,63 @@ def test_what_has_no_form() -> None:
     # A result that does not fill its storage has no address of its own.
     assert form_of(node_of(aten.expand.default, (torch.randn(1, 3), [4, 3])), CPU) is None
     assert form_of(node_of(aten.native_dropout.default, (x, 0.1, False)), CPU) is None
+
+
+def test_forms_that_write_something_else_are_not_used() -> None:
+    a, b = torch.randn(4, 5), torch.randn(4, 5)
+    # These make what they are given as large as what they sum up.
+    for loss in (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default):
+        assert form_of(node_of(loss, (a, b, 0)), CPU) is not None
+        assert form_of(node_of(loss, (a, b, 1)), CPU) is None
+    # torch's out= form of batch norm leaves some of its outputs unwritten here.
+    for x in (IMAGES.transpose(2, 3), IMAGES[..., ::2]):
+        norm = aten._native_batch_norm_legit_functional.default
+        assert form_of(node_of(norm, (x, *STATISTICS, True, 0.1, 1e-5)), CPU) is None
+
+
+def test_forms_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form that rounds otherwise, or writes in part, is found out."""
+
+    def rounds(x: Tensor, other: float, *, out: Tensor) -> Tensor:
+        return out.copy_(x.double().mul(other).add(1e-7))
+
+    def in_part(x: Tensor, other: float, *, out: Tensor) -> Tensor:
+        torch.mul(x[:-1], other, out=out[:-1])
+        return out
+
+    node = node_of(aten.mul.Scalar, (torch.randn(7, 11), 0.37))
+    assert form_of(node, CPU) is not None
+    for wrong in (rounds, in_part):
+        monkeypatch.setitem(EVERYWHERE, aten.mul.Scalar, (wrong, ("out",)))
+        arena_forms._form.cache_clear()
+        assert form_of(node, CPU) is None
+    monkeypatch.undo()
+    arena_forms._form.cache_clear()
+
+
+class Auxiliary(nn.Module):
+    """Loss terms within a model, and a parameter whose gradient is the output's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.position = nn.Linear(8, 8), nn.Parameter(torch.zeros(4, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.layer(x)
+        losses = (functional.mse_loss, functional.huber_loss, functional.smooth_l1_loss)
+        terms = [loss(h, x) for loss in losses]
+        terms.append(functional.kl_div(h.log_softmax(-1), x.softmax(-1), reduction="batchmean"))
+        return h.tanh().mean() + 0.1 * sum(terms), torch.copysign(h, x) + self.position
+
+
+def test_inner_losses_and_gradients_of_outputs() -> None:
+    def inputs() -> tuple[Tensor, ...]:
+        return (torch.linspace(-2, 2, 32).reshape(4, 8).sin(),)
+
+    check(Case(Auxiliary, inputs))
+    graph = prepare(Auxiliary(), inputs()).graph
+    assert set(graph.gradients) & set(graph.tangents)
+    assert graph.producer.keys() >= set(graph.outside)
 
 
 @pytest.mark.slow

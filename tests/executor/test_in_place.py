@@ -185,3 +185,21 @@ def test_layouts_that_do_not_allow_it(model: Callable[[Tensor], Tensor]) -> None
     names = {str(n.target) for n in forward}
     assert not names & {"aten.add.Tensor"}
     check(Case(Model, lambda: (torch.randn(4, 4, requires_grad=True),)))
+
+
+def test_calls_in_place_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twin that rounds otherwise than its kernel is not offered."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.cos() * 2).exp()
+
+    def offered() -> set[str]:
+        graph = prepare(Model(), torch.randn(5, 7, requires_grad=True)).graph
+        return {operator.target for operator in graph.operators if operator.in_place}
+
+    mul = torch.ops.aten.mul.Tensor
+    assert str(mul) in offered()
+    twin = _OVER_FIRST[mul]
+    monkeypatch.setitem(_OVER_FIRST, mul, lambda x, y: twin(x, y).add_(1e-6))
+    assert str(mul) not in offered()

@@ -72,8 +72,6 @@ REDUCTIONS: Table = {
     "normalize -1": Entry(lambda h, g, k: F.normalize(h, dim=-1)),
     "diff": Entry(lambda h, g, k: h.diff(dim=-1)),
     "gradient": Entry(lambda h, g, k: torch.gradient(h, dim=2)[0]),
-    "cov": Entry(lambda h, g, k: torch.cov(h), "rows"),
-    "corrcoef": Entry(lambda h, g, k: torch.corrcoef(h), "rows"),
     "logaddexp sum": Entry(lambda h, g, k: torch.logaddexp(h, g).sum(1)),
     "sum of squares": Entry(lambda h, g, k: h.square().sum(-1).sqrt()),
     "mean square root": Entry(lambda h, g, k: h * torch.rsqrt(h.pow(2).mean(-1, True) + 1e-6)),
@@ -165,7 +163,6 @@ INDEXING: Table = {
         lambda h, g, k: [v * 2 for v in torch.meshgrid(h, g, indexing="ij")], "vector"
     ),
     "cartesian_prod": Entry(lambda h, g, k: torch.cartesian_prod(h, g), "vector"),
-    "combinations": Entry(lambda h, g, k: torch.combinations(h), "vector"),
     "block_diag": Entry(lambda h, g, k: torch.block_diag(h, g), "rows"),
     "searchsorted": Entry(lambda h, g, k: (h, torch.searchsorted(g.sort(-1)[0].detach(), h))),
     "bucketize": Entry(lambda h, g, k: (h, torch.bucketize(h, torch.tensor([-1.0, 0, 1])))),
@@ -263,6 +260,15 @@ MATRICES: Table = {
     ),
     "eigvalsh detached": Entry(lambda h, g, k: (h, torch.linalg.eigvalsh(h.detach())), "square"),
     "svdvals detached": Entry(lambda h, g, k: (h, torch.linalg.svdvals(h.detach())), "square"),
+    "matrix_norm nuc detached": Entry(
+        lambda h, g, k: (h, torch.linalg.matrix_norm(h.detach(), "nuc")), "square"
+    ),
+    "cond detached": Entry(lambda h, g, k: (h, torch.linalg.cond(h.detach())), "square"),
+    "matrix_rank detached": Entry(lambda h, g, k: (h, torch.linalg.matrix_rank(h)), "square"),
+    "norm nuc detached": Entry(
+        lambda h, g, k: (h, h[0].detach().norm("nuc"), torch.linalg.norm(h[0].detach(), 2)),
+        "square",
+    ),
     "det": Entry(lambda h, g, k: torch.linalg.det(h + 3 * torch.eye(4)), "square"),
     "slogdet": Entry(lambda h, g, k: torch.linalg.slogdet(h + 5 * torch.eye(4))[1], "square"),
     "logdet": Entry(lambda h, g, k: torch.logdet(h @ h.mT + 2 * torch.eye(4)), "square"),
@@ -273,7 +279,6 @@ MATRICES: Table = {
     "lu_factor_ex": Entry(
         lambda h, g, k: torch.linalg.lu_factor_ex(h + 5 * torch.eye(4))[0], "square"
     ),
-    "lstsq": Entry(lambda h, g, k: torch.linalg.lstsq(h + 5 * torch.eye(4), g).solution, "square"),
     "householder_product": Entry(
         lambda h, g, k: torch.linalg.householder_product(h, g[..., 0]), "square", "small"
     ),

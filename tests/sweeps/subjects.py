@@ -156,6 +156,17 @@ class Subject(nn.Module):
         return value.flatten() if value.is_floating_point() else value.clone()
 
 
+class Together(nn.Module):
+    """Several subjects as one model, which is captured and planned once."""
+
+    def __init__(self, subjects: list[Subject]) -> None:
+        super().__init__()
+        self.subjects = nn.ModuleList(subjects)
+
+    def forward(self, x: Tensor) -> list[Any]:
+        return [subject(x) for subject in self.subjects]
+
+
 def inputs() -> Tensor:
     """The input of every subject."""
     return torch.linspace(-1.5, 1.5, 12).reshape(2, 6).sin() + 0.3

@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import random
 import re
 import sys
-import time
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from memopt.profiler.memory import metered
 from memopt.profiler.session import Profiled, profile_model
 from tests.executor.harness import Case, Record, _bits, run_steps
 from tests.sweeps import elementwise, networks, shaped
-from tests.sweeps.subjects import LAYOUTS, Subject, Table, inputs
+from tests.sweeps.subjects import LAYOUTS, Subject, Table, Together, inputs
 
 TABLE: Table = {**elementwise.TABLE, **shaped.TABLE, **networks.TABLE}
 
@@ -69,16 +70,16 @@ def differences(found: Record, expected: Record) -> list[str]:
     return wrong
 
 
-def profiled(model: Subject, x: torch.Tensor) -> Profiled:
+def profiled(model: Together, x: torch.Tensor) -> Profiled:
     """The model, measured quickly: times do not matter here."""
     return profile_model(model, x, options=MeasureOptions(cap_s=0.001, max_rounds=1))
 
 
-def findings(name: str, layout: str) -> list[Finding]:
-    """What is wrong with an operator in a layout under each plan; [] where nothing is."""
-    entry = TABLE[name]
+def findings(cases: Sequence[tuple[str, str]]) -> list[Finding]:
+    """What is wrong with operators in layouts, (name, layout) each, as one model under each plan;
+    [] where nothing is."""
     torch.manual_seed(0)
-    model = Subject(entry, layout)
+    model = Together([Subject(TABLE[name], layout) for name, layout in cases])
     start = copy.deepcopy(model.state_dict())
     case = Case(lambda: model, lambda: (inputs(),), steps=3)
     reference = copy.deepcopy(model)
@@ -91,29 +92,41 @@ def findings(name: str, layout: str) -> list[Finding]:
     except Exception as error:  # noqa: BLE001  # a sweep reports whatever happens
         return [Finding("capture", f"{type(error).__name__}: {_line(error)}")]
     found: list[Finding] = []
-    for plan_name, options in PLANS.items():
+    for name, options in PLANS.items():
         model.load_state_dict(start)
         for parameter in model.parameters():
             parameter.grad = None
+        source = placing if name in ("placed", "olla") else base
         try:
-            source = placing if plan_name in ("placed", "olla") else base
             plan = memopt.plan(source, progress=False, time_limit_s=5, **options)
             planned = apply_plan(plan, model)
             wrong = differences(run_steps(case, planned, model), expected)
-            if wrong:
-                found.append(Finding(plan_name, "; ".join(wrong[:6])))
             measured = _peak(plan, planned, model)
-            limit = plan.budget if plan.budget is not None else plan.peak_bytes
-            if measured > limit:
-                found.append(
-                    Finding(plan_name, f"peak {measured} > {limit}, predicted {plan.peak_bytes}")
-                )
         except Exception as error:  # noqa: BLE001  # a sweep reports whatever happens
-            found.append(Finding(plan_name, f"{type(error).__name__}: {_line(error)}"))
+            found.append(Finding(name, f"{type(error).__name__}: {_line(error)}"))
+            continue
+        if wrong:
+            found.append(Finding(name, "; ".join(wrong[:6])))
+        limit = plan.budget if plan.budget is not None else plan.peak_bytes
+        if measured > limit:
+            what = f"peak {measured} > {limit}, predicted {plan.peak_bytes}"
+            found.append(Finding(name, what))
     return found
 
 
-def _peak(plan: memopt.Plan, planned: Any, model: Subject) -> int:
+def apart(cases: Sequence[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], list[Finding]]]:
+    """What is wrong with each case: all together first, and each half alone where something is."""
+    found = findings(cases)
+    if len(cases) == 1 or not found:
+        yield from ((case, found) for case in cases)
+        return
+    torch._dynamo.reset()
+    half = len(cases) // 2
+    for part in (cases[:half], cases[half:]):
+        yield from apart(part)
+
+
+def _peak(plan: memopt.Plan, planned: Any, model: Together) -> int:
     x = inputs()
     with untouched(model, plan.profiled.captured.call):
         for parameter in model.parameters():
@@ -135,9 +148,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--read", type=Path)
+    parser.add_argument("--skip", type=Path)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=10**6)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="")
+    parser.add_argument("--together", type=int, default=12)
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -146,18 +162,18 @@ def main() -> None:
         _report(options.read)
         return
     names = [n for n in TABLE if re.search(options.only, n)]
-    names = names[options.first : options.first + options.count]
-    for name in names:
-        for layout in options.layouts.split(","):
-            begin = time.perf_counter()
-            found = findings(name, layout)
-            record = {
-                "operator": name,
-                "layout": layout,
-                "seconds": round(time.perf_counter() - begin, 2),
-                "found": [[one.plan, one.what] for one in found],
-            }
-            line = json.dumps(record)
+    cases = [(name, layout) for name in names for layout in options.layouts.split(",")]
+    if options.skip:
+        known = [json.loads(line) for line in options.skip.read_text().splitlines()]
+        done = {(one["operator"], one["layout"]) for one in known if not one["found"]}
+        cases = [case for case in cases if case not in done]
+    random.Random(options.seed).shuffle(cases)
+    cases = cases[options.first : options.first + options.count]
+    for position in range(0, len(cases), options.together):
+        for case, found in apart(cases[position : position + options.together]):
+            line = json.dumps(
+                {"operator": case[0], "layout": case[1], "found": [[f.plan, f.what] for f in found]}
+            )
             if options.out:
                 with options.out.open("a") as file:
                     file.write(line + "\n")

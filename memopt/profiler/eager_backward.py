@@ -1,0 +1,103 @@
+"""Backwards that eager decides by the data, as one operator of the captured graph.
+
+The gradient of a product is a quotient where no factor is 0, else it is made of cumulative
+products; eager looks at the data, a trace cannot, and takes the second way always: other last bits.
+These calls are traced with a backward that asks eager's own autograd when the step runs: it repeats
+the forward and hands back the gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+_FUNCTIONS: dict[str, Any] = {"prod": torch.prod, "cumprod": torch.cumprod}
+"""Functions of one tensor whose backward looks at its values."""
+
+
+@functools.cache
+def operator() -> Any:
+    """`memopt::eager_backward(function, arguments, gradient, given)`: the gradient of `given`."""
+    library: Any = torch.library.Library("memopt", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define(
+        "eager_backward(str function, str arguments, Tensor gradient, Tensor given) -> Tensor"
+    )
+    library.impl("eager_backward", _backward, "CompositeExplicitAutograd")
+    torch.library.register_fake("memopt::eager_backward", _described, lib=library)
+    operator.library = library  # type: ignore[attr-defined]  # it lives as long as the process
+    return torch.ops.memopt.eager_backward.default
+
+
+def _backward(function: str, arguments: str, gradient: Tensor, given: Tensor) -> Tensor:
+    args, kwargs = json.loads(arguments)
+    with torch.enable_grad():
+        leaf = given.detach().requires_grad_()
+        result = _FUNCTIONS[function](leaf, *args, **kwargs)
+    (found,) = torch.autograd.grad(result, leaf, gradient)
+    # A gradient that is expanded or handed on would be a view of what another tensor holds.
+    return found.clone() if found.data_ptr() == gradient.data_ptr() else found
+
+
+def _described(function: str, arguments: str, gradient: Tensor, given: Tensor) -> Tensor:
+    return torch.empty_like(given)
+
+
+class _AsEager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, function: str, arguments: str) -> Tensor:
+        ctx.save_for_backward(given)
+        ctx.call = (function, arguments)
+        args, kwargs = json.loads(arguments)
+        result: Tensor = _FUNCTIONS[function](given, *args, **kwargs)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (given,) = ctx.saved_tensors
+        return operator()(*ctx.call, gradients[0], given), None, None
+
+
+@dataclass(frozen=True)
+class EagerBackward:
+    """A function of `_FUNCTIONS` with eager's backward."""
+
+    function: str
+
+    def __call__(self, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run it."""
+        arguments = json.dumps((args, kwargs))
+        result: Tensor = _AsEager.apply(given, self.function, arguments)  # type: ignore[no-untyped-call]
+        return result
+
+    @property
+    def __name__(self) -> str:
+        return self.function
+
+
+def backwards_as_eager(traced: GraphModule) -> None:
+    """Give a dynamo graph's calls whose backward looks at the data eager's backward."""
+    found = [node for node in traced.graph.nodes if _looks(node)]
+    for node in found:
+        node.target = EagerBackward(_name(node))
+        node.op = "call_function"
+    if found:
+        operator()
+        traced.recompile()
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _looks(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    if node.op not in ("call_function", "call_method") or _name(node) not in _FUNCTIONS:
+        return False
+    plain = all(type(a) in (int, bool) for a in (*node.args[1:], *node.kwargs.values()))
+    return plain and isinstance(value, Tensor) and value.requires_grad

@@ -1,0 +1,168 @@
+"""Captured graphs have the layouts, and the operators, that eager has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+import memopt
+from memopt.profiler.capture import capture
+from memopt.profiler.fake import Fakes
+from memopt.profiler.inputs import to_call
+from memopt.profiler.kernel_layouts import computing_device
+from tests.executor.harness import Case, check
+
+
+class Between(nn.Module):
+    """A function between two layers, on a tensor made by `view`."""
+
+    def __init__(self, function: Callable[[Tensor], Any], view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 40)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.function, self.view = function, view
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        values = pytree.tree_leaves(self.function(self.view(self.layer(x).view(3, 2, 4, 5))))
+        return [(value * self.scale).flatten() for value in values]
+
+
+def rows() -> tuple[Tensor, ...]:
+    return (torch.linspace(-2, 2, 18).reshape(3, 6).sin(),)
+
+
+def reversed_dims(x: Tensor) -> Tensor:
+    return x.permute(3, 2, 1, 0)
+
+
+def swapped(x: Tensor) -> Tensor:
+    return x.transpose(-1, -2)
+
+
+def gaps(x: Tensor) -> Tensor:
+    return x[..., ::2]
+
+
+@pytest.mark.parametrize("view", [reversed_dims, swapped])
+@pytest.mark.parametrize(
+    "function",
+    [functional.softplus, functional.logsigmoid, functional.elu, nn.MSELoss(), nn.HuberLoss()],
+)
+def test_strides_are_those_of_the_kernels(
+    function: Callable[..., Tensor], view: Callable[[Tensor], Tensor]
+) -> None:
+    losses = isinstance(function, nn.MSELoss | nn.HuberLoss)
+    apply = (lambda h: function(h, h.detach().sin())) if losses else function
+    model = Between(apply, view)
+    captured = capture(model, to_call(rows()))
+    values: dict[Any, Any] = {}
+    for node in captured.module.graph.nodes:
+        if node.op == "placeholder":
+            like = node.meta["val"]
+            values[node] = torch.rand(like.untyped_storage().nbytes() // 4).as_strided(
+                like.shape, like.stride()
+            )
+        elif node.op == "call_function":
+            args, kwargs = torch.fx.node.map_arg(
+                (node.args, node.kwargs), lambda argument: values[argument]
+            )
+            values[node] = node.target(*args, **kwargs)
+            if isinstance(values[node], Tensor):
+                assert values[node].stride() == node.meta["val"].stride(), node.format_node()
+
+
+def many(h: Tensor) -> list[Tensor]:
+    """Operators that were traced with other layouts, or taken apart."""
+    return [
+        functional.softplus(h),
+        functional.softshrink(h),
+        functional.hardshrink(h),
+        h.prod(-1),
+        h.cumprod(1),
+        (h * 1.5).addcmul_(h, h.sin(), value=0.2),
+        torch.addcdiv(h, h, h.exp(), value=0.2),
+        functional.mse_loss(h, h.sin()),
+        functional.kl_div(h, h.softmax(-1), reduction="sum"),
+        torch.copysign(h, h.sin()),
+    ]
+
+
+@pytest.mark.parametrize("view", [reversed_dims, swapped, gaps])
+def test_bits_of_eager(view: Callable[[Tensor], Tensor]) -> None:
+    check(Case(lambda: Between(many, view), rows, steps=1))
+
+
+def values(h: Tensor) -> list[Tensor]:
+    """Values for which LAPACK need not make vectors, unless there is a backward."""
+    square = h[0] @ h[0].mT
+    return [
+        torch.linalg.svdvals(h),
+        torch.linalg.eigvalsh(square),
+        torch.linalg.matrix_norm(h, "nuc"),
+        square[0].norm("nuc"),
+    ]
+
+
+@pytest.mark.parametrize("constant", [True, False])
+def test_values_without_vectors(constant: bool) -> None:
+    def model() -> nn.Module:
+        return Between(lambda h: (values(h.detach() if constant else h), h), swapped)
+
+    check(Case(model, rows, steps=1))
+
+
+class Tokens(nn.Module):
+    """Batch norm over the features of a sequence, of a chunk, and twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 16)
+        self.norm, self.chunk = nn.BatchNorm1d(16), nn.BatchNorm1d(8, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.layer(x).transpose(1, 2)).transpose(1, 2).relu()
+        left, right = y.flatten(0, 1).chunk(2, -1)
+        return self.chunk(self.chunk(left).relu()) * right
+
+
+def test_batch_norm_of_tensors_with_gaps() -> None:
+    check(Case(Tokens, lambda: (torch.linspace(-2, 2, 60).reshape(5, 2, 6).sin(),)))
+
+
+def test_a_product_with_a_zero() -> None:
+    """Another way through its backward, and more memory: both as eager, within the budget."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(64, 500))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scale).prod(-1)
+
+    x = torch.linspace(0.9, 1.1, 32000).reshape(64, 500)
+    model = Product()
+    plan = memopt.plan(model, x, strategy="olla", progress=False)
+    planned = plan.apply(model)
+    for zeros in (0, 1, 2):
+        given = x.clone()
+        given[3, :zeros] = 0
+        (expected,) = torch.autograd.grad(model(given).sum(), model.scale)
+        planned(given).sum().backward()
+        assert torch.equal(model.scale.grad, expected)
+        model.scale.grad = None
+        assert plan.check(model, given).measured_peak_bytes <= plan.peak_bytes
+
+
+def test_what_is_not_to_be_computed_is_not() -> None:
+    model, x = nn.Linear(3, 3), torch.randn(2, 3)
+    assert computing_device(model, to_call(x)) == torch.device("cpu")
+    assert computing_device(model.to("meta"), to_call(x)) is None
+    fakes = Fakes()
+    assert computing_device(nn.Linear(3, 3), to_call(fakes.tensor(x))) is None
