@@ -19,12 +19,13 @@ from memopt.models.steps import ChainStep, Move
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 from memopt.strategies.offload.bounds import (
     fractional_optimum_s,
+    greedy_amounts,
     lower_bound_s,
     proposition_3_s,
 )
 from memopt.strategies.offload.ordered import makespan_s
-from memopt.strategies.offload.problem import OffloadProblem, offload_problem
-from memopt.strategies.offload.program import Transfers, best_program
+from memopt.strategies.offload.problem import OffloadProblem, offload_problem, with_capacity
+from memopt.strategies.offload.program import Transfers, best_program, ordered_transfers
 
 PAPER = "Optimal GPU-CPU Offloading Strategies (Beaumont, Eyraud-Dubois, Shilova, 2020)"
 
@@ -103,6 +104,10 @@ class ChainOffload(Strategy):
         """The smallest capacity for which the strategy has a plan, bytes, resident excluded."""
         return problem.floor_bytes
 
+    def least_choice(self, chain: Chain, problem: OffloadProblem, device: Device) -> Choice:
+        """What to move at the smallest capacity, at once: Greedy's set."""
+        return Choice(ordered_transfers(np.flatnonzero(greedy_amounts(problem)).tolist()))
+
     def solve(
         self,
         cost_model: CostModel,
@@ -119,7 +124,14 @@ class ChainOffload(Strategy):
         resident = chain.resident_bytes
         smallest = self.smallest_capacity(problem)
         if problem.capacity_bytes < smallest:
-            return Solution(Status.INFEASIBLE, smallest_budget_bytes=resident + smallest)
+            smallest = max(smallest, self._least_with_host(problem))
+            least = with_capacity(problem, smallest)
+            choice = self.least_choice(chain, least, device)
+            return Solution(
+                Status.INFEASIBLE,
+                smallest_budget_bytes=resident + smallest,
+                smallest=_solution(chain, least, device, choice, started),
+            )
         self._check_host(problem, resident)
         if problem.excess_bytes == 0:
             choice = Choice(Transfers((), ()))
@@ -146,8 +158,16 @@ class ChainOffload(Strategy):
             f"bytes puts at least {wanted_bytes} bytes on the host; raise either",
             budget_bytes=budget,
             smallest_budget_bytes=resident_bytes
-            + max(problem.floor_bytes, problem.peak_bytes - host),
+            + max(self.smallest_capacity(problem), self._least_with_host(problem)),
         )
+
+    def _least_with_host(self, problem: OffloadProblem) -> int:
+        """The smallest capacity that Greedy meets within the host budget, bytes: the first
+        activations move, whole, as long as the host has room for them."""
+        amounts = np.where(problem.movable, problem.sizes, 0)
+        if self.host_budget_bytes is not None:
+            amounts = np.where(np.cumsum(amounts) <= self.host_budget_bytes, amounts, 0)
+        return problem.least_capacity(amounts)
 
     def within_host(self, amounts_bytes: int) -> bool:
         """Whether so many bytes fit the host budget."""
