@@ -161,23 +161,31 @@ class _Lowering:
 
 
 def without_unread_reruns(graph: Graph, instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Leave out the second and later runs of operators whose results nothing reads.
+    """Leave out the second and later runs of operators whose results nothing reads, but for those
+    that are the first, by another implementation, to write what the step ends with.
 
     Args:
         graph: the graph the instructions refer to.
         instructions: in order; outputs and frees need not be there yet.
     """
-    first: dict[int, int] = {}
+    first: set[int] = set()
+    begun: set[int] = set()
+    written: set[int] = set()
     for position, instruction in enumerate(instructions):
         if isinstance(instruction, Compute):
-            first.setdefault(instruction.op, position)
+            run = variant(graph.operators[instruction.op], instruction.implementation)
+            results = graph.kept.intersection(run.writes) - written
+            if instruction.op not in begun or results:
+                first.add(position)
+            begun.add(instruction.op)
+            written |= results
     read_later: set[int] = set()
     kept: list[Instruction] = []
     for position in range(len(instructions) - 1, -1, -1):
         instruction = instructions[position]
         if isinstance(instruction, Compute):
             run = variant(graph.operators[instruction.op], instruction.implementation)
-            if first[instruction.op] != position and read_later.isdisjoint(run.writes):
+            if position not in first and read_later.isdisjoint(run.writes):
                 continue
             read_later.difference_update(run.writes)
             read_later.update(run.reads)

@@ -1,16 +1,17 @@
-"""Exhaustive search over all valid programs of a tiny graph, transfers apart.
+"""Exhaustive search over the valid programs of a tiny graph, transfers apart.
 
 Written against the rules of `docs/cost-model.md` alone, with bit masks: it shares nothing with
 `replay`, the validator or any strategy. A state is what is in memory, which operators have run, and
-whether the loss boundary is past. Operators may run at any time and any number of times, by any of
-their implementations; any tensor but a result may be dropped at any time; an output may take over
-the storage of what its operator overwrites; a result may be dropped by early runs of its operator.
+whether the loss boundary is past. What nothing needs need not run; forward operators that no output
+needs may run after the boundary. Any tensor but a result may be dropped at any time, a result
+by early runs of its operator, and an output may take over the storage of what it overwrites.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,25 @@ OPERATORS = 20
 BOUNDARY = 1 << (TENSORS + OPERATORS)
 
 
+@dataclass(frozen=True)
+class Rules:
+    """Which programs are searched.
+
+    Attributes:
+        in_order: operators run for the first time in the graph's order.
+        again: whether operators may run more than once at all.
+        forward_again: only forward operators run again.
+        after_boundary: operators run again after the boundary only.
+        drops: a result may be dropped where its operator runs again later.
+    """
+
+    in_order: bool = True
+    again: bool = True
+    forward_again: bool = False
+    after_boundary: bool = False
+    drops: bool = True
+
+
 @njit(cache=True)
 def total(bits: int, sizes: Ints) -> int:
     """Bytes of a set."""
@@ -33,6 +53,21 @@ def total(bits: int, sizes: Ints) -> int:
         if bits >> t & 1:
             found += sizes[t]
     return found
+
+
+@njit(cache=True)
+def runs(op: int, ran: int, past: bool, graph: Ints, rules: Ints) -> bool:
+    """Whether the rules let an operator run in a state."""
+    once, first = graph[6], graph[7]
+    in_order, repeats, forward_again, after_boundary = rules[0], rules[1], rules[2], rules[3]
+    if ran >> op & 1:
+        if not repeats or once >> op & 1:
+            return False
+        return not (after_boundary and not past) and not (forward_again and op >= first)
+    if op >= first and not past:
+        return False
+    late = op < first and past
+    return late or not in_order or ran >> op == 0
 
 
 @njit(cache=True)
@@ -47,8 +82,7 @@ def least(
     tangents, bytes of the boundary, whether there is one, operators that must run, those that
     may run once only, the first backward operator.
     """
-    kept, early, tangents, loss, boundary, must, once, first = graph
-    in_order, again_forward, again_after, drops = rules
+    kept, early, tangents, loss, boundary, must = graph[:6]
     bound = np.int64(BOUNDARY)
     live_mask = (np.int64(1) << TENSORS) - 1
     best = typed.Dict.empty(types.int64, types.float64)
@@ -79,17 +113,10 @@ def least(
                 heapq.heappush(queue, (value, new))
         for c in range(seconds.size):
             op = figures[c, 0]
-            again = ran >> op & 1
-            if masks[c, 0] & ~live or (again and once >> op & 1):
-                continue
-            if again and ((again_after and not past) or (again_forward and op >= first)):
-                continue
-            if boundary and (op >= first) != (past != 0) and not again:
-                if op >= first or in_order:
-                    continue
-            if in_order and not again and ran >> op:
+            if masks[c, 0] & ~live or not runs(op, ran, past != 0, graph, rules):
                 continue
             results = masks[c, 1] & kept & ~live
+            # An output that is live already is written once more, beside the first.
             during = held + total(masks[c, 1], sizes) + figures[c, 1]
             after = (live | masks[c, 1] | (ran | np.int64(1) << op) << TENSORS | past) & ~results
             for taken in range(-1, sizes.size):
@@ -105,44 +132,45 @@ def least(
                 some = results
                 while True:
                     new = (after & ~bit) | some
-                    # An output that is live already is written once more, beside the first.
                     if new not in best or value < best[new]:
                         best[new] = value
                         heapq.heappush(queue, (value, new))
-                    if some == 0 or once >> op & 1 or not drops:
+                    if some == 0 or graph[6] >> op & 1 or not rules[4]:
                         break
                     some = (some - 1) & results
     return np.inf
 
 
 class ProgramSearch:
-    """All programs of one graph.
+    """The programs of one graph.
 
     Attributes:
         graph: at most 32 computed tensors and 20 operators, no parameter updates.
-        in_order: whether operators run for the first time in the graph's order.
-        allowed: which implementations programs may use; None: all.
+        rules: which programs.
+        allowed: which implementations they may use; None: all.
+        all_run: whether operators run that nothing needs, too.
     """
 
     def __init__(
         self,
         graph: Graph,
-        *,
-        in_order: bool,
+        rules: Rules = Rules(),  # noqa: B008  (frozen)
         allowed: Callable[[Operator, Implementation], bool] | None = None,
+        all_run: bool = False,
     ) -> None:
         computed = [t for t in range(len(graph.tensors)) if t not in graph.resident]
         assert len(computed) <= TENSORS
         assert len(graph.operators) <= OPERATORS
         self.place = {t: n for n, t in enumerate(computed)}
         self.resident_bytes = graph.resident_bytes
-        self.in_order = in_order
-        self.rules = np.array([in_order, 0, 0, 1], np.int64)
+        self.rules = np.array(astuple(rules), np.int64)
         self.sizes = np.array([graph.tensors[t].size_bytes for t in computed], np.int64)
         masks, figures, seconds = [], [], []
         for i, operator in enumerate(graph.operators):
             assert operator.phase is not Phase.UPDATE
-            rows = [(operator.reads, operator.writes, operator)]
+            rows: list[tuple[tuple[int, ...], tuple[int, ...], Operator | Implementation]] = [
+                (operator.reads, operator.writes, operator)
+            ]
             for choice in operator.implementations:
                 if allowed is None or allowed(operator, choice):
                     reads = operator.reads if choice.reads is None else choice.reads
@@ -156,16 +184,16 @@ class ProgramSearch:
         self.masks, self.figures = np.array(masks, np.int64), np.array(figures, np.int64)
         self.seconds = np.array(seconds, np.float64)
         forward = {t for o in graph.operators[: graph.first_backward] for t in o.writes}
-        has_boundary = bool(graph.tangents) or graph.first_backward < len(graph.operators)
-        self.about = np.array(
+        operators = list(enumerate(graph.operators))
+        self.graph = np.array(
             [
                 self.bits(graph.kept),
                 self.bits(forward.intersection(graph.outputs)),
                 self.bits(graph.tangents),
                 graph.boundary_bytes,
-                has_boundary,
-                sum(1 << i for i, o in enumerate(graph.operators) if not o.writes),
-                sum(1 << i for i, o in enumerate(graph.operators) if not o.recomputable),
+                bool(graph.tangents) or graph.first_backward < len(graph.operators),
+                sum(1 << i for i, o in operators if all_run or not o.writes),
+                sum(1 << i for i, o in operators if not o.recomputable),
                 graph.first_backward,
             ],
             np.int64,
@@ -176,18 +204,8 @@ class ProgramSearch:
         return sum(1 << self.place[t] for t in set(tensors) if t in self.place)
 
     def _least(self, by_peak: bool, limit: int) -> float:
-        return float(
-            least(
-                self.sizes,
-                self.masks,
-                self.figures,
-                self.seconds,
-                self.about,
-                self.rules,
-                by_peak,
-                limit,
-            )  # fmt: skip
-        )
+        figures = (self.sizes, self.masks, self.figures, self.seconds, self.graph, self.rules)
+        return float(least(*figures, by_peak, limit))
 
     def smallest_peak(self) -> int:
         """Of any program, total bytes."""
