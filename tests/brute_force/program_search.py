@@ -154,7 +154,7 @@ class ProgramSearch:
     def __init__(
         self,
         graph: Graph,
-        rules: Rules = Rules(),  # noqa: B008  (frozen)
+        rules: Rules = Rules(),
         allowed: Callable[[Operator, Implementation], bool] | None = None,
         all_run: bool = False,
     ) -> None:

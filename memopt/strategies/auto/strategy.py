@@ -24,7 +24,8 @@ class Auto(Strategy):
     plan is slower than that of a single strategy in the time it had here. The solution's stats
     say what each of them did ("tried"), who won ("chosen") and why ("reason"). A plan in which
     nothing runs twice or waits ends the search: there is no faster one. Of equally fast plans
-    the one of the strategy asked first is taken.
+    the one of the strategy asked first is taken. Where the time ends without a plan, members that
+    have one at once are asked for it ("at_once").
 
     With a time limit that stops a member, another run may give another plan; "tried" says how
     long each took.
@@ -80,10 +81,11 @@ class Auto(Strategy):
         members, refused = fitting(cost_model, self.candidates(device))
         least_s = time_lower_bound(cost_model)
         outcomes: list[Outcome] = []
+        at_once: list[Outcome] = []
         for index, member in enumerate(members):
             report = _part(progress, index, len(members), member.strategy.name)
             over = time.monotonic() >= deadline or stops(report, 0.0, "begins")
-            planned = any(outcome.plans for outcome in outcomes)
+            planned = any(outcome.plans for outcome in (*outcomes, *at_once))
             if over and (planned or (index > 0 and not member.quick)):
                 # Without a plan so far, those that have one at once are asked all the same.
                 continue
@@ -92,15 +94,18 @@ class Auto(Strategy):
             try:
                 outcome = member.run(cost_model, budget_bytes, device or Device(), share_s, report)
             except KeyboardInterrupt:
-                continue
-            outcomes.append(outcome)
+                break
+            (at_once if over else outcomes).append(outcome)
             if outcome.plans and outcome.time_s <= least_s * (1 + 1e-9):
                 break
         tried = tuple(outcome.line for outcome in outcomes)
         asked = {outcome.name for outcome in outcomes}
         left = tuple(m.strategy.name for m in members if m.strategy.name not in asked)
         stats: dict[str, object] = {"tried": tried, "not_tried": left, "refused": refused}
+        if at_once:
+            stats["at_once"] = tuple(outcome.line for outcome in at_once)
         stats["solve_s"] = time.monotonic() - started
+        outcomes += at_once
         best = min((o for o in outcomes if o.plans), key=lambda o: o.time_s, default=None)
         if best is None:
             return _without_plan(outcomes, bool(left), stats)

@@ -125,8 +125,7 @@ class GraphStrategy(Strategy):
         search_s = limit_s if best is not None else limit_s * (1 - LEAST_SHARE)
         # Operators with implementations are not merged: a stage for each may be too many.
         too_large = len(coarse.graph.operators) > 2 * self.max_operators
-        status, found, bound_s = Status.UNKNOWN, None, None
-        whole_s: float | None = None
+        status, found, bound_s, whole_s = Status.UNKNOWN, None, None, None
         impossible = memory_lower_bound(graph) > limit_bytes
         if not (exact or impossible):
             # All of the graph in a coarser program: a bound, and often a plan close to it.
@@ -138,8 +137,8 @@ class GraphStrategy(Strategy):
             status, found, bound_s = self.search(coarse.graph, limit_bytes, left_s, progress)
             stats["solver"] = str(status)
         if bound_s is not None and not proves:
-            stats["coarse_lower_bound_s"], bound_s = bound_s, None
-        bound_s = whole_s if bound_s is None else bound_s
+            stats["coarse_lower_bound_s"] = bound_s
+        bound_s = bound_s if proves and bound_s is not None else whole_s
         best = self._better(graph, coarse, found, best, budget_bytes, stats)
         if best is None:
             smallest = self._smallest(graph, coarse, smallest, limit_s, progress)
