@@ -228,14 +228,16 @@ def solve(
             progress=progress,
         )
 
+    budget_bytes: int | None
     attempts = Planning(strategy, cost_model, view, device, attempt)
     if budget == MINIMUM:
-        budget_bytes = attempts.smallest_budget()
-        if budget_bytes is None:
+        least = attempts.smallest()
+        if least is None:
             raise MemoptError(f"{strategy.name} does not know its smallest budget; name one")
+        budget_bytes, solution = least
     else:
         budget_bytes = parse_budget(budget, baseline.peak_bytes)
-    solution = attempts.within(budget_bytes)
+        solution = attempts.within(budget_bytes)
     if not solution.plans:
         raise infeasible(solution, budget_bytes, strategy, cost_model, profiled)
     if (order or place) and isinstance(cost_model, Graph):

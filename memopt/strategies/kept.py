@@ -7,12 +7,14 @@ a search under a time limit may find nothing; then the plan it was named for is 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from memopt.errors import InvalidProgramError
 from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.in_place import with_in_place
 from memopt.models.judge import judge
 from memopt.strategies.base import CostModel, Solution, Strategy
 from memopt.strategies.slack import PROBES, Attempt, best_that_fits, smallest_budget, smallest_plan
@@ -35,21 +37,17 @@ class KeptPlans:
         self, strategy: Strategy, cost_model: CostModel, budget_bytes: int, plan: Solution
     ) -> None:
         """Keep the plan that a strategy has for a cost model within a budget, total bytes."""
-        known = self.within(strategy, cost_model, budget_bytes)
-        if known is None or known.time_s != plan.time_s:
+        known = self.least(strategy, cost_model)
+        if known is None or budget_bytes < known[0]:
             with self._lock:
                 self._plans.append((strategy, cost_model, budget_bytes, plan))
 
-    def within(
-        self, strategy: Strategy, cost_model: CostModel, budget_bytes: int
-    ) -> Solution | None:
-        """A plan kept of the strategy for the cost model that is within the budget."""
+    def least(self, strategy: Strategy, cost_model: CostModel) -> tuple[int, Solution] | None:
+        """(the smallest budget of the strategy for the cost model, its plan) of those kept."""
         with self._lock:
             plans = tuple(self._plans)
-        for own, model, least_bytes, plan in reversed(plans):
-            if least_bytes <= budget_bytes and own == strategy and model == cost_model:
-                return plan
-        return None
+        own = [x[2:] for x in plans if x[0] == strategy and x[1] == cost_model]
+        return min(own, key=lambda x: x[0], default=None)
 
 
 KEPT = KeptPlans()
@@ -73,8 +71,20 @@ class Planning:
     device: Device
     attempt: Attempt
 
-    def smallest_budget(self) -> int | None:
-        """The smallest budget that the strategy can meet, total bytes; the plan for it is kept."""
+    def smallest(self) -> tuple[int, Solution] | None:
+        """(the smallest budget that the strategy can meet, total bytes; the plan for it)."""
+        budget_bytes = self._smallest_budget()
+        if budget_bytes is None:
+            return None
+        solution = self.within(budget_bytes)
+        if self.view is None and solution.program is not None:
+            # In place afterwards, it may need less than it was searched for.
+            peak_bytes = max(1, self._checked(budget_bytes, solution))
+            if peak_bytes < budget_bytes:
+                budget_bytes = self._kept(peak_bytes, solution)
+        return budget_bytes, solution
+
+    def _smallest_budget(self) -> int | None:
         if self.view is not None:
             found = smallest_budget(self.view.graph, self.view, self.attempt)
             return None if found is None else self._kept(*found)
@@ -96,14 +106,24 @@ class Planning:
             solution = best_that_fits(view.graph, view, self.attempt, budget_bytes, probes)
         if solution.plans or budget_bytes is None:
             return solution
-        known = KEPT.within(self.strategy, self.cost_model, budget_bytes)
-        if known is None and solution.smallest is not None:
+        if solution.smallest is not None:
             named = solution.smallest_budget_bytes or solution.smallest.peak_bytes or 1
             self._kept(named, solution.smallest)
-        return known or solution
+        known = KEPT.least(self.strategy, self.cost_model)
+        if known is None:
+            return solution
+        if known[0] <= budget_bytes:
+            return known[1]
+        return replace(solution, smallest_budget_bytes=known[0], smallest=known[1])
 
     def _kept(self, budget_bytes: int, plan: Solution) -> int:
-        """The budget, its plan checked and kept.
+        """The budget, its plan checked and kept."""
+        self._checked(budget_bytes, plan)
+        KEPT.keep(self.strategy, self.cost_model, budget_bytes, plan)
+        return budget_bytes
+
+    def _checked(self, budget_bytes: int, plan: Solution) -> int:
+        """The replayed peak of a plan that is named, bytes, as it runs.
 
         Raises:
             InvalidProgramError: the strategy named a budget with a plan that is not valid.
@@ -111,10 +131,12 @@ class Planning:
         program = plan.program
         if self.view is not None and plan.steps is not None:
             program = self.view.lower(plan.steps)
-        violation, _ = judge(self.cost_model, plan.steps, program, budget_bytes, self.device)
+        elif isinstance(self.cost_model, Graph) and "place" not in self.strategy.features:
+            assert program is not None
+            program = with_in_place(self.cost_model, program)
+        violation, figures = judge(self.cost_model, plan.steps, program, budget_bytes, self.device)
         if violation is not None:
             raise InvalidProgramError(
                 f"{self.strategy.name} named {budget_bytes} bytes with an invalid plan: {violation}"
             )
-        KEPT.keep(self.strategy, self.cost_model, budget_bytes, plan)
-        return budget_bytes
+        return figures.peak_bytes
