@@ -58,7 +58,7 @@ def total(bits: int, sizes: Ints) -> int:
 @njit(cache=True)
 def runs(op: int, ran: int, past: bool, graph: Ints, rules: Ints) -> bool:
     """Whether the rules let an operator run in a state."""
-    once, first = graph[6], graph[7]
+    boundary, once, first = graph[4] != 0, graph[6], graph[7]
     in_order, repeats, forward_again, after_boundary = rules[0], rules[1], rules[2], rules[3]
     if ran >> op & 1:
         if not repeats or once >> op & 1:
@@ -66,7 +66,7 @@ def runs(op: int, ran: int, past: bool, graph: Ints, rules: Ints) -> bool:
         return not (after_boundary and not past) and not (forward_again and op >= first)
     if op >= first and not past:
         return False
-    late = op < first and past
+    late = boundary and past and op < first
     return late or not in_order or ran >> op == 0
 
 

@@ -10,14 +10,14 @@ BLOCK = 50
 BLOCKS = [range(seed, seed + BLOCK) for seed in range(0, 2000, BLOCK)]
 
 
-@pytest.mark.parametrize("seed", [*range(6), 20, 23])
+@pytest.mark.parametrize("seed", [*range(6), 11, 20])
 def test_graphs(seed: int) -> None:
     found = check_graph(seed)
     assert not found.wrong, "\n".join(found.wrong)
     assert found.counts["plans"] > 0
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [*range(4), 127])
 def test_chains(seed: int) -> None:
     found = check_chain(seed)
     assert not found.wrong, "\n".join(found.wrong)
