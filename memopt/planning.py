@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from memopt.errors import InvalidProgramError, MemoptError
+from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import MINIMUM, format_bytes, parse_budget
 from memopt.models.chain import Chain
 from memopt.models.chain_replay import replay_chain
@@ -24,7 +25,7 @@ from memopt.plan import BaselineFigures, Plan
 from memopt.refusal import infeasible
 from memopt.strategies import Progress, Solution, Strategy, resolve
 from memopt.strategies.host_budget import host_limit, parse_host_budget, with_host_budget
-from memopt.strategies.slack import PROBES, best_that_fits, smallest_budget
+from memopt.strategies.kept import Planning
 from memopt.strategies.store_all import chain_steps
 from memopt.whole_step import left_on_host, takes_whole_step
 
@@ -231,24 +232,17 @@ def solve(
             progress=progress,
         )
 
+    budget_bytes: int | None
+    attempts = Planning(strategy, cost_model, view, device, attempt)
     if budget == MINIMUM:
-        # One byte can never do: the answer names the smallest budget that does.
-        budget_bytes = (
-            attempt(1).smallest_budget_bytes
-            if view is None
-            else smallest_budget(view.graph, view, attempt)
-        )
-        if budget_bytes is None:
+        least = attempts.smallest()
+        if least is None:
             raise MemoptError(f"{strategy.name} does not know its smallest budget; name one")
+        budget_bytes, solution = least
     else:
         budget_bytes = parse_budget(budget, baseline.peak_bytes)
-    if view is None or budget_bytes is None:
-        solution = attempt(budget_bytes)
-    else:
-        # One table of a recomputing strategy answers every budget; the others solve anew.
-        probes = PROBES if "recompute" in strategy.features else 0
-        solution = best_that_fits(view.graph, view, attempt, budget_bytes, probes)
-    if solution.steps is None and solution.program is None:
+        solution = attempts.within(budget_bytes)
+    if not solution.plans:
         raise infeasible(solution, budget_bytes, strategy, cost_model, profiled)
     limits = budget_bytes, host_limit(strategy, host_budget_bytes)
     if (order or place) and isinstance(cost_model, Graph):
@@ -316,7 +310,7 @@ def _wrap(
         peak_bytes=peak_bytes,
         resident_bytes=cost_model.resident_bytes,
         step_time_s=time_s,
-        lower_bound_s=min(time_s, bound_s if bound_s is not None else cost_model.compute_time_s),
+        lower_bound_s=min(time_s, time_lower_bound(cost_model) if bound_s is None else bound_s),
         baseline=baseline,
         device=device,
         program=program,

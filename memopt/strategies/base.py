@@ -55,7 +55,8 @@ class Solution:
         time_s: the strategy's own figure of the step's time.
         lower_bound_s: no schedule of the strategy's class within the budget is faster.
         gap: (time_s - lower_bound_s) / lower_bound_s; None if unknown.
-        smallest_budget_bytes: when infeasible, the smallest budget known to be feasible.
+        smallest_budget_bytes: without a plan, the smallest budget known to be feasible.
+        smallest: a solution within that budget: whoever names a budget has a plan for it.
         stats: counts and timings worth showing ("slots", "solve_s", ...).
     """
 
@@ -67,7 +68,13 @@ class Solution:
     lower_bound_s: float | None = None
     gap: float | None = None
     smallest_budget_bytes: int | None = None
+    smallest: Solution | None = None
     stats: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def plans(self) -> bool:
+        """Whether there is a plan."""
+        return self.steps is not None or self.program is not None
 
 
 class Strategy(ABC):
@@ -123,9 +130,10 @@ class Strategy(ABC):
 
         Laws, for every strategy: the same cost model, budget and seed give the same plan, byte
         for byte. A plan that is returned passes the validator and its replayed peak is at most
-        the budget. `lower_bound_s` ≤ `time_s`. INFEASIBLE carries the smallest budget known to
-        be feasible. A solve stopped by its time limit or by KeyboardInterrupt returns its best
-        plan so far with its bound.
+        the budget. `lower_bound_s` ≤ `time_s`. INFEASIBLE is proved of the strategy's class; else
+        a solution without a plan is UNKNOWN. Either names the smallest budget known to be feasible
+        with a plan for it (`smallest`), whatever the time limit. A solve stopped by its time
+        limit or by KeyboardInterrupt returns its best plan so far with its bound.
 
         Args:
             cost_model: the Chain or Graph, as `needs` says.

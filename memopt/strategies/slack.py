@@ -30,10 +30,28 @@ def lowered_peak(graph: Graph, view: Linearization, solution: Solution) -> int |
     return replay(graph, view.lower(solution.steps)).peak_bytes
 
 
-def smallest_budget(graph: Graph, view: Linearization, attempt: Attempt) -> int | None:
-    """What the strategy's smallest chain schedule needs once lowered, total bytes."""
-    least = attempt(1).smallest_budget_bytes
-    return None if least is None else lowered_peak(graph, view, attempt(least))
+def smallest_plan(answer: Solution, attempt: Attempt) -> Solution | None:
+    """The plan of the smallest budget that a solution names; its own, if it has one.
+
+    Args:
+        answer: a strategy's solution.
+        attempt: asks the strategy again, where it names a budget and gives no plan with it.
+    """
+    if answer.plans:
+        return answer
+    if answer.smallest is None and answer.smallest_budget_bytes is not None:
+        again = attempt(answer.smallest_budget_bytes)
+        return again if again.plans else again.smallest
+    return answer.smallest
+
+
+def smallest_budget(
+    graph: Graph, view: Linearization, attempt: Attempt
+) -> tuple[int, Solution] | None:
+    """(what the strategy's smallest chain schedule needs once lowered, total bytes; it)."""
+    least = smallest_plan(attempt(1), attempt)
+    peak_bytes = None if least is None else lowered_peak(graph, view, least)
+    return None if least is None or peak_bytes is None else (peak_bytes, _looser(graph, least))
 
 
 def best_that_fits(
@@ -53,7 +71,7 @@ def best_that_fits(
         probes: larger chain budgets to try; 0 where a solve is dear.
 
     Returns:
-        A solution with a schedule, or INFEASIBLE with the smallest budget known. Unless nothing is
+        A solution with a schedule, or none with the smallest budget known. Unless nothing is
         recomputed it is FEASIBLE and carries the trivial bound: the chain's own optimum at the
         budget does not bound programs, which need less memory than their schedules.
     """
@@ -62,14 +80,16 @@ def best_that_fits(
         best = _looser(graph, best)
     low = budget_bytes
     if best.steps is None:
-        least = best.smallest_budget_bytes
-        if least is None or best.status is not Status.INFEASIBLE:
-            return best
-        smallest = attempt(least)
-        peak_bytes = lowered_peak(graph, view, smallest)
-        if peak_bytes is None or peak_bytes > budget_bytes:
-            return replace(best, smallest_budget_bytes=peak_bytes or least)
-        best, low = _looser(graph, smallest), least
+        smallest = smallest_plan(best, attempt)
+        peak_bytes = None if smallest is None else lowered_peak(graph, view, smallest)
+        if smallest is None or peak_bytes is None:
+            return replace(best, smallest_budget_bytes=None)
+        smallest = _looser(graph, smallest)
+        if peak_bytes > budget_bytes:
+            return replace(best, smallest_budget_bytes=peak_bytes, smallest=smallest)
+        if best.status is Status.UNKNOWN:
+            return smallest
+        best, low = smallest, best.smallest_budget_bytes or budget_bytes
     high = replay_chain(view.chain, chain_steps(view.chain)).peak_bytes
     for _ in range(probes):
         if high - low <= max(1, budget_bytes // 2000) or _free(graph, best):

@@ -9,6 +9,7 @@ from memopt.models.chain import Chain
 from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.in_place import with_in_place
 from memopt.models.liveness import store_all
 from memopt.models.replay import replay
 from memopt.models.steps import ChainStep, Move
@@ -17,7 +18,8 @@ from memopt.strategies.base import CostModel, Progress, Solution, Status, Strate
 
 @dataclass(frozen=True)
 class StoreAll(Strategy):
-    """Every operator once, in the framework's order; tensors die after their last reader."""
+    """Every operator once, in the framework's order, in place where it may be; tensors die after
+    their last reader."""
 
     name: ClassVar[str] = "store-all"
     needs: ClassVar[str] = "any"
@@ -32,7 +34,7 @@ class StoreAll(Strategy):
         progress: Progress | None = None,
     ) -> Solution:
         if isinstance(cost_model, Graph):
-            program = store_all(cost_model)
+            program = with_in_place(cost_model, store_all(cost_model))
             timeline = replay(cost_model, program, device)
             solution = _solution(timeline.peak_bytes, timeline.time_s, program=program)
         else:
@@ -41,7 +43,7 @@ class StoreAll(Strategy):
             solution = _solution(chain_timeline.peak_bytes, chain_timeline.time_s, steps=steps)
         peak_bytes = solution.peak_bytes
         if budget_bytes is not None and peak_bytes is not None and peak_bytes > budget_bytes:
-            return Solution(Status.INFEASIBLE, smallest_budget_bytes=peak_bytes)
+            return Solution(Status.INFEASIBLE, smallest_budget_bytes=peak_bytes, smallest=solution)
         return solution
 
 

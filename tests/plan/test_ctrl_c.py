@@ -5,6 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from random import Random
+
+import pytest
+
+import memopt
+from memopt.strategies.base import Progress
+from tests.monet.graphs import training_graph
 
 HEAD = """
 import signal
@@ -76,3 +83,58 @@ def test_a_plan_that_is_interrupted_is_a_plan() -> None:
         print(plan.program is not None, plan.lower_bound_s <= plan.step_time_s, len(seen))
     """)
     assert found == "True True 1\n"
+
+
+GRAPH = training_graph(Random(3), 20, False)
+RECOMPUTING = ("sequential", "revolve", "rotor", "rotor-optimal", "rotor-free", "rotor-menus")
+NAMES = [*RECOMPUTING, "monet", "checkmate", "checkmate-rounding", "auto"]
+
+
+def interrupting(after: int) -> Progress:
+    """A caller who stops at a report, and from then on."""
+    reports = []
+
+    def report(fraction: float, what: str) -> None:
+        reports.append(what)
+        if len(reports) >= after:
+            raise KeyboardInterrupt
+
+    return report
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_whoever_is_interrupted_has_a_plan(name: str, after: int) -> None:
+    for budget in ("min", 0.8):
+        made = memopt.plan(GRAPH, budget=budget, strategy=name, progress=interrupting(after))
+        assert made.budget is not None
+        assert made.peak_bytes <= made.budget
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+@pytest.mark.parametrize("name", ["offload-graph", "greedy", "dynprog", "vdnn", "tflms"])
+def test_whoever_moves_data_has_a_plan(name: str, after: int) -> None:
+    link = memopt.Device(to_host_bytes_per_s=5.0)
+    for budget in ("min", 0.95):
+        made = memopt.plan(
+            GRAPH, budget=budget, strategy=name, device=link, progress=interrupting(after)
+        )
+        assert made.budget is not None
+        assert made.peak_bytes <= made.budget
+
+
+def test_a_signal_ends_the_rounding_with_a_plan() -> None:
+    found = run("""
+        from random import Random
+        import memopt
+        from tests.monet.graphs import training_graph
+        graph = training_graph(Random(3), 20, False)
+        told = []
+        def once(fraction, what):
+            told.append(what)
+            if len(told) == 1:
+                signal.raise_signal(signal.SIGINT)
+        plan = memopt.plan(graph, budget=0.8, strategy="checkmate-rounding", progress=once)
+        print(plan.program is not None, len(told))
+    """)
+    assert found == "True 1\n"

@@ -183,7 +183,7 @@ class _Writer:
                 warnings.simplefilter("ignore")
                 for text in (*setup, *body):
                     exec(text, self.space)
-        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError):
             return False
         value = self.space[name]
         if not isinstance(value, Tensor) or value.numel() > 20000 or value.numel() == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memopt.errors import MemoptError
 from memopt.models.device import Device
@@ -35,6 +35,7 @@ class Outcome:
             None: no bound, as for a graph's chain, whose accounting counts more memory than the
             program needs: a faster program may still fit.
         smallest_budget_bytes: when there is no plan, the smallest budget known to be feasible.
+        smallest: the plan of that budget: of a graph as a program.
         steps: the schedule of a bare chain's plan.
         program: the program of a graph's plan.
         note: why there is no valid plan.
@@ -51,6 +52,7 @@ class Outcome:
     smallest_budget_bytes: int | None = None
     steps: tuple[ChainStep, ...] | None = None
     program: Program | None = None
+    smallest: Solution | None = None
     note: str = ""
     stats: Mapping[str, object] = field(default_factory=dict)
 
@@ -105,6 +107,17 @@ class Member:
             return Outcome(name, Status.UNKNOWN, seconds, share_s, note=str(error))
         return self._judged(cost_model, solution, budget_bytes, device, begin, share_s)
 
+    @property
+    def quick(self) -> bool:
+        """Whether it has a plan at once, whatever the time: its least memory in one pass."""
+        return self.strategy.features <= {"recompute"} and self.strategy.needs != "graph"
+
+    def _lowered(self, smallest: Solution | None) -> Solution | None:
+        """The plan of the smallest budget, of a graph as a program."""
+        if smallest is None or self.view is None or smallest.steps is None:
+            return smallest
+        return replace(smallest, program=self.view.lower(smallest.steps), steps=None)
+
     def _judged(
         self,
         cost_model: CostModel,
@@ -133,6 +146,7 @@ class Member:
                 share_s,
                 bound_s=float("inf") if proved else None,
                 smallest_budget_bytes=solution.smallest_budget_bytes,
+                smallest=self._lowered(solution.smallest),
                 stats=solution.stats,
             )
         host_bytes = host_limit(self.strategy, None)

@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass
 from typing import ClassVar
 
-from memopt.models.chain import Chain
+from memopt.models.bounds import time_lower_bound
 from memopt.models.device import Device
 from memopt.strategies.auto.members import Outcome, fitting
-from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy, stops
 
 DEFAULT_TIME_LIMIT_S = 60.0
 LEFT_OUT = frozenset({"checkmate", "checkmate-rounding"})
@@ -24,7 +24,8 @@ class Auto(Strategy):
     plan is slower than that of a single strategy in the time it had here. The solution's stats
     say what each of them did ("tried"), who won ("chosen") and why ("reason"). A plan in which
     nothing runs twice or waits ends the search: there is no faster one. Of equally fast plans
-    the one of the strategy asked first is taken.
+    the one of the strategy asked first is taken. Where the time ends without a plan, members that
+    have one at once are asked for it ("at_once").
 
     With a time limit that stops a member, another run may give another plan; "tried" says how
     long each took.
@@ -79,40 +80,37 @@ class Auto(Strategy):
         started = time.monotonic()
         deadline = started + (self.time_limit_s if time_limit_s is None else time_limit_s)
         members, refused = fitting(cost_model, self.candidates(device))
-        least_s = least_time_s(cost_model)
+        least_s = time_lower_bound(cost_model)
         outcomes: list[Outcome] = []
+        at_once: list[Outcome] = []
         for index, member in enumerate(members):
-            now = time.monotonic()
-            if now >= deadline:
-                break
-            # What a member leaves over is shared by those after it.
-            share_s = (deadline - now) / (len(members) - index)
             report = _part(progress, index, len(members), member.strategy.name)
+            over = time.monotonic() >= deadline or stops(report, 0.0, "begins")
+            planned = any(outcome.plans for outcome in (*outcomes, *at_once))
+            if over and (planned or (index > 0 and not member.quick)):
+                # Without a plan so far, those that have one at once are asked all the same.
+                continue
+            # What a member leaves over is shared by those after it.
+            share_s = max(0.0, deadline - time.monotonic()) / (len(members) - index)
             try:
                 outcome = member.run(cost_model, budget_bytes, device or Device(), share_s, report)
             except KeyboardInterrupt:
                 break
-            outcomes.append(outcome)
+            (at_once if over else outcomes).append(outcome)
             if outcome.plans and outcome.time_s <= least_s * (1 + 1e-9):
                 break
         tried = tuple(outcome.line for outcome in outcomes)
-        left = tuple(m.strategy.name for m in members[len(outcomes) :])
+        asked = {outcome.name for outcome in outcomes}
+        left = tuple(m.strategy.name for m in members if m.strategy.name not in asked)
         stats: dict[str, object] = {"tried": tried, "not_tried": left, "refused": refused}
+        if at_once:
+            stats["at_once"] = tuple(outcome.line for outcome in at_once)
         stats["solve_s"] = time.monotonic() - started
+        outcomes += at_once
         best = min((o for o in outcomes if o.plans), key=lambda o: o.time_s, default=None)
         if best is None:
             return _without_plan(outcomes, bool(left), stats)
         return _with_plan(best, outcomes, bool(left), least_s, stats)
-
-
-def least_time_s(cost_model: CostModel) -> float:
-    """Every operator once, each in its fastest implementation, seconds: no step is faster."""
-    if isinstance(cost_model, Chain):
-        return cost_model.compute_time_s
-    return sum(
-        min((operator.time_s, *(other.time_s for other in operator.implementations)))
-        for operator in cost_model.operators
-    )
 
 
 def _part(progress: Progress | None, index: int, count: int, name: str) -> Progress | None:
@@ -123,11 +121,13 @@ def _part(progress: Progress | None, index: int, count: int, name: str) -> Progr
 
 
 def _without_plan(outcomes: list[Outcome], left: bool, stats: dict[str, object]) -> Solution:
-    known = [o.smallest_budget_bytes for o in outcomes if o.smallest_budget_bytes is not None]
+    known = [o for o in outcomes if o.smallest is not None and o.smallest_budget_bytes is not None]
+    least = min(known, key=lambda o: o.smallest_budget_bytes or 0, default=None)
     proved = not left and all(outcome.status is Status.INFEASIBLE for outcome in outcomes)
     return Solution(
         Status.INFEASIBLE if proved and known else Status.UNKNOWN,
-        smallest_budget_bytes=min(known, default=None),
+        smallest_budget_bytes=None if least is None else least.smallest_budget_bytes,
+        smallest=None if least is None else least.smallest,
         stats=stats,
     )
 

@@ -85,6 +85,7 @@ class Model:
         limit_bytes: int | None,
         *,
         time_limit_s: float | None = None,
+        deterministic_s: float | None = None,
         progress: Progress | None = None,
         workers: int = 1,
         seed: int = 0,
@@ -96,6 +97,8 @@ class Model:
         Args:
             limit_bytes: bound on the peak variable, bytes.
             time_limit_s: seconds; None: no limit.
+            deterministic_s: CP-SAT's deterministic time, of which one is a few seconds; ends the
+                search at the same answer on any machine. None: no limit.
             progress: called now and then; KeyboardInterrupt ends the search: CP-SAT's with what it
                 has, the others' with nothing.
             workers, seed: CP-SAT's threads (the others run on one), and the seed.
@@ -111,13 +114,14 @@ class Model:
 
             least_peak = limit_bytes is None
             return solve_linear(self, limit, least_peak, solver, time_limit_s, progress, seed, gap)
-        return self._cp_sat(limit, limit_bytes is None, time_limit_s, progress, workers, seed, gap)
+        limits = (time_limit_s, deterministic_s)
+        return self._cp_sat(limit, limit_bytes is None, limits, progress, workers, seed, gap)
 
     def _cp_sat(
         self,
         limit: int,
         least_peak: bool,
-        time_limit_s: float | None,
+        limits: tuple[float | None, float | None],
         progress: Progress | None,
         workers: int,
         seed: int,
@@ -126,6 +130,7 @@ class Model:
         from ortools.sat.python import cp_model
 
         begin = time.monotonic()
+        time_limit_s, deterministic_s = limits
         model, variables, scale = self._cp_model(limit, least_peak)
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = workers
@@ -134,6 +139,8 @@ class Model:
         if time_limit_s is not None:
             time_limit_s = max(0.01, time_limit_s - (time.monotonic() - begin))
             solver.parameters.max_time_in_seconds = time_limit_s
+        if deterministic_s is not None:
+            solver.parameters.max_deterministic_time = deterministic_s
         # The caller's thread takes Ctrl-C.
         solver.parameters.catch_sigint_signal = False
         known = {"best": float("inf"), "bound": 0.0}

@@ -59,7 +59,8 @@ class CheckmateModel:
             live = dict(live)
             for v in graph.tangents:
                 live[v] = model.variable()
-                model.fixed[live[v]] = True
+                if v in graph.kept:
+                    model.fixed[live[v]] = True
         self.before.append(live)
         again: dict[int, int] = {}
         for i in [*sorted(self._useful(t)), t]:

@@ -29,6 +29,7 @@ def stages(graph: Graph, program: Program) -> Iterator[Stage]:
         elif isinstance(instruction, Compute):
             stage = stage or Stage(frozenset(live))
             stage.runs[instruction.op] = instruction.implementation
+            live.discard(-1 if instruction.in_place is None else instruction.in_place)
             live.update(instruction.outputs or graph.operators[instruction.op].writes)
             if instruction.op not in begun:
                 begun.add(instruction.op)

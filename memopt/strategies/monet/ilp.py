@@ -140,6 +140,8 @@ class MonetModel:
                     writers[t].append(chosen)
         for t in self.made:
             model.implies_any(self.s[0][t], writers[t])
+        if not self.backward and not graph.tangents:
+            return
         at_boundary = sum(self.size[t] for t in graph.tangents) + graph.boundary_bytes
         model.memory(at_boundary, [(self.size[t], v) for t, v in self.s[0].items()])
 

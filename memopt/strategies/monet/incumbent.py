@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memopt.models.graph import Graph
+from memopt.models.in_place import with_in_place
 from memopt.models.linearize import Linearization, linearize
 from memopt.models.liveness import store_all
 from memopt.models.program import Compute, Instruction, Program
@@ -12,30 +13,51 @@ from memopt.models.replay import replay
 from memopt.models.stage_map import has_updates
 from memopt.models.variants import variant
 from memopt.strategies.rotor.persistent import Rotor
-from memopt.strategies.slack import best_that_fits, smallest_budget
+from memopt.strategies.slack import best_that_fits
+
+
+def stored(graph: Graph) -> Program:
+    """The framework's own order, nothing recomputed, in place where it may be."""
+    return with_in_place(graph, store_all(graph))
 
 
 def rotor_program(
     graph: Graph, budget_bytes: int | None, view: Linearization | None = None
-) -> tuple[Program | None, int | None]:
-    """(Rotor's program within the budget or None, its smallest budget if known); `view` is the
-    graph's linearization, if the caller has it."""
-    everything = store_all(graph)
+) -> tuple[Program | None, int]:
+    """(Rotor's program within the budget or None, the smallest budget it is known to meet)."""
+    found, least = rotor_programs(graph, budget_bytes, view)
+    return found, replay(graph, least).peak_bytes
+
+
+def rotor_programs(
+    graph: Graph, budget_bytes: int | None, view: Linearization | None = None
+) -> tuple[Program | None, Program]:
+    """(Rotor's program within the budget or None, the program of the smallest peak known); `view`
+    is the graph's linearization, if the caller has it."""
+    everything = stored(graph)
     peak_bytes = replay(graph, everything).peak_bytes
     if budget_bytes is None or peak_bytes <= budget_bytes:
-        return everything, peak_bytes
+        return everything, everything
     if has_updates(graph):
-        return None, peak_bytes
+        return None, everything
     view = view or linearize(graph)
 
     def attempt(limit_bytes: int | None):  # type: ignore[no-untyped-def]  # Solution
         return Rotor().solve(view.chain, limit_bytes)
 
     found = best_that_fits(graph, view, attempt, budget_bytes)
-    if found.steps is None:
-        return None, smallest_budget(graph, view, attempt)
-    program = view.lower(found.steps)
-    return program, replay(graph, program).peak_bytes
+    if found.steps is not None:
+        program = view.lower(found.steps)
+        return program, program
+    assert found.smallest is not None
+    assert found.smallest.steps is not None
+    least = view.lower(found.smallest.steps)
+    return None, smaller(graph, everything, least)
+
+
+def smaller(graph: Graph, *programs: Program) -> Program:
+    """The program of the smallest peak; of several, the first."""
+    return min(programs, key=lambda program: replay(graph, program).peak_bytes)
 
 
 def fastest_kernels(graph: Graph, program: Program, budget_bytes: int | None) -> Program:

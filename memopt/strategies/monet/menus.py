@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from memopt.models.bounds import time_lower_bound
+from memopt.models.bounds import memory_lower_bound, time_lower_bound
 from memopt.models.chain import Chain
 from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
@@ -20,10 +20,12 @@ from memopt.models.lower import without_unread_reruns
 from memopt.models.program import Compute, Instruction, LossBoundary, Program
 from memopt.models.replay import Timeline, replay
 from memopt.models.stage_map import StageOperators, has_updates
-from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy, stops
-from memopt.strategies.monet.incumbent import rotor_program
+from memopt.strategies.base import CostModel, Progress, Solution, Strategy, stops
+from memopt.strategies.monet.counting import counted_exactly
+from memopt.strategies.monet.incumbent import rotor_programs, smaller
 from memopt.strategies.monet.moment_search import MomentSearch
 from memopt.strategies.monet.moments import Allowed
+from memopt.strategies.monet.solutions import solution, without_plan
 from memopt.strategies.monet.stage_options import Option, first_run, menus
 from memopt.strategies.store_all import chain_steps
 
@@ -73,35 +75,28 @@ class RotorMenus(Strategy):
         deadline = begin + (math.inf if time_limit_s is None else time_limit_s)
         watch = Watch(deadline, progress)
         view = None if budget_bytes is None else linearize(graph)
-        best, smallest = rotor_program(graph, budget_bytes, view)
+        best, smallest = rotor_programs(graph, budget_bytes, view)
         timeline = None if best is None else replay(graph, best)
         plain_s = math.inf if timeline is None else timeline.time_s
         stats: dict[str, object] = {"rotor_found": best is not None, "rotor_s": plain_s}
-        least_s, searched = time_lower_bound(graph), False
+        least_s, searched, proved = time_lower_bound(graph), False, False
         if view is not None and budget_bytes is not None and plain_s > least_s * (1 + SAME):
-            merged, bound_s = self._merged(graph, budget_bytes, watch, stats)
+            search = self._merged(graph, budget_bytes, watch, stats)
+            merged, bound_s = (None, 0.0) if search is None else (search.best, search.bound_s)
+            if search is not None:
+                proved = search.infeasible and counted_exactly(graph)
+                proved = proved or memory_lower_bound(graph) > budget_bytes
             least_s = max(least_s, bound_s)
             best, timeline = _faster(graph, merged, best, timeline, stats, "merged_s")
             if timeline is None or timeline.time_s > least_s * (1 + CLOSE):
                 programs, least, searched = self._menus(view, budget_bytes, watch, stats)
-                smallest = min((x for x in (smallest, least) if x), default=None)
+                smallest = smallest if least is None else smaller(graph, smallest, least)
                 best, timeline = _faster(graph, programs, best, timeline, stats, "menus_s")
         stats["searched"] = searched
         stats["solve_s"] = time.monotonic() - begin
         if best is None or timeline is None:
-            status = Status.INFEASIBLE if searched else Status.UNKNOWN
-            return Solution(status, smallest_budget_bytes=smallest, stats=stats)
-        least_s = min(timeline.time_s, least_s)
-        gap = (timeline.time_s - least_s) / least_s if least_s > 0 else 0.0
-        return Solution(
-            Status.OPTIMAL if gap <= SAME else Status.FEASIBLE,
-            program=best,
-            peak_bytes=timeline.peak_bytes,
-            time_s=timeline.time_s,
-            lower_bound_s=least_s,
-            gap=gap,
-            stats=stats,
-        )
+            return without_plan(graph, smallest, proved, stats)
+        return solution(graph, best, least_s, SAME, stats)
 
     def allowed(self, operator: Operator, name: str) -> bool:
         """Whether the plan may run `operator` by its implementation `name`."""
@@ -111,8 +106,8 @@ class RotorMenus(Strategy):
 
     def _menus(
         self, view: Linearization, budget_bytes: int, watch: Watch, stats: dict[str, object]
-    ) -> tuple[Program | None, int | None, bool]:
-        """(the best program of the stages' menus, the smallest peak seen, whether it ended)."""
+    ) -> tuple[Program | None, Program | None, bool]:
+        """(the best program of the stages' menus, that of the smallest peak, whether it ended)."""
         if watch.stops(0.0):
             return None, None, False
         stats["stages"] = len(view.chain)
@@ -124,15 +119,15 @@ class RotorMenus(Strategy):
 
     def _merged(
         self, graph: Graph, budget_bytes: int, watch: Watch, stats: dict[str, object]
-    ) -> tuple[Program | None, float]:
-        """(the best program of the whole step as one stage, implementations included; a bound)."""
+    ) -> MomentSearch | None:
+        """The whole step as one stage, implementations included; None without time for it."""
         if self.merged_s <= 0 or watch.stops(0.9):
-            return None, 0.0
+            return None
         until = min(watch.deadline, time.monotonic() + self.merged_s)
         search = MomentSearch(graph, self.allowed, budget_bytes, until, watch.progress)
         search.run()
         stats["merged_rounds"] = search.rounds
-        return search.best, search.bound_s
+        return search
 
 
 def _faster(
@@ -195,15 +190,14 @@ class MenuTable:
         )
         self.complete = not watch.stopped
 
-    def best(self, budget_bytes: int) -> tuple[Program | None, int | None]:
-        """(the fastest program found that fits, the smallest peak seen)."""
+    def best(self, budget_bytes: int) -> tuple[Program | None, Program | None]:
+        """(the fastest program found that fits, that of the smallest peak)."""
         n = len(self.view.chain)
         feasible = [m for m in range(self.slots + 1) if self.table[1, n, m] < float("inf")]
         if not feasible:
             return None, None
-        program = self.program(feasible[0])
-        least = replay(self.graph, program).peak_bytes
-        if least > budget_bytes:
+        least = program = self.program(feasible[0])
+        if replay(self.graph, program).peak_bytes > budget_bytes:
             return None, least
         best, best_s = program, replay(self.graph, program).time_s
         low, high = 0, len(feasible)

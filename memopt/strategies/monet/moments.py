@@ -68,15 +68,27 @@ class MomentModel:
         self.made = self._writers(range(self.first))
         """Forward tensor → (operator, place of the implementation) that write it."""
         self.gradients = self._writers(range(self.first, self.count))
-        self.run = [[self.model.variable(c.time_s) for _, c in choices] for choices in self.choices]
-        """d of the forward operators, b of the others."""
         self.needed = needed_operators(graph)
+        self.run = [self._runs(i) for i in range(self.count)]
+        """d of the forward operators, b of the others."""
         self.s: list[dict[int, int]] = []
         self.r: list[dict[int, list[int]]] = []
         self._once()
         for moment in range(len(self.at) + 1):
             self._moment(moment)
         self._backward()
+
+    def _runs(self, i: int) -> list[int]:
+        """The variables of an operator's run. One that runs although nothing needs it costs what
+        its choice does above the fastest: the optimum bounds programs that leave it out, too."""
+        times = [choice.time_s for _, choice in self.choices[i]]
+        spared = self._in_its_place(i) and i not in self.needed
+        least_s = min(times) if spared else 0.0
+        return [self.model.variable(time_s - least_s) for time_s in times]
+
+    def _in_its_place(self, i: int) -> bool:
+        """Whether a forward operator may not run twice: it runs once, in the forward."""
+        return i < self.first and not self.graph.operators[i].recomputable
 
     def _writers(self, operators: Iterable[int]) -> dict[int, list[tuple[int, int]]]:
         writers: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -93,8 +105,7 @@ class MomentModel:
         there = graph.resident.union(graph.tangents, writers)
         for i, choices in enumerate(self.choices):
             operator = graph.operators[i]
-            in_place = i < self.first and not operator.recomputable
-            if in_place or operator.has_effects:
+            if self._in_its_place(i) or operator.has_effects:
                 model.add([(-1, v) for v in self.run[i]], -1)
             if not operator.recomputable:
                 model.add([(1, v) for v in self.run[i]], 1)
@@ -158,7 +169,8 @@ class MomentModel:
         terms = [(self.size[t], v) for t, v in held.items()]
         slack = self.slack_bytes[moment] if self.slack_bytes else 0
         if not moment:
-            model.memory(slack + self._bytes(graph.tangents) + graph.boundary_bytes, terms)
+            if graph.tangents or self.first < self.count:
+                model.memory(slack + self._bytes(graph.tangents) + graph.boundary_bytes, terms)
             return
         read_by_some = {t for _, choice in self.choices[begin] for t in choice.reads}
         for (_, choice), chosen in zip(self.choices[begin], self.run[begin], strict=True):

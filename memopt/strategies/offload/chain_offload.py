@@ -12,19 +12,22 @@ import numpy as np
 
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.chain import Chain
+from memopt.models.chain_replay import replay_chain
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
+from memopt.models.offload_replay import has_transfers
 from memopt.models.replay import Timeline
 from memopt.models.steps import ChainStep, Move
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 from memopt.strategies.offload.bounds import (
     fractional_optimum_s,
+    greedy_amounts,
     lower_bound_s,
     proposition_3_s,
 )
 from memopt.strategies.offload.ordered import makespan_s
-from memopt.strategies.offload.problem import OffloadProblem, offload_problem
-from memopt.strategies.offload.program import Transfers, best_program
+from memopt.strategies.offload.problem import OffloadProblem, offload_problem, with_capacity
+from memopt.strategies.offload.program import Transfers, best_program, ordered_transfers
 
 PAPER = "Optimal GPU-CPU Offloading Strategies (Beaumont, Eyraud-Dubois, Shilova, 2020)"
 
@@ -103,6 +106,10 @@ class ChainOffload(Strategy):
         """The smallest capacity for which the strategy has a plan, bytes, resident excluded."""
         return problem.floor_bytes
 
+    def least_choice(self, chain: Chain, problem: OffloadProblem, device: Device) -> Choice:
+        """What to move at the smallest capacity, at once: Greedy's set."""
+        return Choice(ordered_transfers(np.flatnonzero(greedy_amounts(problem)).tolist()))
+
     def solve(
         self,
         cost_model: CostModel,
@@ -119,13 +126,20 @@ class ChainOffload(Strategy):
         resident = chain.resident_bytes
         smallest = self.smallest_capacity(problem)
         if problem.capacity_bytes < smallest:
-            return Solution(Status.INFEASIBLE, smallest_budget_bytes=resident + smallest)
+            smallest = max(smallest, self._least_with_host(problem))
+            least = with_capacity(problem, smallest)
+            choice = self.least_choice(chain, least, device)
+            made = _solution(chain, least, device, choice, started)
+            return _without_plan(Status.INFEASIBLE, resident + smallest, made)
         self._check_host(problem, resident)
         if problem.excess_bytes == 0:
             choice = Choice(Transfers((), ()))
         else:
             choice = self.choose(chain, problem, device, Limits(time_limit_s, progress))
-        return _solution(chain, problem, device, choice, started)
+        made = _solution(chain, problem, device, choice, started)
+        if budget_bytes is not None and (made.peak_bytes or 0) > budget_bytes:
+            return _without_plan(Status.UNKNOWN, budget_bytes, made)
+        return made
 
     def _check_host(self, problem: OffloadProblem, resident_bytes: int) -> None:
         host = self.host_budget_bytes
@@ -146,12 +160,26 @@ class ChainOffload(Strategy):
             f"bytes puts at least {wanted_bytes} bytes on the host; raise either",
             budget_bytes=budget,
             smallest_budget_bytes=resident_bytes
-            + max(problem.floor_bytes, problem.peak_bytes - host),
+            + max(self.smallest_capacity(problem), self._least_with_host(problem)),
         )
+
+    def _least_with_host(self, problem: OffloadProblem) -> int:
+        """The smallest capacity that Greedy meets within the host budget, bytes: the first
+        activations move, whole, as long as the host has room for them."""
+        amounts = np.where(problem.movable, problem.sizes, 0)
+        if self.host_budget_bytes is not None:
+            amounts = np.where(np.cumsum(amounts) <= self.host_budget_bytes, amounts, 0)
+        return problem.least_capacity(amounts)
 
     def within_host(self, amounts_bytes: int) -> bool:
         """Whether so many bytes fit the host budget."""
         return self.host_budget_bytes is None or amounts_bytes <= self.host_budget_bytes
+
+
+def _without_plan(status: Status, least_bytes: int, made: Solution) -> Solution:
+    """No plan, and the one that was made for a larger budget, of `least_bytes` at least."""
+    named = max(least_bytes, made.peak_bytes or 0)
+    return Solution(status, smallest_budget_bytes=named, smallest=made)
 
 
 def _solution(
@@ -161,6 +189,8 @@ def _solution(
     if built is None:
         raise AssertionError("a set of offloads that fits has a program")
     steps, timeline = built
+    # A schedule that moves nothing is a chain's, which holds the loss's gradient all along.
+    alone = None if has_transfers(steps) else replay_chain(chain, steps)
     bound = max(lower_bound_s(problem, duplex=device.duplex), choice.lower_bound_s)
     bound = min(bound, timeline.time_s)
     least_s = bound if choice.optimum_s is None else max(bound, choice.optimum_s)
@@ -168,7 +198,7 @@ def _solution(
     return Solution(
         status=Status.OPTIMAL if optimal else Status.FEASIBLE,
         steps=steps,
-        peak_bytes=timeline.peak_bytes,
+        peak_bytes=timeline.peak_bytes if alone is None else alone.peak_bytes,
         time_s=timeline.time_s,
         lower_bound_s=bound,
         gap=(timeline.time_s - bound) / bound if bound > 0 else 0.0,

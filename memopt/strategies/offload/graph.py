@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from memopt.errors import InfeasibleBudgetError
+from memopt.models.bounds import memory_lower_bound
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -80,24 +82,40 @@ class OffloadGraph(Strategy):
         problem = graph_problem(graph, linked(self, device))
         budget = problem.peak_bytes if budget_bytes is None else budget_bytes
         if budget < problem.floor_bytes:
-            return Solution(Status.INFEASIBLE, smallest_budget_bytes=problem.floor_bytes)
+            return self._below(problem, budget, started)
         deadline = math.inf if time_limit_s is None else started + time_limit_s
         search = _Search(problem, budget, self.host_budget_bytes, deadline, progress)
         if problem.peak_bytes <= budget:
             search.offer(store_all(graph), "nothing moves")
         else:
-            try:
+            with contextlib.suppress(KeyboardInterrupt):
                 self._search(search)
-            except KeyboardInterrupt:
-                if search.best is None:
-                    raise
         return search.solution(self.name, started)
+
+    def _below(self, problem: GraphProblem, budget_bytes: int, started: float) -> Solution:
+        """No plan below the floor, and the plan at it: every gap moves, or none where the host
+        has no room. Where outputs are computed in place afterwards a program may need less, so
+        that there the floor is no proof."""
+        floor_bytes, graph = problem.floor_bytes, problem.graph
+        search = _Search(problem, floor_bytes, self.host_budget_bytes, math.inf, None)
+        search.gaps(problem.gaps, TIMINGS[:1])
+        if search.best is None:
+            search.offer(store_all(graph), "nothing moves")
+        least = search.solution(self.name, started)
+        in_place = any(operator.in_place for operator in graph.operators)
+        proved = not in_place or budget_bytes < memory_lower_bound(graph)
+        return Solution(
+            Status.INFEASIBLE if proved else Status.UNKNOWN,
+            smallest_budget_bytes=least.peak_bytes,
+            smallest=least,
+        )
 
     def _search(self, search: _Search) -> None:
         """Covers, then chain plans, then exchanges, until the deadline."""
         for number, gaps in enumerate(covers(search.problem, search.budget_bytes)):
-            search.tell(0.4 * number / (1 + len(SCORES)), "covering the excess")
+            # The first cover is a plan, which there is to be even for who stops at once.
             search.gaps(gaps)
+            search.tell(0.4 * number / (1 + len(SCORES)), "covering the excess")
             if search.late:
                 return
         if self.chain:

@@ -95,9 +95,14 @@ class OffloadProblem:
 
     def fits(self, amounts: Bytes) -> bool:
         """Whether every operation fits once the amounts it does not touch are off the device."""
+        return self.least_capacity(amounts) <= self.capacity_bytes
+
+    def least_capacity(self, amounts: Bytes) -> int:
+        """The smallest capacity that does once the amounts are off the device."""
         before = np.concatenate(([0], np.cumsum(amounts)))
         index = np.arange(self.stages)
-        return bool((self.need_bytes <= before[np.concatenate((index, index[::-1]))]).all())
+        away = before[np.concatenate((index, index[::-1]))]
+        return int((self.held_bytes + self.demand_bytes - away).max())
 
 
 def offload_problem(

@@ -33,6 +33,9 @@ class Tflms(ChainOffload):
     def smallest_capacity(self, problem: OffloadProblem) -> int:
         return max(problem.floor_bytes, int(self._table(problem)[0].min()))
 
+    def least_choice(self, chain: Chain, problem: OffloadProblem, device: Device) -> Choice:
+        return self.choose(chain, problem, device, Limits())
+
     def choose(
         self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
     ) -> Choice:

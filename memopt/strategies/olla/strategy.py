@@ -107,19 +107,12 @@ class Olla(Strategy):
             proved = proved and placement_proved
             peak_bytes = replay(graph, program).placed_peak_bytes or unplaced_bytes
             stats["placed"] = program.offsets is not None
-        if budget_bytes is not None and peak_bytes > budget_bytes:
-            return Solution(
-                Status.INFEASIBLE if proved else Status.UNKNOWN,
-                smallest_budget_bytes=peak_bytes,
-                stats=stats,
-            )
+        if budget_bytes is None or peak_bytes <= budget_bytes:
+            return _solution(graph, program, peak_bytes, proved, device, stats)
         return Solution(
-            Status.OPTIMAL if proved else Status.FEASIBLE,
-            program=program,
-            peak_bytes=peak_bytes,
-            time_s=replay(graph, program, device).time_s,
-            lower_bound_s=graph.compute_time_s,
-            gap=0.0,
+            Status.INFEASIBLE if proved else Status.UNKNOWN,
+            smallest_budget_bytes=peak_bytes,
+            smallest=_solution(graph, program, peak_bytes, False, device, stats),
             stats=stats,
         )
 
@@ -180,6 +173,25 @@ class Olla(Strategy):
         stats |= {f"place_{key}": value for key, value in placement.stats.items()}
         stats |= placing_figures(graph, placed, placement)
         return placed, placement.status is Status.OPTIMAL
+
+
+def _solution(
+    graph: Graph,
+    program: Program,
+    peak_bytes: int,
+    proved: bool,
+    device: Device | None,
+    stats: dict[str, object],
+) -> Solution:
+    return Solution(
+        Status.OPTIMAL if proved else Status.FEASIBLE,
+        program=program,
+        peak_bytes=peak_bytes,
+        time_s=replay(graph, program, device).time_s,
+        lower_bound_s=graph.compute_time_s,
+        gap=0.0,
+        stats=stats,
+    )
 
 
 def _listener(progress: Progress | None, fraction: float, what: str) -> Improvement | None:

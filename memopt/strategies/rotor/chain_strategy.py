@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 from memopt.models.chain import Chain
@@ -61,25 +62,31 @@ class ChainStrategy(Strategy):
             return Solution(
                 Status.INFEASIBLE if plans.complete else Status.UNKNOWN,
                 smallest_budget_bytes=plans.points[0].peak_bytes,
+                smallest=_solution(chain, plans, 0, stats),
                 stats=stats,
             )
-        steps = steps_of(plans.codes[chosen])
-        timeline = replay_chain(chain, steps)
-        least = chain.compute_time_s
-        bound = timeline.time_s if plans.optimal else min(least, timeline.time_s)
-        # Sums of floats in another order: a plan without recomputation is optimal all the same.
-        optimal = plans.optimal or timeline.time_s <= least * (1 + 1e-12)
-        return Solution(
-            Status.OPTIMAL if optimal else Status.FEASIBLE,
-            steps=steps,
-            peak_bytes=timeline.peak_bytes,
-            time_s=timeline.time_s,
-            lower_bound_s=bound,
-            gap=(timeline.time_s - bound) / bound if bound > 0 else 0.0,
-            stats=stats,
-        )
+        return _solution(chain, plans, chosen, stats)
 
     def _plans(self, chain: Chain, deadline_s: float | None, progress: Progress | None) -> PlanSet:
         return _RECENT.get(
             (type(self), self, chain), lambda: self.plan_set(chain, deadline_s, progress)
         )
+
+
+def _solution(chain: Chain, plans: PlanSet, chosen: int, stats: Mapping[str, object]) -> Solution:
+    """The schedule of a plan set's point."""
+    steps = steps_of(plans.codes[chosen])
+    timeline = replay_chain(chain, steps)
+    least = chain.compute_time_s
+    bound = timeline.time_s if plans.optimal else min(least, timeline.time_s)
+    # Sums of floats in another order: a plan without recomputation is optimal all the same.
+    optimal = plans.optimal or timeline.time_s <= least * (1 + 1e-12)
+    return Solution(
+        Status.OPTIMAL if optimal else Status.FEASIBLE,
+        steps=steps,
+        peak_bytes=timeline.peak_bytes,
+        time_s=timeline.time_s,
+        lower_bound_s=bound,
+        gap=(timeline.time_s - bound) / bound if bound > 0 else 0.0,
+        stats=stats,
+    )

@@ -1,0 +1,38 @@
+"""Every strategy on random tiny graphs and chains, against exhaustive search."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.brute_force.sweep import check_chain, check_graph
+
+BLOCK = 50
+BLOCKS = [range(seed, seed + BLOCK) for seed in range(0, 2000, BLOCK)]
+
+
+@pytest.mark.parametrize("seed", [*range(6), 11, 20])
+def test_graphs(seed: int) -> None:
+    found = check_graph(seed)
+    assert not found.wrong, "\n".join(found.wrong)
+    assert found.counts["plans"] > 0
+
+
+@pytest.mark.parametrize("seed", [*range(4), 127])
+def test_chains(seed: int) -> None:
+    found = check_chain(seed)
+    assert not found.wrong, "\n".join(found.wrong)
+    assert found.counts["plans"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", BLOCKS, ids=str)
+def test_thousands_of_graphs(seeds: range) -> None:
+    wrong = [line for seed in seeds for line in check_graph(seed).wrong]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", BLOCKS, ids=str)
+def test_thousands_of_chains(seeds: range) -> None:
+    wrong = [line for seed in seeds for line in check_chain(seed).wrong]
+    assert not wrong, "\n".join(wrong)
