@@ -350,3 +350,10 @@ def test_changed_attributes_replan(plan: tuple[nn.Module, memopt.Plan]) -> None:
         assert (planned.calls.planned, planned.calls.replanned) == (3, 2)
     finally:
         model.beta = 1.0
+
+
+def test_backward_hooks_from_before_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    model[0].register_full_backward_hook(nothing)
+    with pytest.raises(memopt.CaptureError, match=r"^module '0' has a full backward hook.*remove"):
+        prepare(model, X)
