@@ -149,9 +149,10 @@ class Plan:
             inputs: example inputs of the planned shapes, to capture the model with; None: those
                 of planning (zeros, if the plan is from a file).
             interpreted: run instruction by instruction (slower; for debugging).
-            otherwise: what a call with other shapes, dtypes or modes does: "error" raises
-                GuardError; "original" runs the unplanned model; "replan" plans for it, once,
-                within the same budget (the loss is charged as in this plan).
+            otherwise: what a call with other shapes, dtypes, modes or attributes that the forward
+                reads does: "error" raises GuardError; "original" runs the unplanned model;
+                "replan" plans for it, once, within the same budget (the loss is charged as in this
+                plan). `.calls` of what is returned counts which ran how.
             checked: for a plan with addresses, poison those that are freed and check every read
                 (slower; for debugging).
 

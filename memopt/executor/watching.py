@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from memopt.errors import CaptureError, GuardError
 from memopt.profiler.capture import Captured, traced_again
-from memopt.profiler.watch import Watch
+from memopt.profiler.watch import Watch, same
 from memopt.profiler.watches import Watches
 
 _LOG = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class Watching:
     def __init__(self, captured: Captured, watches: Watches, structure: Sequence[Watch]) -> None:
         self._captured, self._watches, self._structure = captured, watches, structure
         self._everything = watches.with_others(structure)
+        self._refused: tuple[Watch, Any] | None = None
 
     def unchanged(self, model: nn.Module) -> bool:
         """Whether nothing has changed, the structure included."""
@@ -46,13 +48,16 @@ class Watching:
             return
         watch, found = changed
         difference = watch.difference(found)
-        if watch.shared:
+        refused = self._refused
+        if watch.shared and not (refused and refused[0] is watch and same(found, refused[1])):
             _LOG.info("tracing again: %s", difference)
             watches = self._traced_again(model)
             if watches is not None:
                 self._watches = watches
                 self._everything = watches.with_others(self._structure)
                 return
+            # A trace takes seconds: not for every call.
+            self._refused = (watch, found)
         raise GuardError(f"{difference}; {REMEDY}")
 
     def _traced_again(self, model: nn.Module) -> Watches | None:

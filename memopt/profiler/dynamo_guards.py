@@ -17,6 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from memopt.errors import CaptureError
+
 ROOT = "L['self']._modules['_export_root']"
 """The captured model, in Dynamo's expressions."""
 
@@ -67,7 +71,13 @@ def guards_heard() -> Iterator[Callable[[], TraceGuards]]:
     def listening(*args: Any, **kwargs: Any) -> Any:
         nonlocal heard
         result = captured(*args, **kwargs)
-        heard = _heard(result.graph_capture_output)
+        try:
+            heard = _heard(result.graph_capture_output)
+        except AttributeError as error:
+            raise CaptureError(
+                f"this torch ({torch.__version__}) keeps what a trace read elsewhere ({error}); "
+                "memopt supports torch 2.11 to 2.13"
+            ) from error
         return result
 
     home.fullgraph_capture = listening  # type: ignore[attr-defined]

@@ -34,6 +34,9 @@ def why_not_captured(model: nn.Module, error: Exception) -> str:
     known = _cumulative_average(model)
     if known is not None:
         return known
+    hooked = _backward_hooks(model)
+    if hooked is not None and "backwards hooks" in str(error):
+        return hooked
     stack = getattr(error, "real_stack", None)
     home = os.path.dirname(torch.__file__)
     frames = [f for f in stack or () if f.filename and not f.filename.startswith(home)]
@@ -55,6 +58,18 @@ def _cumulative_average(model: nn.Module) -> str | None:
                 "divides by the number of steps, read in Python in every forward, which one graph "
                 "cannot hold. Give it a momentum (torch's default is 0.1), or "
                 "track_running_stats=False"
+            )
+    return None
+
+
+def _backward_hooks(model: nn.Module) -> str | None:
+    """A module's full backward hooks, which dynamo puts into no graph."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            owner = f"module {name!r}" if name else "the model"
+            return (
+                f"{owner} has a full backward hook, which a planned step would not call: remove it "
+                "before planning, or hook its parameters instead (parameter.register_hook)"
             )
     return None
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import memopt
 from memopt.errors import GuardError
 from memopt.executor.module import PlannedModule
+from memopt.profiler.capture import Captured, traced_again
+from memopt.profiler.watches import Watches
 from tests.executor.harness import prepare
 
 X = torch.randn(4, 6, generator=torch.manual_seed(0))
@@ -255,13 +257,34 @@ def test_what_changed_is_followed(planned: PlannedModule, name: str) -> None:
     assert_as_original(planned)
 
 
-def test_a_global_that_makes_no_difference(planned: PlannedModule) -> None:
-    """Dynamo asks that a dictionary has its keys; what is read from it is there still."""
-    TABLE["other"] = [5.0]
-    try:
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the model, traced again, gave the planned graph, each time."""
+    found: list[bool] = []
+
+    def counted(captured: Captured, model: nn.Module) -> Watches | None:
+        watches = traced_again(captured, model)
+        found.append(watches is not None)
+        return watches
+
+    monkeypatch.setattr("memopt.executor.watching.traced_again", counted)
+    return found
+
+
+def test_a_global_that_makes_no_difference(planned: PlannedModule, traces: list[bool]) -> None:
+    """Dynamo asks that a list has its length; what is read from it is there still."""
+    TABLE["inner"].append(5.0)
+    for _ in range(2):
         assert_as_original(planned)
-    finally:
-        del TABLE["other"]
+    assert traces == [True]
+
+
+def test_a_global_that_makes_one_is_traced_once(planned: PlannedModule, traces: list[bool]) -> None:
+    TABLE["inner"][1] = 9.0
+    for _ in range(2):
+        with pytest.raises(GuardError, match=r"planned 3\.0, got 9\.0"):
+            planned(X)
+    assert traces == [False]
 
 
 def test_torch_set_otherwise(planned: PlannedModule) -> None:
@@ -327,3 +350,10 @@ def test_changed_attributes_replan(plan: tuple[nn.Module, memopt.Plan]) -> None:
         assert (planned.calls.planned, planned.calls.replanned) == (3, 2)
     finally:
         model.beta = 1.0
+
+
+def test_backward_hooks_from_before_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    model[0].register_full_backward_hook(nothing)
+    with pytest.raises(memopt.CaptureError, match=r"^module '0' has a full backward hook.*remove"):
+        prepare(model, X)
