@@ -4,7 +4,9 @@ by leaving some out: outputs, gradients and the generator are eager's, step afte
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memopt
+from memopt.errors import PlanFileError
 from memopt.models.graph import Graph
+from memopt.models.liveness import computes, with_frees
 from memopt.models.program import Compute, Program
 from memopt.profiler import Profiled, profile_model
 
@@ -119,6 +123,20 @@ def test_draws_are_eagers(
     assert first_draws(plan.graph, plan.program) == drawing
     for one, other in zip(steps(plan.apply(model), model, x), steps(model, model, x), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_file_with_another_order_is_refused(tmp_path: Path) -> None:
+    profiled = case("noise")[2]
+    plan = memopt.plan(profiled, strategy="store-all", progress=False)
+    graph = profiled.graph
+    first, second = (i for i, operator in enumerate(graph.operators) if operator.random)
+    order = list(range(len(graph.operators)))
+    # The second branch, its product among it, before the first one's draw.
+    order[first : second + 1] = [*order[first + 1 : second + 1], first]
+    program = Program(with_frees(graph, computes(graph, order)))
+    replace(plan, program=program).save(tmp_path / "plan.json")
+    with pytest.raises(PlanFileError, match="random operators do not run first in the graph's"):
+        memopt.load(tmp_path / "plan.json")
 
 
 def loss_of(y: Tensor) -> Tensor:
