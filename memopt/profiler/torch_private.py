@@ -48,6 +48,14 @@ def give_back_workspaces() -> None:
     _import("torch._C", "_cuda_clearCublasWorkspaces")()
 
 
+def shape_from_data_error() -> type[Exception]:
+    """What dynamo raises where it loses track of a shape that depends on values."""
+    error: type[Exception] = _import(
+        "torch.fx.experimental.symbolic_shapes", "PendingUnbackedSymbolNotFound"
+    )
+    return error
+
+
 _SIDE_EFFECTS = "certain side effects happened"
 
 
