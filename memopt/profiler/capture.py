@@ -193,7 +193,7 @@ def _trace(model: nn.Module, call: Call) -> tuple[Any, Watches]:
         module, changed, guards = as_eager(
             lambda: torch_private.dynamo_capture(model, call.args, call.kwargs)
         )
-    except TorchDynamoException as error:
+    except (TorchDynamoException, torch_private.shape_from_data_error()) as error:
         raise CaptureError(why_not_captured(model, error)) from error
     except AssertionError as error:
         raise CaptureError(

@@ -58,6 +58,14 @@ def captured_around() -> bool:
     return torch.compiler.is_dynamo_compiling() and _in_capture
 
 
+def shape_from_data_error() -> type[Exception]:
+    """What dynamo raises where it loses track of a shape that depends on values."""
+    error: type[Exception] = _import(
+        "torch.fx.experimental.symbolic_shapes", "PendingUnbackedSymbolNotFound"
+    )
+    return error
+
+
 _SIDE_EFFECTS = "certain side effects happened"
 
 

@@ -318,6 +318,16 @@ LOSSES: Table = {
     "cross_entropy smooth": Entry(
         lambda h, g, k: F.cross_entropy(h, k.ints("t", 8, 6), label_smoothing=0.1), "rows"
     ),
+    "cross_entropy smooth weighted": Entry(
+        lambda h, g, k: F.cross_entropy(
+            h,
+            k.ints("t", 8, 6),
+            weight=k.ints("p", 3, 8) + 1.0,
+            ignore_index=2,
+            label_smoothing=0.1,
+        ),
+        "rows",
+    ),
     "cross_entropy ignore": Entry(
         lambda h, g, k: F.cross_entropy(h, k.ints("t", 8, 6), ignore_index=0), "rows"
     ),
