@@ -12,7 +12,7 @@ import logging
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,9 +111,8 @@ class Captured:
     def leaves(self) -> tuple[int | None, ...]:
         """For each forward output, which leaf of the model's output it is; None: none."""
         mutated = len(self.mutated)
-        count = len(self.forms.values)
         return tuple(
-            i - mutated if mutated <= i < mutated + count else None
+            i - mutated if mutated <= i < mutated + self.forms.count else None
             for i in range(len(self.forward_outputs))
         )
 
@@ -226,7 +225,7 @@ def _export(model: nn.Module, traced: Any, call: Call, forms: OutputForms) -> Ca
         compiled=compiled,
         hooks=hooks,
         model=weakref.ref(model),
-        forms=forms,
+        forms=replace(forms, values=()),
     )
 
 
