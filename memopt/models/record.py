@@ -68,8 +68,7 @@ class OutputGradients:
 
     Attributes:
         unused: positions of the leaves that get no gradient.
-        strides: (position, strides) of gradients that arrive in another memory layout than their
-            output's.
+        strides: (position, strides) of gradients, where they arrive without gaps.
         held_bytes: that live to the end of the step beside the gradients: larger tensors of which
             gradients of parameters and inputs are parts; and, where torch holds what it hands over
             (2.11), gradients that are copied on their way into the backward.

@@ -291,7 +291,7 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
                 value.backward()  # type: ignore[no-untyped-call]
         found_bytes = sum(g.numel() * g.element_size() for g in arrivals.gradients.values())
         held_bytes = sum(size_bytes for _, size_bytes in arrivals.held)
-        gradients = gradients_of(ranks, values, arrivals.gradients, held_bytes)
+        gradients = gradients_of(ranks, arrivals.gradients, held_bytes)
         kept_bytes = value.untyped_storage().nbytes()
         made_bytes = 0 if _storage(value) in map(_storage, values) else kept_bytes
     boundary_bytes = max(0, use.peak_bytes - found_bytes - held_bytes - made_bytes)

@@ -16,10 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
 from memopt.models.record import OutputGradients
@@ -31,6 +28,7 @@ from memopt.profiler.eager_vectors import values_alone
 from memopt.profiler.fake_results import correct_fake_results
 from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
+from memopt.profiler.joint_split import Boxed, compiler, mutations, partitioner, split_joint
 from memopt.profiler.kernel_layouts import computing_device, layouts_of_kernels
 from memopt.profiler.output_views import NO_OUTPUTS, OutputForms, hand_out, trace_apart
 from memopt.profiler.parameter_updates import without_zero_gradients
@@ -44,8 +42,6 @@ from memopt.profiler.uncaptured import (
 from memopt.profiler.watches import Watches, digest
 
 _LOG = logging.getLogger(__name__)
-
-Boxed = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -131,9 +127,8 @@ class Captured:
     def leaves(self) -> tuple[int | None, ...]:
         """For each forward output, which leaf of the model's output it is; None: none."""
         mutated = len(self.mutated)
-        count = len(self.forms.values)
         return tuple(
-            i - mutated if mutated <= i < mutated + count else None
+            i - mutated if mutated <= i < mutated + self.forms.count else None
             for i in range(len(self.forward_outputs))
         )
 
@@ -238,7 +233,7 @@ def _export(
         correct_fake_results(module)
         dropout_as_eager(module)
         without_zero_gradients(module)
-        split = _split(module)
+        split = split_joint(module)
         if not split.tangents:
             raise CaptureError(
                 "nothing to train: no output of the model has a gradient (all are detached, "
@@ -248,9 +243,9 @@ def _export(
         with torch_private.no_donated_buffers(joint):
             compiled = torch_private.compile_joint(
                 joint,
-                _partitioner(split),
-                _compiler(lambda: hooks.forward),
-                _compiler(lambda: hooks.backward),
+                partitioner(split),
+                compiler(lambda: hooks.forward),
+                compiler(lambda: hooks.backward),
             )
         primals = tuple(_primal(node, names, watches) for node in split.primals)
     _LOG.debug("captured %s: %d nodes", type(model).__name__, len(module.graph.nodes))
@@ -260,53 +255,13 @@ def _export(
         tangents=split.tangents,
         forward_outputs=split.forward_outputs,
         gradients=split.gradients,
-        mutated=_mutations(split),
+        mutated=mutations(split),
         call=call,
         compiled=compiled,
         hooks=hooks,
         model=weakref.ref(model),
-        forms=forms,
+        forms=replace(forms, values=()),
     )
-
-
-@dataclass(frozen=True)
-class _Split:
-    primals: tuple[Node, ...]
-    tangents: tuple[Node, ...]
-    forward_outputs: tuple[Any, ...]
-    gradients: tuple[Any, ...]
-    descriptors: tuple[Any, ...]
-    output: Node
-
-
-def _split(module: GraphModule) -> _Split:
-    descriptors = torch_private.descriptor_types()
-    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    tangents = tuple(
-        n for n in placeholders if isinstance(n.meta.get("desc"), descriptors.TangentAOTInput)
-    )
-    primals = tuple(n for n in placeholders if n not in tangents)
-    output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
-    results = pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None)
-    count = len(results) - len(primals)
-    return _Split(
-        primals=primals,
-        tangents=tangents,
-        forward_outputs=tuple(results[:count]),
-        gradients=tuple(results[count:]),
-        descriptors=tuple(output.meta["desc"])[:count],
-        output=output,
-    )
-
-
-def _mutations(split: _Split) -> tuple[int, ...]:
-    by_descriptor = {repr(n.meta["desc"]): i for i, n in enumerate(split.primals)}
-    mutated = []
-    for descriptor in split.descriptors:
-        if type(descriptor).__name__ != "InputMutationAOTOutput":
-            break
-        mutated.append(by_descriptor[repr(descriptor.mutated_input)])
-    return tuple(mutated)
 
 
 def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, torch.Tensor]]:
@@ -349,63 +304,3 @@ def _primal(node: Node, names: dict[str, tuple[str, torch.Tensor]], watches: Wat
         f"the model takes an input memopt does not know ({descriptor!r}); "
         "pass plain tensors and Python values"
     )
-
-
-def _compiler(find: Callable[[], Boxed | None]) -> Callable[..., Boxed]:
-    def compile_(graph_module: GraphModule, inputs: Any) -> Boxed:
-        def run(args: list[Any]) -> Any:
-            target = find()
-            if target is None:
-                raise RuntimeError("memopt: no program is installed in this captured model")
-            return target(args)
-
-        run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's own marker
-        return run
-
-    return compile_
-
-
-def _partitioner(split: _Split) -> Callable[..., tuple[GraphModule, GraphModule]]:
-    """A partition whose only saved value is a 0-d token; the real work runs in `hooks`."""
-
-    def stand_in(graph: FxGraph, node: Node) -> Node:
-        empty = graph.call_function(torch.ops.aten.empty.memory_format, ([],))
-        empty.meta = dict(node.meta)
-        return empty
-
-    def partition(
-        joint: GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
-    ) -> tuple[GraphModule, GraphModule]:
-        if num_fwd_outputs != len(split.forward_outputs):
-            raise CaptureError(
-                f"AOTAutograd counts {num_fwd_outputs} forward outputs, memopt "
-                f"{len(split.forward_outputs)}; please report this model"
-            )
-        values: list[Any] = [n.meta.get("val") for n in split.primals]
-        fake_mode = next(v.fake_mode for v in values if isinstance(v, FakeTensor))
-        forward = FxGraph()
-        copies = {n: forward.node_copy(n) for n in split.primals}
-        outputs = [
-            (copies[o] if o in copies else stand_in(forward, o)) if isinstance(o, Node) else o
-            for o in split.forward_outputs
-        ]
-        token = forward.call_function(torch.ops.aten.empty.memory_format, ([],))
-        with fake_mode:
-            token.meta["val"] = torch.empty((), dtype=torch.int64, device="cpu")
-        result = forward.output((*outputs, token))
-        result.meta = dict(split.output.meta)
-        result.meta["desc"] = [*split.descriptors, None]
-
-        backward = FxGraph()
-        backward.placeholder("token").meta["val"] = token.meta["val"]
-        tangents = {n: backward.node_copy(n) for n in split.tangents}
-        gradients = [
-            (tangents[g] if g in tangents else stand_in(backward, g)) if isinstance(g, Node) else g
-            for g in split.gradients
-        ]
-        result = backward.output(tuple(gradients))
-        result.meta = dict(split.output.meta)
-        result.meta["desc"] = list(split.output.meta["desc"])[num_fwd_outputs:]
-        return GraphModule(joint, forward), GraphModule(joint, backward)
-
-    return partition

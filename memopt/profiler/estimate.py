@@ -254,7 +254,7 @@ def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device:
     held = sum(graph.tensors[i].size_bytes for i in graph.gradients)
     reached = zip(captured.primals, captured.gradients, strict=True)
     values = {p.index: g.meta["val"] for p, g in reached if g is not None and p.index is not None}
-    gradients = gradients_of(ranks, list(found.values()), values)
+    gradients = gradients_of(ranks, values)
     copied = [v for v in values.values() if not is_dense(v.shape, v.stride())]
     peak += sum(device.allocated_bytes(v.numel() * v.element_size()) for v in copied)
     (value,) = graph.outputs

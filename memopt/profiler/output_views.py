@@ -32,7 +32,9 @@ class OutputForms:
     """What is known of the leaves of a model's output. Numbers are positions among them.
 
     Attributes:
-        values: the (fake) outputs as eager makes them, and what is no tensor.
+        count: how many there are.
+        values: the (fake) outputs as eager makes them, and what is no tensor; only until the joint
+            graph is traced.
         copied: outputs of which copies are traced in their places.
         repeated: (position, earlier position) of outputs that are the same tensor; only the
             earlier one is traced.
@@ -44,6 +46,7 @@ class OutputForms:
         gradients: what was known of the loss when they were traced.
     """
 
+    count: int = 0
     values: tuple[Any, ...] = ()
     copied: tuple[int, ...] = ()
     repeated: tuple[tuple[int, int], ...] = ()
@@ -98,7 +101,9 @@ def _copy(
 ) -> Node:
     """A copy of an output, in the memory layout of its gradient."""
     graph = traced.graph
-    if strides is None or len(strides) != value.dim() or not is_dense(value.shape, strides):
+    if strides is None or strides == dense_strides(value) or len(strides) != value.dim():
+        return graph.call_function(torch.clone, (leaf,))
+    if not is_dense(value.shape, strides):
         return graph.call_function(torch.clone, (leaf,))
     empty = graph.call_method("new_empty_strided", (leaf, tuple(value.shape), strides))
     return graph.call_method("copy_", (empty, leaf))
@@ -127,17 +132,13 @@ def tangent_of(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def gradients_of(
-    ranks: list[int | None],
-    values: list[torch.Tensor],
-    arrived: dict[int, torch.Tensor],
-    held_bytes: int = 0,
+    ranks: list[int | None], arrived: dict[int, torch.Tensor], held_bytes: int = 0
 ) -> OutputGradients:
     """What a loss does with the leaves of an output.
 
     Args:
         ranks: for each leaf, which differentiable output it is.
-        values: the differentiable outputs.
-        arrived: their gradients, where there are any.
+        arrived: the differentiable outputs' gradients, where there are any.
         held_bytes: see `OutputGradients`.
     """
     unused, strides = [], []
@@ -148,8 +149,8 @@ def gradients_of(
             unused.append(position)
             continue
         gradient = arrived[rank]
-        dense = is_dense(gradient.shape, gradient.stride())
-        if dense and gradient.stride() != dense_strides(values[rank]):
+        # Also where they are the output's: those of a fake output may be others.
+        if is_dense(gradient.shape, gradient.stride()):
             strides.append((position, tuple(gradient.stride())))
     return OutputGradients(tuple(unused), tuple(strides), held_bytes)
 
@@ -209,6 +210,7 @@ def _forms(values: list[Any], inputs: list[Any], gradients: OutputGradients) -> 
     if gradients.held_bytes:
         beside.append((len(values), gradients.held_bytes))
     return OutputForms(
+        count=len(values),
         values=tuple(values),
         copied=tuple(copied),
         repeated=tuple(repeated),
@@ -247,7 +249,7 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
             return False
         room = stride
         found = found or ends[0] <= at[1] or ends[1] <= at[0]
-    return found
+    return found or begins[0] != begins[1]
 
 
 def _extent(value: torch.Tensor) -> int:
