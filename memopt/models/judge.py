@@ -15,7 +15,7 @@ from memopt.models.steps import ChainStep
 from memopt.models.validate import validate
 from memopt.models.validate_chain import validate_chain
 from memopt.models.validate_offload import validate_offload
-from memopt.models.violations import Violation
+from memopt.models.violations import Violation, ViolationCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,11 @@ def judge(
         return None, Figures(peak_bytes, timeline.time_s, timeline.host_peak_bytes)
     assert steps is not None
     moves = has_transfers(steps)
-    check = validate_offload if moves else validate_chain
-    violation = check(cost_model, steps, budget_bytes)
+    violation = None if moves else validate_chain(cost_model, steps, budget_bytes)
+    if moves or (violation is not None and violation.code is ViolationCode.OVER_BUDGET):
+        # Offloading's model has no gradient of the loss before its backward. An offloader's
+        # schedule is judged by it also where nothing has to move.
+        moves, violation = True, validate_offload(cost_model, steps, budget_bytes)
     if violation is not None:
         return violation, Figures(0, 0.0, 0)
     if moves:
