@@ -297,7 +297,15 @@ def _wrap(
         program = with_in_place(cost_model, program)
     chain = view.chain if view is not None else None
     chain = cost_model if isinstance(cost_model, Chain) else chain
-    violation, figures = judge(cost_model, solution.steps, program, limits[0], device, limits[1])
+    violation, figures = judge(
+        cost_model,
+        solution.steps,
+        program,
+        limits[0],
+        device,
+        limits[1],
+        offloading="offload" in strategy.features,
+    )
     peak_bytes, time_s = figures.peak_bytes, figures.time_s
     if violation is not None:
         raise InvalidProgramError(f"{strategy.name} made an invalid plan: {violation}")

@@ -148,7 +148,8 @@ def decode(reader: Reader) -> Plan:
     record = found["record"].optional(read_record)
     if record is not None:
         _check_graph(graph, record)
-    figures = _checked(cost_model, steps, program, (budget_bytes, host_bytes), device)
+    offloading = "offload" in strategy.features
+    figures = _checked(cost_model, steps, program, (budget_bytes, host_bytes), device, offloading)
     _check_figures(found["figures"], figures)
     if graph is not None and chain is not None and steps is not None:
         # They are shown; the program is what runs.
@@ -247,10 +248,11 @@ def _checked(
     program: Program | None,
     limits: tuple[int | None, int | None],
     device: Device,
+    offloading: bool = False,
 ) -> Figures:
     problem: Violation | Exception | None
     try:
-        problem, figures = judge(cost_model, steps, program, limits[0], device, limits[1])
+        problem, figures = judge(cost_model, steps, program, *limits, device, offloading=offloading)
     except (InvalidProgramError, IndexError) as error:
         problem, figures = error, Figures(0, 0.0, 0)
     if problem is not None:

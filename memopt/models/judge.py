@@ -15,7 +15,7 @@ from memopt.models.steps import ChainStep
 from memopt.models.validate import validate
 from memopt.models.validate_chain import validate_chain
 from memopt.models.validate_offload import validate_offload
-from memopt.models.violations import Violation
+from memopt.models.violations import Violation, ViolationCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,22 @@ def judge(
     budget_bytes: int | None,
     device: Device,
     host_budget_bytes: int | None = None,
+    *,
+    offloading: bool = False,
 ) -> tuple[Violation | None, Figures]:
     """Validate and replay a plan, within what it may take on the device and on the host: the
     program of a Graph, or the schedule of a bare Chain.
+
+    Args:
+        cost_model: what the plan is for.
+        steps: the schedule of a bare Chain.
+        program: the program of a Graph.
+        budget_bytes: on the device, total; None: no limit.
+        device: link rates.
+        host_budget_bytes: on the host; None: no limit.
+        offloading: whether its strategy may offload. The offloading model of a bare Chain has no
+            gradient of the loss before its backward; an offloader's schedule is judged by it also
+            where nothing has to move.
 
     Raises:
         InvalidProgramError: it cannot be replayed (the validator's verdict comes first).
@@ -53,10 +66,11 @@ def judge(
         return None, Figures(peak_bytes, timeline.time_s, timeline.host_peak_bytes)
     assert steps is not None
     moves = has_transfers(steps)
-    if moves:
+    violation = None if moves else validate_chain(cost_model, steps, budget_bytes)
+    over = violation is not None and violation.code is ViolationCode.OVER_BUDGET
+    if moves or (offloading and over):
+        moves = True
         violation = validate_offload(cost_model, steps, budget_bytes, host_budget_bytes)
-    else:
-        violation = validate_chain(cost_model, steps, budget_bytes)
     if violation is not None:
         return violation, Figures(0, 0.0, 0)
     if moves:

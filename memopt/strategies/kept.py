@@ -134,7 +134,14 @@ class Planning:
         elif isinstance(self.cost_model, Graph) and not self.strategy.decides_in_place:
             assert program is not None
             program = with_in_place(self.cost_model, program)
-        violation, figures = judge(self.cost_model, plan.steps, program, budget_bytes, self.device)
+        violation, figures = judge(
+            self.cost_model,
+            plan.steps,
+            program,
+            budget_bytes,
+            self.device,
+            offloading="offload" in self.strategy.features,
+        )
         if violation is not None:
             raise InvalidProgramError(
                 f"{self.strategy.name} named {budget_bytes} bytes with an invalid plan: {violation}"

@@ -86,7 +86,10 @@ def check(
 
     def verdict(made: memopt.Plan, budget: int | str) -> None:
         assert made.budget is not None
-        violation, figures = judge(model, made.chain_steps, made.program, made.budget, LINK)
+        moves = "offload" in strategy.features
+        violation, figures = judge(
+            model, made.chain_steps, made.program, made.budget, LINK, offloading=moves
+        )
         least_s = made.step_time_s if optimum is None else optimum(made.budget)
         if violation is not None or figures.peak_bytes != made.peak_bytes:
             found.wrong.append(f"{label} {strategy.name} {budget}: {violation}")

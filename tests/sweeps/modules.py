@@ -147,8 +147,9 @@ def plans_of(
     """Every strategy × two budgets × three passes; what is refused is counted."""
     for strategy in strategies:
         name = strategy.name
-        least: int | None = None
         for kind, extra in PASSES.items():
+            # At addresses a random operator is charged the generator's state beside its results.
+            least: int | None = None
             for budget in ("min", "between"):
                 label = f"{name} {budget} {kind}"
                 if budget == "between":

@@ -150,7 +150,15 @@ class Member:
                 stats=solution.stats,
             )
         host_bytes = host_limit(self.strategy, None)
-        violation, figures = judge(cost_model, steps, program, budget_bytes, device, host_bytes)
+        violation, figures = judge(
+            cost_model,
+            steps,
+            program,
+            budget_bytes,
+            device,
+            host_bytes,
+            offloading="offload" in self.strategy.features,
+        )
         seconds = time.monotonic() - begin
         if violation is not None:
             note = f"invalid plan: {violation}"

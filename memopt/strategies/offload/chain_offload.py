@@ -12,10 +12,8 @@ import numpy as np
 
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.chain import Chain
-from memopt.models.chain_replay import replay_chain
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
-from memopt.models.offload_replay import has_transfers
 from memopt.models.replay import Timeline
 from memopt.models.steps import ChainStep, Move
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
@@ -129,17 +127,17 @@ class ChainOffload(Strategy):
             smallest = max(smallest, self._least_with_host(problem))
             least = with_capacity(problem, smallest)
             choice = self.least_choice(chain, least, device)
-            made = _solution(chain, least, device, choice, started)
-            return _without_plan(Status.INFEASIBLE, resident + smallest, made)
+            return Solution(
+                Status.INFEASIBLE,
+                smallest_budget_bytes=resident + smallest,
+                smallest=_solution(chain, least, device, choice, started),
+            )
         self._check_host(problem, resident)
         if problem.excess_bytes == 0:
             choice = Choice(Transfers((), ()))
         else:
             choice = self.choose(chain, problem, device, Limits(time_limit_s, progress))
-        made = _solution(chain, problem, device, choice, started)
-        if budget_bytes is not None and (made.peak_bytes or 0) > budget_bytes:
-            return _without_plan(Status.UNKNOWN, budget_bytes, made)
-        return made
+        return _solution(chain, problem, device, choice, started)
 
     def _check_host(self, problem: OffloadProblem, resident_bytes: int) -> None:
         host = self.host_budget_bytes
@@ -176,12 +174,6 @@ class ChainOffload(Strategy):
         return self.host_budget_bytes is None or amounts_bytes <= self.host_budget_bytes
 
 
-def _without_plan(status: Status, least_bytes: int, made: Solution) -> Solution:
-    """No plan, and the one that was made for a larger budget, of `least_bytes` at least."""
-    named = max(least_bytes, made.peak_bytes or 0)
-    return Solution(status, smallest_budget_bytes=named, smallest=made)
-
-
 def _solution(
     chain: Chain, problem: OffloadProblem, device: Device, choice: Choice, started: float
 ) -> Solution:
@@ -189,8 +181,6 @@ def _solution(
     if built is None:
         raise AssertionError("a set of offloads that fits has a program")
     steps, timeline = built
-    # A schedule that moves nothing is a chain's, which holds the loss's gradient all along.
-    alone = None if has_transfers(steps) else replay_chain(chain, steps)
     bound = max(lower_bound_s(problem, duplex=device.duplex), choice.lower_bound_s)
     bound = min(bound, timeline.time_s)
     least_s = bound if choice.optimum_s is None else max(bound, choice.optimum_s)
@@ -198,7 +188,7 @@ def _solution(
     return Solution(
         status=Status.OPTIMAL if optimal else Status.FEASIBLE,
         steps=steps,
-        peak_bytes=timeline.peak_bytes if alone is None else alone.peak_bytes,
+        peak_bytes=timeline.peak_bytes,
         time_s=timeline.time_s,
         lower_bound_s=bound,
         gap=(timeline.time_s - bound) / bound if bound > 0 else 0.0,
