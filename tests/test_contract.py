@@ -33,8 +33,6 @@ QUICK: dict[str, Strategy] = {
 }
 STRATEGIES = tuple(QUICK.get(strategy.name, strategy) for strategy in KNOWN)
 BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
-ELSEWHERE = {"monet", "checkmate", "checkmate-rounding", "rotor-menus", "auto"}
-"""Whose smallest budgets tests/monet looks into."""
 
 
 def plans(strategy: Strategy, model: Chain | Graph) -> bool:
@@ -63,9 +61,7 @@ def test_plans_are_valid_within_their_budgets_and_the_same_each_time(
     assert check_budgets(strategy, model, tmp_path) > 0
 
 
-@pytest.mark.parametrize(
-    ("strategy", "model"), [case for case in CASES if case.values[0].name not in ELSEWHERE]
-)
+@pytest.mark.parametrize(("strategy", "model"), CASES)
 def test_the_smallest_budget_is_kept(
     strategy: Strategy, model: Chain | Graph, tmp_path: Path
 ) -> None:

@@ -252,7 +252,9 @@ def _checked(
 ) -> Figures:
     problem: Violation | Exception | None
     try:
-        problem, figures = judge(cost_model, steps, program, *limits, device, offloading=offloading)
+        problem, figures = judge(
+            cost_model, steps, program, limits[0], device, limits[1], offloading=offloading
+        )
     except (InvalidProgramError, IndexError) as error:
         problem, figures = error, Figures(0, 0.0, 0)
     if problem is not None:

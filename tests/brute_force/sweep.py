@@ -43,13 +43,6 @@ def strategies() -> tuple[Strategy, ...]:
     return tuple(quick.get(strategy.name, strategy) for strategy in STRATEGIES)
 
 
-def known(strategy: Strategy, limit_s: float, error: Exception) -> bool:
-    """Crashes that are mended elsewhere; to be removed with them."""
-    menus = strategy.name in ("rotor-menus", "auto") and "before anything writes it" in str(error)
-    no_trial = strategy.name == "autoswap" and limit_s == NO_TIME_S
-    return isinstance(error, ValueError) and (menus or no_trial)
-
-
 def check(
     model: Graph | Chain, strategy: Strategy, budget: int, optimum: Optimum | None, label: str
 ) -> Found:
@@ -75,9 +68,6 @@ def check(
         except MemoptError as error:
             return error
         except ValueError as error:
-            if known(strategy, limit_s, error):
-                found.counts[f"known: {strategy.name}"] += 1
-                return None
             found.wrong.append(f"{label} {strategy.name} {budget}: {error!r}")
             return None
         found.counts["plans"] += 1
