@@ -350,10 +350,11 @@ def _with_in_place(
         if node.op != "call_function"
         for t in _reads(builder, [node])
     }
+    immutable = _from_zeros_without_memory(builder)
     made: list[Operator] = []
     for call, node in zip(builder.operators, builder.nodes, strict=True):
         free: list[int] = []
-        for argument in overwritable(node):
+        for argument in overwritable(node) if node not in immutable else ():
             (tensor,) = builder.storages[argument]
             if tensor is None or tensor in given or tensor in results:
                 continue
@@ -365,6 +366,17 @@ def _with_in_place(
                 free.append(tensor)
         made.append(replace(call, in_place=tuple(free)) if free else call)
     return made
+
+
+def _from_zeros_without_memory(builder: _Builder) -> set[Node]:
+    """Calls that depend on a gradient of zeros (`sgn`'s), which torch keeps without memory, and so
+    may what is computed from it be: nothing can be written there."""
+    found: set[Node] = set()
+    for node in builder.storages:  # in the graph's order
+        zeros = node.target is torch.ops.aten._efficientzerotensor.default
+        if zeros or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _results(builder: _Builder, values: Iterable[Any]) -> tuple[int, ...]:

@@ -147,7 +147,7 @@ def _calls_kept_whole() -> Iterator[None]:
     """Without what dynamo itself takes apart whatever it is told: addcdiv with a factor becomes
     a quotient, a product and a sum, which round otherwise."""
     variable = _import("torch._dynamo.variables.torch", "TorchInGraphFunctionVariable")
-    handlers = variable._get_handlers()
+    handlers: dict[Any, Any] = getattr(variable, "_get_handlers", dict)()
     with _ONE_AT_A_TIME:
         taken = handlers.pop(torch.addcdiv, None)
         try:

@@ -135,6 +135,13 @@ def test_batch_norm_of_tensors_with_gaps() -> None:
     check(Case(Tokens, lambda: (torch.linspace(-2, 2, 60).reshape(5, 2, 6).sin(),)))
 
 
+def test_gradients_of_zeros_are_not_written_over() -> None:
+    def view(h: Tensor) -> Tensor:
+        return (h * 2).movedim(1, -1).contiguous().movedim(-1, 1)
+
+    check(Case(lambda: Between(torch.sgn, view), rows, steps=1))
+
+
 def test_a_product_with_a_zero() -> None:
     """Another way through its backward, and more memory: both as eager, within the budget."""
 
