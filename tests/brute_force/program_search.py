@@ -58,13 +58,15 @@ def total(bits: int, sizes: Ints) -> int:
 @njit(cache=True)
 def runs(op: int, ran: int, past: bool, graph: Ints, rules: Ints) -> bool:
     """Whether the rules let an operator run in a state."""
-    boundary, once, first = graph[4] != 0, graph[6], graph[7]
+    boundary, once, first, draws = graph[4] != 0, graph[6], graph[7], graph[8]
     in_order, repeats, forward_again, after_boundary = rules[0], rules[1], rules[2], rules[3]
     if ran >> op & 1:
         if not repeats or once >> op & 1:
             return False
         return not (after_boundary and not past) and not (forward_again and op >= first)
     if op >= first and not past:
+        return False
+    if draws >> op & 1 and (draws & ((np.int64(1) << op) - 1) & ~ran or (past and op < first)):
         return False
     late = boundary and past and op < first
     return late or not in_order or ran >> op == 0
@@ -80,7 +82,7 @@ def least(
     masks: reads, writes and what may be overwritten, of every choice; figures: its operator, its
     scratch memory, the bytes of its first output; graph: results, outputs of the forward,
     tangents, bytes of the boundary, whether there is one, operators that must run, those that
-    may run once only, the first backward operator.
+    may run once only, the first backward operator, random operators.
     """
     kept, early, tangents, loss, boundary, must = graph[:6]
     bound = np.int64(BOUNDARY)
@@ -192,9 +194,10 @@ class ProgramSearch:
                 self.bits(graph.tangents),
                 graph.boundary_bytes,
                 bool(graph.tangents) or graph.first_backward < len(graph.operators),
-                sum(1 << i for i, o in operators if all_run or not o.writes),
+                sum(1 << i for i, o in operators if all_run or o.has_effects),
                 sum(1 << i for i, o in operators if not o.recomputable),
                 graph.first_backward,
+                sum(1 << i for i, o in operators if o.random),
             ],
             np.int64,
         )

@@ -74,6 +74,9 @@ class AutoSwap(ChainOffload):
         for name in SCORES:
             study.enqueue_trial({other: float(other == name) for other in SCORES})
         study.optimize(objective, n_trials=self.trials, timeout=limits.time_limit_s)
+        if not results:
+            # However little time there is: one set of weights.
+            study.optimize(objective, n_trials=1)
         allowed = {
             offloaded: time_s
             for offloaded, time_s in results.items()
