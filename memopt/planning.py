@@ -297,14 +297,9 @@ def _wrap(
         program = with_in_place(cost_model, program)
     chain = view.chain if view is not None else None
     chain = cost_model if isinstance(cost_model, Chain) else chain
+    moves = "offload" in strategy.features
     violation, figures = judge(
-        cost_model,
-        solution.steps,
-        program,
-        limits[0],
-        device,
-        limits[1],
-        offloading="offload" in strategy.features,
+        cost_model, solution.steps, program, limits[0], device, limits[1], offloading=moves
     )
     peak_bytes, time_s = figures.peak_bytes, figures.time_s
     if violation is not None:

@@ -35,6 +35,10 @@ STRATEGIES = tuple(QUICK.get(strategy.name, strategy) for strategy in KNOWN)
 BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
 
 
+HEURISTIC = {"checkmate-rounding", "rotor-menus"}
+"""Name the smallest budget that they found: their next search may find a smaller one."""
+
+
 def plans(strategy: Strategy, model: Chain | Graph) -> bool:
     """Whether a strategy plans such a model; those for chains plan a graph's chain."""
     return (strategy.needs == "chain" and isinstance(model, Graph)) or not strategy.why_not(model)
@@ -65,7 +69,7 @@ def test_plans_are_valid_within_their_budgets_and_the_same_each_time(
 def test_the_smallest_budget_is_kept(
     strategy: Strategy, model: Chain | Graph, tmp_path: Path
 ) -> None:
-    check_smallest(strategy, model, tmp_path)
+    check_smallest(strategy, model, tmp_path, exact=strategy.name not in HEURISTIC)
 
 
 @pytest.mark.parametrize("name", [n for n, s in BY_NAME.items() if "offload" in s.features])

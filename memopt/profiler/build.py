@@ -21,10 +21,9 @@ from memopt.errors import CaptureError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.profiler.capture import Captured
-from memopt.profiler.eager_dropout import EagerDropout
-from memopt.profiler.fake_results import InGradMode
 from memopt.profiler.in_place import overwritable, same_bits_in_place
 from memopt.profiler.names import module_paths
+from memopt.profiler.nodes import is_random, overload_of
 from memopt.profiler.signature import values_of
 from memopt.profiler.torch_private import backward_owns_tangents
 
@@ -32,10 +31,6 @@ _BATCH_NORM_TRAINING_ARGUMENT = {
     "aten._native_batch_norm_legit_functional.default": 5,
     "aten._batch_norm_with_update_functional.default": None,
 }
-
-
-_NEVER_DRAWS = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
-"""Tagged as random, like its relatives, but without dropout: it refuses any."""
 
 
 @dataclass(frozen=True)
@@ -148,23 +143,6 @@ def _needed(captured: Captured) -> set[Node]:
     return needed
 
 
-def is_random(node: Node) -> bool:
-    """Whether the node draws random numbers."""
-    target = _overload(node)
-    return (
-        node.op == "call_function"
-        and isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in target.tags
-        and str(target) not in _NEVER_DRAWS
-    )
-
-
-def _overload(node: Node) -> Any:
-    """A node's target; the operator that it stands for, if it is memopt's own form of one."""
-    target = node.target
-    return target.overload if isinstance(target, (InGradMode, EagerDropout)) else target
-
-
 def _add_inputs(builder: _Builder, captured: Captured) -> None:
     kinds = {
         "parameter": TensorKind.PARAMETER,
@@ -265,7 +243,7 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> No
 
 
 def _check_target(node: Node) -> None:
-    target = _overload(node)
+    target = overload_of(node)
     if not isinstance(target, torch._ops.OpOverload):
         raise CaptureError(
             f"the model uses {target!s} (in {node.format_node()}), a higher-order or Python "

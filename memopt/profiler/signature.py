@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from memopt.profiler.eager_backward import dearest_values, is_eager_backward
+
 ENDS_PROCESS = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
 """Kernels that end the process on data that does not fit."""
 
@@ -126,8 +128,6 @@ class StandIns:
         if pool is None or pool.numel() < elements:
             real = dtype if dtype.is_complex else torch.float32
             pool = torch.rand(elements, device=self._device, dtype=real).to(dtype)
-            # Some backwards take a longer way where there is a 0 (see `eager_backward`).
-            pool[:1] = 0
             self._pools[dtype] = pool
         return pool[:elements]
 
@@ -149,4 +149,6 @@ class StandIns:
             (one.args, one.kwargs),
             lambda value: self._tensor(value) if isinstance(value, TensorArgument) else value,
         )
+        if is_eager_backward(one.target):
+            dearest_values(args)
         return args, kwargs

@@ -49,6 +49,21 @@ def give_back_workspaces() -> None:
     _import("torch._C", "_cuda_clearCublasWorkspaces")()
 
 
+def autograd_in_kernels() -> contextlib.AbstractContextManager[None]:
+    """Context in which operators called from a kernel have autograd, also where a dispatch mode
+    has switched it off below itself."""
+    native: Any = torch._C
+    excluded = native._dispatch_tls_local_exclude_set()
+    for name, key in vars(native.DispatchKey).items():
+        if (name.startswith("Autograd") or name == "ADInplaceOrView") and excluded.has(key):
+            excluded = excluded.remove(key)
+    included = native._dispatch_tls_local_include_set()
+    guard: contextlib.AbstractContextManager[None] = native._ForceDispatchKeyGuard(
+        included, excluded
+    )
+    return guard
+
+
 _in_capture = False
 
 

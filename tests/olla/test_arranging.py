@@ -56,7 +56,9 @@ def test_a_rotor_plan_reordered_and_placed(
     assert both.program.offsets is not None
     assert validate(both.graph, both.program, both.budget) is None
     assert both.peak_bytes == both.stats["placed_peak_bytes"]
-    assert replay(both.graph, both.program).peak_bytes <= plain.peak_bytes
+    # At addresses a random operator is charged more, in both programs.
+    before = replay(both.graph, plain.program).peak_bytes
+    assert replay(both.graph, both.program).peak_bytes <= before
     assert both.step_time_s <= plain.step_time_s * (1 + 1e-9)
     timeline = replay(both.graph, both.program, both.device)
     assert (timeline.arena_bytes, timeline.placed_peak_bytes) == (

@@ -165,7 +165,7 @@ def test_olla_places_within_its_cost_and_its_budget() -> None:
 
 def test_the_summary_says_what_has_no_address() -> None:
     said = {"none": 0, "left": 0, "all": 0}
-    for graph, _ in cases(40, 5, 8):
+    for graph, _ in cases(40, 6, 8):
         plan = memopt.plan(graph, strategy=Olla(arena_cost=0.1), progress=False)
         assert plan.program is not None
         text = " ".join(plan.summary().split())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memopt.models.graph import Graph
+from memopt.models.graph import Graph, Phase, TensorKind
 from memopt.models.liveness import with_frees
 from memopt.models.program import Compute, Instruction, LossBoundary, Program
 from memopt.strategies.monet.backend import Model
@@ -39,7 +39,8 @@ class CheckmateModel:
             live = self._stage(t, live)
 
     def _useful(self, t: int) -> set[int]:
-        """Ancestors of the operators from t on: no other is run again in stage t."""
+        """Ancestors of the operators from t on: no other is run again in stage t, nor one that
+        reads a parameter which the step has updated by then."""
         found: set[int] = set()
         operators, producer = self.graph.operators, self.graph.producer
         stack = [v for j in range(t, len(operators)) for v in operators[j].reads]
@@ -48,7 +49,20 @@ class CheckmateModel:
             if i is not None and i not in found:
                 found.add(i)
                 stack.extend(operators[i].reads)
-        return {i for i in found if i < t and operators[i].recomputable}
+        return {i for i in found if i < t and self._may_repeat(i, t)}
+
+    def _may_repeat(self, i: int, t: int) -> bool:
+        """Whether operator i may run again in stage t."""
+        updated = {
+            v
+            for one in self.graph.operators[:t]
+            if one.phase is Phase.UPDATE
+            for v in one.reads
+            if self.graph.tensors[v].kind is TensorKind.PARAMETER
+        }
+        operator = self.graph.operators[i]
+        stale = operator.phase is not Phase.UPDATE and not updated.isdisjoint(operator.reads)
+        return operator.recomputable and not stale
 
     def _stage(self, t: int, live: dict[int, int]) -> dict[int, int]:
         """The variables and rows of stage t; gives what is live after it."""
@@ -118,7 +132,7 @@ class CheckmateModel:
                 i = producer.get(v)
                 if v in have or i is None or i in run:
                     continue
-                if not operators[i].recomputable:
+                if not self._may_repeat(i, t):
                     return self._lowered([[i] for i in range(len(operators))])
                 run.add(i)
                 stack.extend(operators[i].reads)
