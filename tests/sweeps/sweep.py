@@ -133,7 +133,7 @@ def _peak(plan: memopt.Plan, planned: Any, model: Together) -> int:
             parameter.grad = None
         with metered(torch.device("cpu")) as use:
             output = planned(x)
-            summed(output, plan.unused_outputs).backward()
+            summed(output, plan.output_gradients).backward()
         del output
     return unmetered_bytes(plan, torch.device("cpu")) + use.peak_bytes
 
