@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from memopt.profiler.signature import Arguments, signature, values_of
 from memopt.profiler.trial import same_bits
@@ -91,7 +92,8 @@ def overwritable(node: Node) -> tuple[Node, ...]:
     found = []
     for position in positions:
         argument = node.args[position]
-        others = [a for i, a in enumerate(node.args) if i != position and isinstance(a, Node)]
+        beside = (*node.args[:position], *node.args[position + 1 :], *node.kwargs.values())
+        others = [a for a in tree_leaves(beside) if isinstance(a, Node)]
         if isinstance(argument, Node) and _alike(argument.meta.get("val"), result):
             storage = argument.meta["val"].untyped_storage()._cdata
             if all(_storage(other) != storage for other in others):

@@ -1,11 +1,11 @@
 """Updates in place (`masked_fill_`, `scatter_`, `cumsum_`...), traced with eager's layout.
 
-An update in place leaves a tensor's strides as they are. Of some operators the functional form, that
-AOTAutograd traces instead, makes a row-major result whatever it is given, and every later kernel
-would add in another order than eager's. Where that happens, the update is traced as an operator
-of memopt's own, `memopt::masked_fill` and so on, which copies the tensor with its strides and runs
-eager's kernel in place on the copy. The functional form, where the user calls it, stays: eager's
-result is row-major there, too.
+An update in place leaves a tensor's strides as they are. AOTAutograd traces a functional form
+instead, and that of some operators makes a row-major result, whatever it is given: every later
+kernel would add in another order than eager's. Where that happens, the update is traced as an
+operator of memopt's own, `memopt::masked_fill` and so on, which copies the tensor with its strides
+and runs eager's kernel in place on the copy. The functional form stays where the user calls it:
+eager's result is row-major there, too.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def in_place_twin(target: Any) -> Any:
     return _in_place.get(target)
 
 
+@functools.cache
 def written_into(overload: Any) -> Callable[..., Tensor]:
     """An operator of this module, by its overload in place, that writes to a given tensor `out`."""
 
@@ -40,8 +41,14 @@ def written_into(overload: Any) -> Callable[..., Tensor]:
         overload(out.copy_(given), *args, **kwargs)
         return out
 
-    update.__name__ = overload._schema.name.removeprefix("aten::").rstrip("_")
+    # Generated code calls it by this name.
+    update.__name__ = f"{_name(overload)}_{overload._schema.overload_name or 'default'}"
     return update
+
+
+def _name(overload: Any) -> str:
+    name: str = overload._schema.name
+    return name.removeprefix("aten::").rstrip("_")
 
 
 def _described(given: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -57,7 +64,7 @@ def _functional(overload: Any) -> Any:
         return written_into(overload)(given, *args, out=_described(given), **kwargs)
 
     schema = overload._schema
-    name = schema.name.removeprefix("aten::").rstrip("_")
+    name = _name(overload)
     form = f".{schema.overload_name}" if schema.overload_name else ""
     _, _, signature = str(schema).replace("(a!)", "").partition("(")
     _LIBRARY.define(f"{name}{form}({signature}")
