@@ -26,6 +26,7 @@ from memopt.profiler.session import Profiled
 from memopt.profiler.signature import Arguments, signature, values_of
 from memopt.profiler.torch_private import has_kernel
 from memopt.profiler.trial import poisoned, same_bits
+from memopt.profiler.update_layouts import in_place_twin, written_into
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,9 @@ def _form(target: Any, device: str) -> Form | None:
     lowered = EVERYWHERE.get(target) or (ON_CPU.get(target) if device == "cpu" else None)
     if lowered is not None:
         return Form(lowered[0], lowered[1], lowered=True)
+    twin = in_place_twin(target)
+    if twin is not None:
+        return Form(written_into(twin), ("out",), lowered=True)
     if not isinstance(target, torch._ops.OpOverload):
         return None
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments]

@@ -39,6 +39,7 @@ from memopt.profiler.uncaptured import (
     shape_from_data,
     why_not_captured,
 )
+from memopt.profiler.update_layouts import UpdatesAsEager
 from memopt.profiler.watches import Watches, digest
 
 _LOG = logging.getLogger(__name__)
@@ -211,7 +212,7 @@ def _export(
     hooks = Hooks()
     with contextlib.ExitStack() as stack:
         try:
-            with DrawsAsEager():
+            with DrawsAsEager(), UpdatesAsEager():
                 joint = torch_private.export_joint(stack, traced, call.args, call.kwargs)
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)

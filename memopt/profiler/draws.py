@@ -124,7 +124,7 @@ def with_own_names(module: GraphModule) -> None:
             node.target = own[node.target]
 
 
-def _row_major(tensor: Any) -> bool:
+def row_major(tensor: Any) -> bool:
     """Whether a traced tensor is in eager, and the trace's value of it as well: an update in place
     from before may have given that another layout."""
     return bool(tensor.is_contiguous() and tensor.from_functional().is_contiguous())
@@ -149,7 +149,7 @@ class DrawsAsEager(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _ATEN.rrelu_with_noise.default and args[0].device.type == "cpu":
             # Its functional form keeps the input's layout; eager's result is row-major.
             return func(args[0].contiguous(), *args[1:], **options)
-        if func not in _IN_PLACE or not is_functional(args[0]) or _row_major(args[0]):
+        if func not in _IN_PLACE or not is_functional(args[0]) or row_major(args[0]):
             return func(*args, **options)
         if options.get("generator") is not None:
             return func(*args, **options)

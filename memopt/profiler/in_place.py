@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from memopt.profiler.signature import Arguments, signature, values_of
 from memopt.profiler.trial import same_bits
+from memopt.profiler.update_layouts import in_place_twin
 
 _aten = torch.ops.aten
 
@@ -66,6 +68,11 @@ _INTO: dict[Any, tuple[Any, str]] = {
 """Kernel → its overload that writes into a given tensor, here its first argument."""
 
 
+def _over_first(target: Any) -> Any:
+    """The twin of a kernel that overwrites its first argument; None if it has none."""
+    return _OVER_FIRST.get(target) or in_place_twin(target)
+
+
 def overwritable(node: Node) -> tuple[Node, ...]:
     """The arguments over which a kernel call may write its result, by its kind and the shapes.
 
@@ -78,13 +85,15 @@ def overwritable(node: Node) -> tuple[Node, ...]:
         result = result[0]
     if not isinstance(result, torch.Tensor) or not _whole(result):
         return ()
-    positions = [0] if over or node.target in _OVER_FIRST or node.target in _INTO else []
+    first = over or node.target in _INTO or _over_first(node.target) is not None
+    positions = [0] if first else []
     if node.target in _COMMUTE and not node.kwargs:
         positions.append(1)
     found = []
     for position in positions:
         argument = node.args[position]
-        others = [a for i, a in enumerate(node.args) if i != position and isinstance(a, Node)]
+        beside = (*node.args[:position], *node.args[position + 1 :], *node.kwargs.values())
+        others = [a for a in tree_leaves(beside) if isinstance(a, Node)]
         if isinstance(argument, Node) and _alike(argument.meta.get("val"), result):
             storage = argument.meta["val"].untyped_storage()._cdata
             if all(_storage(other) != storage for other in others):
@@ -110,7 +119,9 @@ def in_place_call(
     args = tuple(node.args)
     if taken is not args[0]:
         args = (args[1], args[0])
-    return _OVER_FIRST[node.target], args, dict(node.kwargs)
+    target = _over_first(node.target)
+    assert target is not None
+    return target, args, dict(node.kwargs)
 
 
 def same_bits_in_place(node: Node, taken: Node, device: torch.device) -> bool:

@@ -352,6 +352,11 @@ def _functional_tensor() -> Any:
     return _import("torch._subclasses.functional_tensor", "FunctionalTensor")
 
 
+def as_functional(value: torch.Tensor) -> Any:
+    """While AOTAutograd traces: a tensor of its own that has a value which is in the trace."""
+    return _functional_tensor().to_functional(value)
+
+
 def replace_functional(tensor: Any, value: Any) -> None:
     """While AOTAutograd traces: what an update in place makes of `tensor` is `value`."""
     tensor.replace_(value.from_functional())
