@@ -17,7 +17,7 @@ import json
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 
 import memopt
 from memopt.executor.check import clear_gradients, unmetered_bytes
-from memopt.models.serialize import fingerprint
 from memopt.planning import plan
 from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
 from memopt.profiler.baseline import untouched
@@ -131,11 +130,9 @@ class Remembering(Strategy):
         return self.inner.why_not(cost_model)
 
     def solve(self, cost_model: CostModel, budget_bytes: int | None, **options: Any) -> Solution:
-        where = (
-            repr(cost_model)
-            if isinstance(cost_model, memopt.Chain) or "place" in self.features
-            else f"{fingerprint(cost_model)} {[one.in_place for one in cost_model.operators]}"
-        )
+        if isinstance(cost_model, memopt.Graph) and "place" not in self.features:
+            cost_model = replace(cost_model, outside=())
+        where = repr(cost_model)
         if (where, budget_bytes) not in self.solved:
             self.solved[where, budget_bytes] = self.inner.solve(cost_model, budget_bytes, **options)
         return self.solved[where, budget_bytes]
