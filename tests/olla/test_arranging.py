@@ -13,6 +13,7 @@ import torch
 import memopt
 from memopt.models.generate import random_graph
 from memopt.models.generate_programs import random_program
+from memopt.models.graph import Graph, Operator, Tensor, TensorKind
 from memopt.models.in_place import with_in_place
 from memopt.models.instances import rotor_toy
 from memopt.models.liveness import store_all
@@ -229,3 +230,23 @@ def test_an_output_that_gets_its_own_address_is_no_shortened_lifetime() -> None:
             changed += made.instructions != program.instructions
             assert stats["shortened"] is False
     assert changed
+
+
+@pytest.mark.parametrize("passes", [{"order": True}, {"place": True}])
+@pytest.mark.parametrize("strategy", ["store-all", "offload-graph"])
+def test_passes_at_a_budget_that_needs_computing_in_place(
+    strategy: str, passes: dict[str, bool]
+) -> None:
+    graph = Graph(
+        tensors=[Tensor("x", 10, TensorKind.INPUT), *(Tensor(f"t{i}", 100) for i in range(3))],
+        operators=[
+            Operator("a", (0,), (1,), 1.0),
+            Operator("b", (1,), (2,), 1.0, in_place=(1,)),
+            Operator("c", (2,), (3,), 1.0, in_place=(2,)),
+        ],
+        outputs=(3,),
+    )
+    least = memopt.plan(graph, budget="min", strategy=strategy, progress=False)
+    made = memopt.plan(graph, budget="min", strategy=strategy, progress=False, **passes)
+    assert made.budget == least.budget == 110
+    assert made.peak_bytes <= made.budget

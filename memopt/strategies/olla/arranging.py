@@ -9,6 +9,7 @@ from dataclasses import replace
 from memopt.errors import InvalidProgramError
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.in_place import with_in_place
 from memopt.models.placed import arena_use
 from memopt.models.program import Compute, Free, Instruction, Program, SwapIn
 from memopt.models.replay import replay
@@ -196,6 +197,9 @@ def arranged(
     if lower is not None and solution.steps is not None:
         program = lower(solution.steps)
     assert program is not None
+    if limits[0] is not None and replay(graph, program).peak_bytes > limits[0]:
+        # The budget was met by the program as it runs: in place.
+        program = with_in_place(graph, program)
     program, stats = arrange(
         graph,
         program,
