@@ -214,13 +214,13 @@ def _chosen(
     def buffers_of(one: Program) -> tuple[Buffer, ...]:
         return program_buffers(graph, one, alignment=alignment, place_results=place_results)
 
-    separate = _placeable(program, unplaced)
+    separate = _placeable(graph, program, unplaced)
     if limit_bytes is None:
         return separate, buffers_of(separate)
     best: tuple[Program, tuple[Buffer, ...]] = program, ()
     # With an address for the output, a kernel works in place on nothing that has none: that
     # costs the output's size once more, which may be over the limit.
-    for one in (separate, _kept(program)):
+    for one in (separate, _kept(graph, program)):
         found = buffers_within(graph, one, buffers_of(one), limit_bytes) or ()
         if sum(b.extent for b in found) > sum(b.extent for b in best[1]):
             best = one, found
@@ -232,21 +232,22 @@ def _unplaced(graph: Graph, place_results: bool) -> set[int]:
     return {*graph.tangents, *graph.outside, *(() if place_results else graph.kept)}
 
 
-def _kept(program: Program) -> Program:
+def _kept(graph: Graph, program: Program) -> Program:
     """The program with in-place outputs only where the operator's own kernel has that output
     alone, which is kept."""
-    return without_in_place(program, _is_odd)
+    return without_in_place(program, lambda one: _is_odd(graph, one))
 
 
-def _is_odd(instruction: Compute) -> bool:
-    return len(instruction.outputs) != 1 or instruction.implementation is not None
+def _is_odd(graph: Graph, instruction: Compute) -> bool:
+    own = instruction.outputs == graph.operators[instruction.op].writes[:1]
+    return not own or instruction.implementation is not None
 
 
-def _placeable(program: Program, unplaced: set[int]) -> Program:
+def _placeable(graph: Graph, program: Program, unplaced: set[int]) -> Program:
     """`_kept`, and only where both tensors are placed, or neither."""
 
     def apart(instruction: Compute) -> bool:
-        if _is_odd(instruction):
+        if _is_odd(graph, instruction):
             return True
         return (instruction.in_place in unplaced) != (instruction.outputs[0] in unplaced)
 
