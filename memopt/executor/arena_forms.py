@@ -188,4 +188,4 @@ def outside_tensors(lowering: Lowering) -> tuple[int, ...]:
         for node, writes in choices:
             if node not in forms or set(writes) != set(lowering.storages[node]):
                 outside.update(writes)
-    return tuple(sorted(outside & graph.producer.keys()))
+    return tuple(sorted(outside & graph.computed))

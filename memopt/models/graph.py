@@ -236,7 +236,7 @@ class Graph:
             written.update(operator.writes)
             available.update(operator.writes)
         for index in self.outside:
-            if index not in written:
+            if index not in self.computed:
                 raise ValueError(f"Graph: tensor {index}, outside the arena, is never computed")
         for index in (*self.outputs, *self.gradients):
             if index not in available:
@@ -284,6 +284,12 @@ class Graph:
     def producer(self) -> dict[int, int]:
         """Tensor index → index of the operator that writes it."""
         return {t: i for i, operator in enumerate(self.operators) for t in operator.writes}
+
+    @cached_property
+    def computed(self) -> frozenset[int]:
+        """Indices of the tensors that an operator writes, under one of its implementations."""
+        chosen = (c.writes or () for operator in self.operators for c in operator.implementations)
+        return frozenset(self.producer).union(*chosen)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 
 def _updated_parameter(tangent: Node) -> bool:
@@ -20,7 +21,9 @@ def _updated_parameter(tangent: Node) -> bool:
 
 
 def without_zero_gradients(module: GraphModule) -> None:
-    """Add nothing to a parameter's gradient for the new value that the forward gives it."""
+    """Add nothing to a parameter's gradient for the new value that the forward gives it; where
+    the loss does not use that value there is no gradient, as in eager."""
+    output = module.graph.output_node()
     for tangent in [n for n in module.graph.nodes if n.op == "placeholder"]:
         if not _updated_parameter(tangent):
             continue
@@ -29,6 +32,9 @@ def without_zero_gradients(module: GraphModule) -> None:
             if user.target is torch.ops.aten.add.Tensor and not user.kwargs and len(others) == 1:
                 user.replace_all_uses_with(others[0])
                 module.graph.erase_node(user)
+        output.args = pytree.tree_map(
+            lambda result, t=tangent: None if result is t else result, output.args
+        )
 
 
 def of_the_loss(tangents: Iterable[Node]) -> tuple[Node, ...]:

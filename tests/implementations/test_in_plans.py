@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from memopt.executor.apply import runtime_of
+from memopt.executor.arena import arena_layout
+from memopt.executor.arena_forms import for_placing
 from memopt.executor.module import PlannedModule, install
 from memopt.implementations import FAMILIES, with_implementations
 from memopt.models.graph import Graph
@@ -23,6 +25,7 @@ from memopt.profiler.estimate import estimate_model
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, profile_model
+from memopt.strategies.olla.passes import place_program
 
 QUICK = MeasureOptions(cap_s=0.1, max_rounds=1)
 
@@ -139,6 +142,21 @@ def test_chosen_implementations_train_exactly(
         found = three_steps(planned(profiled, model, program, interpreted), x)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), wanted
     assert len(seen) >= (12 if make is cnn else 6), sorted(seen)
+
+
+@pytest.mark.parametrize("make", [cnn, transformer])
+def test_no_address_is_planned_that_its_kernel_cannot_write_to(
+    make: Callable[[], tuple[nn.Module, torch.Tensor]],
+) -> None:
+    model, x = make()
+    profiled = with_implementations(profile_model(model, x, options=QUICK), options=QUICK)
+    profiled = for_placing(profiled)
+    for wanted in [("bitmask", "index8", "input"), ("output", "shape only"), ("input",)]:
+        program, _ = place_program(profiled.graph, choosing(profiled.graph, wanted)[0])
+        layout = arena_layout(profiled.lowering, program, torch.device("cpu"))
+        assert layout is not None
+        planned_at = {(position, tensor) for position, tensor, _ in program.offsets or ()}
+        assert planned_at == layout.at.keys()
 
 
 @pytest.mark.parametrize("make", [cnn, transformer])

@@ -39,11 +39,19 @@ class Frozen(Rows):
         super().__init__(frozen=True)
 
 
+class Unused(Rows):
+    """The rows that the forward scales do not reach the loss: their weight has no gradient."""
+
+    def forward(self, index: Tensor) -> Tensor:
+        self.rows(index)
+        return self.mix(self.bags(index.view(-1, 1))) @ self.mix.weight[:6].t()
+
+
 def _index() -> Tensor:
     return torch.tensor([0, 5, 2, 2, 3, 1, 0, 4])
 
 
-@pytest.mark.parametrize("model", [Rows, Frozen])
+@pytest.mark.parametrize("model", [Rows, Frozen, Unused])
 def test_drop_in(model: type[Rows]) -> None:
     check(Case(model, _index, steps=3))
 
@@ -68,7 +76,7 @@ def _eager(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return step
 
 
-@pytest.mark.parametrize("model", [Rows, Frozen])
+@pytest.mark.parametrize("model", [Rows, Frozen, Unused])
 @pytest.mark.parametrize(
     "options",
     [
