@@ -115,7 +115,11 @@ class Runtime:
         change it in place, of which the others would not know."""
         if not isinstance(value, torch.Tensor):
             return value
-        return value.view_as(value) if leaf in self._captured.forms.shared else value.detach()
+        return (
+            torch.ops.aten.alias.default(value)
+            if leaf in self._captured.forms.shared
+            else value.detach()
+        )
 
     def _backward(self, args: list[Any]) -> tuple[Any, ...]:
         key = int(args[0])

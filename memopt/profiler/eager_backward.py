@@ -22,6 +22,9 @@ from memopt.profiler.torch_private import autograd_in_kernels
 _FUNCTIONS: dict[str, Any] = {"prod": torch.prod, "cumprod": torch.cumprod}
 """Functions of one tensor whose backward looks at its values."""
 
+_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+"""Of a tensor: shape, strides, dtype, device."""
+
 
 @functools.cache
 def operator() -> Any:
@@ -37,14 +40,42 @@ def operator() -> Any:
 
 
 def _backward(function: str, arguments: str, gradient: Tensor, given: Tensor) -> Tensor:
+    found = _gradient(function, arguments, gradient, given)
+    if found.data_ptr() == gradient.data_ptr():
+        # A gradient that is expanded or handed on would be a view of what another tensor holds.
+        return found.clone()
+    strides = _strides(function, arguments, _layout(gradient), _layout(given))
+    if found.stride() == strides:
+        return found
+    return torch.empty_strided(found.shape, strides, dtype=found.dtype, device=found.device).copy_(
+        found
+    )
+
+
+def _gradient(function: str, arguments: str, gradient: Tensor, given: Tensor) -> Tensor:
+    """As eager's autograd makes it, in the memory layout that it has there."""
     args, kwargs = json.loads(arguments)
     # Below a dispatch mode autograd is switched off, not only gradients.
     with autograd_in_kernels(), torch.enable_grad():
         leaf = given.detach().requires_grad_()
         result = _FUNCTIONS[function](leaf, *args, **kwargs)
     (found,) = torch.autograd.grad(result, leaf, gradient)
-    # A gradient that is expanded or handed on would be a view of what another tensor holds.
-    return found.clone() if found.data_ptr() == gradient.data_ptr() else found
+    return found
+
+
+def _layout(tensor: Tensor) -> _Layout:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides(function: str, arguments: str, gradient: _Layout, given: _Layout) -> tuple[int, ...]:
+    """The result's strides where no factor is 0, for every call: what reads it is traced once.
+    First asked while tracing, when no memory is counted."""
+    gradient_, given_ = (
+        torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(1)
+        for shape, strides, dtype, device in (gradient, given)
+    )
+    return _gradient(function, arguments, gradient_, given_).stride()
 
 
 def is_eager_backward(target: Any) -> bool:

@@ -55,6 +55,16 @@ def test_the_same_tensor_twice_is_the_same_tensor() -> None:
     assert output["a"][1] is None
 
 
+def test_dimensions_of_one_keep_their_strides() -> None:
+    for function in (
+        lambda m, h, y: (y[:, :1], y[:, :1].t(), y.unsqueeze(1).transpose(0, 2)),
+        lambda m, h, y: (h.argmax(-1, keepdim=True).t(), y.max(-1, keepdim=True)[0].t(), y.t()),
+    ):
+        model, module, x = planned(function)
+        for got, expected in zip(module(x), model(x), strict=True):
+            assert got.stride() == expected.stride()
+
+
 def test_slices_may_be_changed_in_place() -> None:
     model, module, x = planned(lambda m, h, y: (y[:, :2], y[:, 2:]))
     results = []

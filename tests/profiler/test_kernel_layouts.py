@@ -167,6 +167,25 @@ def test_a_product_with_a_zero() -> None:
         assert plan.check(model, given).measured_peak_bytes <= plan.peak_bytes
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.0])
+def test_products_of_another_layout(factor: float) -> None:
+    """Their gradient has one memory layout, whether a factor is 0 or not."""
+
+    def view(h: Tensor) -> Tensor:
+        return h.view(2, 4, 5, 6).permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+    class Channels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 120)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = view(self.layer(x) + 2)
+            return (h * factor).prod(1) + h.prod() + (h * factor).cumprod(2).sum(1)
+
+    check(Case(Channels, lambda: (torch.linspace(-1, 1, 12).reshape(2, 6),)))
+
+
 def test_what_is_not_to_be_computed_is_not() -> None:
     model, x = nn.Linear(3, 3), torch.randn(2, 3)
     assert computing_device(model, to_call(x)) == torch.device("cpu")

@@ -17,6 +17,7 @@ SAMPLE = [
     ("kl_div batchmean", "expanded"),
     ("copysign", "channels_last"),
     ("prod -1", "slice"),
+    ("prod 1", "channels_last"),
     ("batch_norm of a sequence", "contiguous"),
     ("batch_norm 1d rows", "transposed"),
     ("svdvals detached", "transposed"),
