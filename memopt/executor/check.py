@@ -35,7 +35,7 @@ def measure_step(
     targets: tuple[Any, ...] = (),
 ) -> tuple[int, float]:
     """(total peak bytes, median seconds) of a step under the plan; see `Plan.check`."""
-    call = planned_call(plan, inputs)
+    call = planned_call(plan, inputs).detached()
     planned = apply_plan(plan, model, inputs)
     device = device_of(model, call)
 

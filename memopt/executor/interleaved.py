@@ -49,7 +49,7 @@ def measure_in_turn(
         rounds: timed rounds, at least 1; a metered one, which also warms up, comes first.
         progress: called after every step; may raise KeyboardInterrupt.
     """
-    call = planned_call(plans[0])
+    call = planned_call(plans[0]).detached()
     device = device_of(model, call)
     gradients = plans[0].output_gradients
     modules = [model, *(apply_plan(plan, model) for plan in plans)]

@@ -32,7 +32,7 @@ def record_step(
 
     Arguments and errors are those of `Plan.check`.
     """
-    call = planned_call(plan, inputs)
+    call = planned_call(plan, inputs).detached()
     device = device_of(model, call)
     recorder = recorder_for(device)
     module = apply_plan(plan, model, inputs, recorder=recorder)

@@ -127,6 +127,7 @@ def measure_baseline(
         device: where the model is.
         resident_bytes: added to the measured activations' peak.
     """
+    call = call.detached()
 
     def step() -> Any:
         output = model(*call.args, **call.kwargs)

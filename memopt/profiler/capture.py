@@ -30,6 +30,7 @@ from memopt.profiler.hugging_face import as_eager, cache_remedy
 from memopt.profiler.inputs import Call
 from memopt.profiler.joint_split import Boxed, compiler, mutations, partitioner, split_joint
 from memopt.profiler.kernel_layouts import computing_device, layouts_of_kernels
+from memopt.profiler.leaf_gradients import gradients_as_kept
 from memopt.profiler.output_views import NO_OUTPUTS, OutputForms, hand_out, trace_apart
 from memopt.profiler.parameter_updates import without_zero_gradients
 from memopt.profiler.side_effects import check_side_effects
@@ -234,6 +235,7 @@ def _export(
         correct_fake_results(module)
         dropout_as_eager(module)
         without_zero_gradients(module)
+        gradients_as_kept(module, call)
         split = split_joint(module)
         if not split.tangents:
             raise CaptureError(

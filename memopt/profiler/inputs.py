@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -31,6 +32,34 @@ class Call:
     def tensors(self) -> list[Tensor]:
         """The tensor leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def detached(self) -> Call:
+        """The same call, but for tensors that were computed with gradients: they come without
+        their history, which a backward would run, and which belongs to the user."""
+        made: dict[int, Tensor] = {}
+
+        def one(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.is_leaf:
+                return leaf
+            if id(leaf) not in made:
+                reached = torch.empty(0, requires_grad=True)
+                made[id(leaf)] = _WithoutHistory.apply(leaf.detach(), reached)  # type: ignore[no-untyped-call]
+            return made[id(leaf)]
+
+        args, kwargs = pytree.tree_map(one, (self.args, self.kwargs))
+        return Call(args, kwargs)
+
+
+class _WithoutHistory(torch.autograd.Function):
+    """The value itself; its gradient goes nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, _reached: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None
 
 
 def repeated(leaves: Iterable[Any]) -> dict[int, int]:

@@ -222,6 +222,7 @@ def measure_step_baseline(
     resident_bytes: int,
 ) -> Baseline:
     """The unplanned step, metered: forward, loss, backward, `optimizer.step()`, `zero_grad()`."""
+    call = call.detached()
 
     def step() -> None:
         loss.value(model(*call.args, **call.kwargs)).backward()  # type: ignore[no-untyped-call]

@@ -79,11 +79,11 @@ def findings(cases: Sequence[tuple[str, str]]) -> list[Finding]:
     """What is wrong with operators in layouts, (name, layout) each, as one model under each plan;
     [] where nothing is."""
     torch.manual_seed(0)
-    model = Together([Subject(TABLE[name], layout) for name, layout in cases])
-    start = copy.deepcopy(model.state_dict())
-    case = Case(lambda: model, lambda: (inputs(),), steps=3)
-    reference = copy.deepcopy(model)
     try:
+        model = Together([Subject(TABLE[name], layout) for name, layout in cases])
+        start = copy.deepcopy(model.state_dict())
+        case = Case(lambda: model, lambda: (inputs(),), steps=3)
+        reference = copy.deepcopy(model)
         expected = run_steps(case, reference, reference)
     except RuntimeError as error:
         return [Finding("eager", f"raises: {_line(error)}")]
