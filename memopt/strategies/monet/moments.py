@@ -79,16 +79,13 @@ class MomentModel:
         self._backward()
 
     def _runs(self, i: int) -> list[int]:
-        """The variables of an operator's run. One that runs although nothing needs it costs what
-        its choice does above the fastest: the optimum bounds programs that leave it out, too."""
-        times = [choice.time_s for _, choice in self.choices[i]]
-        spared = self._in_its_place(i) and i not in self.needed
-        least_s = min(times) if spared else 0.0
-        return [self.model.variable(time_s - least_s) for time_s in times]
+        """The variables of an operator's run."""
+        return [self.model.variable(choice.time_s) for _, choice in self.choices[i]]
 
     def _in_its_place(self, i: int) -> bool:
-        """Whether a forward operator may not run twice: it runs once, in the forward."""
-        return i < self.first and not self.graph.operators[i].recomputable
+        """Whether a forward operator that must run may not run twice: it does in the forward."""
+        plain = i < self.first and not self.graph.operators[i].recomputable
+        return plain and i in self.needed
 
     def _writers(self, operators: Iterable[int]) -> dict[int, list[tuple[int, int]]]:
         writers: dict[int, list[tuple[int, int]]] = defaultdict(list)
