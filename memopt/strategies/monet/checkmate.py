@@ -1,6 +1,8 @@
 """Checkmate's 0-1 program (Jain et al., 2020) with exact lifetimes, and its two-phase rounding.
 
 Stage t runs operator t for the first time, after any earlier operators that run again, in order.
+The first backward stage has two such rounds, before and after the loss boundary, which the paper
+does not have: there the tangents come into memory.
 
 Variables: R[t,i]   operator i runs in stage t (i ≤ t)
     L[t,i,v] tensor v is in memory before operator i's turn in stage t; L[t,0,v] is Checkmate's
@@ -12,6 +14,7 @@ Constraints: R[t,t] = 1 (frontier-advancing, eq. 8a); R[t,i] ≤ L[t,i,v] for wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memopt.models.graph import Graph, Phase, TensorKind
@@ -34,6 +37,8 @@ class CheckmateModel:
         """R: stage → operator → variable."""
         self.before: list[dict[int, int]] = []
         """S: stage → tensor → variable."""
+        self.early: dict[int, int] = {}
+        """R of the first backward stage, before the loss boundary."""
         live: dict[int, int] = {}
         for t in range(len(self.graph.operators)):
             live = self._stage(t, live)
@@ -68,6 +73,8 @@ class CheckmateModel:
         """The variables and rows of stage t; gives what is live after it."""
         graph, model = self.graph, self.model
         if t == graph.first_backward:
+            for i in sorted(self._useful(t)):
+                self.early[i], live = self._turn(i, live)
             at_boundary = sum(self.size[v] for v in graph.tangents) + graph.boundary_bytes
             model.memory(at_boundary, [(self.size[v], x) for v, x in live.items()])
             live = dict(live)
@@ -78,28 +85,31 @@ class CheckmateModel:
         self.before.append(live)
         again: dict[int, int] = {}
         for i in [*sorted(self._useful(t)), t]:
-            operator = graph.operators[i]
-            again[i] = run = model.variable(operator.time_s)
-            if i == t:
-                model.fixed[run] = True
-            for v in operator.reads:
-                if v not in graph.resident:
-                    model.implies_any(run, [live[v]])
-            own = sum(self.size[v] for v in operator.writes) + operator.workspace_bytes
-            model.memory(0, [(own, run), *((self.size[v], x) for v, x in live.items())])
-            following: dict[int, int] = {}
-            for v in dict.fromkeys((*live, *operator.writes)):
-                following[v] = kept = model.variable()
-                sources = [live[v]] if v in live else []
-                model.implies_any(kept, [*sources, *([run] if v in operator.writes else [])])
-                if v in graph.kept:
-                    model.fixed[kept] = True
-            live = following
+            again[i], live = self._turn(i, live)
+        model.fixed[again[t]] = True
         self.again.append(again)
         if t == len(graph.operators) - 1 and graph.first_backward > t and graph.tangents:
             at_boundary = sum(self.size[v] for v in graph.tangents) + graph.boundary_bytes
             model.memory(at_boundary, [(self.size[v], x) for v, x in live.items()])
         return live
+
+    def _turn(self, i: int, live: dict[int, int]) -> tuple[int, dict[int, int]]:
+        """Operator i's turn to run: its variable, and what is live after it."""
+        model, operator = self.model, self.graph.operators[i]
+        run = model.variable(operator.time_s)
+        for v in operator.reads:
+            if v not in self.graph.resident:
+                model.implies_any(run, [live[v]])
+        own = sum(self.size[v] for v in operator.writes) + operator.workspace_bytes
+        model.memory(0, [(own, run), *((self.size[v], x) for v, x in live.items())])
+        following: dict[int, int] = {}
+        for v in dict.fromkeys((*live, *operator.writes)):
+            following[v] = kept = model.variable()
+            sources = [live[v]] if v in live else []
+            model.implies_any(kept, [*sources, *([run] if v in operator.writes else [])])
+            if v in self.graph.kept:
+                model.fixed[kept] = True
+        return run, following
 
     def hint(self, program: Program) -> None:
         """Start the solver from a program of the graph, as far as the class can express it."""
@@ -108,12 +118,13 @@ class CheckmateModel:
                 self.model.hints[x] = v in stage.live or v in self.graph.tangents
             for i, run in self.again[t].items():
                 self.model.hints[run] = i in stage.runs
+        self.model.hints |= dict.fromkeys(self.early.values(), False)
 
     def program(self, values: tuple[bool, ...]) -> Program:
         """The program of a solution."""
-        return self._lowered(
-            [[i for i, run in again.items() if values[run]] for again in self.again]
-        )
+        early = [i for i, run in self.early.items() if values[run]]
+        stages = [[i for i, run in again.items() if values[run]] for again in self.again]
+        return self._lowered(stages, early)
 
     def rounded(self, values: tuple[float, ...]) -> Program:
         """Two-phase rounding (Checkmate §5): S above a half is saved, then R is what that needs."""
@@ -140,11 +151,12 @@ class CheckmateModel:
             have |= {v for i in run for v in operators[i].writes}
         return self._lowered(stages)
 
-    def _lowered(self, stages: list[list[int]]) -> Program:
+    def _lowered(self, stages: list[list[int]], early: Sequence[int] = ()) -> Program:
         instructions: list[Instruction] = []
         boundary = bool(self.graph.tangents) or self.graph.first_backward < len(stages)
         for t, stage in enumerate(stages):
             if boundary and t == self.graph.first_backward:
+                instructions.extend(Compute(i, ()) for i in early)
                 instructions.append(LossBoundary())
             instructions.extend(Compute(i, ()) for i in stage)
         if boundary and self.graph.first_backward >= len(stages):

@@ -8,7 +8,7 @@ from math import lcm
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.in_place import without_in_place
+from memopt.models.in_place import with_in_place, without_in_place
 from memopt.models.placed import ALIGNMENT_BYTES
 from memopt.models.program import Compute, Free, Program, SwapIn
 from memopt.models.replay import replay
@@ -16,7 +16,7 @@ from memopt.models.variants import variant
 from memopt.strategies.olla.buffers import Buffer, Placement
 from memopt.strategies.olla.ordering import DEFAULT_STATES, Ordering, order_tasks
 from memopt.strategies.olla.placement import DEFAULT_WORK_LIMIT, place
-from memopt.strategies.olla.program_tasks import tasks_of
+from memopt.strategies.olla.program_tasks import in_any_place, tasks_of
 from memopt.strategies.olla.within import buffers_within
 
 ATTEMPTS = 5
@@ -65,6 +65,34 @@ def order_program(
     if device is not None and replay(graph, ordered, device).time_s > own.time_s * (1 + 1e-9):
         return program, _unchanged(ordering, own.peak_bytes, len(problem.tasks))
     return ordered, ordering
+
+
+def order_in_any_place(
+    graph: Graph,
+    program: Program,
+    *,
+    good_enough: int,
+    time_limit_s: float | None = None,
+    max_states: int = DEFAULT_STATES,
+) -> tuple[Program, int]:
+    """Order a program that computes nothing in place with a view to what another order lets it.
+
+    Args:
+        graph: the cost model of the program.
+        program: valid, every output in a storage of its own.
+        good_enough: bytes; an order of at most this peak ends the search.
+        time_limit_s: wall clock.
+        max_states: see `order_tasks`.
+
+    Returns:
+        The program in its order, in place where that allows it, and a bound over all orders and
+        all choices of what is computed in place, bytes.
+    """
+    problem = in_any_place(tasks_of(graph, program))
+    ordering = order_tasks(
+        problem.tasks, good_enough=good_enough, time_limit_s=time_limit_s, max_states=max_states
+    )
+    return with_in_place(graph, problem.program(ordering.order)), ordering.bound
 
 
 def _unchanged(ordering: Ordering, peak: int, count: int) -> Ordering:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memopt.models.graph import Graph, Phase, TensorKind
 from memopt.models.program import Compute, Free, Instruction, LossBoundary, Program, SwapIn, SwapOut
@@ -71,6 +71,26 @@ def tasks_of(graph: Graph, program: Program) -> ProgramTasks:
     overlap with stays the same, in their order on the links.
     """
     return _Reader(graph, program).result()
+
+
+def in_any_place(problem: ProgramTasks) -> ProgramTasks:
+    """The problem of a program that computes nothing in place, as if every operator took over
+    the storage of a tensor that it may overwrite wherever some order lets it: its optimum is a
+    bound for every order and every choice of what is computed in place."""
+    graph, tasks = problem.graph, problem.tasks
+    transient = list(tasks.transient)
+    for task, instruction in enumerate(problem.instructions):
+        if not isinstance(instruction, Compute):
+            continue
+        chosen = variant(graph.operators[instruction.op], instruction.implementation)
+        later = tasks.descendants[task]
+        for index in tasks.consumed[task]:
+            value = tasks.values[index]
+            last = not value.kept and not any(later >> other & 1 for other in value.consumers)
+            if last and problem.tensors[index] in chosen.in_place:
+                transient[task] -= value.size
+                break
+    return replace(problem, tasks=replace(tasks, transient=tuple(transient)))
 
 
 class _Reader:

@@ -16,6 +16,7 @@ from memopt.strategies.base import CostModel, Progress, Solution, Status, Strate
 from memopt.strategies.olla.ordering import DEFAULT_STATES
 from memopt.strategies.olla.passes import (
     Improvement,
+    order_in_any_place,
     order_program,
     place_program,
     placing_figures,
@@ -98,6 +99,8 @@ class Olla(Strategy):
             program, proved = self._order(graph, program, share_s, progress, stats)
             if stats["order_interrupted"]:
                 share_s = 0.0
+            if self.in_place and budget_bytes is not None and proved:
+                program, proved = self._order_anew(graph, program, budget_bytes, share_s)
         unplaced_bytes = peak_bytes = replay(graph, program).peak_bytes
         if self.place and (budget_bytes is None or unplaced_bytes <= budget_bytes):
             limit_bytes = self._limit_bytes(graph, unplaced_bytes, budget_bytes)
@@ -135,6 +138,26 @@ class Olla(Strategy):
         stats |= {f"order_{key}": value for key, value in ordering.stats.items()}
         stats |= {"order_bound_bytes": ordering.bound, "order_gap": ordering.gap}
         return ordered, ordering.status is Status.OPTIMAL
+
+    def _order_anew(
+        self, graph: Graph, program: Program, budget_bytes: int, time_limit_s: float | None
+    ) -> tuple[Program, bool]:
+        """(a program whose best order is over the budget, or one that computes other outputs in
+        place and needs less; whether none of any order within the budget is there)."""
+        peak_bytes = replay(graph, program).peak_bytes
+        if peak_bytes <= budget_bytes:
+            return program, True
+        other, bound = order_in_any_place(
+            graph,
+            store_all(graph),
+            good_enough=budget_bytes,
+            time_limit_s=time_limit_s,
+            max_states=self.max_states,
+        )
+        other_bytes = replay(graph, other).peak_bytes
+        if other_bytes < peak_bytes:
+            program, peak_bytes = other, other_bytes
+        return program, bound >= peak_bytes or bound > budget_bytes
 
     def _limit_bytes(
         self, graph: Graph, unplaced_bytes: int, budget_bytes: int | None
