@@ -17,7 +17,7 @@ def test_graphs(seed: int) -> None:
     assert found.counts["plans"] > 0
 
 
-@pytest.mark.parametrize("seed", [*range(4), 127])
+@pytest.mark.parametrize("seed", [*range(4), 127, 346])
 def test_chains(seed: int) -> None:
     found = check_chain(seed)
     assert not found.wrong, "\n".join(found.wrong)

@@ -75,6 +75,22 @@ class RotorFree(FloatingStrategy):
 
     most_stages: int = 50
 
+    def plan_set(
+        self, chain: Chain, deadline_s: float | None = None, progress: Progress | None = None
+    ) -> PlanSet:
+        plans = super().plan_set(chain, deadline_s, progress)
+        # Of chains with such stages no proof: a faster schedule may run through a saved ā.
+        return plans.with_stats(False) if _passes_by_saving(chain) else plans
+
+
+def _passes_by_saving(chain: Chain) -> bool:
+    """Whether some stage's F_∅ needs more memory than F_all with what that saves."""
+    return any(
+        stage.output_bytes + stage.no_save_overhead_bytes
+        > stage.saved_bytes + stage.forward_overhead_bytes
+        for stage in chain.stages
+    )
+
 
 def floating(
     chain: Chain, scale: SlotScale, kinds: int, exact: bool, limits: SolveLimits
