@@ -190,6 +190,13 @@ def test_not_a_model() -> None:
         plan(lambda x: x)
 
 
+def test_what_cannot_be_measured_is_not() -> None:
+    with pytest.raises(
+        ValueError, match=r"on 'meta', and memopt measures on cpu and cuda.*.estimate."
+    ):
+        plan(two_layers().to("meta"), torch.ones(4, 6, device="meta"))
+
+
 def test_mixed_devices() -> None:
     with pytest.raises(ValueError, match="on one device, found cpu, meta; move them"):
         plan(two_layers(), torch.ones(4, 6, device="meta"))

@@ -64,6 +64,7 @@ def with_step(plan: Plan, model: nn.Module, loss_fn: Any, optimizer: torch.optim
         )
     state = optimizer_state(optimizer, model.parameters(), record.block_bytes)
     base_bytes = lowering.graph.extra_resident_bytes + STEP_SCALARS_BYTES[device.type]
+    base_bytes += record.library_bytes
     stays_bytes = graph.extra_resident_bytes - base_bytes
     # State that is on the host between updates is charged to their workspace instead.
     updates = [one for one in graph.operators if one.phase is Phase.UPDATE]

@@ -220,8 +220,11 @@ def _check_graph(graph: Graph | None, record: ModelRecord) -> None:
         found = "" if graph is None else fingerprint(as_captured(graph, record.resized))
     except ValueError as error:
         raise PlanFileError(f"plan file.record.resized: {error}") from error
-    if graph is not None and record.loss_bytes > graph.extra_resident_bytes:
-        raise PlanFileError("the file's loss takes more than all that is resident; plan again")
+    own_bytes = record.loss_bytes + record.library_bytes
+    if graph is not None and own_bytes > graph.extra_resident_bytes:
+        raise PlanFileError(
+            "the file's loss and libraries take more than all that is resident; plan again"
+        )
     if found != record.fingerprint or not found:
         raise PlanFileError(
             "the file's graph is not the one that its fingerprint is of: the file was edited; "

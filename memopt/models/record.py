@@ -101,6 +101,7 @@ class ModelRecord:
         output_gradients: what the planned loss does with the model's output.
         loss_bytes: of the planned loss itself, which lives from its step into the next one and is
             charged as resident, if it takes more than a number.
+        library_bytes: what libraries keep on the device from step to step, charged as resident.
         resized: (tensor, its size as captured) of the graph's tensors that profiling found to
             have another size.
         repeated: (position, earlier position) of each flat argument that is the same tensor as an
@@ -121,6 +122,7 @@ class ModelRecord:
     loss_bytes: int = 0
     repeated: tuple[tuple[int, int], ...] = ()
     resized: tuple[tuple[int, int], ...] = ()
+    library_bytes: int = 0
 
 
 def difference(planned: ModelRecord, found: ModelRecord) -> str | None:

@@ -42,6 +42,7 @@ def encode_record(value: ModelRecord) -> dict[str, Any]:
         "held_gradient_bytes": value.output_gradients.held_bytes,
         "loss_bytes": value.loss_bytes,
         "repeated": [list(pair) for pair in value.repeated],
+        **({"library_bytes": value.library_bytes} if value.library_bytes else {}),
         **({"resized": [list(pair) for pair in value.resized]} if value.resized else {}),
     }
 
@@ -95,6 +96,7 @@ def read_record(reader: Reader) -> ModelRecord:
         "loss_bytes",
         "repeated",
         "resized",
+        "library_bytes",
     )
     found = dict(zip((*names, *later), reader.fields(*names, optional=later), strict=True))
     return ModelRecord(
@@ -116,6 +118,7 @@ def read_record(reader: Reader) -> ModelRecord:
         loss_bytes=found["loss_bytes"].optional(lambda item: _at_least(item, 0)) or 0,
         repeated=found["repeated"].optional(lambda rows: rows.each(_read_repeated)) or (),
         resized=found["resized"].optional(lambda rows: rows.each(_read_resized)) or (),
+        library_bytes=found["library_bytes"].optional(lambda item: _at_least(item, 0)) or 0,
     )
 
 

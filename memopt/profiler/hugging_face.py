@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.fx import Node
 
+from memopt.models.locks import ForkedLock
+
 T = TypeVar("T")
 
-_ONE_AT_A_TIME = threading.RLock()
+_ONE_AT_A_TIME = ForkedLock()
 
 
 class _PackedPositions(Exception):

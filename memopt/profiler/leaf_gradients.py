@@ -28,6 +28,8 @@ def gradients_as_kept(module: GraphModule, call: Call) -> None:
         call: says which inputs are leaves. The gradients of the others are passed on as they are.
     """
     split = split_joint(module)
+    if not split.tangents:
+        return  # There is no backward.
     kept: dict[int, Node] = {}
     for position, (primal, gradient) in enumerate(zip(split.primals, split.gradients, strict=True)):
         if isinstance(gradient, Node) and _is_leaf(primal, call):
@@ -53,6 +55,8 @@ def _is_leaf(primal: Node, call: Call) -> bool:
 
 def _keeps(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
     """Whether autograd keeps a gradient of this layout as it is."""
+    if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
+        return True
     if not is_dense(leaf.shape, leaf.stride()):
         return gradient.is_contiguous()
     strides = zip(leaf.shape, leaf.stride(), gradient.stride(), strict=True)

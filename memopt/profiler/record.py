@@ -36,6 +36,7 @@ def record_of(
     output_gradients: OutputGradients = ANY_LOSS,
     loss_bytes: int = 0,
     resized: tuple[tuple[int, int], ...] = (),
+    library_bytes: int = 0,
 ) -> ModelRecord:
     """The record of a model in its present mode, and of its example call.
 
@@ -46,7 +47,7 @@ def record_of(
         block_bytes: the allocator's granularity in the captured graph.
         fingerprint: of the captured graph, if it was captured.
         output_gradients: what the captured loss does with the model's output.
-        loss_bytes, resized: see `ModelRecord`.
+        loss_bytes, resized, library_bytes: see `ModelRecord`.
     """
     named = (*model.named_parameters(), *model.named_buffers())
     return ModelRecord(
@@ -66,6 +67,7 @@ def record_of(
         loss_bytes=loss_bytes,
         repeated=tuple(repeated(call.leaves).items()),
         resized=resized,
+        library_bytes=library_bytes,
     )
 
 

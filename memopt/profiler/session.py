@@ -79,6 +79,22 @@ def device_of(model: nn.Module, call: Call) -> torch.device:
     return next(iter(accelerators or devices), torch.device("cpu"))
 
 
+def measured_device(model: nn.Module, call: Call) -> torch.device:
+    """The device of a model that is to be measured there.
+
+    Raises:
+        ValueError: nothing can be measured there; or as `device_of`.
+    """
+    device = device_of(model, call)
+    if device.type not in STEP_SCALARS_BYTES:
+        raise ValueError(
+            f"the model is on {str(device)!r}, and memopt measures on cpu and cuda: move it there, "
+            'or plan for a device that is not here with mode="estimate" and device="H100" or '
+            "another preset"
+        )
+    return device
+
+
 def forward_only(progress: Progress | None) -> Progress:
     """Progress that never goes back, where a part is done again (`quietly`). None: nothing."""
     most = 0.0
@@ -138,7 +154,7 @@ def _profiled(
     output_gradients: OutputGradients,
     report: Progress,
 ) -> Profiled:
-    device = device_of(model, call)
+    device = measured_device(model, call)
     chosen = options or MeasureOptions(cache=ProfileCache())
     report(0.0, "capturing the model")
     check_arguments(model, call)
@@ -169,6 +185,7 @@ def _profiled(
         resized=resized(lowering.graph, graph),
         output_gradients=used().gradients,
         loss_bytes=loss_bytes,
+        library_bytes=step.library_bytes,
     )
     extra_bytes = state.bytes_total + step.library_bytes + STEP_SCALARS_BYTES[device.type]
     graph = replace(

@@ -30,6 +30,7 @@ from memopt.profiler.session import (
     Progress,
     device_of,
     forward_only,
+    measured_device,
     part_of,
     quietly,
 )
@@ -92,7 +93,7 @@ def _profiled(
     report: Progress,
     offload_optimizer: bool,
 ) -> ProfiledStep:
-    device = device_of(model, call)
+    device = measured_device(model, call)
     chosen = options or MeasureOptions()
     report(0.0, "capturing the step")
     check_arguments(model, call)
@@ -127,7 +128,10 @@ def _profiled(
         captured,
         baseline,
         device,
-        record=_record(parts, device, block_bytes, unpriced.graph, graph),
+        record=replace(
+            _record(parts, device, block_bytes, unpriced.graph, graph),
+            library_bytes=baseline.library_bytes,
+        ),
         optimizer=replace(state, bytes_total=stays_bytes),
         parts=parts,
         user_call=call,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from memopt.errors import CaptureError
+from memopt.models.locks import ForkedLock
 from memopt.profiler.dynamo_guards import TraceGuards, guards_heard
 
 _MOVED = (
@@ -223,7 +224,7 @@ _TAKEN_APART = (
 )
 
 
-_ONE_AT_A_TIME = threading.RLock()
+_ONE_AT_A_TIME = ForkedLock()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
-from threading import Lock
 from typing import TYPE_CHECKING
 
 from memopt.errors import InvalidProgramError
@@ -16,6 +15,7 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.in_place import with_in_place
 from memopt.models.judge import judge
+from memopt.models.locks import ForkedLock
 from memopt.strategies.base import CostModel, Solution, Strategy
 from memopt.strategies.slack import PROBES, Attempt, best_that_fits, smallest_budget, smallest_plan
 
@@ -31,7 +31,7 @@ class KeptPlans:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._plans: deque[tuple[Strategy, CostModel, int, Solution]] = deque(maxlen=capacity)
-        self._lock = Lock()
+        self._lock = ForkedLock()
 
     def keep(
         self, strategy: Strategy, cost_model: CostModel, budget_bytes: int, plan: Solution

@@ -156,3 +156,21 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostState, "put_away", broken)
     with pytest.raises((ExecutionError, RuntimeError), match="link"):
         step(x, targets=(y,))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_libraries_keep_is_no_optimizer_state(
+    offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA matrix products leave workspaces behind, which a plan charges."""
+    monkeypatch.setattr("memopt.profiler.baseline.library_bytes", lambda device: 4096)
+    more: dict[str, Any] = {"offload_optimizer": True} if offload else {"whole_step": True}
+    model, optimizer, plan = planned(MAKES["adam"], "olla", **more)
+    assert plan.record is not None
+    assert plan.record.library_bytes == 4096
+    plan.save(tmp_path / "plan.json")
+    step = memopt.load(tmp_path / "plan.json").train_step(
+        model, nn.functional.cross_entropy, optimizer
+    )
+    _, _, expected_losses = eager(MAKES["adam"])
+    assert_same(run(step, optimizer), expected_losses)

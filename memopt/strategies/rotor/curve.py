@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 
 from memopt.models.chain import Chain
 from memopt.models.chain_replay import replay_chain
+from memopt.models.locks import ForkedLock
 from memopt.strategies.rotor.codes import steps_of
 
 Codes = npt.NDArray[np.int64]
@@ -107,7 +107,7 @@ class RecentPlanSets:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._entries: OrderedDict[Hashable, PlanSet] = OrderedDict()
-        self._lock = Lock()
+        self._lock = ForkedLock()
 
     def get(self, key: Hashable, compute: Callable[[], PlanSet]) -> PlanSet:
         """The plan set of `key`, computed if absent; an incomplete one is not kept."""
