@@ -26,11 +26,11 @@ from torch import nn
 import memopt
 from benchmarks.kept import Kept
 from benchmarks.steps import interleaved, ratio
-from memopt.models.program import Program
-from memopt.models.replay import replay
 from memopt.plan import Plan
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.memory import metered
+from memopt.programs.instructions import Program
+from memopt.programs.replay import replay
 from memopt.strategies.olla import Olla
 from tests.zoo import Family, get
 

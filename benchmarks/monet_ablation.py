@@ -26,7 +26,7 @@ from benchmarks.monet_runs import (
     estimated_graph,
 )
 from memopt.models.presets import find_device
-from memopt.models.program import Program
+from memopt.programs.instructions import Program
 from memopt.strategies.monet.strategy import Choices
 
 SHARES = (0.4, 0.53, 0.65)

@@ -21,12 +21,12 @@ from benchmarks.kept import Kept
 from benchmarks.losses import WithLoss
 from memopt.implementations import with_implementations
 from memopt.models.graph import Graph
-from memopt.models.judge import judge
-from memopt.models.liveness import store_all
 from memopt.models.presets import find_device
-from memopt.models.replay import replay
-from memopt.models.serialize import dumps, loads
 from memopt.profiler.estimate import estimate_model
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.serialize import dumps, loads
+from memopt.reductions.validate_and_replay import judge
 from memopt.strategies.monet.menus import RotorMenus
 from tests.zoo import FAMILIES, get
 from tests.zoo.family import Family

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from benchmarks.monet_menus import BATCH, DEVICE, estimated_graph
 from memopt.models.device import Device
-from memopt.models.judge import judge
-from memopt.models.liveness import store_all
-from memopt.models.replay import replay
 from memopt.planning import solve
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.reductions.validate_and_replay import judge
 from memopt.strategies import Rotor
 from memopt.strategies.monet.incumbent import rotor_program
 from memopt.strategies.monet.strategy import Monet

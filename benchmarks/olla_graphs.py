@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memopt.models.graph import Graph, Phase
 from memopt.models.presets import find_device
-from memopt.models.serialize import dumps, loads
 from memopt.profiler.baseline import Loss
 from memopt.profiler.estimate import estimate_costs
 from memopt.profiler.inputs import to_call
 from memopt.profiler.measure import with_costs
 from memopt.profiler.step_capture import capture_step, with_updates
+from memopt.programs.serialize import dumps, loads
 from tests import zoo
 from tests.zoo.language import logits_loss, make_xlm_r, tokens
 

@@ -25,13 +25,13 @@ from benchmarks.olla_graphs import DEVICE, NAMES, graph_of
 from benchmarks.olla_rows import warm_up
 from benchmarks.olla_tables import percent
 from memopt.models.graph import Graph
-from memopt.models.linearize import linearize
-from memopt.models.liveness import store_all
-from memopt.models.placed import arena_use
 from memopt.models.presets import find_device
-from memopt.models.program import Compute, Program, SwapIn
-from memopt.models.replay import replay
-from memopt.models.updates import without_updates
+from memopt.programs.instructions import Compute, Program, SwapIn
+from memopt.programs.liveness import store_all
+from memopt.programs.placed import arena_use
+from memopt.programs.replay import replay
+from memopt.reductions.linearize import linearize
+from memopt.reductions.updates import without_updates
 from memopt.strategies.base import Solution, Strategy
 from memopt.strategies.offload.autoswap import AutoSwap
 from memopt.strategies.offload.dynprog import DynProg

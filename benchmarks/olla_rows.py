@@ -13,15 +13,15 @@ import torch
 import memopt
 from benchmarks.olla_graphs import family_of, graph_of
 from benchmarks.steps import peak_of
-from memopt.models.caching_allocator import allocation_trace, replay_allocations
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place
-from memopt.models.liveness import store_all
-from memopt.models.program import Program
-from memopt.models.replay import replay
-from memopt.models.validate import validate
 from memopt.profiler.inputs import to_call
+from memopt.programs.caching_allocator import allocation_trace, replay_allocations
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Program
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
 from memopt.strategies.olla import Olla, order_program, place_program
 from memopt.strategies.olla.contract import eager
 from memopt.strategies.olla.program_tasks import tasks_of

@@ -17,8 +17,8 @@ import torch
 
 import memopt
 from memopt.models.chain import Chain
-from memopt.models.linearize import linearize
-from memopt.models.serialize import dumps, loads
+from memopt.programs.serialize import dumps, loads
+from memopt.reductions.linearize import linearize
 from tests.zoo import get
 
 DEVICE = "V100-PCIe"

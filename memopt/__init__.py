@@ -23,11 +23,11 @@ from memopt.models.device import Device as Device
 from memopt.models.graph import Graph as Graph
 from memopt.models.graph import Operator as Operator
 from memopt.models.graph import Tensor as Tensor
-from memopt.models.program import Program as Program
 from memopt.plan import Plan as Plan
 from memopt.planning import plan as plan
 from memopt.planning import profile as profile
 from memopt.planning import strategies as strategies
+from memopt.programs.instructions import Program as Program
 from memopt.report.step_check import StepCheck as StepCheck
 from memopt.strategies import Status as Status
 from memopt.strategies import Strategy as Strategy

@@ -18,14 +18,14 @@ from memopt.comparison import Cell
 from memopt.errors import PlanFileError
 from memopt.files.envelope import read_bytes, write_atomically
 from memopt.files.plan_file import decode, encode
-from memopt.models import encoding
 from memopt.models.chain import Chain
 from memopt.models.codec import Reader
 from memopt.models.device import Device
 from memopt.models.folders import default_directory
 from memopt.models.graph import Graph
-from memopt.models.serialize import canonical, parse
 from memopt.plan import BaselineFigures, Plan
+from memopt.programs import encoding
+from memopt.programs.serialize import canonical, parse
 from memopt.strategies import STRATEGIES, Status, Strategy
 
 if TYPE_CHECKING:

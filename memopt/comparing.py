@@ -15,8 +15,6 @@ from memopt.models.budget import MINIMUM, parse_budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.liveness import store_all
-from memopt.models.replay import replay
 from memopt.plan import BaselineFigures, Plan
 from memopt.planning import (
     Mode,
@@ -26,13 +24,15 @@ from memopt.planning import (
     profiled_for,
     solve,
 )
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
 from memopt.report.progress import reporting
 from memopt.side_by_side import Finished, default_workers, run_all
 from memopt.strategies import STRATEGIES, Progress, Status, Strategy, resolve
 
 if TYPE_CHECKING:
-    from memopt.models.linearize import Linearization
     from memopt.profiler.session import Profiled
+    from memopt.reductions.linearize import Linearization
 
 FAST = (
     "store-all",
@@ -298,8 +298,8 @@ class _Table:
 
 
 def _linearization(cost_model: Chain | Graph) -> Linearization | None:
-    from memopt.models.linearize import linearize
-    from memopt.models.stage_map import has_updates
+    from memopt.reductions.linearize import linearize
+    from memopt.reductions.stage_map import has_updates
 
     if isinstance(cost_model, Chain) or has_updates(cost_model):
         return None

@@ -11,9 +11,9 @@ from memopt.models.budget import format_bytes
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.program import Program
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
 from memopt.models.steps import ChainStep
+from memopt.programs.instructions import Program
 from memopt.strategies.base import Status, Strategy
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memopt.executor.train_step import TrainStep
-    from memopt.models.placed import ArenaUse
     from memopt.profiler.inputs import Call
     from memopt.profiler.session import Profiled
+    from memopt.programs.placed import ArenaUse
     from memopt.report.lanes import StepLanes
     from memopt.report.step_check import StepCheck
 
@@ -116,7 +116,7 @@ class Plan:
         """What the plan's addresses cover and what lies outside; None for a plan without."""
         if self.graph is None or self.program is None:
             return None
-        from memopt.models.placed import arena_use
+        from memopt.programs.placed import arena_use
 
         return arena_use(self.graph, self.program)
 

@@ -11,17 +11,17 @@ from memopt.errors import InvalidProgramError, MemoptError
 from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import MINIMUM, format_bytes, parse_budget
 from memopt.models.chain import Chain
-from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place
-from memopt.models.judge import judge
-from memopt.models.liveness import store_all
 from memopt.models.presets import find_device
-from memopt.models.program import Program, SwapIn, SwapOut
-from memopt.models.replay import replay
-from memopt.models.stage_map import has_updates
 from memopt.plan import BaselineFigures, Plan
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Program, SwapIn, SwapOut
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.reductions.chain_replay import replay_chain
+from memopt.reductions.stage_map import has_updates
+from memopt.reductions.validate_and_replay import judge
 from memopt.refusal import infeasible
 from memopt.strategies import Progress, Solution, Strategy, resolve
 from memopt.strategies.host_budget import host_limit, parse_host_budget, with_host_budget
@@ -30,8 +30,8 @@ from memopt.strategies.store_all import chain_steps
 from memopt.whole_step import left_on_host, takes_whole_step
 
 if TYPE_CHECKING:
-    from memopt.models.linearize import Linearization
     from memopt.profiler.session import Profiled
+    from memopt.reductions.linearize import Linearization
 
 _NO_OPERATORS = (
     "order=True and place=True work on the operators of a graph; a Chain has none: plan "
@@ -259,8 +259,8 @@ def _target(
 ) -> tuple[Chain | Graph, Linearization | None]:
     """What the strategy solves, and the linearization to lower its schedule with."""
     if strategy.needs == "chain" and isinstance(cost_model, Graph):
-        from memopt.models.linearize import linearize
-        from memopt.models.updates import linearize_step
+        from memopt.reductions.linearize import linearize
+        from memopt.reductions.updates import linearize_step
 
         view = known or (linearize_step if has_updates(cost_model) else linearize)(cost_model)
         return view.chain, view

@@ -17,19 +17,41 @@ EVERYTHING = ("memopt",)
 LAYERS: dict[str, tuple[str, ...]] = {
     "memopt.errors": (),
     "memopt.models": ("memopt.errors",),
-    "memopt.profiler": ("memopt.errors", "memopt.models"),
-    "memopt.implementations": ("memopt.errors", "memopt.models", "memopt.profiler"),
+    "memopt.programs": ("memopt.errors", "memopt.models"),
+    "memopt.reductions": ("memopt.errors", "memopt.models", "memopt.programs"),
+    "memopt.profiler": ("memopt.errors", "memopt.models", "memopt.programs", "memopt.reductions"),
+    "memopt.implementations": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.programs",
+        "memopt.profiler",
+    ),
     "memopt.executor": (
         "memopt.errors",
         "memopt.models",
+        "memopt.programs",
+        "memopt.reductions",
         "memopt.profiler",
         "memopt.implementations",
     ),
-    "memopt.strategies": ("memopt.errors", "memopt.models"),
-    "memopt.report": ("memopt.errors", "memopt.models", "memopt.plan"),
+    "memopt.strategies": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.programs",
+        "memopt.reductions",
+    ),
+    "memopt.report": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.programs",
+        "memopt.reductions",
+        "memopt.plan",
+    ),
     "memopt.files": (
         "memopt.errors",
         "memopt.models",
+        "memopt.programs",
+        "memopt.reductions",
         "memopt.strategies",
         "memopt.plan",
         "memopt.planning",
@@ -65,7 +87,13 @@ SHARED_BY_STRATEGIES = (
 )
 COMPOSITES = ("memopt.strategies", "memopt.strategies.auto", "memopt.strategies.monet")
 
-NO_TORCH = ("memopt.errors", "memopt.models", "memopt.strategies")
+NO_TORCH = (
+    "memopt.errors",
+    "memopt.models",
+    "memopt.programs",
+    "memopt.reductions",
+    "memopt.strategies",
+)
 TORCH = ("torch", "torchvision", "transformers", "timm")
 SOLVERS = ("numba", "ortools", "scipy", "networkx")
 """Not imported by what `import memopt` and building cost models import: a strategy imports its

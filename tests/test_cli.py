@@ -17,7 +17,7 @@ from memopt.cli import app
 from memopt.commands.hugging_face import not_built
 from memopt.commands.output import ExitCode
 from memopt.models.codec import Reader
-from memopt.models.encoding import read_graph
+from memopt.programs.encoding import read_graph
 from tests.zoo import get
 
 ROOT = Path(__file__).parent.parent

@@ -25,7 +25,7 @@ Chain(input_bytes=8, stages=stages)
     "code",
     [
         "import memopt",
-        "import memopt.models.graph, memopt.models.chain, memopt.models.program",
+        "import memopt.models.graph, memopt.models.chain, memopt.programs.instructions",
         "import memopt.strategies, memopt.strategies.base",
         BUILD_A_CHAIN,
     ],

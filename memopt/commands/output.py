@@ -17,8 +17,8 @@ import typer
 from memopt.commands.targets import TargetError
 from memopt.errors import InfeasibleBudgetError, MemoptError, PlanFileError
 from memopt.models.device import Device
-from memopt.models.program import Compute
 from memopt.plan import Plan
+from memopt.programs.instructions import Compute
 
 _WIDEST = 120
 

@@ -13,9 +13,9 @@ from memopt.commands.targets import Sizes, load_target
 from memopt.files.envelope import write_atomically
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
-from memopt.models.liveness import store_all
-from memopt.models.replay import replay
-from memopt.models.serialize import dumps
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.serialize import dumps
 from memopt.report.texts import format_seconds
 
 

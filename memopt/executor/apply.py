@@ -16,11 +16,8 @@ from memopt.executor.recaptured import BLOCK_BYTES, planned_lowering
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Runtime
 from memopt.models.graph import Graph
-from memopt.models.program import Compute
 from memopt.models.record import difference
 from memopt.models.same_graph import as_captured, graph_difference
-from memopt.models.serialize import fingerprint
-from memopt.models.stage_map import has_updates
 from memopt.profiler.autocast import autocast_as, autocast_state
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
@@ -29,6 +26,9 @@ from memopt.profiler.misfit import diagnosed
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.session import device_of
 from memopt.profiler.watch import Watch
+from memopt.programs.instructions import Compute
+from memopt.programs.serialize import fingerprint
+from memopt.reductions.stage_map import has_updates
 
 if TYPE_CHECKING:
     from memopt.plan import Plan

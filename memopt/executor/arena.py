@@ -20,11 +20,11 @@ from torch.fx import Node
 
 from memopt.errors import InvalidProgramError
 from memopt.executor.arena_forms import Form, forms_of
-from memopt.models.placed import ALIGNMENT_BYTES
-from memopt.models.program import Compute, Program, SwapIn
 from memopt.profiler.build import Lowering
 from memopt.profiler.signature import values_of
 from memopt.profiler.torch_private import profiler_looks_on, storage_at
+from memopt.programs.instructions import Compute, Program, SwapIn
+from memopt.programs.placed import ALIGNMENT_BYTES
 
 _KNOWN_ADDRESSES = 8
 

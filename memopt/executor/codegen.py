@@ -22,9 +22,9 @@ from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.arena_code import ArenaWriter
 from memopt.executor.recorder import Recorder
 from memopt.executor.values import Halves, argument_in, kernel_of, unpacked
-from memopt.models.program import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 from memopt.models.variants import variant
 from memopt.profiler.in_place import in_place_call
+from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 
 _COUNTER = itertools.count()
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memopt.models.graph import Graph
-from memopt.models.program import DropHost, LossBoundary, Program, SwapOut
+from memopt.programs.instructions import DropHost, LossBoundary, Program, SwapOut
 
 ALIGNMENT_BYTES = 512
 

@@ -10,8 +10,8 @@ from torch.fx.node import map_arg
 
 from memopt.errors import InvalidProgramError
 from memopt.executor.values import Halves, argument_in, kernel_of, unpacked
-from memopt.models.program import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 from memopt.profiler.in_place import in_place_call
+from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 
 
 class _Machine:

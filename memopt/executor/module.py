@@ -22,13 +22,13 @@ from memopt.executor.runtime import Installed, Runtime
 from memopt.executor.swap import ThreadSwap
 from memopt.executor.swap_streams import CudaStreams, StreamSwap
 from memopt.executor.values import Halves
-from memopt.models.program import Program
 from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call, align
 from memopt.profiler.torch_private import captured_around
 from memopt.profiler.unused_outputs import refusing_gradients
 from memopt.profiler.watches import Watches
+from memopt.programs.instructions import Program
 
 Otherwise: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
 """(the user's model, a call that is not the planned one, what differs) → the module to call."""

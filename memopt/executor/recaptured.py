@@ -17,15 +17,15 @@ from memopt.errors import InvalidProgramError, PlanFileError
 from memopt.executor.arena_forms import outside_tensors
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Phase
-from memopt.models.judge import judge
-from memopt.models.program import Compute, Program
 from memopt.models.same_graph import graph_difference, with_figures, without_implementations
-from memopt.models.violations import Violation
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.capture import Captured
 from memopt.profiler.measure import MeasureOptions, memory_of
 from memopt.profiler.session import STEP_SCALARS_BYTES
+from memopt.programs.instructions import Compute, Program
+from memopt.programs.violations import Violation
+from memopt.reductions.validate_and_replay import judge
 
 if TYPE_CHECKING:
     from memopt.plan import Plan

@@ -11,11 +11,9 @@ from torch import nn
 from memopt.errors import PlanFileError
 from memopt.executor.recaptured import planned_lowering
 from memopt.models.budget import format_bytes
-from memopt.models.graph import Phase
-from memopt.models.record import difference
+from memopt.models.graph import Graph, Phase
+from memopt.models.record import ModelRecord, difference
 from memopt.models.same_graph import as_captured, graph_difference
-from memopt.models.serialize import fingerprint
-from memopt.models.stage_map import has_updates
 from memopt.profiler.baseline import Baseline, Loss
 from memopt.profiler.inputs import Call
 from memopt.profiler.misfit import diagnosed
@@ -25,6 +23,8 @@ from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
 from memopt.profiler.step_capture import StepModule, capture_step, update_name, with_updates
 from memopt.profiler.step_optimizer import check_splittable
 from memopt.profiler.step_session import ProfiledStep, update_costs
+from memopt.programs.serialize import fingerprint
+from memopt.reductions.stage_map import has_updates
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -54,10 +54,7 @@ def with_step(plan: Plan, model: nn.Module, loss_fn: Any, optimizer: torch.optim
             parts = capture_step(model, user_call, loss, optimizer, record.block_bytes)
         captured, lowering = with_updates(parts, parts.lowering, {})
         if fingerprint(lowering.graph) != record.fingerprint:
-            differs = "the captured steps differ (another loss, trained parameters or their order"
-            differs += f"; planned with torch {record.torch_version}, this is {torch.__version__})"
-            where = graph_difference(as_captured(graph, record.resized), lowering.graph)
-            differs += f": {where}" if where is not None else ""
+            differs = _other_step(graph, record, lowering.graph)
     if differs is not None:
         raise PlanFileError(
             f"this plan is for another step: {differs.replace('model.', '')}. {_again(plan)}"
@@ -99,6 +96,16 @@ def with_step(plan: Plan, model: nn.Module, loss_fn: Any, optimizer: torch.optim
         host_state_bytes=hosted_bytes,
     )
     return replace(plan, profiled=profiled)
+
+
+def _other_step(graph: Graph, record: ModelRecord, captured: Graph) -> str:
+    """In what a captured step differs from the planned one."""
+    where = graph_difference(as_captured(graph, record.resized), captured)
+    return (
+        "the captured steps differ (another loss, trained parameters or their order; planned with "
+        f"torch {record.torch_version}, this is {torch.__version__})"
+        + (f": {where}" if where is not None else "")
+    )
 
 
 def _again(plan: Plan) -> str:

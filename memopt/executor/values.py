@@ -12,7 +12,11 @@ from typing import Any
 from torch.fx import Node
 
 from memopt.executor.host_pool import HostPlacement, place_host_copies
-from memopt.models.program import (
+from memopt.models.variants import variant
+from memopt.profiler.build import Lowering
+from memopt.profiler.capture import Captured
+from memopt.profiler.in_place import overwritable
+from memopt.programs.instructions import (
     Compute,
     DropHost,
     Free,
@@ -22,10 +26,6 @@ from memopt.models.program import (
     SwapIn,
     SwapOut,
 )
-from memopt.models.variants import variant
-from memopt.profiler.build import Lowering
-from memopt.profiler.capture import Captured
-from memopt.profiler.in_place import overwritable
 
 
 @dataclass(frozen=True)

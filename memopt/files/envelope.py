@@ -15,7 +15,7 @@ from typing import Any
 
 from memopt.errors import PlanFileError
 from memopt.models.codec import Reader
-from memopt.models.serialize import canonical, parse
+from memopt.programs.serialize import canonical, parse
 
 FORMAT = "memopt plan"
 VERSION = 1

@@ -14,28 +14,28 @@ from memopt.files.strategy_record import encode_strategy, read_strategy
 from memopt.models.chain import Chain
 from memopt.models.codec import Reader
 from memopt.models.device import Device
-from memopt.models.encoding import chain as encode_chain
-from memopt.models.encoding import device as encode_device
-from memopt.models.encoding import graph as encode_graph
-from memopt.models.encoding import program as encode_program
-from memopt.models.encoding import (
+from memopt.models.graph import Graph
+from memopt.models.record import ModelRecord
+from memopt.models.record_json import encode_record, read_record
+from memopt.models.same_graph import as_captured
+from memopt.models.steps import ChainStep
+from memopt.plan import BaselineFigures, Plan
+from memopt.programs.encoding import chain as encode_chain
+from memopt.programs.encoding import device as encode_device
+from memopt.programs.encoding import graph as encode_graph
+from memopt.programs.encoding import program as encode_program
+from memopt.programs.encoding import (
     read_chain,
     read_device,
     read_graph,
     read_program,
     read_steps,
 )
-from memopt.models.encoding import steps as encode_steps
-from memopt.models.graph import Graph
-from memopt.models.judge import Figures, judge
-from memopt.models.program import Program
-from memopt.models.record import ModelRecord
-from memopt.models.record_json import encode_record, read_record
-from memopt.models.same_graph import as_captured
-from memopt.models.serialize import fingerprint
-from memopt.models.steps import ChainStep
-from memopt.models.violations import Violation
-from memopt.plan import BaselineFigures, Plan
+from memopt.programs.encoding import steps as encode_steps
+from memopt.programs.instructions import Program
+from memopt.programs.serialize import fingerprint
+from memopt.programs.violations import Violation
+from memopt.reductions.validate_and_replay import Figures, judge
 from memopt.strategies.base import Status
 
 FileName: TypeAlias = str | PathLike[str]

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from memopt.models.budget import format_bytes
 
-if TYPE_CHECKING:
-    from memopt.models.chain import Chain
+
+class ChainFigures(Protocol):
+    """What is shown of a `memopt.models.chain.Chain`."""
+
+    @property
+    def input_bytes(self) -> int:
+        """Of the chain's input."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Live throughout."""
+
+    @property
+    def stages(self) -> Sequence[Any]:
+        """Its stages."""
+
+    @property
+    def compute_time_s(self) -> float:
+        """Every stage once, seconds."""
+
 
 _SHOWN = 60
 _HEAD = ("stage", "name", "forward, s", "backward, s", "output", "saved", "gradient")
 
 
-def chain_html(chain: Chain) -> str:
+def chain_html(chain: ChainFigures) -> str:
     """HTML of a chain; of a long one the first stages and how many more there are."""
     saved = sum(stage.saved_bytes for stage in chain.stages)
     totals = [
@@ -36,12 +54,12 @@ def chain_html(chain: Chain) -> str:
         )
         for number, stage in enumerate(chain.stages[:_SHOWN], 1)
     ]
-    if len(chain) > _SHOWN:
-        rows.append(("...", f"{len(chain) - _SHOWN} more", *[""] * 5))
+    if len(chain.stages) > _SHOWN:
+        rows.append(("...", f"{len(chain.stages) - _SHOWN} more", *[""] * 5))
     return "\n".join(
         [
             "<div>",
-            f"<b>memopt chain</b> of {len(chain)} stages, the loss last",
+            f"<b>memopt chain</b> of {len(chain.stages)} stages, the loss last",
             _table(totals),
             f"<details><summary>stages</summary>{_table(rows, _HEAD)}</details>",
             "</div>",

@@ -12,7 +12,7 @@ from pathlib import Path
 from memopt.errors import PlanFileError
 from memopt.models.codec import Reader
 from memopt.models.folders import default_directory
-from memopt.models.serialize import parse
+from memopt.programs.serialize import parse
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS costs (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
 _VERSION = 1

@@ -23,10 +23,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.liveness import store_all
-from memopt.models.replay import replay
 from memopt.models.same_graph import resized
-from memopt.models.serialize import fingerprint
 from memopt.profiler.baseline import LARGEST_NUMBER_BYTES, Loss, LossUse, differentiable
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost
@@ -51,6 +48,9 @@ from memopt.profiler.record import record_of
 from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, replayed_baseline
 from memopt.profiler.signature import Signature, describe_value, signature
 from memopt.profiler.workspace import cublas_workspace_bytes, workspace_bytes
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.serialize import fingerprint
 
 Progress = Callable[[float, str], None]
 

@@ -13,11 +13,8 @@ from torch import nn
 
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph
-from memopt.models.liveness import store_all
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
-from memopt.models.replay import replay
 from memopt.models.same_graph import resized
-from memopt.models.serialize import fingerprint
 from memopt.profiler.baseline import Baseline, Loss, LossUse, measure_baseline, measure_loss
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost, ProfileCache
@@ -29,6 +26,9 @@ from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.signature import signature
 from memopt.profiler.untouched import untouched
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.serialize import fingerprint
 
 Progress = Callable[[float, str], None]
 

@@ -15,7 +15,6 @@ from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
 from memopt.models.record import ModelRecord
 from memopt.models.same_graph import resized
-from memopt.models.serialize import fingerprint
 from memopt.profiler.baseline import Baseline, Loss, measure_steps
 from memopt.profiler.host_state import HostState
 from memopt.profiler.inputs import Call, to_call
@@ -37,6 +36,7 @@ from memopt.profiler.session import (
 from memopt.profiler.step_capture import StepParts, capture_step, with_updates
 from memopt.profiler.step_optimizer import check_splittable, optimizer_untouched, update_one
 from memopt.profiler.untouched import untouched
+from memopt.programs.serialize import fingerprint
 
 _ROUNDS = 3
 

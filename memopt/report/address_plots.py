@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from memopt.models.graph import Graph, Phase, TensorKind
-from memopt.models.program import Compute, Free, LossBoundary, Program, SwapIn
-from memopt.models.replay import replay
+from memopt.programs.instructions import Compute, Free, LossBoundary, Program, SwapIn
+from memopt.programs.replay import replay
 from memopt.report.style import (
     BLUE,
     GREEN,

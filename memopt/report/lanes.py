@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from memopt.models.graph import Graph
-from memopt.models.program import Compute, Instruction
-from memopt.models.replay import Direction, Timeline
 from memopt.models.steps import ChainStep
+from memopt.programs.instructions import Compute, Instruction
+from memopt.programs.replay import Direction, Timeline
 
 
 class Lane(StrEnum):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memopt.models.budget import format_bytes
-from memopt.models.liveness import store_all
 from memopt.models.steps import ChainStep, Move
+from memopt.programs.liveness import store_all
 from memopt.report.memory_profile import (
     ACTIVATIONS,
     GRADIENTS,

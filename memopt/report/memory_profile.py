@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memopt.models.chain import Chain
-from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph, TensorKind
-from memopt.models.offload_replay import has_transfers, replay_offload
-from memopt.models.program import Compute, Free, LossBoundary, Program, SwapIn
-from memopt.models.replay import replay
 from memopt.models.steps import ChainStep, Move
 from memopt.models.variants import variant
+from memopt.programs.instructions import Compute, Free, LossBoundary, Program, SwapIn
+from memopt.programs.replay import replay
+from memopt.reductions.chain_replay import replay_chain
+from memopt.reductions.offload_replay import has_transfers, replay_offload
 
 PARAMETERS = "parameters"
 RESIDENT = "other resident"
@@ -60,7 +60,7 @@ def layer_of(graph: Graph, tensor: int) -> str:
 
 
 def program_profile(graph: Graph, program: Program, device: Device | None = None) -> MemoryProfile:
-    """The memory of a program; see `memopt.models.replay` for what is counted when."""
+    """The memory of a program; see `memopt.programs.replay` for what is counted when."""
     timeline = replay(graph, program, device)
     level = dict.fromkeys(LAYERS, 0)
     for tensor in graph.resident:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.program import Compute, Free, LossBoundary, Program, SwapIn
-from memopt.models.replay import replay
 from memopt.models.variants import variant
+from memopt.programs.instructions import Compute, Free, LossBoundary, Program, SwapIn
+from memopt.programs.replay import replay
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from memopt.models.chain import Chain
-from memopt.models.chain_replay import ChainState, replay_chain
 from memopt.models.steps import ChainStep, Move
+from memopt.reductions.chain_replay import ChainState, replay_chain
 from memopt.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, new_axes
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from memopt.models.offload_replay import replay_offload
-from memopt.models.program import LossBoundary, Program, SwapIn, SwapOut
 from memopt.models.recording import Occupied, Recorded
-from memopt.models.replay import replay
+from memopt.programs.instructions import LossBoundary, Program, SwapIn, SwapOut
+from memopt.programs.replay import replay
+from memopt.reductions.offload_replay import replay_offload
 from memopt.report.lanes import (
     Lane,
     Span,

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memopt.models.graph import Graph
-from memopt.models.program import Compute, Program, SwapOut
 from memopt.models.steps import ChainStep, Move
 from memopt.models.variants import variant
+from memopt.programs.instructions import Compute, Program, SwapOut
 from memopt.report.modules import depth_for, group_of
 
 

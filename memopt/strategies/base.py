@@ -11,8 +11,8 @@ from typing import ClassVar, TypeAlias, TypeVar
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.program import Program
 from memopt.models.steps import ChainStep
+from memopt.programs.instructions import Program
 
 CostModel: TypeAlias = Chain | Graph
 Kind = TypeVar("Kind", Chain, Graph)

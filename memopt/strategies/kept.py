@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from memopt.errors import InvalidProgramError
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place
-from memopt.models.judge import judge
 from memopt.models.locks import ForkedLock
+from memopt.programs.in_place import with_in_place
+from memopt.reductions.validate_and_replay import judge
 from memopt.strategies.base import CostModel, Solution, Strategy
 from memopt.strategies.slack import PROBES, Attempt, best_that_fits, smallest_budget, smallest_plan
 
 if TYPE_CHECKING:
-    from memopt.models.linearize import Linearization
+    from memopt.reductions.linearize import Linearization
 
 CAPACITY = 16
 """Plans kept at a time, the latest."""

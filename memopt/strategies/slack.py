@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from memopt.models.chain_replay import replay_chain
 from memopt.models.graph import Graph
-from memopt.models.linearize import Linearization
-from memopt.models.replay import replay
+from memopt.programs.replay import replay
+from memopt.reductions.chain_replay import replay_chain
+from memopt.reductions.linearize import Linearization
 from memopt.strategies.base import Solution, Status
 from memopt.strategies.store_all import chain_steps
 

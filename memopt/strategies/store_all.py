@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from memopt.models.chain import Chain
-from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place
-from memopt.models.liveness import store_all
-from memopt.models.replay import replay
 from memopt.models.steps import ChainStep, Move
+from memopt.programs.in_place import with_in_place
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 
 

@@ -13,7 +13,7 @@ from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.chain import Chain
 from memopt.models.generate import random_chain
 from memopt.models.graph import Graph
-from memopt.models.judge import judge
+from memopt.reductions.validate_and_replay import judge
 from memopt.strategies import STRATEGIES, Strategy
 from memopt.strategies.offload.exact import OffloadExact
 from tests.brute_force.program_search import ProgramSearch, Rules

@@ -5,10 +5,10 @@ from __future__ import annotations
 from random import Random
 
 from memopt.models.generate import random_graph
-from memopt.models.generate_programs import random_program
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.models.in_place import with_in_place
-from memopt.models.replay import replay
+from memopt.programs.generate_programs import random_program
+from memopt.programs.in_place import with_in_place
+from memopt.programs.replay import replay
 from memopt.strategies.monet.strategy import Checkmate
 from tests.brute_force.program_search import ProgramSearch, Rules
 from tests.brute_force.tiny_graphs import tiny_graph, with_in_place_marks

@@ -14,9 +14,9 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.generate import random_chain, random_graph
 from memopt.models.graph import Graph
-from memopt.models.replay import replay
-from memopt.models.validate import validate
 from memopt.planning import solve
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
 from memopt.strategies import (
     Auto,
     Olla,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memopt.models.presets import ALIASES, PRESETS, find_device
-from memopt.models.serialize import dumps, loads
+from memopt.programs.serialize import dumps, loads
 
 
 @pytest.mark.parametrize("device", PRESETS, ids=lambda d: d.name)

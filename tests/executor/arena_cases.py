@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from memopt.models.program import Program
 from memopt.plan import Plan
+from memopt.programs.instructions import Program
 
 
 class Net(nn.Module):

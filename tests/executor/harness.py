@@ -15,9 +15,11 @@ from memopt.executor.apply import runtime_of
 from memopt.executor.arena_forms import outside_tensors
 from memopt.executor.module import PlannedModule, install
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place
-from memopt.models.liveness import computes, store_all, with_frees
-from memopt.models.program import (
+from memopt.profiler.build import Lowering, build
+from memopt.profiler.capture import Captured, capture
+from memopt.profiler.inputs import Call, to_call
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import (
     Compute,
     DropHost,
     Free,
@@ -27,10 +29,8 @@ from memopt.models.program import (
     SwapIn,
     SwapOut,
 )
-from memopt.models.validate import validate
-from memopt.profiler.build import Lowering, build
-from memopt.profiler.capture import Captured, capture
-from memopt.profiler.inputs import Call, to_call
+from memopt.programs.liveness import computes, store_all, with_frees
+from memopt.programs.validate import validate
 from memopt.strategies.olla.passes import place_program
 
 

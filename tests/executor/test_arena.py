@@ -15,10 +15,10 @@ import memopt
 from memopt.executor.apply import runtime_of
 from memopt.executor.arena import Arenas, Lease, arena_layout
 from memopt.executor.module import PlannedModule, install
-from memopt.models.program import Program
-from memopt.models.replay import replay
-from memopt.models.validate import validate
 from memopt.profiler.memory import metered
+from memopt.programs.instructions import Program
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
 from memopt.strategies.olla.passes import place_program
 from tests.executor.arena_cases import (
     build,

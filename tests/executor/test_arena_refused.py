@@ -11,9 +11,9 @@ import memopt
 from memopt.errors import ArenaError, InvalidProgramError
 from memopt.executor.arena import arena_layout
 from memopt.executor.arena_check import CheckedArenas, CheckedLease
-from memopt.models.program import Program
-from memopt.models.replay import replay
-from memopt.models.validate import ViolationCode, validate
+from memopt.programs.instructions import Program
+from memopt.programs.replay import replay
+from memopt.programs.validate import ViolationCode, validate
 from tests.executor.arena_cases import (
     build,
     loss_of,

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memopt.executor.arena_forms import for_placing
-from memopt.models.replay import replay
 from memopt.profiler.baseline import Loss
 from memopt.profiler.inputs import to_call
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES, profile_model
 from memopt.profiler.untouched import untouched
+from memopt.programs.replay import replay
 from tests.executor.harness import PROGRAMS, Prepared
 
 TOLERANCE = 0.005

@@ -16,9 +16,9 @@ from torch.nn import functional
 import memopt
 from memopt.errors import PlanFileError
 from memopt.models.graph import Graph
-from memopt.models.liveness import computes, with_frees
-from memopt.models.program import Compute, Program
 from memopt.profiler import Profiled, profile_model
+from memopt.programs.instructions import Compute, Program
+from memopt.programs.liveness import computes, with_frees
 
 
 class Noise(nn.Module):

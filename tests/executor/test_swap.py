@@ -13,10 +13,10 @@ from torch.nn import functional
 from memopt.executor.apply import runtime_of
 from memopt.executor.module import PlannedModule, install
 from memopt.executor.swap import ThreadSwap
-from memopt.models.generate_programs import random_program
-from memopt.models.program import Compute, Free, SwapIn, SwapOut
-from memopt.models.replay import replay
-from memopt.models.validate import validate
+from memopt.programs.generate_programs import random_program
+from memopt.programs.instructions import Compute, Free, SwapIn, SwapOut
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
 from tests.executor.harness import Case, Prepared, assert_same, prepare, run_steps, swap_all
 
 LAYOUTS = {

@@ -15,9 +15,9 @@ from memopt.executor.apply import runtime_of
 from memopt.executor.host_pool import place_host_copies
 from memopt.executor.module import PlannedModule, install
 from memopt.executor.swap_streams import StreamSwap
-from memopt.models.generate_programs import random_program
-from memopt.models.program import DropHost, LossBoundary, SwapOut
-from memopt.models.replay import replay
+from memopt.programs.generate_programs import random_program
+from memopt.programs.instructions import DropHost, LossBoundary, SwapOut
+from memopt.programs.replay import replay
 from tests.executor.harness import Case, Prepared, assert_same, run_steps, swap_all
 from tests.executor.test_swap import prepared_block, rows
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from memopt.implementations import with_implementations
 from memopt.models.graph import Graph, Operator
-from memopt.models.in_place import with_in_place
-from memopt.models.liveness import computes, with_frees
-from memopt.models.program import Compute, Instruction, Program
 from memopt.profiler.session import profile_model
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Compute, Instruction, Program
+from memopt.programs.liveness import computes, with_frees
 from tests.implementations.test_in_plans import QUICK, _gradients, planned
 from tests.implementations.test_kernels import F64, Scaled, _check
 

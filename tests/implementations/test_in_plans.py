@@ -15,16 +15,16 @@ from memopt.executor.arena_forms import for_placing
 from memopt.executor.module import PlannedModule, install
 from memopt.implementations import FAMILIES, with_implementations
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place
-from memopt.models.liveness import computes, with_frees
 from memopt.models.presets import find_device
-from memopt.models.program import Compute, LossBoundary, Program
-from memopt.models.replay import replay
-from memopt.models.validate import validate
 from memopt.profiler.estimate import estimate_model
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, profile_model
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Compute, LossBoundary, Program
+from memopt.programs.liveness import computes, with_frees
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
 from memopt.strategies.olla.passes import place_program
 
 QUICK = MeasureOptions(cap_s=0.1, max_rounds=1)

@@ -12,9 +12,9 @@ from torch import nn
 
 import memopt
 from memopt.implementations import FAMILIES, with_implementations
-from memopt.models.program import Compute
 from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES, profile_model
+from memopt.programs.instructions import Compute
 from memopt.strategies import Monet
 from tests.implementations.test_in_plans import QUICK, three_steps
 from tests.implementations.test_own_family import CALLS, attach_log_sigmoid

@@ -9,11 +9,11 @@ from torch import nn
 from memopt.executor.apply import runtime_of
 from memopt.executor.module import PlannedModule, install
 from memopt.implementations import FAMILIES, Kernel, Sites, with_implementations
-from memopt.models.liveness import computes, with_frees
-from memopt.models.program import Compute, Program
-from memopt.models.validate import validate
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.session import profile_model
+from memopt.programs.instructions import Compute, Program
+from memopt.programs.liveness import computes, with_frees
+from memopt.programs.validate import validate
 
 CALLS: list[str] = []
 

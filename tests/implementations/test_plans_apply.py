@@ -12,8 +12,8 @@ import torch
 import memopt
 from memopt.implementations import with_implementations
 from memopt.models.graph import Graph
-from memopt.models.replay import replay
 from memopt.profiler.session import profile_model
+from memopt.programs.replay import replay
 from memopt.strategies.base import CostModel, Solution, Status, Strategy
 from tests.implementations.test_in_plans import QUICK, choosing, cnn, three_steps
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memopt.models.graph import Operator, Phase
-from memopt.models.linearize import linearize
+from memopt.reductions.linearize import linearize
 from tests.models.test_linearize import perceptron
 
 

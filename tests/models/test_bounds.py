@@ -7,10 +7,10 @@ import pytest
 from memopt.models.bounds import memory_lower_bound, needed_operators, time_lower_bound
 from memopt.models.chain import Chain, Stage
 from memopt.models.generate import random_chain, random_graph
-from memopt.models.generate_programs import random_program
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
 from memopt.models.instances import MEGABYTE, rotor_toy, three_layers
-from memopt.models.replay import replay
+from memopt.programs.generate_programs import random_program
+from memopt.programs.replay import replay
 
 from .chain_search import best_makespan, smallest_peak
 

@@ -11,7 +11,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.models.caching_allocator import (
+from memopt.models.generate import random_graph
+from memopt.programs.caching_allocator import (
     LARGE_BYTES,
     LARGE_SEGMENT_BYTES,
     ROUND_BYTES,
@@ -24,9 +25,8 @@ from memopt.models.caching_allocator import (
     allocation_trace,
     replay_allocations,
 )
-from memopt.models.generate import random_graph
-from memopt.models.liveness import store_all
-from memopt.models.validate import validate
+from memopt.programs.liveness import store_all
+from memopt.programs.validate import validate
 from memopt.strategies.olla import place_program
 
 MIB = 2**20

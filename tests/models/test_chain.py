@@ -6,9 +6,9 @@ import pytest
 
 from memopt.errors import InvalidProgramError
 from memopt.models.chain import Chain, Stage
-from memopt.models.chain_replay import ChainState, replay_chain
 from memopt.models.instances import rotor_toy
 from memopt.models.steps import ChainStep, Move
+from memopt.reductions.chain_replay import ChainState, replay_chain
 
 STAGE = Stage(1.0, 2.0, 3, 4, 5)
 

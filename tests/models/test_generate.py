@@ -4,15 +4,15 @@ from random import Random
 
 import pytest
 
-from memopt.models.chain_replay import replay_chain
 from memopt.models.generate import Shape, random_chain, random_graph
-from memopt.models.generate_programs import random_placement, random_program
 from memopt.models.graph import Graph, Phase
-from memopt.models.liveness import store_all
-from memopt.models.program import Compute, SwapIn, SwapOut
-from memopt.models.replay import replay
 from memopt.models.steps import ChainStep, Move
-from memopt.models.validate import validate
+from memopt.programs.generate_programs import random_placement, random_program
+from memopt.programs.instructions import Compute, SwapIn, SwapOut
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
+from memopt.reductions.chain_replay import replay_chain
 
 
 def test_the_same_seed_gives_the_same_instance():

@@ -7,16 +7,24 @@ import pytest
 
 from memopt.errors import InvalidProgramError
 from memopt.models.bounds import memory_lower_bound
-from memopt.models.caching_allocator import Allocate, allocation_trace
 from memopt.models.generate import random_graph
-from memopt.models.generate_programs import random_program
 from memopt.models.graph import Graph, Implementation, Operator, Tensor, TensorKind
-from memopt.models.in_place import with_in_place, without_in_place
-from memopt.models.liveness import store_all
-from memopt.models.program import Compute, DropHost, Free, LossBoundary, Program, SwapIn, SwapOut
-from memopt.models.replay import replay
-from memopt.models.serialize import dumps, loads
-from memopt.models.validate import ViolationCode, memory_use, validate
+from memopt.programs.caching_allocator import Allocate, allocation_trace
+from memopt.programs.generate_programs import random_program
+from memopt.programs.in_place import with_in_place, without_in_place
+from memopt.programs.instructions import (
+    Compute,
+    DropHost,
+    Free,
+    LossBoundary,
+    Program,
+    SwapIn,
+    SwapOut,
+)
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.serialize import dumps, loads
+from memopt.programs.validate import ViolationCode, memory_use, validate
 from memopt.strategies.olla.passes import place_program
 from tests.models.training_graphs import overwriting
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from memopt.models.chain_replay import replay_chain
 from memopt.models.instances import (
     FIGURE_4_BUDGET_BYTES,
     MEGABYTE,
@@ -15,9 +14,10 @@ from memopt.models.instances import (
     rotor_toy,
     three_layers,
 )
-from memopt.models.liveness import store_all
-from memopt.models.replay import replay
 from memopt.models.steps import ChainStep, Move
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.reductions.chain_replay import replay_chain
 
 from .chain_search import best_makespan
 

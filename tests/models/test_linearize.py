@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from memopt.models.chain_replay import replay_chain
-from memopt.models.cuts import find_cuts, parameter_free, worthwhile
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.models.linearize import Linearization, linearizations, linearize
-from memopt.models.liveness import store_all
-from memopt.models.replay import replay
 from memopt.models.steps import ChainStep, Move
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.reductions.chain_replay import replay_chain
+from memopt.reductions.cuts import find_cuts, parameter_free, worthwhile
+from memopt.reductions.linearize import Linearization, linearizations, linearize
 from tests.models.training_graphs import Builder, random_training_graph, store_all_steps
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memopt.models.linearize import linearize
+from memopt.reductions.linearize import linearize
 from tests.models.training_graphs import random_training_graph
 
 

@@ -6,11 +6,10 @@ import pytest
 
 from memopt.errors import InvalidProgramError
 from memopt.models.generate import random_graph
-from memopt.models.generate_programs import random_program
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.models.instances import three_layers
-from memopt.models.liveness import computes, store_all, with_frees
-from memopt.models.program import (
+from memopt.programs.generate_programs import random_program
+from memopt.programs.instructions import (
     Compute,
     DropHost,
     Free,
@@ -19,8 +18,9 @@ from memopt.models.program import (
     SwapIn,
     SwapOut,
 )
-from memopt.models.replay import replay
-from memopt.models.validate import validate
+from memopt.programs.liveness import computes, store_all, with_frees
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
 
 X, W1, W2, W3, A1, A2, Y, DY, D2, G3, D1, G2, G1 = range(13)
 

@@ -7,19 +7,19 @@ import random
 import pytest
 
 from memopt.errors import InvalidProgramError
-from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, TensorKind
-from memopt.models.in_place import with_in_place
-from memopt.models.linearize import Linearization, linearize
-from memopt.models.liveness import store_all
-from memopt.models.lower import lower_steps
-from memopt.models.offload_replay import replay_offload
-from memopt.models.program import Compute, DropHost, LossBoundary, SwapIn, SwapOut
-from memopt.models.replay import replay
 from memopt.models.steps import ChainStep, Move
-from memopt.models.validate import validate
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Compute, DropHost, LossBoundary, SwapIn, SwapOut
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
+from memopt.reductions.chain_replay import replay_chain
+from memopt.reductions.linearize import Linearization, linearize
+from memopt.reductions.lower import lower_steps
+from memopt.reductions.offload_replay import replay_offload
 from tests.models.training_graphs import (
     Builder,
     drawing,

@@ -8,8 +8,7 @@ from memopt.errors import InvalidProgramError
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Implementation, Operator, Tensor, TensorKind
 from memopt.models.instances import THREE_LAYERS_PEAK_BYTES, three_layers
-from memopt.models.liveness import store_all
-from memopt.models.program import (
+from memopt.programs.instructions import (
     Compute,
     DropHost,
     Free,
@@ -18,7 +17,8 @@ from memopt.models.program import (
     SwapIn,
     SwapOut,
 )
-from memopt.models.replay import Direction, replay
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import Direction, replay
 
 LINK = Device(to_host_bytes_per_s=100, from_host_bytes_per_s=50)
 

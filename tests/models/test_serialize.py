@@ -11,13 +11,13 @@ from memopt.errors import PlanFileError
 from memopt.models.chain import Chain, Stage
 from memopt.models.device import Device
 from memopt.models.generate import random_chain, random_graph
-from memopt.models.generate_programs import random_placement, random_program
 from memopt.models.graph import Graph, Implementation, Operator, Tensor
 from memopt.models.instances import rotor_toy, three_layers
-from memopt.models.liveness import store_all
-from memopt.models.program import Compute, Program
-from memopt.models.serialize import dumps, fingerprint, loads
 from memopt.models.steps import ChainStep, Move
+from memopt.programs.generate_programs import random_placement, random_program
+from memopt.programs.instructions import Compute, Program
+from memopt.programs.liveness import store_all
+from memopt.programs.serialize import dumps, fingerprint, loads
 
 STEPS = tuple(ChainStep(move, stage) for stage, move in enumerate(Move, 1))
 DEVICE = Device(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from random import Random
 
-from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.models.liveness import store_all
-from memopt.models.program import Compute
-from memopt.models.replay import replay
-from memopt.models.stage_map import has_updates
-from memopt.models.updates import linearize_step, with_early_updates, without_updates
-from memopt.models.validate import validate
+from memopt.programs.instructions import Compute
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
+from memopt.reductions.chain_replay import replay_chain
+from memopt.reductions.stage_map import has_updates
+from memopt.reductions.updates import linearize_step, with_early_updates, without_updates
 from memopt.strategies.offload.dynprog import DynProg
 from memopt.strategies.rotor.persistent import Rotor
 

@@ -9,11 +9,10 @@ from random import Random
 import pytest
 
 from memopt.models.generate import random_graph
-from memopt.models.generate_programs import random_placement, random_program
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor
 from memopt.models.instances import three_layers
-from memopt.models.liveness import store_all
-from memopt.models.program import (
+from memopt.programs.generate_programs import random_placement, random_program
+from memopt.programs.instructions import (
     Compute,
     DropHost,
     Free,
@@ -22,8 +21,9 @@ from memopt.models.program import (
     SwapIn,
     SwapOut,
 )
-from memopt.models.replay import replay
-from memopt.models.validate import Violation, ViolationCode, memory_use, validate
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.validate import Violation, ViolationCode, memory_use, validate
 
 Code = ViolationCode
 X, W1, W2, W3, A1, A2, Y, DY, D2, G3, D1, G2, G1 = range(13)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from memopt.errors import InvalidProgramError
 from memopt.models.chain import Chain
-from memopt.models.chain_replay import ChainState
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
-from memopt.models.offload_replay import replay_offload
 from memopt.models.steps import ChainStep, Move
+from memopt.reductions.chain_replay import ChainState
+from memopt.reductions.offload_replay import replay_offload
 
 
 @dataclass

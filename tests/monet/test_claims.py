@@ -9,10 +9,10 @@ import pytest
 
 import memopt
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
-from memopt.models.liveness import store_all
-from memopt.models.lower import without_unread_reruns
-from memopt.models.program import Compute, LossBoundary
-from memopt.models.replay import replay
+from memopt.programs.instructions import Compute, LossBoundary
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.reductions.lower import without_unread_reruns
 from memopt.strategies.base import Status
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.counting import counted_exactly

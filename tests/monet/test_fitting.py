@@ -7,13 +7,13 @@ from random import Random
 import pytest
 
 from memopt.models.generate import random_graph
-from memopt.models.generate_programs import random_program
 from memopt.models.graph import Graph, Implementation, Operator, Tensor, TensorKind
-from memopt.models.in_place import with_in_place
-from memopt.models.liveness import store_all
-from memopt.models.program import Compute, Free
-from memopt.models.replay import replay
-from memopt.models.validate import validate
+from memopt.programs.generate_programs import random_program
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Compute, Free
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
 from memopt.strategies.monet.fitting import fitted
 from tests.models.training_graphs import overwriting
 

@@ -10,11 +10,11 @@ import pytest
 from memopt.errors import InvalidProgramError
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
-from memopt.models.judge import judge
-from memopt.models.liveness import store_all
-from memopt.models.program import Program
-from memopt.models.replay import replay
 from memopt.models.variants import variant
+from memopt.programs.instructions import Program
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.reductions.validate_and_replay import judge
 from memopt.strategies.base import Status
 from memopt.strategies.monet.intervals import IntervalModel, program_of, runs_of
 from tests.monet.graphs import training_graph, with_one_gradient_choices

@@ -13,12 +13,12 @@ from memopt.models.bounds import time_lower_bound
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.models.judge import judge
-from memopt.models.linearize import linearize
-from memopt.models.liveness import store_all
-from memopt.models.replay import replay
-from memopt.models.validate import validate
 from memopt.planning import solve
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
+from memopt.reductions.linearize import linearize
+from memopt.reductions.validate_and_replay import judge
 from memopt.strategies import Rotor
 from memopt.strategies.base import Status
 from memopt.strategies.monet.menus import MenuTable, RotorMenus, Watch

@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
-from memopt.models.judge import judge
-from memopt.models.liveness import store_all
-from memopt.models.replay import replay
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.reductions.validate_and_replay import judge
 from memopt.strategies.base import Status
 from memopt.strategies.monet.backend import Solver
 from memopt.strategies.monet.checkmate import CheckmateModel

@@ -10,9 +10,9 @@ from memopt import plan
 from memopt.errors import MemoptError
 from memopt.models.bounds import memory_lower_bound
 from memopt.models.graph import Graph
-from memopt.models.judge import judge
-from memopt.models.liveness import store_all
-from memopt.models.replay import replay
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.reductions.validate_and_replay import judge
 from memopt.strategies.base import Status
 from memopt.strategies.monet.backend import Solver
 from memopt.strategies.monet.checkmate import CheckmateModel

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from memopt.models.judge import judge
-from memopt.models.liveness import store_all
-from memopt.models.replay import replay
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.reductions.validate_and_replay import judge
 from memopt.strategies.base import Status
 from memopt.strategies.monet.incumbent import rotor_program
 from memopt.strategies.monet.intervals import IntervalModel

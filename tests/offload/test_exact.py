@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from memopt.models.device import Device
-from memopt.models.validate_offload import validate_offload
+from memopt.reductions.validate_offload import validate_offload
 from memopt.strategies.base import Status
 from memopt.strategies.offload import DynProg, OffloadExact
 from memopt.strategies.offload.problem import offload_problem

@@ -11,11 +11,11 @@ from memopt.executor.apply import runtime_of
 from memopt.executor.module import PlannedModule, install
 from memopt.executor.swap import ThreadSwap
 from memopt.models.device import Device
-from memopt.models.liveness import store_all
-from memopt.models.program import SwapOut
-from memopt.models.replay import replay
 from memopt.plan import Plan
 from memopt.profiler.session import STEP_SCALARS_BYTES
+from memopt.programs.instructions import SwapOut
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
 from tests.families.harness import PEAK_TOLERANCE, Subject, compare, subject, train
 from tests.zoo import FAMILIES, Family
 

@@ -16,9 +16,7 @@ from memopt.errors import InfeasibleBudgetError
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
-from memopt.models.linearize import has_updates, linearize
-from memopt.models.liveness import with_frees
-from memopt.models.program import (
+from memopt.programs.instructions import (
     Compute,
     DropHost,
     Free,
@@ -28,8 +26,10 @@ from memopt.models.program import (
     SwapIn,
     SwapOut,
 )
-from memopt.models.replay import replay
-from memopt.models.validate import validate
+from memopt.programs.liveness import with_frees
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
+from memopt.reductions.linearize import has_updates, linearize
 from memopt.strategies.base import Solution, Status
 from memopt.strategies.offload import graph as module
 from memopt.strategies.offload.dynprog import DynProg

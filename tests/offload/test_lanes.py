@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from memopt.models.device import Device
-from memopt.models.offload_replay import replay_offload
-from memopt.models.replay import replay
+from memopt.programs.replay import replay
+from memopt.reductions.offload_replay import replay_offload
 from memopt.report.lanes import Lane, Span, StepLanes, chain_lanes, program_lanes
 from memopt.report.trace import write_trace
 from tests.offload.chains import three_stages

@@ -18,9 +18,9 @@ from memopt.executor.module import PlannedModule, install
 from memopt.executor.recorder import HostClock, Recorder
 from memopt.executor.swap_streams import StreamSwap
 from memopt.models.instances import rotor_toy
-from memopt.models.program import Compute, Free, SwapIn, SwapOut
 from memopt.models.recording import Occupied, Recorded
 from memopt.plan import Plan
+from memopt.programs.instructions import Compute, Free, SwapIn, SwapOut
 from memopt.report.lanes import Lane
 from memopt.report.step_lanes import OUTSIDE
 from tests.executor.harness import swap_all

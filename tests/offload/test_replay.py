@@ -9,11 +9,10 @@ import pytest
 
 from memopt.errors import InvalidProgramError
 from memopt.models.chain import Chain
-from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.models.offload_replay import has_transfers, replay_offload
-from memopt.models.program import (
+from memopt.models.steps import ChainStep, Move
+from memopt.programs.instructions import (
     Compute,
     DropHost,
     Free,
@@ -23,11 +22,12 @@ from memopt.models.program import (
     SwapIn,
     SwapOut,
 )
-from memopt.models.replay import replay
-from memopt.models.steps import ChainStep, Move
-from memopt.models.validate import validate
-from memopt.models.validate_offload import validate_offload
-from memopt.models.violations import ViolationCode
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
+from memopt.programs.violations import ViolationCode
+from memopt.reductions.chain_replay import replay_chain
+from memopt.reductions.offload_replay import has_transfers, replay_offload
+from memopt.reductions.validate_offload import validate_offload
 from memopt.strategies.offload import Greedy
 from memopt.strategies.offload.problem import offload_problem
 from tests.offload.chains import three_stages

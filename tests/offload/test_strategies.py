@@ -12,8 +12,8 @@ from memopt.errors import InfeasibleBudgetError
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator, Tensor
-from memopt.models.offload_replay import replay_offload
-from memopt.models.validate_offload import validate_offload
+from memopt.reductions.offload_replay import replay_offload
+from memopt.reductions.validate_offload import validate_offload
 from memopt.strategies.base import Solution, Status, Strategy
 from memopt.strategies.offload import AutoSwap, DynProg, Greedy, OffloadExact, Tflms, Vdnn
 from memopt.strategies.offload.bounds import lower_bound_s

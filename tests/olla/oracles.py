@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from memopt.models.graph import Graph, Phase, TensorKind
-from memopt.models.liveness import with_frees
-from memopt.models.program import Compute, Instruction, LossBoundary, Program
-from memopt.models.replay import replay
-from memopt.models.validate import validate
+from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
+from memopt.programs.liveness import with_frees
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
 from memopt.strategies.olla import Buffer
 
 

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from memopt.models.generate import random_graph
-from memopt.models.liveness import store_all
-from memopt.models.replay import replay
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
 from memopt.report.address_plots import (
     blocks,
     plot_addresses,

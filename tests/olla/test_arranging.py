@@ -12,16 +12,16 @@ import torch
 
 import memopt
 from memopt.models.generate import random_graph
-from memopt.models.generate_programs import random_program
 from memopt.models.graph import Graph, Operator, Tensor, TensorKind
-from memopt.models.in_place import with_in_place
 from memopt.models.instances import rotor_toy
-from memopt.models.liveness import store_all
-from memopt.models.program import SwapOut
-from memopt.models.replay import replay
-from memopt.models.validate import validate
 from memopt.plan import Plan
 from memopt.profiler import Profiled
+from memopt.programs.generate_programs import random_program
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import SwapOut
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
 from memopt.strategies.base import Status
 from memopt.strategies.olla.arranging import MOST_SLOWER, arrange
 from tests.models.training_graphs import overwriting

@@ -13,8 +13,8 @@ import pytest
 
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
-from memopt.models.liveness import store_all
-from memopt.models.validate import validate
+from memopt.programs.liveness import store_all
+from memopt.programs.validate import validate
 from memopt.strategies.olla import Olla, lower_bound, place, read_buffers
 from memopt.strategies.olla.arranging import arrange
 from memopt.strategies.olla.buffers import Layout

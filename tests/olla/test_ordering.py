@@ -9,10 +9,10 @@ import pytest
 
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.models.in_place import with_in_place
-from memopt.models.liveness import store_all
-from memopt.models.replay import replay
-from memopt.models.validate import validate
+from memopt.programs.in_place import with_in_place
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
 from memopt.strategies.base import Status
 from memopt.strategies.olla import order_program, order_tasks
 from memopt.strategies.olla.contract import (

@@ -9,13 +9,13 @@ import pytest
 
 import memopt
 from memopt.models.graph import Graph
-from memopt.models.linearize import linearize
-from memopt.models.liveness import store_all
-from memopt.models.lower import lower_steps
 from memopt.models.presets import find_device
-from memopt.models.program import Compute, Program, SwapIn
-from memopt.models.replay import replay
-from memopt.models.validate import validate
+from memopt.programs.instructions import Compute, Program, SwapIn
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
+from memopt.reductions.linearize import linearize
+from memopt.reductions.lower import lower_steps
 from memopt.strategies.base import Solution, Strategy
 from memopt.strategies.offload.dynprog import DynProg
 from memopt.strategies.offload.graph import OffloadGraph

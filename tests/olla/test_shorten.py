@@ -9,11 +9,11 @@ import pytest
 
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
-from memopt.models.generate_programs import random_program
 from memopt.models.graph import Graph
-from memopt.models.program import Compute, Free, Instruction, Program, SwapIn, SwapOut
-from memopt.models.replay import Direction, replay
-from memopt.models.validate import validate
+from memopt.programs.generate_programs import random_program
+from memopt.programs.instructions import Compute, Free, Instruction, Program, SwapIn, SwapOut
+from memopt.programs.replay import Direction, replay
+from memopt.programs.validate import validate
 from memopt.strategies.olla.shorten import shortened
 
 

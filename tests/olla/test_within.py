@@ -12,14 +12,14 @@ import pytest
 
 import memopt
 from memopt.models.generate import random_graph
-from memopt.models.generate_programs import random_program
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place
-from memopt.models.program import Compute, Free, Program
-from memopt.models.replay import replay
-from memopt.models.serialize import dumps, loads
-from memopt.models.validate import memory_use, validate
-from memopt.models.violations import ViolationCode
+from memopt.programs.generate_programs import random_program
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Compute, Free, Program
+from memopt.programs.replay import replay
+from memopt.programs.serialize import dumps, loads
+from memopt.programs.validate import memory_use, validate
+from memopt.programs.violations import ViolationCode
 from memopt.strategies.olla import Buffer, Olla, place_program, program_buffers
 from memopt.strategies.olla.within import buffers_within
 from tests.models.training_graphs import overwriting

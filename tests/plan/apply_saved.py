@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.executor import apply
-from memopt.models.program import Program
-from memopt.models.serialize import dumps
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
+from memopt.programs.instructions import Program
+from memopt.programs.serialize import dumps
 from tests.plan import tiny
 from tests.zoo import get
 

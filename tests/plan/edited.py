@@ -15,13 +15,13 @@ import memopt
 from memopt.errors import MemoptError
 from memopt.executor.check import loss_of
 from memopt.models.codec import Reader
-from memopt.models.encoding import read_device, read_graph, read_program
-from memopt.models.judge import judge
 from memopt.models.record import ANY_LOSS
 from memopt.models.same_graph import as_captured
-from memopt.models.serialize import fingerprint
 from memopt.plan import Plan
 from memopt.profiler.memory import metered
+from memopt.programs.encoding import read_device, read_graph, read_program
+from memopt.programs.serialize import fingerprint
+from memopt.reductions.validate_and_replay import judge
 
 CPU = torch.device("cpu")
 

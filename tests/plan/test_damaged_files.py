@@ -20,10 +20,10 @@ from memopt.files import envelope
 from memopt.files.envelope import pack, unpack
 from memopt.files.plan_file import decode, encode
 from memopt.models.generate import random_graph
-from memopt.models.generate_programs import random_placement, random_program
 from memopt.models.instances import rotor_toy
-from memopt.models.replay import replay
 from memopt.plan import BaselineFigures, Plan
+from memopt.programs.generate_programs import random_placement, random_program
+from memopt.programs.replay import replay
 from memopt.strategies import Sequential, Status
 
 

@@ -12,10 +12,10 @@ import memopt
 from memopt.errors import InfeasibleBudgetError, InvalidProgramError, MemoptError
 from memopt.models.bounds import memory_lower_bound
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place
-from memopt.models.liveness import store_all
-from memopt.models.program import Program
-from memopt.models.replay import replay
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Program
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
 from memopt.strategies import STRATEGIES
 from memopt.strategies.auto.strategy import Auto
 from memopt.strategies.base import Solution, Status, Strategy

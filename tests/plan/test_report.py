@@ -14,12 +14,12 @@ from matplotlib import pyplot
 
 import memopt
 from memopt.models.generate import random_chain, random_graph
-from memopt.models.generate_programs import random_program
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.models.instances import rotor_toy
-from memopt.models.replay import replay
 from memopt.models.steps import ChainStep, Move
 from memopt.plan import BaselineFigures, Plan
+from memopt.programs.generate_programs import random_program
+from memopt.programs.replay import replay
 from memopt.report.memory_profile import chain_profile, program_profile
 from memopt.report.modules import depth_for, group_of
 from memopt.report.peak import peak_of
@@ -86,7 +86,7 @@ def test_profile_of_a_program_is_the_replay(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_profile_of_a_chain_is_the_replay(seed: int) -> None:
-    from memopt.models.chain_replay import replay_chain
+    from memopt.reductions.chain_replay import replay_chain
 
     chain = random_chain(random.Random(seed), 5)
     plan = memopt.plan(chain, budget="min")

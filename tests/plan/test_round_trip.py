@@ -8,9 +8,9 @@ import pytest
 
 import memopt
 from memopt.errors import MemoptError
-from memopt.models.serialize import dumps
 from memopt.plan import Plan
 from memopt.profiler import Profiled
+from memopt.programs.serialize import dumps
 from memopt.strategies import STRATEGIES, Strategy
 from tests.plan.apply_saved import applied_elsewhere, program_digest, step_digest, subject
 from tests.plan.tiny import MODELS, make, profiled, tight_plan

@@ -11,12 +11,12 @@ from torch.nn import functional
 
 from memopt.errors import CaptureError
 from memopt.models.graph import Phase, TensorKind
-from memopt.models.liveness import store_all
-from memopt.models.replay import replay
 from memopt.profiler import torch_private
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import to_call
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
 
 
 def captured(model: nn.Module, *inputs: Tensor) -> tuple[Captured, Lowering]:

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from memopt.models.chain_replay import ChainState, replay_chain
 from memopt.models.steps import ChainStep
+from memopt.reductions.chain_replay import ChainState, replay_chain
 from memopt.strategies.rotor.codes import MOVES, steps_of
 from memopt.strategies.rotor.floating import RotorFree, RotorOptimal
 from memopt.strategies.rotor.persistent import Revolve, Rotor

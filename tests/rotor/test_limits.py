@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from memopt.models.chain_replay import replay_chain
 from memopt.models.quantize import SlotScale, slot_scale, store_all_bytes
+from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies.base import Status
 from memopt.strategies.rotor import persistent_tables
 from memopt.strategies.rotor.codes import codes_of, steps_of

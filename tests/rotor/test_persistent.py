@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memopt.models.chain_replay import replay_chain
+from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies.base import Status
 from memopt.strategies.rotor.persistent import Rotor
 from memopt.strategies.rotor.sequential import Sequential

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from memopt.errors import MemoptError
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place
-from memopt.models.judge import judge
-from memopt.models.linearize import Linearization, linearize
-from memopt.models.program import Program
-from memopt.models.stage_map import has_updates
 from memopt.models.steps import ChainStep
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Program
+from memopt.reductions.linearize import Linearization, linearize
+from memopt.reductions.stage_map import has_updates
+from memopt.reductions.validate_and_replay import judge
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 from memopt.strategies.host_budget import host_limit
 from memopt.strategies.slack import PROBES, best_that_fits

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memopt.models.graph import Graph, Phase, TensorKind
-from memopt.models.liveness import with_frees
-from memopt.models.program import Compute, Instruction, LossBoundary, Program
+from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
+from memopt.programs.liveness import with_frees
 from memopt.strategies.monet.backend import Model
 from memopt.strategies.monet.hints import stages
 

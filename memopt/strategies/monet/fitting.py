@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from memopt.models.graph import Graph, Operator
-from memopt.models.in_place import with_in_place
-from memopt.models.liveness import with_frees
-from memopt.models.program import Compute, Free, Instruction, LossBoundary, Program
-from memopt.models.replay import replay
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Compute, Free, Instruction, LossBoundary, Program
+from memopt.programs.liveness import with_frees
+from memopt.programs.replay import replay
 from memopt.strategies.monet.moments import Allowed, Choice, choices_of
 
 

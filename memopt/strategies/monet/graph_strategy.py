@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from memopt.models.bounds import memory_lower_bound, spared_operators, time_lower_bound
-from memopt.models.coarsen import Coarsening, coarsen
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place
-from memopt.models.program import Program
-from memopt.models.replay import replay
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Program
+from memopt.programs.replay import replay
+from memopt.reductions.coarsen import Coarsening, coarsen
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.counting import counted_exactly

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from memopt.models.graph import Graph
-from memopt.models.program import Compute, Free, Program
+from memopt.programs.instructions import Compute, Free, Program
 
 
 @dataclass

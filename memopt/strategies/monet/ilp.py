@@ -21,9 +21,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from memopt.models.graph import Graph, Operator, Phase
-from memopt.models.liveness import with_frees
-from memopt.models.program import Compute, Instruction, LossBoundary, Program
 from memopt.models.variants import Variant
+from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
+from memopt.programs.liveness import with_frees
 from memopt.strategies.monet.backend import Model
 from memopt.strategies.monet.hints import stages
 from memopt.strategies.monet.moments import Allowed, choices_of

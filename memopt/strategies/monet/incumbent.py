@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place
-from memopt.models.linearize import Linearization, linearize
-from memopt.models.liveness import store_all
-from memopt.models.program import Compute, Instruction, Program
-from memopt.models.replay import replay
-from memopt.models.stage_map import has_updates
 from memopt.models.variants import variant
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Compute, Instruction, Program
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.reductions.linearize import Linearization, linearize
+from memopt.reductions.stage_map import has_updates
 from memopt.strategies.rotor.persistent import Rotor
 from memopt.strategies.slack import best_that_fits
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place
-from memopt.models.liveness import with_frees
-from memopt.models.program import Compute, Instruction, LossBoundary, Program
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
+from memopt.programs.liveness import with_frees
 from memopt.strategies.base import Status
 from memopt.strategies.monet.moments import Allowed, choices_of
 

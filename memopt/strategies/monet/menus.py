@@ -10,16 +10,16 @@ from typing import Any, ClassVar
 
 from memopt.models.bounds import memory_lower_bound, time_lower_bound
 from memopt.models.chain import Chain
-from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
-from memopt.models.in_place import with_in_place
-from memopt.models.linearize import Linearization, linearize
-from memopt.models.liveness import with_frees
-from memopt.models.lower import without_unread_reruns
-from memopt.models.program import Compute, Instruction, LossBoundary, Program
-from memopt.models.replay import Timeline, replay
-from memopt.models.stage_map import StageOperators, has_updates
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
+from memopt.programs.liveness import with_frees
+from memopt.programs.replay import Timeline, replay
+from memopt.reductions.chain_replay import replay_chain
+from memopt.reductions.linearize import Linearization, linearize
+from memopt.reductions.lower import without_unread_reruns
+from memopt.reductions.stage_map import StageOperators, has_updates
 from memopt.strategies.base import CostModel, Progress, Solution, Strategy, stops
 from memopt.strategies.monet.counting import counted_exactly
 from memopt.strategies.monet.incumbent import rotor_programs, smaller

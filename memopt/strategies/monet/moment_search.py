@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place
-from memopt.models.program import Compute, LossBoundary, Program
-from memopt.models.replay import Timeline, replay
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Compute, LossBoundary, Program
+from memopt.programs.replay import Timeline, replay
 from memopt.strategies.base import Progress, Status, stops
 from memopt.strategies.monet.backend import Solver
 from memopt.strategies.monet.fitting import fitted

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 from memopt.models.bounds import needed_operators
 from memopt.models.graph import Graph, Operator
-from memopt.models.liveness import with_frees
-from memopt.models.program import Compute, Instruction, LossBoundary, Program
 from memopt.models.variants import Variant, variant
+from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
+from memopt.programs.liveness import with_frees
 from memopt.strategies.monet.backend import Model
 
 Choice = tuple[str | None, Operator | Variant]

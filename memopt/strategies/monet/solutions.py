@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from memopt.models.bounds import time_lower_bound
 from memopt.models.graph import Graph
-from memopt.models.program import Program
-from memopt.models.replay import replay
+from memopt.programs.instructions import Program
+from memopt.programs.replay import replay
 from memopt.strategies.base import Solution, Status
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 from memopt.models.chain import Stage
 from memopt.models.graph import Graph, Implementation, Operator, Tensor, TensorKind
-from memopt.models.linearize import Linearization
-from memopt.models.program import Compute, LossBoundary, Program
-from memopt.models.stage_costs import running_peak_bytes
-from memopt.models.stage_map import StageOperators
 from memopt.models.variants import Variant, variant
+from memopt.programs.instructions import Compute, LossBoundary, Program
+from memopt.reductions.linearize import Linearization
+from memopt.reductions.stage_costs import running_peak_bytes
+from memopt.reductions.stage_map import StageOperators
 from memopt.strategies.monet.backend import Solver
 from memopt.strategies.monet.moments import Allowed, MomentModel
 

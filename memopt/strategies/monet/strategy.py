@@ -9,9 +9,9 @@ from enum import StrEnum
 from typing import ClassVar
 
 from memopt.models.graph import Graph, Operator
-from memopt.models.program import Program
-from memopt.models.replay import replay
 from memopt.models.variants import variant
+from memopt.programs.instructions import Program
+from memopt.programs.replay import replay
 from memopt.strategies.base import Progress, Status, stops
 from memopt.strategies.monet.backend import Answer, Solver
 from memopt.strategies.monet.checkmate import CheckmateModel

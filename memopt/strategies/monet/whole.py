@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 from memopt.models.graph import Graph
-from memopt.models.linearize import linearize
-from memopt.models.program import Program
-from memopt.models.replay import replay
-from memopt.models.stage_map import has_updates
+from memopt.programs.instructions import Program
+from memopt.programs.replay import replay
+from memopt.reductions.linearize import linearize
+from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import Progress
 from memopt.strategies.monet.moment_search import CLOSE, MomentSearch
 from memopt.strategies.monet.moments import Allowed

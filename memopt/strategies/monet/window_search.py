@@ -7,9 +7,9 @@ from collections import defaultdict
 
 from memopt.errors import InvalidProgramError
 from memopt.models.graph import Graph
-from memopt.models.in_place import without_in_place
-from memopt.models.program import Program
-from memopt.models.replay import replay
+from memopt.programs.in_place import without_in_place
+from memopt.programs.instructions import Program
+from memopt.programs.replay import replay
 from memopt.strategies.base import Progress, stops
 from memopt.strategies.monet.intervals import IntervalModel, Runs, program_of, runs_of
 from memopt.strategies.monet.moments import Allowed

@@ -14,8 +14,8 @@ from memopt.errors import InfeasibleBudgetError
 from memopt.models.chain import Chain
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
-from memopt.models.replay import Timeline
 from memopt.models.steps import ChainStep, Move
+from memopt.programs.replay import Timeline
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 from memopt.strategies.offload.bounds import (
     fractional_optimum_s,

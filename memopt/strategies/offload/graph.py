@@ -16,12 +16,12 @@ from memopt.models.bounds import memory_lower_bound
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.linearize import linearize
-from memopt.models.liveness import store_all
-from memopt.models.program import Program
-from memopt.models.replay import Timeline, replay
-from memopt.models.stage_map import has_updates
-from memopt.models.validate import validate
+from memopt.programs.instructions import Program
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import Timeline, replay
+from memopt.programs.validate import validate
+from memopt.reductions.linearize import linearize
+from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 from memopt.strategies.offload.chain_offload import PAPER, linked
 from memopt.strategies.offload.dynprog import DynProg

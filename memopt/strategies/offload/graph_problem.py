@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.liveness import store_all
-from memopt.models.program import Compute, LossBoundary
-from memopt.models.replay import replay
+from memopt.programs.instructions import Compute, LossBoundary
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memopt.models.liveness import with_frees
-from memopt.models.program import (
+from memopt.programs.instructions import (
     Compute,
     DropHost,
     Free,
@@ -23,6 +22,7 @@ from memopt.models.program import (
     SwapIn,
     SwapOut,
 )
+from memopt.programs.liveness import with_frees
 from memopt.strategies.offload.graph_problem import Gap, GraphProblem
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from memopt.models.chain import Chain
 from memopt.models.device import Device
-from memopt.models.offload_replay import replay_offload
-from memopt.models.replay import Timeline
 from memopt.models.steps import ChainStep, Move
+from memopt.programs.replay import Timeline
+from memopt.reductions.offload_replay import replay_offload
 from memopt.strategies.offload.problem import OffloadProblem
 
 PATIENCE = (0.0, 0.5, 1.0, math.inf)

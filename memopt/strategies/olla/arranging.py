@@ -9,12 +9,12 @@ from dataclasses import replace
 from memopt.errors import InvalidProgramError
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place
-from memopt.models.placed import arena_use
-from memopt.models.program import Compute, Free, Instruction, Program, SwapIn
-from memopt.models.replay import replay
 from memopt.models.steps import ChainStep
-from memopt.models.validate import validate
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Compute, Free, Instruction, Program, SwapIn
+from memopt.programs.placed import arena_use
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
 from memopt.strategies.base import Solution, Status
 from memopt.strategies.olla.buffers import Placement
 from memopt.strategies.olla.passes import order_program, place_program, placing_figures

@@ -8,11 +8,11 @@ from math import lcm
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.in_place import with_in_place, without_in_place
-from memopt.models.placed import ALIGNMENT_BYTES
-from memopt.models.program import Compute, Free, Program, SwapIn
-from memopt.models.replay import replay
 from memopt.models.variants import variant
+from memopt.programs.in_place import with_in_place, without_in_place
+from memopt.programs.instructions import Compute, Free, Program, SwapIn
+from memopt.programs.placed import ALIGNMENT_BYTES
+from memopt.programs.replay import replay
 from memopt.strategies.olla.buffers import Buffer, Placement
 from memopt.strategies.olla.ordering import DEFAULT_STATES, Ordering, order_tasks
 from memopt.strategies.olla.placement import DEFAULT_WORK_LIMIT, place

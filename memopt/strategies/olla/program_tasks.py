@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memopt.models.graph import Graph, Phase, TensorKind
-from memopt.models.program import Compute, Free, Instruction, LossBoundary, Program, SwapIn, SwapOut
 from memopt.models.variants import variant
+from memopt.programs.instructions import (
+    Compute,
+    Free,
+    Instruction,
+    LossBoundary,
+    Program,
+    SwapIn,
+    SwapOut,
+)
 from memopt.strategies.olla.tasks import Tasks, Value
 
 

@@ -15,9 +15,17 @@ from collections.abc import Iterator
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.program import Compute, DropHost, Free, Instruction, Program, SwapIn, SwapOut
-from memopt.models.replay import Direction, replay
 from memopt.models.variants import variant
+from memopt.programs.instructions import (
+    Compute,
+    DropHost,
+    Free,
+    Instruction,
+    Program,
+    SwapIn,
+    SwapOut,
+)
+from memopt.programs.replay import Direction, replay
 
 
 def shortened(

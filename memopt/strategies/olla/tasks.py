@@ -2,7 +2,7 @@
 
 A task is one instruction that has to run; a value is one lifetime of one tensor. While a task
 runs, memory is what is live before it, plus the values it produces, plus its transient bytes
-(workspace, and outputs that nothing reads): the semantics of `memopt.models.replay`.
+(workspace, and outputs that nothing reads): the semantics of `memopt.programs.replay`.
 """
 
 from __future__ import annotations

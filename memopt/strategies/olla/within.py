@@ -20,8 +20,8 @@ from itertools import product
 import numpy as np
 
 from memopt.models.graph import Graph
-from memopt.models.program import Free, Program
-from memopt.models.replay import replay
+from memopt.programs.instructions import Free, Program
+from memopt.programs.replay import replay
 from memopt.strategies.olla.buffers import Buffer, Ints
 
 STEPS = 24

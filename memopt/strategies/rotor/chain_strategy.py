@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from memopt.models.chain import Chain
-from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
+from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 from memopt.strategies.rotor.codes import steps_of
 from memopt.strategies.rotor.curve import CurvePoint, PlanSet, RecentPlanSets

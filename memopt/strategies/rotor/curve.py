@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memopt.models.chain import Chain
-from memopt.models.chain_replay import replay_chain
 from memopt.models.locks import ForkedLock
+from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies.rotor.codes import steps_of
 
 Codes = npt.NDArray[np.int64]

@@ -1,6 +1,6 @@
 """Compiled peak and time of a coded schedule, for whole curves of hundreds of schedules.
 
-Tests hold it equal to `memopt.models.chain_replay.replay_chain`, which is the reference.
+Tests hold it equal to `memopt.reductions.chain_replay.replay_chain`, which is the reference.
 """
 
 from __future__ import annotations

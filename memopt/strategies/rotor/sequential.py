@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from memopt.models.chain import Chain
-from memopt.models.chain_replay import replay_chain
+from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies.base import Progress
 from memopt.strategies.rotor.chain_strategy import ChainStrategy
 from memopt.strategies.rotor.codes import (

@@ -6,9 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from memopt.models.graph import Graph
-from memopt.models.program import Compute, Program
-from memopt.models.replay import replay
 from memopt.models.variants import variant
+from memopt.programs.instructions import Compute, Program
+from memopt.programs.replay import replay
 
 ALIGNMENT_BYTES = 64
 """Of addresses that kernels write to, as torch's own allocator aligns them on the CPU (on CUDA

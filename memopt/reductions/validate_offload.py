@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from memopt.models.chain import Chain
 from memopt.models.steps import ChainStep, Move
-from memopt.models.violations import Violation, ViolationCode, first
+from memopt.programs.violations import Violation, ViolationCode, first
 
 Code = ViolationCode
 

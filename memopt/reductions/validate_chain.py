@@ -13,7 +13,7 @@ import numpy as np
 
 from memopt.models.chain import Chain
 from memopt.models.steps import ChainStep, Move
-from memopt.models.violations import Violation, ViolationCode, first
+from memopt.programs.violations import Violation, ViolationCode, first
 
 Code = ViolationCode
 

@@ -10,7 +10,8 @@ from memopt.models.chain import Chain, Stage
 from memopt.models.codec import INFINITY, Reader
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
-from memopt.models.program import (
+from memopt.models.steps import ChainStep, Move
+from memopt.programs.instructions import (
     Compute,
     DropHost,
     Free,
@@ -20,7 +21,6 @@ from memopt.models.program import (
     SwapIn,
     SwapOut,
 )
-from memopt.models.steps import ChainStep, Move
 
 _WORDS: dict[str, type[Free | SwapOut | SwapIn | DropHost]] = {
     "free": Free,

@@ -19,7 +19,8 @@ from enum import StrEnum
 from memopt.errors import InvalidProgramError
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.program import (
+from memopt.models.variants import variant
+from memopt.programs.instructions import (
     Compute,
     DropHost,
     Free,
@@ -28,7 +29,6 @@ from memopt.models.program import (
     SwapIn,
     SwapOut,
 )
-from memopt.models.variants import variant
 
 
 class Direction(StrEnum):
@@ -96,7 +96,7 @@ def replay(graph: Graph, program: Program, device: Device | None = None) -> Time
 
     Args:
         graph: the cost model the program refers to.
-        program: instructions; a valid program is expected (see `memopt.models.validate`).
+        program: instructions; a valid program is expected (see `memopt.programs.validate`).
         device: link rates; None: transfers take no time.
 
     Raises:

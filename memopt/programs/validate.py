@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memopt.models.graph import Graph, Operator, Phase, TensorKind
-from memopt.models.program import (
+from memopt.programs.instructions import (
     Compute,
     DropHost,
     Free,
@@ -29,10 +29,10 @@ from memopt.models.program import (
     SwapIn,
     SwapOut,
 )
-from memopt.models.validate_placement import Lifetime, misplaced
-from memopt.models.violations import Violation as Violation
-from memopt.models.violations import ViolationCode as ViolationCode
-from memopt.models.violations import first
+from memopt.programs.validate_placement import Lifetime, misplaced
+from memopt.programs.violations import Violation as Violation
+from memopt.programs.violations import ViolationCode as ViolationCode
+from memopt.programs.violations import first
 
 Code = ViolationCode
 

@@ -6,8 +6,8 @@ from itertools import pairwise
 from random import Random
 
 from memopt.models.graph import Graph, Phase
-from memopt.models.liveness import computes, with_frees
-from memopt.models.program import (
+from memopt.models.variants import variant
+from memopt.programs.instructions import (
     Compute,
     DropHost,
     Free,
@@ -17,7 +17,7 @@ from memopt.models.program import (
     SwapIn,
     SwapOut,
 )
-from memopt.models.variants import variant
+from memopt.programs.liveness import computes, with_frees
 
 
 def random_program(

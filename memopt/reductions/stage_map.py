@@ -6,14 +6,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memopt.models.cuts import (
+from memopt.models.graph import Graph, Phase
+from memopt.reductions.cuts import (
     Cut,
     always_held,
     crossing,
     last_forward_reader,
     parameter_free,
 )
-from memopt.models.graph import Graph, Phase
 
 
 @dataclass(frozen=True, slots=True)

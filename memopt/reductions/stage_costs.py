@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from memopt.models.chain import Stage
 from memopt.models.graph import Graph, Operator
-from memopt.models.stage_map import StageMap
 from memopt.models.variants import Variant
+from memopt.reductions.stage_map import StageMap
 
 
 def stage_costs(graph: Graph, stage_map: StageMap) -> tuple[Stage, ...]:

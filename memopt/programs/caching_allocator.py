@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from memopt.models.graph import Graph
-from memopt.models.program import Compute, Free, LossBoundary, Program, SwapIn
 from memopt.models.variants import variant
+from memopt.programs.instructions import Compute, Free, LossBoundary, Program, SwapIn
 
 ROUND_BYTES = 512
 SMALL_BYTES = 2**20

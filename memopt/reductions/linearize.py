@@ -25,7 +25,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from memopt.models.chain import Chain
-from memopt.models.cuts import (
+from memopt.models.graph import Graph
+from memopt.models.steps import ChainStep
+from memopt.programs.instructions import Program
+from memopt.reductions.cuts import (
     Cut,
     always_held,
     crossing,
@@ -34,11 +37,8 @@ from memopt.models.cuts import (
     parameter_free,
     worthwhile,
 )
-from memopt.models.graph import Graph
-from memopt.models.program import Program
-from memopt.models.stage_costs import stage_costs
-from memopt.models.stage_map import StageMap, StageOperators, build_stage_map, has_updates
-from memopt.models.steps import ChainStep
+from memopt.reductions.stage_costs import stage_costs
+from memopt.reductions.stage_map import StageMap, StageOperators, build_stage_map, has_updates
 
 _SPAN_DIVISORS = (2, 4, 8, 12, 16, 24, 32, 48)
 """The spans that `linearizations` tries, as shares of the forward's operators."""
@@ -110,10 +110,10 @@ class Linearization:
         return chain.resident_bytes + chain.input_bytes + peak
 
     def lower(self, steps: Sequence[ChainStep]) -> Program:
-        """The program of a chain schedule (see `memopt.models.lower.lower_steps`), computing in
+        """The program of a chain schedule (see `memopt.reductions.lower.lower_steps`), computing in
         place what can be."""
-        from memopt.models.in_place import with_in_place
-        from memopt.models.lower import lower_steps
+        from memopt.programs.in_place import with_in_place
+        from memopt.reductions.lower import lower_steps
 
         return with_in_place(self.graph, lower_steps(self, steps))
 

@@ -14,9 +14,17 @@ from functools import cached_property
 from heapq import heappop, heappush
 
 from memopt.models.graph import Graph, Operator, Phase
-from memopt.models.program import Compute, DropHost, Free, Instruction, Program, SwapIn, SwapOut
-from memopt.models.stage_costs import stage_name
 from memopt.models.variants import variant
+from memopt.programs.instructions import (
+    Compute,
+    DropHost,
+    Free,
+    Instruction,
+    Program,
+    SwapIn,
+    SwapOut,
+)
+from memopt.reductions.stage_costs import stage_name
 
 
 @dataclass(frozen=True)

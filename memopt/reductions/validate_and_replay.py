@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memopt.models.chain import Chain
-from memopt.models.chain_replay import replay_chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.offload_replay import has_transfers, replay_offload
-from memopt.models.program import Program
-from memopt.models.replay import replay
 from memopt.models.steps import ChainStep
-from memopt.models.validate import validate
-from memopt.models.validate_chain import validate_chain
-from memopt.models.validate_offload import validate_offload
-from memopt.models.violations import Violation, ViolationCode
+from memopt.programs.instructions import Program
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
+from memopt.programs.violations import Violation, ViolationCode
+from memopt.reductions.chain_replay import replay_chain
+from memopt.reductions.offload_replay import has_transfers, replay_offload
+from memopt.reductions.validate_chain import validate_chain
+from memopt.reductions.validate_offload import validate_offload
 
 
 @dataclass(frozen=True, slots=True)

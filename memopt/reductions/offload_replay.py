@@ -1,6 +1,6 @@
 """Replay of chain schedules with transfers, under the semantics of programs.
 
-The rules of `memopt.models.replay`, for chain steps: memory is resident + live values + the step's
+The rules of `memopt.programs.replay`, for chain steps: memory is resident + live values + the step's
 outputs and overhead; the compute stream takes the steps in order; a transfer starts when its
 step is reached, its data exist and its link is free. RELEASE waits for the copy to the host,
 then frees the device copy; a PREFETCH occupies memory from its step on and its first reader
@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from memopt.errors import InvalidProgramError
 from memopt.models.chain import Chain
 from memopt.models.device import Device
-from memopt.models.replay import Direction, Timeline, Transfer
 from memopt.models.steps import ChainStep, Move
+from memopt.programs.replay import Direction, Timeline, Transfer
 
 TRANSFER_MOVES = (Move.OFFLOAD, Move.RELEASE, Move.PREFETCH)
 

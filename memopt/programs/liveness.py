@@ -7,7 +7,8 @@ from enum import Enum, auto
 
 from memopt.errors import InvalidProgramError
 from memopt.models.graph import Graph, Phase
-from memopt.models.program import (
+from memopt.models.variants import variant
+from memopt.programs.instructions import (
     Compute,
     Free,
     Instruction,
@@ -16,7 +17,6 @@ from memopt.models.program import (
     SwapIn,
     SwapOut,
 )
-from memopt.models.variants import variant
 
 
 class _Future(Enum):

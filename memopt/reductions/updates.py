@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 
 from memopt.models.chain import Stage
 from memopt.models.graph import Graph, Phase
-from memopt.models.in_place import with_in_place
-from memopt.models.linearize import Linearization, linearize
-from memopt.models.liveness import with_frees
-from memopt.models.lower import lower_steps
-from memopt.models.program import Compute, Free, Instruction, Program
-from memopt.models.stage_map import StageOperators
 from memopt.models.steps import ChainStep
 from memopt.models.variants import variant
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Compute, Free, Instruction, Program
+from memopt.programs.liveness import with_frees
+from memopt.reductions.linearize import Linearization, linearize
+from memopt.reductions.lower import lower_steps
+from memopt.reductions.stage_map import StageOperators
 
 
 def without_updates(graph: Graph) -> Graph:

@@ -11,8 +11,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memopt.models.graph import Graph
-from memopt.models.program import Compute, DropHost, Free, Instruction, Program, SwapIn, SwapOut
 from memopt.models.variants import variant
+from memopt.programs.instructions import (
+    Compute,
+    DropHost,
+    Free,
+    Instruction,
+    Program,
+    SwapIn,
+    SwapOut,
+)
 
 
 def with_in_place(graph: Graph, program: Program) -> Program:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from memopt.models.graph import Graph
-from memopt.models.program import Compute, Program
-from memopt.models.violations import Violation, ViolationCode, first
+from memopt.programs.instructions import Compute, Program
+from memopt.programs.violations import Violation, ViolationCode, first
 
 Code = ViolationCode
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from memopt.models.chain_replay import FORWARD_MOVES, replay_chain
 from memopt.models.graph import Graph
-from memopt.models.liveness import with_frees
-from memopt.models.offload_replay import has_transfers, replay_offload
-from memopt.models.program import (
+from memopt.models.steps import ChainStep, Move
+from memopt.models.variants import variant
+from memopt.programs.instructions import (
     Compute,
     DropHost,
     Free,
@@ -27,11 +26,12 @@ from memopt.models.program import (
     SwapIn,
     SwapOut,
 )
-from memopt.models.steps import ChainStep, Move
-from memopt.models.variants import variant
+from memopt.programs.liveness import with_frees
+from memopt.reductions.chain_replay import FORWARD_MOVES, replay_chain
+from memopt.reductions.offload_replay import has_transfers, replay_offload
 
 if TYPE_CHECKING:
-    from memopt.models.linearize import Linearization
+    from memopt.reductions.linearize import Linearization
 
 
 def lower_steps(

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from memopt.errors import PlanFileError
-from memopt.models import encoding
 from memopt.models.chain import Chain
 from memopt.models.codec import Reader
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.program import Program
 from memopt.models.steps import ChainStep
+from memopt.programs import encoding
+from memopt.programs.instructions import Program
 
 VERSION = 1
 FORMAT = "memopt"
