@@ -1,7 +1,7 @@
 """Replay of chain schedules with transfers, under the semantics of programs.
 
-The rules of `memopt.programs.replay`, for chain steps: memory is resident + live values + the step's
-outputs and overhead; the compute stream takes the steps in order; a transfer starts when its
+The rules of `memopt.programs.replay`, for chain steps: memory is resident + live values + the
+step's outputs and overhead; the compute stream takes the steps in order; a transfer starts when its
 step is reached, its data exist and its link is free. RELEASE waits for the copy to the host,
 then frees the device copy; a PREFETCH occupies memory from its step on and its first reader
 waits. Where the papers' chain replay charges δ^n from the start, here it arrives with B^n.

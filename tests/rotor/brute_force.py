@@ -3,8 +3,8 @@
 Shares nothing with the strategies. A state is δ's index and three sets, as bits of one integer:
 the activations held on their own, the ā held, and the stages whose F_ck or F_all has run and
 whose backward has not (Rotor Definition 4.1). `successor` is Table 1; its costs are held equal to
-`memopt.reductions.chain_replay` by a test. The search is Dijkstra's on (time, peak), once per step of
-the memory-time trade-off.
+`memopt.reductions.chain_replay` by a test. The search is Dijkstra's on (time, peak), once per
+step of the memory-time trade-off.
 """
 
 from __future__ import annotations
