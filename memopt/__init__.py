@@ -14,7 +14,6 @@ from memopt.errors import InvalidProgramError as InvalidProgramError
 from memopt.errors import MemoptError as MemoptError
 from memopt.errors import PlanFileError as PlanFileError
 from memopt.errors import ProfileError as ProfileError
-from memopt.files import load as load
 from memopt.fits import Fits as Fits
 from memopt.fits import fits as fits
 from memopt.models.chain import Chain as Chain
@@ -24,6 +23,7 @@ from memopt.models.graph import Graph as Graph
 from memopt.models.graph import Operator as Operator
 from memopt.models.graph import Tensor as Tensor
 from memopt.plan import Plan as Plan
+from memopt.plan import load as load
 from memopt.planning import plan as plan
 from memopt.planning import profile as profile
 from memopt.planning import strategies as strategies

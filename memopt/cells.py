@@ -23,7 +23,8 @@ from memopt.models.codec import Reader
 from memopt.models.device import Device
 from memopt.models.folders import default_directory
 from memopt.models.graph import Graph
-from memopt.plan import BaselineFigures, Plan
+from memopt.plan import Plan
+from memopt.plan_record import BaselineFigures
 from memopt.programs import encoding
 from memopt.programs.serialize import canonical, parse
 from memopt.strategies import STRATEGIES, Status, Strategy
@@ -101,7 +102,7 @@ class CellCache:
                 )
             plan = {name: entry.value for name, entry in stored.entries().items()}
             plan[self._kind] = self._encoded
-            made = decode(Reader(plan, "cell"))
+            made = Plan.of(decode(Reader(plan, "cell")))
             return planned_cell(label, self._ours(made, strategy), solve_time_s)
         except (OSError, PlanFileError):
             return None

@@ -15,19 +15,14 @@ from memopt.models.budget import MINIMUM, parse_budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.plan import BaselineFigures, Plan
-from memopt.planning import (
-    Mode,
-    Request,
-    baseline_figures,
-    planned_device,
-    profiled_for,
-    solve,
-)
+from memopt.plan import Plan
+from memopt.plan_record import BaselineFigures
+from memopt.planning import solve
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.report.progress import reporting
 from memopt.side_by_side import Finished, default_workers, run_all
+from memopt.solving import Mode, Request, baseline_figures, planned_device, profiled_for
 from memopt.strategies import STRATEGIES, Progress, Status, Strategy, resolve
 
 if TYPE_CHECKING:

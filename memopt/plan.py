@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from memopt.models.budget import format_bytes
-from memopt.models.chain import Chain
-from memopt.models.device import Device
-from memopt.models.graph import Graph
-from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
-from memopt.models.steps import ChainStep
-from memopt.programs.instructions import Program
-from memopt.strategies.base import Status, Strategy
+from memopt.models.record import OutputGradients
+from memopt.plan_record import PlanRecord
+from memopt.solving import PlanRequest, make_plan
 
 if TYPE_CHECKING:
     import torch
@@ -24,101 +20,18 @@ if TYPE_CHECKING:
     from memopt.executor.train_step import TrainStep
     from memopt.profiler.inputs import Call
     from memopt.profiler.session import Profiled
-    from memopt.programs.placed import ArenaUse
     from memopt.report.lanes import StepLanes
     from memopt.report.step_check import StepCheck
 
 
-@dataclass(frozen=True, slots=True)
-class BaselineFigures:
-    """The step without memopt: total peak bytes, seconds, and whether they were measured."""
-
-    peak_bytes: int
-    step_time_s: float
-    measured: bool
-
-
 @dataclass(frozen=True)
-class Plan:
-    """A plan that the validator has passed. Bytes are totals, resident included.
+class Plan(PlanRecord):
+    """A plan that the validator has passed; what it holds is in `memopt.plan_record.PlanRecord`."""
 
-    Attributes:
-        status: OPTIMAL (in the strategy's class) or FEASIBLE.
-        strategy: what made it.
-        budget: bytes; None: no limit.
-        host_budget: the most that the program may have on the host at once, bytes; None: no limit.
-        peak_bytes: replayed peak of the step.
-        resident_bytes: how much of it never moves.
-        step_time_s: replayed time of the step, seconds.
-        lower_bound_s: no plan of the strategy's class within the budget is faster.
-        gap: (step_time_s - lower_bound_s) / lower_bound_s.
-        host_peak_bytes: host memory for swapped tensors.
-        baseline: the step without memopt.
-        program: the instructions; None for a plan of a bare Chain.
-        chain_steps: the chain schedule, from chain strategies; else None.
-        graph: the cost model; None for a plan of a bare Chain.
-        chain: the chain a chain strategy planned; else None.
-        device: link rates and capacity used.
-        stats: what the solver says about itself.
-        notes: what a user should know ("the loss is not covered"...).
-        profiled: the captured model; None for a plan of a cost model, or from a file.
-        record: what the model and its example call were, as plan files store it.
-    """
-
-    status: Status
-    strategy: Strategy
-    budget: int | None
-    peak_bytes: int
-    resident_bytes: int
-    step_time_s: float
-    lower_bound_s: float
-    baseline: BaselineFigures
-    device: Device
-    program: Program | None = None
-    chain_steps: tuple[ChainStep, ...] | None = None
-    graph: Graph | None = None
-    chain: Chain | None = None
-    host_budget: int | None = None
-    host_peak_bytes: int = 0
-    compute_time_s: float = 0.0
-    stats: Mapping[str, object] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    profiled: Profiled | None = field(default=None, repr=False, compare=False)
-    record: ModelRecord | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def gap(self) -> float:
-        """How far the step's time can be from the strategy's best, as a share of the bound."""
-        if self.lower_bound_s <= 0:
-            return 0.0
-        return max(0.0, (self.step_time_s - self.lower_bound_s) / self.lower_bound_s)
-
-    @property
-    def overhead(self) -> float:
-        """Predicted extra time over running every operator once, as a share of that."""
-        if self.compute_time_s <= 0:
-            return 0.0
-        return self.step_time_s / self.compute_time_s - 1
-
-    @property
-    def output_gradients(self) -> OutputGradients:
-        """What the planned loss does with the model's output: the leaves that it does not use, for
-        which the plan's step has no gradient, and the layouts of the others' gradients."""
-        return self.record.output_gradients if self.record is not None else ANY_LOSS
-
-    @property
-    def loss_bytes(self) -> int:
-        """Of the planned loss itself, charged as resident, where it takes more than a number."""
-        return self.record.loss_bytes if self.record is not None else 0
-
-    @property
-    def arena(self) -> ArenaUse | None:
-        """What the plan's addresses cover and what lies outside; None for a plan without."""
-        if self.graph is None or self.program is None:
-            return None
-        from memopt.programs.placed import arena_use
-
-        return arena_use(self.graph, self.program)
+    @classmethod
+    def of(cls, record: PlanRecord) -> Plan:
+        """The plan of a record."""
+        return cls(**{one.name: getattr(record, one.name) for one in fields(PlanRecord)})
 
     @property
     def code(self) -> str:
@@ -202,7 +115,6 @@ class Plan:
 
     def _plan_again(self, model: nn.Module, call: Call) -> nn.Module:
         """The model under a plan for another call, within the same budget."""
-        from memopt.planning import plan
         from memopt.profiler.session import profile_model
 
         assert self.graph is not None
@@ -217,8 +129,7 @@ class Plan:
             boundary_bytes=self.graph.boundary_bytes,
             extra_resident_bytes=profiled.graph.extra_resident_bytes + extra_bytes,
         )
-        return plan(
-            replace(profiled, graph=graph),
+        request = PlanRequest(
             budget=self.budget,
             strategy=self.strategy,
             host_budget=self.host_budget,
@@ -226,7 +137,8 @@ class Plan:
             order=bool(self.stats.get("pass_order")),
             place=bool(self.stats.get("pass_place")),
             progress=False,
-        ).apply(model)
+        )
+        return Plan.of(make_plan(replace(profiled, graph=graph), None, request)).apply(model)
 
     def check(
         self,
@@ -360,3 +272,14 @@ class Plan:
             f"<memopt.Plan {self.strategy.name} {self.status.value}: "
             f"peak {format_bytes(self.peak_bytes)} of {budget}>"
         )
+
+
+def load(path: str | PathLike[str]) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        PlanFileError: it is missing, damaged, edited, or of another version.
+    """
+    from memopt.files import load as read
+
+    return Plan.of(read(path))

@@ -45,7 +45,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.models",
         "memopt.programs",
         "memopt.reductions",
-        "memopt.plan",
+        "memopt.plan_record",
+        "memopt.comparison_record",
     ),
     "memopt.files": (
         "memopt.errors",
@@ -53,9 +54,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.programs",
         "memopt.reductions",
         "memopt.strategies",
-        "memopt.plan",
-        "memopt.planning",
+        "memopt.plan_record",
     ),
+    "memopt.plan_record": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.programs",
+        "memopt.strategies",
+    ),
+    "memopt.comparison_record": ("memopt.models", "memopt.plan_record", "memopt.strategies"),
+    "memopt.solving": EVERYTHING,
     "memopt.plan": EVERYTHING,
     "memopt.planning": EVERYTHING,
     "memopt.refusal": EVERYTHING,
@@ -73,8 +81,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
 
 # What a layer may name in annotations only, under `if TYPE_CHECKING:`.
 FOR_TYPES: dict[str, tuple[str, ...]] = {
-    "memopt.executor": ("memopt.plan",),
-    "memopt.report": ("memopt.comparison",),
+    "memopt.executor": ("memopt.plan_record",),
+    "memopt.plan_record": ("memopt.profiler",),
 }
 
 # Inside memopt.strategies: what every strategy shares, and the composite strategies, which may
@@ -85,7 +93,12 @@ SHARED_BY_STRATEGIES = (
     "memopt.strategies.slack",
     "memopt.strategies.store_all",
 )
-COMPOSITES = ("memopt.strategies", "memopt.strategies.auto", "memopt.strategies.monet")
+COMPOSITES = (
+    "memopt.strategies",
+    "memopt.strategies.singles",
+    "memopt.strategies.auto",
+    "memopt.strategies.monet",
+)
 
 NO_TORCH = (
     "memopt.errors",

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from memopt.commands.targets import Sizes, Target, TargetError
+from memopt.commands.target import Sizes, Target, TargetError
 from memopt.commands.torchvision import REMEDY, without_broken_torchvision
 
 _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")

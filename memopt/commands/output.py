@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from memopt.commands.targets import TargetError
+from memopt.commands.target import TargetError
 from memopt.errors import InfeasibleBudgetError, MemoptError, PlanFileError
 from memopt.models.device import Device
 from memopt.plan import Plan

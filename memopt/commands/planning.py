@@ -7,9 +7,9 @@ from pathlib import Path
 import memopt
 from memopt.commands.output import plan_figures, say, say_json
 from memopt.commands.profiling import Profiling
-from memopt.commands.targets import Sizes, load_target
-from memopt.files import load
-from memopt.plan import Plan
+from memopt.commands.target import Sizes
+from memopt.commands.targets import load_target
+from memopt.plan import Plan, load
 
 
 def plan_command(

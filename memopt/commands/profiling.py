@@ -9,7 +9,8 @@ from typing import Any
 
 import memopt
 from memopt.commands.output import say, say_json, table
-from memopt.commands.targets import Sizes, load_target
+from memopt.commands.target import Sizes
+from memopt.commands.targets import load_target
 from memopt.files.envelope import write_atomically
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph

@@ -7,46 +7,17 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import nn
+from memopt.commands.hugging_face import load_config
+from memopt.commands.target import Sizes, Target, TargetError
 
 FORMS = (
     "name a model as MODULE:FACTORY or FILE.py:FACTORY, where FACTORY() returns (model, inputs) or "
     "(model, inputs, loss_fn), or as hf:CONFIG.json, a Hugging Face configuration on disk"
 )
-
-
-class TargetError(Exception):
-    """A model named on the command line cannot be made; the message has the remedy."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """A model with its example inputs and, if known, its loss."""
-
-    model: nn.Module
-    inputs: Any
-    loss_fn: Callable[..., Any] | None = None
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How a Hugging Face model is made; a factory chooses for itself.
-
-    Attributes:
-        batch: examples per step.
-        sequence: tokens per example.
-        meta: without weights, for estimates.
-    """
-
-    batch: int = 4
-    sequence: int = 128
-    meta: bool = False
 
 
 def load_target(name: str, sizes: Sizes | None = None) -> Target:
@@ -57,8 +28,6 @@ def load_target(name: str, sizes: Sizes | None = None) -> Target:
     """
     kind, _, rest = name.partition(":")
     if kind == "hf":
-        from memopt.commands.hugging_face import load_config
-
         return load_config(rest, sizes or Sizes())
     module_name, _, attribute = name.rpartition(":")
     if not module_name or not attribute:

@@ -31,7 +31,7 @@ from memopt.programs.serialize import fingerprint
 from memopt.reductions.stage_map import has_updates
 
 if TYPE_CHECKING:
-    from memopt.plan import Plan
+    from memopt.plan_record import PlanRecord
 
 
 def runtime_of(captured: Captured) -> Runtime:
@@ -41,7 +41,7 @@ def runtime_of(captured: Captured) -> Runtime:
 
 
 def apply_plan(
-    plan: Plan,
+    plan: PlanRecord,
     model: nn.Module,
     inputs: Any = None,
     *,
@@ -79,7 +79,7 @@ def apply_plan(
         return PlannedModule(model, captured, runtime_of(captured), installed, otherwise)
 
 
-def _as_planned(plan: Plan) -> AbstractContextManager[object]:
+def _as_planned(plan: PlanRecord) -> AbstractContextManager[object]:
     """Autocast as it was when the plan was made, unless the caller has set one: plans are applied
     outside of the `with torch.autocast` that the steps will run in."""
     if plan.record is None or any(autocast_state()):
@@ -87,7 +87,7 @@ def _as_planned(plan: Plan) -> AbstractContextManager[object]:
     return autocast_as(plan.record.autocast)
 
 
-def planned_call(plan: Plan, inputs: Any = None) -> Call:
+def planned_call(plan: PlanRecord, inputs: Any = None) -> Call:
     """The user's inputs as a call; without them the example call, zeros if it comes from a file.
 
     Raises:
@@ -103,7 +103,7 @@ def planned_call(plan: Plan, inputs: Any = None) -> Call:
 
 
 @contextmanager
-def _blaming_the_file(plan: Plan, inputs: Any) -> Iterator[None]:
+def _blaming_the_file(plan: PlanRecord, inputs: Any) -> Iterator[None]:
     """Where the example call comes from a file, what is wrong with it is the file's."""
     try:
         yield
@@ -116,7 +116,7 @@ def _blaming_the_file(plan: Plan, inputs: Any) -> Iterator[None]:
         ) from error
 
 
-def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowering]:
+def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured, Lowering]:
     """The planned model's capture, or another one's if its graph is the planned one."""
     call = planned_call(plan, inputs)
     with _blaming_the_file(plan, inputs):
@@ -148,7 +148,7 @@ def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowe
         raise PlanFileError(f"{error}. {again(plan)}") from None
 
 
-def _with_implementations(plan: Plan, lowering: Lowering, block_bytes: int) -> Lowering:
+def _with_implementations(plan: PlanRecord, lowering: Lowering, block_bytes: int) -> Lowering:
     """The lowering with the alternatives that the plan chooses from, if it chooses any."""
     assert plan.program is not None
     chosen = {
@@ -172,7 +172,7 @@ def _with_implementations(plan: Plan, lowering: Lowering, block_bytes: int) -> L
     )
 
 
-def _check_fingerprint(plan: Plan, graph: Graph, since: tuple[Watch, Any] | None) -> None:
+def _check_fingerprint(plan: PlanRecord, graph: Graph, since: tuple[Watch, Any] | None) -> None:
     found = fingerprint(graph)
     if plan.record is not None:
         planned = plan.record.fingerprint
@@ -202,7 +202,7 @@ def _check_fingerprint(plan: Plan, graph: Graph, since: tuple[Watch, Any] | None
     raise PlanFileError(f"this plan was made for another model: {reason}. {again(plan)}")
 
 
-def again(plan: Plan) -> str:
+def again(plan: PlanRecord) -> str:
     """How to plan again, for messages."""
     return (
         f"Plan again: memopt.plan(model, inputs, budget={plan.budget}, "

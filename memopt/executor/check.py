@@ -20,7 +20,7 @@ from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
 from memopt.profiler.untouched import untouched
 
 if TYPE_CHECKING:
-    from memopt.plan import Plan
+    from memopt.plan_record import PlanRecord
 
 _MINIMUM_STEPS = 3
 _ENOUGH_S = 2.0
@@ -28,7 +28,7 @@ _MOST_STEPS = 10
 
 
 def measure_step(
-    plan: Plan,
+    plan: PlanRecord,
     model: nn.Module,
     inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -58,7 +58,7 @@ def measure_step(
 
 
 def metered_peak(
-    plan: Plan,
+    plan: PlanRecord,
     module: nn.Module,
     model: nn.Module,
     call: Call,
@@ -79,7 +79,7 @@ def metered_peak(
     return use.peak_bytes
 
 
-def unmetered_bytes(plan: Plan, device: torch.device) -> int:
+def unmetered_bytes(plan: PlanRecord, device: torch.device) -> int:
     """What a plan charges as resident and a metered step does not allocate. The loss and the
     runtime's token are charged, and metered: they count once."""
     return plan.resident_bytes - plan.loss_bytes - STEP_SCALARS_BYTES[device.type]

@@ -21,14 +21,14 @@ from memopt.profiler.session import device_of
 from memopt.profiler.untouched import untouched
 
 if TYPE_CHECKING:
-    from memopt.plan import Plan
+    from memopt.plan_record import PlanRecord
 
 Measured = tuple[int, float]
 """(total peak bytes, median seconds) of a step."""
 
 
 def measure_in_turn(
-    plans: Sequence[Plan],
+    plans: Sequence[PlanRecord],
     model: nn.Module,
     *,
     loss_fn: Callable[..., Any] | None = None,

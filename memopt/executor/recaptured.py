@@ -28,14 +28,14 @@ from memopt.programs.violations import Violation
 from memopt.reductions.validate_and_replay import judge
 
 if TYPE_CHECKING:
-    from memopt.plan import Plan
+    from memopt.plan_record import PlanRecord
 
 BLOCK_BYTES = {"cpu": 1, "cuda": 512}
 """The granularity of a device's allocator."""
 
 
 def planned_lowering(
-    plan: Plan,
+    plan: PlanRecord,
     lowering: Lowering,
     captured: Captured,
     device: torch.device,
@@ -75,7 +75,7 @@ def planned_lowering(
     return replace(lowering, graph=graph)
 
 
-def _with_scalars(plan: Plan, lowering: Lowering, device: torch.device) -> Lowering:
+def _with_scalars(plan: PlanRecord, lowering: Lowering, device: torch.device) -> Lowering:
     """A lowering whose graph counts the scalars that every step holds, as priced graphs do."""
     in_blocks = plan.record is not None and plan.record.block_bytes > 1
     scalars_bytes = STEP_SCALARS_BYTES["cuda" if in_blocks else device.type]
@@ -83,7 +83,7 @@ def _with_scalars(plan: Plan, lowering: Lowering, device: torch.device) -> Lower
     return replace(lowering, graph=replace(lowering.graph, extra_resident_bytes=extra_bytes))
 
 
-def check_plan(plan: Plan, graph: Graph) -> None:
+def check_plan(plan: PlanRecord, graph: Graph) -> None:
     """Validate and replay a plan's program on a graph.
 
     Raises:
@@ -109,7 +109,7 @@ def _wasteful(graph: Graph, program: Program | None) -> bool:
     return max(ends, default=0) > sum(in_blocks(size, max(BLOCK_BYTES.values())) for size in sizes)
 
 
-def _is_measured_here(plan: Plan, device: torch.device) -> bool:
+def _is_measured_here(plan: PlanRecord, device: torch.device) -> bool:
     """Whether the plan's memory is that of this kind of device, and somebody relies on it."""
     record = plan.record
     if plan.profiled is not None or record is None or plan.budget is None:
@@ -119,7 +119,7 @@ def _is_measured_here(plan: Plan, device: torch.device) -> bool:
 
 
 def _measured(
-    plan: Plan, lowering: Lowering, captured: Captured, device: torch.device
+    plan: PlanRecord, lowering: Lowering, captured: Captured, device: torch.device
 ) -> tuple[dict[int, int], dict[tuple[int, str | None], int]]:
     """Sizes of tensors, and workspaces of the kernels that the program runs."""
     assert plan.program is not None

@@ -16,13 +16,13 @@ from memopt.profiler.session import device_of
 from memopt.profiler.untouched import untouched
 
 if TYPE_CHECKING:
-    from memopt.plan import Plan
+    from memopt.plan_record import PlanRecord
 
 STEPS = 5
 
 
 def record_step(
-    plan: Plan,
+    plan: PlanRecord,
     model: nn.Module,
     inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,

@@ -27,10 +27,12 @@ from memopt.programs.serialize import fingerprint
 from memopt.reductions.stage_map import has_updates
 
 if TYPE_CHECKING:
-    from memopt.plan import Plan
+    from memopt.plan_record import PlanRecord
 
 
-def with_step(plan: Plan, model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer) -> Plan:
+def with_step(
+    plan: PlanRecord, model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer
+) -> PlanRecord:
     """The plan with its step captured from `model`; as it is unless it comes from a file and is of
     a whole step.
 
@@ -108,7 +110,7 @@ def _other_step(graph: Graph, record: ModelRecord, captured: Graph) -> str:
     )
 
 
-def _again(plan: Plan) -> str:
+def _again(plan: PlanRecord) -> str:
     return (
         "Plan again: memopt.plan(model, inputs, loss_fn=..., targets=..., optimizer=..., "
         f"whole_step=True, budget={plan.budget}, strategy={plan.strategy.name!r})"

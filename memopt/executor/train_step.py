@@ -26,7 +26,7 @@ from memopt.profiler.step_optimizer import Touch, check_splittable, update_one
 from memopt.profiler.step_session import ProfiledStep
 
 if TYPE_CHECKING:
-    from memopt.plan import Plan
+    from memopt.plan_record import PlanRecord
 
 
 class TrainStep:
@@ -42,7 +42,7 @@ class TrainStep:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PlanRecord,
         optimizer: torch.optim.Optimizer,
         *,
         interpreted: bool = False,
@@ -266,7 +266,7 @@ def _check_state(
 
 
 def train_step(
-    plan: Plan,
+    plan: PlanRecord,
     model: nn.Module,
     loss_fn: Any,
     optimizer: torch.optim.Optimizer,

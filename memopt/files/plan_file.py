@@ -19,7 +19,7 @@ from memopt.models.record import ModelRecord
 from memopt.models.record_json import encode_record, read_record
 from memopt.models.same_graph import as_captured
 from memopt.models.steps import ChainStep
-from memopt.plan import BaselineFigures, Plan
+from memopt.plan_record import BaselineFigures, PlanRecord
 from memopt.programs.encoding import chain as encode_chain
 from memopt.programs.encoding import device as encode_device
 from memopt.programs.encoding import graph as encode_graph
@@ -62,12 +62,12 @@ _LARGEST_WHOLE = 2**53
 """Larger numbers are no sizes or counts, and other JSON readers would round them."""
 
 
-def save(plan: Plan, path: FileName) -> None:
+def save(plan: PlanRecord, path: FileName) -> None:
     """Write a plan file; see `Plan.save`."""
     write_atomically(Path(path), pack(encode(plan)))
 
 
-def load(path: FileName) -> Plan:
+def load(path: FileName) -> PlanRecord:
     """Read a plan that `plan.save(path)` wrote.
 
     The plan is validated and replayed again. `apply(model)` captures the model and refuses it
@@ -80,7 +80,7 @@ def load(path: FileName) -> Plan:
     return decode(read_plan(Path(path)))
 
 
-def encode(plan: Plan) -> dict[str, Any]:
+def encode(plan: PlanRecord) -> dict[str, Any]:
     """A plan as what `json` writes."""
     return {
         "status": plan.status.value,
@@ -124,7 +124,7 @@ def _plain(value: object) -> object:
     return str(value)
 
 
-def decode(reader: Reader) -> Plan:
+def decode(reader: Reader) -> PlanRecord:
     """The plan that `encode` wrote, validated and replayed.
 
     Raises:
@@ -155,7 +155,7 @@ def decode(reader: Reader) -> Plan:
         # They are shown; the program is what runs.
         _checked(chain, steps, None, (None, None), device)
     peak_bytes, time_s, measured = found["baseline"].fields("peak_bytes", "step_time_s", "measured")
-    return Plan(
+    return PlanRecord(
         status=_read_status(found["status"]),
         strategy=strategy,
         budget=budget_bytes,

@@ -27,6 +27,7 @@ from functools import cached_property
 from memopt.models.chain import Chain
 from memopt.models.graph import Graph
 from memopt.models.steps import ChainStep
+from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.reductions.cuts import (
     Cut,
@@ -37,45 +38,29 @@ from memopt.reductions.cuts import (
     parameter_free,
     worthwhile,
 )
+from memopt.reductions.lower import lower_steps
 from memopt.reductions.stage_costs import stage_costs
-from memopt.reductions.stage_map import StageMap, StageOperators, build_stage_map, has_updates
+from memopt.reductions.stage_map import (
+    StagedGraph,
+    build_stage_map,
+    has_updates,
+)
 
 _SPAN_DIVISORS = (2, 4, 8, 12, 16, 24, 32, 48)
 """The spans that `linearizations` tries, as shares of the forward's operators."""
 
 
 @dataclass(frozen=True)
-class Linearization:
+class Linearization(StagedGraph):
     """A graph seen as a chain.
 
     Attributes:
-        graph: the graph.
-        chain: its chain; stage n is the loss boundary.
-        stage_map: the operators of stages 1..n-1, and the held storages.
         articulation_points: how many cuts the forward has; not all of them are worth a stage.
         max_span: longest span of a storage that is not held, in forward operators.
     """
 
-    graph: Graph
-    chain: Chain
-    stage_map: StageMap
     articulation_points: int
     max_span: int
-
-    @property
-    def stages(self) -> tuple[StageOperators, ...]:
-        """The operators of stages 1..n-1; stage ℓ is `stages[ℓ-1]`."""
-        return self.stage_map.stages
-
-    @property
-    def held(self) -> frozenset[int]:
-        """Computed storages held for the whole step, part of `chain.resident_bytes`."""
-        return self.stage_map.held
-
-    @property
-    def cut_tensors(self) -> tuple[int | None, ...]:
-        """The storages a^0..a^{n-1}; None where the input or held storages are all there is."""
-        return (None, *(stage.output for stage in self.stages))
 
     @property
     def longest_stage_share(self) -> float:
@@ -112,9 +97,6 @@ class Linearization:
     def lower(self, steps: Sequence[ChainStep]) -> Program:
         """The program of a chain schedule (see `memopt.reductions.lower.lower_steps`), computing in
         place what can be."""
-        from memopt.programs.in_place import with_in_place
-        from memopt.reductions.lower import lower_steps
-
         return with_in_place(self.graph, lower_steps(self, steps))
 
 

@@ -11,7 +11,6 @@ tensors, each with the link's latency, and operators that run once do so in thei
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from memopt.models.graph import Graph
 from memopt.models.steps import ChainStep, Move
@@ -29,13 +28,11 @@ from memopt.programs.instructions import (
 from memopt.programs.liveness import with_frees
 from memopt.reductions.chain_replay import FORWARD_MOVES, replay_chain
 from memopt.reductions.offload_replay import has_transfers, replay_offload
-
-if TYPE_CHECKING:
-    from memopt.reductions.linearize import Linearization
+from memopt.reductions.stage_map import StagedGraph
 
 
 def lower_steps(
-    linearization: Linearization, steps: Sequence[ChainStep], keep_unread: bool = False
+    staged: StagedGraph, steps: Sequence[ChainStep], keep_unread: bool = False
 ) -> Program:
     """Lower a chain schedule to the program that runs it.
 
@@ -45,29 +42,29 @@ def lower_steps(
     nothing. x_0 = a^0 is resident in a graph: moving it lowers to nothing, too.
 
     Args:
-        linearization: of the graph the program is for.
-        steps: a schedule of `linearization.chain`, with or without transfers.
+        staged: the graph the program is for, and its stages.
+        steps: a schedule of `staged.chain`, with or without transfers.
         keep_unread: run these too, so that the program's time is exactly the schedule's.
 
     Raises:
         InvalidProgramError: the schedule is not valid for the chain.
     """
     if has_transfers(steps):
-        replay_offload(linearization.chain, steps)
+        replay_offload(staged.chain, steps)
     else:
-        replay_chain(linearization.chain, steps)
-    instructions = _Lowering(linearization, steps).instructions()
+        replay_chain(staged.chain, steps)
+    instructions = _Lowering(staged, steps).instructions()
     if not keep_unread:
-        instructions = without_unread_reruns(linearization.graph, instructions)
-    return Program(with_frees(linearization.graph, instructions))
+        instructions = without_unread_reruns(staged.graph, instructions)
+    return Program(with_frees(staged.graph, instructions))
 
 
 class _Lowering:
     """Walks a valid schedule; knows which values the schedule holds, and where."""
 
-    def __init__(self, linearization: Linearization, steps: Sequence[ChainStep]) -> None:
-        self.graph = linearization.graph
-        self.stages = linearization.stages
+    def __init__(self, staged: StagedGraph, steps: Sequence[ChainStep]) -> None:
+        self.graph = staged.graph
+        self.stages = staged.stages
         self.steps = steps
         self.begun: set[int] = set()
         self.activations: set[int] = set()

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memopt.models.chain import Chain
 from memopt.models.graph import Graph, Phase
 from memopt.reductions.cuts import (
     Cut,
@@ -57,6 +58,36 @@ class StageMap:
 
     stages: tuple[StageOperators, ...]
     held: frozenset[int]
+
+
+@dataclass(frozen=True)
+class StagedGraph:
+    """A graph whose operators are the stages of a chain.
+
+    Attributes:
+        graph: the graph.
+        chain: its chain; stage n is the loss boundary.
+        stage_map: the operators of stages 1..n-1, and the held storages.
+    """
+
+    graph: Graph
+    chain: Chain
+    stage_map: StageMap
+
+    @property
+    def stages(self) -> tuple[StageOperators, ...]:
+        """The operators of stages 1..n-1; stage ℓ is `stages[ℓ-1]`."""
+        return self.stage_map.stages
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Computed storages held for the whole step, part of `chain.resident_bytes`."""
+        return self.stage_map.held
+
+    @property
+    def cut_tensors(self) -> tuple[int | None, ...]:
+        """The storages a^0..a^{n-1}; None where the input or held storages are all there is."""
+        return (None, *(stage.output for stage in self.stages))
 
 
 def build_stage_map(

@@ -18,13 +18,13 @@ from memopt.report.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from memopt.comparison import Cell, Comparison
+    from memopt.comparison_record import CellRecord, ComparisonRecord
 
 LINE_STYLES = ("-", "--", ":")
 BOUND_OPACITY = 0.3
 
 
-def plot_comparison(comparison: Comparison, ax: Axes | None = None) -> Axes:
+def plot_comparison(comparison: ComparisonRecord[CellRecord], ax: Axes | None = None) -> Axes:
     """See `Comparison.plot`. Lines differ in colour, marker and, past seven, in their dashes.
 
     Measured figures are drawn where the plans were run. The bound is one on predicted times, so
@@ -72,7 +72,9 @@ def plot_comparison(comparison: Comparison, ax: Axes | None = None) -> Axes:
     return axes
 
 
-def _points(comparison: Comparison, name: str, measured: bool) -> list[tuple[int, float]]:
+def _points(
+    comparison: ComparisonRecord[CellRecord], name: str, measured: bool
+) -> list[tuple[int, float]]:
     """(peak in bytes, seconds) of a strategy's plans, by peak, each once."""
     found = set()
     for cell in comparison.cells:
@@ -82,13 +84,13 @@ def _points(comparison: Comparison, name: str, measured: bool) -> list[tuple[int
     return sorted(found)
 
 
-def _figures(cell: Cell, measured: bool) -> tuple[int, float] | None:
+def _figures(cell: CellRecord, measured: bool) -> tuple[int, float] | None:
     peak = cell.measured_peak_bytes if measured else cell.peak_bytes
     time_s = cell.measured_time_s if measured else cell.step_time_s
     return None if peak is None or time_s is None else (peak, time_s)
 
 
-def bounds(comparison: Comparison) -> list[tuple[int, float]]:
+def bounds(comparison: ComparisonRecord[CellRecord]) -> list[tuple[int, float]]:
     """(budget in bytes, seconds): no plan of the compared strategies within the budget is faster,
     by budget."""
     found: dict[int, float] = {}
@@ -100,7 +102,7 @@ def bounds(comparison: Comparison) -> list[tuple[int, float]]:
 
 
 def _shade_bound(
-    comparison: Comparison, axes: Axes, size: int, scale: float, baseline_s: float
+    comparison: ComparisonRecord[CellRecord], axes: Axes, size: int, scale: float, baseline_s: float
 ) -> None:
     steps = bounds(comparison)
     if not steps:

@@ -11,13 +11,13 @@ from memopt.report.texts import format_seconds
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from memopt.comparison import Cell, Comparison
+    from memopt.comparison_record import CellRecord, ComparisonRecord
 
 _HEAD = ("strategy", "budget", "status", "peak", "step time", "overhead", "bound", "gap", "solve")
 _MEASURED_HEAD = ("measured peak", "measured time", "measured overhead")
 
 
-def text(comparison: Comparison) -> str:
+def text(comparison: ComparisonRecord[CellRecord]) -> str:
     """Aligned columns, the baseline above, notes below."""
     table = [_head(comparison), *(_row(comparison, cell) for cell in comparison.cells)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -28,7 +28,7 @@ def text(comparison: Comparison) -> str:
     return "\n".join([*_above(comparison), *lines, *_notes(comparison)])
 
 
-def markdown(comparison: Comparison) -> str:
+def markdown(comparison: ComparisonRecord[CellRecord]) -> str:
     """A Markdown table, the baseline above, notes below."""
     head = _head(comparison)
     rows = [head, tuple("---" for _ in head)]
@@ -39,7 +39,7 @@ def markdown(comparison: Comparison) -> str:
     return "\n".join([above, "", *lines, *(["", *notes] if notes else [])])
 
 
-def html(comparison: Comparison) -> str:
+def html(comparison: ComparisonRecord[CellRecord]) -> str:
     """An HTML table for notebooks, each budget's fastest plan in bold; no script."""
     bold = _fastest(comparison)
     rows = ["".join(f"<th>{escape(entry)}</th>" for entry in _head(comparison))]
@@ -53,7 +53,7 @@ def html(comparison: Comparison) -> str:
     return f"<div>{paragraphs}<table>{table}</table>{notes}</div>"
 
 
-def data_frame(comparison: Comparison, names: tuple[str, ...]) -> DataFrame:
+def data_frame(comparison: ComparisonRecord[CellRecord], names: tuple[str, ...]) -> DataFrame:
     """See `Comparison.to_dataframe`; `names` are the attributes of a cell to show."""
     try:
         import pandas
@@ -69,11 +69,11 @@ def data_frame(comparison: Comparison, names: tuple[str, ...]) -> DataFrame:
     return frame.astype(dict.fromkeys(whole, "Int64"))
 
 
-def _head(comparison: Comparison) -> tuple[str, ...]:
+def _head(comparison: ComparisonRecord[CellRecord]) -> tuple[str, ...]:
     return _HEAD if comparison.measured_baseline is None else (*_HEAD, *_MEASURED_HEAD)
 
 
-def _row(comparison: Comparison, cell: Cell) -> tuple[str, ...]:
+def _row(comparison: ComparisonRecord[CellRecord], cell: CellRecord) -> tuple[str, ...]:
     budget = "no limit" if cell.budget_bytes is None else format_bytes(cell.budget_bytes)
     entries: tuple[str, ...] = (
         cell.strategy,
@@ -98,7 +98,7 @@ def _row(comparison: Comparison, cell: Cell) -> tuple[str, ...]:
     return (*entries, peak_text, _seconds(seconds), _share(slower))
 
 
-def _above(comparison: Comparison) -> list[str]:
+def _above(comparison: ComparisonRecord[CellRecord]) -> list[str]:
     base = comparison.baseline
     how = "measured" if base.measured else "predicted"
     lines = [
@@ -114,14 +114,14 @@ def _above(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _notes(comparison: Comparison) -> list[str]:
+def _notes(comparison: ComparisonRecord[CellRecord]) -> list[str]:
     notes = dict.fromkeys(f"{cell.strategy}: {cell.note}" for cell in comparison.cells if cell.note)
     if not comparison.complete:
         notes["interrupted: the comparison is not complete"] = None
     return list(notes)
 
 
-def _fastest(comparison: Comparison) -> set[int]:
+def _fastest(comparison: ComparisonRecord[CellRecord]) -> set[int]:
     """The ids of each budget's fastest cells, as predicted."""
     found = set()
     for budget in comparison.budgets:

@@ -9,10 +9,10 @@ from memopt.report.style import BLUE, GREY, VERMILION
 from memopt.report.summary import Section, sections
 
 if TYPE_CHECKING:
-    from memopt.plan import Plan
+    from memopt.plan_record import PlanRecord
 
 
-def plan_html(plan: Plan) -> str:
+def plan_html(plan: PlanRecord) -> str:
     """HTML of the summary, with bars for the plan's peak, the budget and the baseline's peak."""
     first, *others = sections(plan)
     parts = ["<div>", f"<b>memopt plan</b> ({escape(plan.strategy.name)})", _bars(plan)]
@@ -35,7 +35,7 @@ def _table(section: Section) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-def _bars(plan: Plan) -> str:
+def _bars(plan: PlanRecord) -> str:
     largest = max(plan.peak_bytes, plan.baseline.peak_bytes, plan.budget or 0, 1)
     bars = [("peak", plan.peak_bytes, BLUE), ("baseline", plan.baseline.peak_bytes, GREY)]
     if plan.budget is not None:

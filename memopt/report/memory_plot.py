@@ -36,7 +36,7 @@ from memopt.report.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from memopt.plan import Plan
+    from memopt.plan_record import PlanRecord
 
 _COLORS = {
     PARAMETERS: BLUE,
@@ -48,7 +48,7 @@ _COLORS = {
 }
 
 
-def profiles(plan: Plan) -> tuple[MemoryProfile, MemoryProfile]:
+def profiles(plan: PlanRecord) -> tuple[MemoryProfile, MemoryProfile]:
     """The memory of the plan, and of its cost model's own order with nothing recomputed."""
     if plan.graph is not None and plan.program is not None:
         own = program_profile(plan.graph, store_all(plan.graph), plan.device)
@@ -62,7 +62,7 @@ def profiles(plan: Plan) -> tuple[MemoryProfile, MemoryProfile]:
     return chain_profile(plan.chain, plan.chain_steps, plan.device), own
 
 
-def plot_memory(plan: Plan, ax: Axes | None = None) -> Axes:
+def plot_memory(plan: PlanRecord, ax: Axes | None = None) -> Axes:
     """Draw the plan's memory; the baseline is the replay of the model's own order."""
     ax = new_axes(ax)
     planned, own = profiles(plan)

@@ -12,16 +12,16 @@ from memopt.report.timeline_plot import plot_timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from memopt.plan import Plan
+    from memopt.plan_record import PlanRecord
 
-_KINDS: dict[str, Callable[[Plan, Axes | None], Axes]] = {
+_KINDS: dict[str, Callable[[PlanRecord, Axes | None], Axes]] = {
     "memory": plot_memory,
     "schedule": plot_schedule,
     "timeline": plot_timeline,
 }
 
 
-def plot_plan(plan: Plan, kind: str = "memory", ax: Axes | None = None) -> Axes:
+def plot_plan(plan: PlanRecord, kind: str = "memory", ax: Axes | None = None) -> Axes:
     """See `Plan.plot`."""
     if kind not in _KINDS:
         raise ValueError(f"there is no plot {kind!r} of a plan; there are {', '.join(_KINDS)}")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memopt.models.chain import Chain
     from memopt.models.device import Device
     from memopt.models.steps import ChainStep
-    from memopt.plan import Plan
+    from memopt.plan_record import PlanRecord
 
 FORWARD, AGAIN, BACKWARD, UPDATE = "forward", "recomputed", "backward", "update"
 _COLORS = {FORWARD: BLUE, AGAIN: VERMILION, BACKWARD: GREEN, UPDATE: PURPLE}
@@ -40,7 +40,7 @@ Bars = dict[str, list[tuple[int, float, float]]]
 """What it is → (row, start, duration) of every bar, seconds."""
 
 
-def plot_schedule(plan: Plan, ax: Axes | None = None) -> Axes:
+def plot_schedule(plan: PlanRecord, ax: Axes | None = None) -> Axes:
     """Draw when each module's operators run, or each stage of a bare chain."""
     if plan.graph is not None and plan.program is not None:
         names, bars = program_bars(plan.graph, plan.program, plan.device)

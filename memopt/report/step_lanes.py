@@ -19,13 +19,13 @@ from memopt.report.lanes import (
 )
 
 if TYPE_CHECKING:
-    from memopt.plan import Plan
+    from memopt.plan_record import PlanRecord
 
 OUTSIDE = "outside the plan: the loss, autograd"
 _LANES = {Occupied.TO_HOST: Lane.OUT, Occupied.FROM_HOST: Lane.IN}
 
 
-def predicted_lanes(plan: Plan) -> StepLanes:
+def predicted_lanes(plan: PlanRecord) -> StepLanes:
     """The replayed step of a plan."""
     if plan.graph is not None and plan.program is not None:
         timeline = replay(plan.graph, plan.program, plan.device)
@@ -36,7 +36,7 @@ def predicted_lanes(plan: Plan) -> StepLanes:
     return chain_lanes(timeline, plan.chain_steps)
 
 
-def measured_lanes(plan: Plan, recorded: Sequence[Recorded]) -> StepLanes:
+def measured_lanes(plan: PlanRecord, recorded: Sequence[Recorded]) -> StepLanes:
     """A recorded step of a plan; its device memory is not recorded."""
     assert plan.graph is not None
     assert plan.program is not None

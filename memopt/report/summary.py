@@ -13,7 +13,7 @@ from memopt.report.texts import counted, format_seconds
 from memopt.report.work import moved, offloaded_stages, recomputed, stage_runs
 
 if TYPE_CHECKING:
-    from memopt.plan import Plan
+    from memopt.plan_record import PlanRecord
 
 WIDTH = 80
 _CONSUMERS = 5
@@ -28,13 +28,13 @@ class Section:
     rows: tuple[tuple[str, ...], ...]
 
 
-def sections(plan: Plan) -> tuple[Section, ...]:
+def sections(plan: PlanRecord) -> tuple[Section, ...]:
     """Everything the summary says: the figures first, under an empty title."""
     found = [Section("", _figures(plan)), _peak(plan), _recomputed(plan), _stages(plan)]
     return tuple(section for section in (*found, _moved(plan)) if section and section.rows)
 
 
-def plan_summary(plan: Plan) -> str:
+def plan_summary(plan: PlanRecord) -> str:
     """The figures a user asks for first, in aligned lines of at most 80 columns."""
     lines: list[str] = []
     for section in sections(plan):
@@ -64,7 +64,7 @@ def _aligned(rows: tuple[tuple[str, ...], ...], indent: int) -> list[str]:
     return lines
 
 
-def _figures(plan: Plan) -> tuple[tuple[str, ...], ...]:
+def _figures(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
     budget = "no limit" if plan.budget is None else format_bytes(plan.budget)
     kind = "measured" if plan.baseline.measured else "replayed"
     saved = 1 - plan.peak_bytes / plan.baseline.peak_bytes if plan.baseline.peak_bytes else 0.0
@@ -124,7 +124,7 @@ def _slower(share: float) -> str:
     return "less than 0.01% slower" if text == "0.00%" else f"{text} slower"
 
 
-def _peak(plan: Plan) -> Section | None:
+def _peak(plan: PlanRecord) -> Section | None:
     if plan.graph is None or plan.program is None:
         return None
     peak = peak_of(plan.graph, plan.program, plan.device)
@@ -141,7 +141,7 @@ def _peak(plan: Plan) -> Section | None:
     )
 
 
-def _recomputed(plan: Plan) -> Section | None:
+def _recomputed(plan: PlanRecord) -> Section | None:
     if plan.graph is None or plan.program is None:
         return None
     extras = recomputed(plan.graph, plan.program)
@@ -159,7 +159,7 @@ def _recomputed(plan: Plan) -> Section | None:
     return Section(title, tuple(rows))
 
 
-def _stages(plan: Plan) -> Section | None:
+def _stages(plan: PlanRecord) -> Section | None:
     if plan.chain_steps is None or plan.chain is None:
         return None
     ranges = stage_runs(plan.chain_steps)
@@ -183,7 +183,7 @@ def _stages(plan: Plan) -> Section | None:
     return Section(f"chain of {counted(len(plan.chain), 'stage')}, the loss last", tuple(rows))
 
 
-def _moved(plan: Plan) -> Section | None:
+def _moved(plan: PlanRecord) -> Section | None:
     if plan.graph is None or plan.program is None:
         return None
     extras = moved(plan.graph, plan.program)

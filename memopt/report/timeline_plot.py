@@ -23,7 +23,7 @@ from memopt.report.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from memopt.plan import Plan
+    from memopt.plan_record import PlanRecord
 
 LANES = ("compute", "device → host", "host → device")
 _WAIT, _OUT, _IN = "waiting for a copy", "to host", "from host"
@@ -38,7 +38,7 @@ _COLORS = {
 }
 
 
-def plot_timeline(plan: Plan, ax: Axes | None = None) -> Axes:
+def plot_timeline(plan: PlanRecord, ax: Axes | None = None) -> Axes:
     """Draw the compute stream with its waits, and both copy streams."""
     spans = lanes(plan)
     ax = new_axes(ax, 2.2)
@@ -62,7 +62,7 @@ def plot_timeline(plan: Plan, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def lanes(plan: Plan) -> dict[str, tuple[int, list[tuple[float, float]]]]:
+def lanes(plan: PlanRecord) -> dict[str, tuple[int, list[tuple[float, float]]]]:
     """What it is → (lane, (start, duration) of every bar), seconds."""
     timeline: Timeline | None
     if plan.graph is not None and plan.program is not None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 import memopt
 from memopt.errors import MemoptError
 from memopt.executor.check import loss_of
+from memopt.files import plan_file
 from memopt.models.codec import Reader
 from memopt.models.record import ANY_LOSS
 from memopt.models.same_graph import as_captured
@@ -40,6 +41,11 @@ class Model(nn.Module):
         x = self.norm((self.first(x) * self.scale).relu()).sigmoid()
         out: Tensor = self.last(functional.dropout(x, 0.5).exp())
         return out
+
+
+def decode(reader: Reader) -> Plan:
+    """The plan of a file's content."""
+    return Plan.of(plan_file.decode(reader))
 
 
 def build() -> Model:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 import memopt
 from memopt.errors import MemoptError, PlanFileError
 from memopt.files.envelope import pack, unpack
-from memopt.files.plan_file import decode, encode
+from memopt.files.plan_file import encode
 from memopt.models.record import Nest, Plain
 from memopt.plan import Plan
+from tests.plan.edited import decode
 from tests.plan.tiny import Block, make, profiled, step_digest, tight_plan
 
 WRONG = (None, True, -1, 2**40, 0.5, "", "float31", "meta", [], {}, [[]], {"tuple": 3})

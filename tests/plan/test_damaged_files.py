@@ -18,13 +18,15 @@ import memopt
 from memopt.errors import PlanFileError
 from memopt.files import envelope
 from memopt.files.envelope import pack, unpack
-from memopt.files.plan_file import decode, encode
+from memopt.files.plan_file import encode
 from memopt.models.generate import random_graph
 from memopt.models.instances import rotor_toy
-from memopt.plan import BaselineFigures, Plan
+from memopt.plan import Plan
+from memopt.plan_record import BaselineFigures
 from memopt.programs.generate_programs import random_placement, random_program
 from memopt.programs.replay import replay
 from memopt.strategies import Sequential, Status
+from tests.plan.edited import decode
 
 
 def chain_plan() -> Plan:

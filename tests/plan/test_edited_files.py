@@ -17,10 +17,10 @@ from memopt.errors import MemoptError
 from memopt.executor import apply
 from memopt.executor.check import unmetered_bytes
 from memopt.files.envelope import pack, unpack
-from memopt.files.plan_file import decode, encode
+from memopt.files.plan_file import encode
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
-from tests.plan.edited import CPU, MADE, build, refigured, step
+from tests.plan.edited import CPU, MADE, build, decode, refigured, step
 
 
 @pytest.fixture(scope="module", params=MADE)

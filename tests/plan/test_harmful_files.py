@@ -14,8 +14,8 @@ from torch.nn import functional
 import memopt
 from memopt.errors import PlanFileError
 from memopt.files.envelope import pack, unpack
-from memopt.files.plan_file import decode, encode
-from tests.plan.edited import MADE, build, inputs, plan, refigured
+from memopt.files.plan_file import encode
+from tests.plan.edited import MADE, build, decode, inputs, plan, refigured
 
 
 def rotor_value() -> Any:

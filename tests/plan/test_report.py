@@ -17,7 +17,8 @@ from memopt.models.generate import random_chain, random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.models.instances import rotor_toy
 from memopt.models.steps import ChainStep, Move
-from memopt.plan import BaselineFigures, Plan
+from memopt.plan import Plan
+from memopt.plan_record import BaselineFigures
 from memopt.programs.generate_programs import random_program
 from memopt.programs.replay import replay
 from memopt.report.memory_profile import chain_profile, program_profile

@@ -10,6 +10,7 @@ from memopt.models.bounds import time_lower_bound
 from memopt.models.device import Device
 from memopt.strategies.auto.members import Outcome, fitting
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy, stops
+from memopt.strategies.singles import SINGLE_STRATEGIES
 
 DEFAULT_TIME_LIMIT_S = 60.0
 LEFT_OUT = frozenset({"checkmate", "checkmate-rounding"})
@@ -56,16 +57,12 @@ class Auto(Strategy):
         """What will be tried, in order, before it is known whether it fits the cost model."""
         if self.members:
             return self.members
-        from memopt.strategies import STRATEGIES
-
         # Over a link of unknown speed every transfer would look free.
         linked = device is not None and device.is_linked
         return tuple(
             member
-            for member in STRATEGIES
-            if not isinstance(member, Auto)
-            and member.name not in LEFT_OUT
-            and (linked or "offload" not in member.features)
+            for member in SINGLE_STRATEGIES
+            if member.name not in LEFT_OUT and (linked or "offload" not in member.features)
         )
 
     def solve(

@@ -10,7 +10,7 @@ from memopt.models.quantize import SlotScale
 from memopt.strategies.base import Progress
 from memopt.strategies.rotor.curve import PlanSet, merged
 from memopt.strategies.rotor.limits import SolveLimits, Stopped
-from memopt.strategies.rotor.persistent import Rotor, TableStrategy
+from memopt.strategies.rotor.table_strategy import Persistent, TableStrategy
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class FloatingStrategy(TableStrategy):
     def plan_set(
         self, chain: Chain, deadline_s: float | None = None, progress: Progress | None = None
     ) -> PlanSet:
-        rotor = Rotor(self.slots, table_bytes=self.table_bytes)
+        rotor = Persistent(self.slots, table_bytes=self.table_bytes)
         if len(chain) <= self.most_stages:
             plans = super().plan_set(chain, deadline_s, progress)
             if plans.optimal or self.exact_stages >= rotor.exact_stages:

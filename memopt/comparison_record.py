@@ -1,0 +1,102 @@
+"""What a comparison holds, without its tables and plots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from memopt.models.budget import parse_budget
+from memopt.plan_record import BaselineFigures, PlanRecord
+from memopt.strategies import Status
+
+AnyCell = TypeVar("AnyCell", bound="CellRecord", covariant=True)
+
+
+@dataclass(frozen=True)
+class CellRecord:
+    """One strategy at one budget. Bytes are totals, resident included.
+
+    Attributes:
+        strategy: its name (with its parameters, where two of one name are compared).
+        budget_bytes: None: no limit.
+        status: OPTIMAL (in the strategy's class), FEASIBLE, INFEASIBLE, or UNKNOWN: stopped
+            before it found a plan, or it cannot plan this model (`note` says why).
+        solve_time_s: seconds that planning took.
+        peak_bytes: replayed peak; this and the next four are None without a plan.
+        step_time_s: replayed step time, seconds.
+        overhead: extra time over running every operator once, as a share of that.
+        lower_bound_s: no plan of the strategy's class within the budget is faster.
+        gap: (step_time_s - lower_bound_s) / lower_bound_s.
+        smallest_budget_bytes: without a plan, the smallest budget known to be feasible.
+        measured_peak_bytes: of a real step; None unless run.
+        measured_time_s: median of real steps, seconds; None unless run.
+        note: why there is no plan.
+        plan: the plan itself.
+    """
+
+    strategy: str
+    budget_bytes: int | None
+    status: Status
+    solve_time_s: float
+    peak_bytes: int | None = None
+    step_time_s: float | None = None
+    overhead: float | None = None
+    lower_bound_s: float | None = None
+    gap: float | None = None
+    smallest_budget_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    measured_time_s: float | None = None
+    note: str = ""
+    plan: PlanRecord | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class ComparisonRecord(Generic[AnyCell]):
+    """Strategies × budgets.
+
+    Attributes:
+        cells: by strategy, in the order asked, then by budget.
+        baseline: the step without memopt.
+        compute_time_s: every operator once, seconds.
+        measured_baseline: the step without memopt, measured beside the plans; None unless run.
+        complete: False: interrupted, and cells (or measurements) are missing.
+    """
+
+    cells: tuple[AnyCell, ...]
+    baseline: BaselineFigures
+    compute_time_s: float
+    measured_baseline: BaselineFigures | None = None
+    complete: bool = True
+
+    @property
+    def budgets(self) -> tuple[int | None, ...]:
+        """The budgets in bytes, in the order compared."""
+        return tuple(dict.fromkeys(cell.budget_bytes for cell in self.cells))
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """The strategies' names, in the order compared."""
+        return tuple(dict.fromkeys(cell.strategy for cell in self.cells))
+
+    def best(self, budget: int | float | str | None = None) -> AnyCell | None:
+        """The fastest cell whose plan needs at most `budget` (bytes, a share of the baseline's
+        peak, "6GiB", None: no limit), whichever budget it was planned for; None if there is none.
+
+        Measured times and peaks decide where every plan was run, predicted ones elsewhere; of
+        equally fast plans the one with the smaller peak is taken.
+
+        Raises:
+            ValueError: a budget that cannot be read.
+        """
+        limit = parse_budget(budget, self.baseline.peak_bytes)
+        planned = [cell for cell in self.cells if cell.plan is not None]
+        run = all(cell.measured_time_s is not None for cell in planned)
+        figures = []
+        for cell in planned:
+            peak = cell.measured_peak_bytes if run else cell.peak_bytes
+            seconds = cell.measured_time_s if run else cell.step_time_s
+            assert peak is not None
+            assert seconds is not None
+            figures.append((seconds, peak, cell))
+        fitting = [row for row in figures if limit is None or row[1] <= limit]
+        return min(fitting, key=lambda row: row[:2], default=(0.0, 0, None))[2]

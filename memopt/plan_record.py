@@ -1,0 +1,109 @@
+"""What a plan holds: figures, program, cost model and record, without what it can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from memopt.models.chain import Chain
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
+from memopt.models.steps import ChainStep
+from memopt.programs.instructions import Program
+from memopt.programs.placed import ArenaUse, arena_use
+from memopt.strategies.base import Status, Strategy
+
+if TYPE_CHECKING:
+    from memopt.profiler.session import Profiled
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineFigures:
+    """The step without memopt: total peak bytes, seconds, and whether they were measured."""
+
+    peak_bytes: int
+    step_time_s: float
+    measured: bool
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """A plan that the validator has passed. Bytes are totals, resident included.
+
+    Attributes:
+        status: OPTIMAL (in the strategy's class) or FEASIBLE.
+        strategy: what made it.
+        budget: bytes; None: no limit.
+        host_budget: the most that the program may have on the host at once, bytes; None: no limit.
+        peak_bytes: replayed peak of the step.
+        resident_bytes: how much of it never moves.
+        step_time_s: replayed time of the step, seconds.
+        lower_bound_s: no plan of the strategy's class within the budget is faster.
+        gap: (step_time_s - lower_bound_s) / lower_bound_s.
+        host_peak_bytes: host memory for swapped tensors.
+        baseline: the step without memopt.
+        program: the instructions; None for a plan of a bare Chain.
+        chain_steps: the chain schedule, from chain strategies; else None.
+        graph: the cost model; None for a plan of a bare Chain.
+        chain: the chain a chain strategy planned; else None.
+        device: link rates and capacity used.
+        stats: what the solver says about itself.
+        notes: what a user should know ("the loss is not covered"...).
+        profiled: the captured model; None for a plan of a cost model, or from a file.
+        record: what the model and its example call were, as plan files store it.
+    """
+
+    status: Status
+    strategy: Strategy
+    budget: int | None
+    peak_bytes: int
+    resident_bytes: int
+    step_time_s: float
+    lower_bound_s: float
+    baseline: BaselineFigures
+    device: Device
+    program: Program | None = None
+    chain_steps: tuple[ChainStep, ...] | None = None
+    graph: Graph | None = None
+    chain: Chain | None = None
+    host_budget: int | None = None
+    host_peak_bytes: int = 0
+    compute_time_s: float = 0.0
+    stats: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    profiled: Profiled | None = field(default=None, repr=False, compare=False)
+    record: ModelRecord | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def gap(self) -> float:
+        """How far the step's time can be from the strategy's best, as a share of the bound."""
+        if self.lower_bound_s <= 0:
+            return 0.0
+        return max(0.0, (self.step_time_s - self.lower_bound_s) / self.lower_bound_s)
+
+    @property
+    def overhead(self) -> float:
+        """Predicted extra time over running every operator once, as a share of that."""
+        if self.compute_time_s <= 0:
+            return 0.0
+        return self.step_time_s / self.compute_time_s - 1
+
+    @property
+    def output_gradients(self) -> OutputGradients:
+        """What the planned loss does with the model's output: the leaves that it does not use, for
+        which the plan's step has no gradient, and the layouts of the others' gradients."""
+        return self.record.output_gradients if self.record is not None else ANY_LOSS
+
+    @property
+    def loss_bytes(self) -> int:
+        """Of the planned loss itself, charged as resident, where it takes more than a number."""
+        return self.record.loss_bytes if self.record is not None else 0
+
+    @property
+    def arena(self) -> ArenaUse | None:
+        """What the plan's addresses cover and what lies outside; None for a plan without."""
+        if self.graph is None or self.program is None:
+            return None
+        return arena_use(self.graph, self.program)
