@@ -26,7 +26,7 @@ from torch import nn
 import memopt
 from benchmarks.kept import Kept
 from benchmarks.steps import interleaved, ratio
-from memopt.plan import Plan
+from memopt.api.plan import Plan
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.memory import metered
 from memopt.programs.instructions import Program

@@ -24,10 +24,10 @@ import torch
 
 import memopt
 from benchmarks.kept import Kept
+from memopt.api.planning import solve
 from memopt.errors import MemoptError
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.planning import solve
 from memopt.strategies import Auto, resolve
 from tests.zoo import get
 

@@ -18,7 +18,7 @@ import memopt
 from benchmarks.peers.contests import Contest, gpt2, made, resnet50
 from benchmarks.peers.peers import hugging_face, segmented
 from benchmarks.steps import Step, interleaved, peak_of, ratio
-from memopt.plan import Plan
+from memopt.api.plan import Plan
 
 CPU = torch.device("cpu")
 

@@ -36,8 +36,8 @@ import torch
 from scipy.stats import spearmanr
 
 from benchmarks.kept import Kept
+from memopt.api.planning import plan
 from memopt.models.device import Device
-from memopt.planning import plan
 from memopt.profiler import device_measure, estimate_model
 from memopt.profiler.measure import environment
 from memopt.profiler.memory import metered

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from benchmarks.kept import Kept
 from benchmarks.monet_runs import CASES, Case, Known, Runs, case_of, chosen_of
 from benchmarks.steps import clear, interleaved, peak_of, ratio
-from memopt import planning
+from memopt.api import planning
+from memopt.api.plan import Plan
 from memopt.implementations import with_implementations
 from memopt.models.device import Device
-from memopt.plan import Plan
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, profile_model

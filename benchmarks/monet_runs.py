@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from benchmarks.kept import Kept
-from memopt import planning
+from memopt.api import planning
 from memopt.errors import MemoptError
 from memopt.implementations import with_implementations
 from memopt.models.device import Device

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from benchmarks.monet_menus import BATCH, DEVICE, estimated_graph
+from memopt.api.planning import solve
 from memopt.models.device import Device
-from memopt.planning import solve
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import judge

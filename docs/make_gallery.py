@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import memopt
+from memopt.api.plan import Plan
 from memopt.models.instances import rotor_toy
-from memopt.plan import Plan
 from memopt.report.style import new_figure
 from memopt.strategies.offload.dynprog import DynProg
 from tests.zoo import get

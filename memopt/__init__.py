@@ -3,9 +3,16 @@
 Importing memopt imports neither torch nor a solver: cost models can be built and planned without.
 """
 
-from memopt.comparing import compare as compare
-from memopt.comparison import Cell as Cell
-from memopt.comparison import Comparison as Comparison
+from memopt.api.comparing import compare as compare
+from memopt.api.comparison import Cell as Cell
+from memopt.api.comparison import Comparison as Comparison
+from memopt.api.fits import Fits as Fits
+from memopt.api.fits import fits as fits
+from memopt.api.plan import Plan as Plan
+from memopt.api.plan import load as load
+from memopt.api.planning import plan as plan
+from memopt.api.planning import profile as profile
+from memopt.api.planning import strategies as strategies
 from memopt.errors import CaptureError as CaptureError
 from memopt.errors import ExecutionError as ExecutionError
 from memopt.errors import GuardError as GuardError
@@ -14,19 +21,12 @@ from memopt.errors import InvalidProgramError as InvalidProgramError
 from memopt.errors import MemoptError as MemoptError
 from memopt.errors import PlanFileError as PlanFileError
 from memopt.errors import ProfileError as ProfileError
-from memopt.fits import Fits as Fits
-from memopt.fits import fits as fits
 from memopt.models.chain import Chain as Chain
 from memopt.models.chain import Stage as Stage
 from memopt.models.device import Device as Device
 from memopt.models.graph import Graph as Graph
 from memopt.models.graph import Operator as Operator
 from memopt.models.graph import Tensor as Tensor
-from memopt.plan import Plan as Plan
-from memopt.plan import load as load
-from memopt.planning import plan as plan
-from memopt.planning import profile as profile
-from memopt.planning import strategies as strategies
 from memopt.programs.instructions import Program as Program
 from memopt.report.step_check import StepCheck as StepCheck
 from memopt.strategies import Status as Status

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from memopt.api.plan import Plan
+from memopt.api.planning import plan as make_plan
 from memopt.commands.torchvision import REMEDY, without_broken_torchvision
 from memopt.executor.check import unmetered_bytes
 from memopt.models.budget import format_bytes
-from memopt.plan import Plan
-from memopt.planning import plan as make_plan
 from memopt.profiler.memory import MemoryUse, metered
 
 if TYPE_CHECKING:

@@ -6,19 +6,19 @@ import json
 from pathlib import Path
 
 import memopt
+from memopt.api.plan import Plan
+from memopt.api.planning import solve
+from memopt.api.solving import baseline_figures
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.files.plan_file import encode
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.plan import Plan
-from memopt.planning import solve
 from memopt.programs.validate import memory_use, validate
 from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.offload_replay import has_transfers
 from memopt.reductions.validate_chain import validate_chain
 from memopt.reductions.validate_offload import validate_offload
-from memopt.solving import baseline_figures
 from memopt.strategies import Strategy
 from memopt.strategies.host_budget import with_host_budget
 

@@ -10,8 +10,6 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "memopt"
 
-EVERYTHING = ("memopt",)
-
 # Layer → what its modules may import of memopt, besides their own layer. A new module or folder of
 # memopt must be entered here.
 LAYERS: dict[str, tuple[str, ...]] = {
@@ -63,20 +61,48 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.strategies",
     ),
     "memopt.comparison_record": ("memopt.models", "memopt.plan_record", "memopt.strategies"),
-    "memopt.solving": EVERYTHING,
-    "memopt.plan": EVERYTHING,
-    "memopt.planning": EVERYTHING,
-    "memopt.refusal": EVERYTHING,
-    "memopt.whole_step": EVERYTHING,
-    "memopt.fits": EVERYTHING,
-    "memopt.comparison": EVERYTHING,
-    "memopt.comparing": EVERYTHING,
-    "memopt.cells": EVERYTHING,
-    "memopt.side_by_side": ("memopt.strategies",),
-    "memopt.cli": EVERYTHING,
-    "memopt.commands": EVERYTHING,
-    "memopt.demo": EVERYTHING,
-    "memopt": EVERYTHING,
+    "memopt.api": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.programs",
+        "memopt.reductions",
+        "memopt.profiler",
+        "memopt.implementations",
+        "memopt.executor",
+        "memopt.strategies",
+        "memopt.report",
+        "memopt.files",
+        "memopt.plan_record",
+        "memopt.comparison_record",
+    ),
+    "memopt.commands": (
+        "memopt",
+        "memopt.errors",
+        "memopt.models",
+        "memopt.programs",
+        "memopt.profiler",
+        "memopt.strategies",
+        "memopt.report",
+        "memopt.files",
+        "memopt.api",
+    ),
+    "memopt.demo": (
+        "memopt.models",
+        "memopt.profiler",
+        "memopt.executor",
+        "memopt.commands",
+        "memopt.api",
+    ),
+    "memopt.cli": ("memopt", "memopt.commands", "memopt.demo"),
+    "memopt": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.programs",
+        "memopt.profiler",
+        "memopt.strategies",
+        "memopt.report",
+        "memopt.api",
+    ),
 }
 
 # What a layer may name in annotations only, under `if TYPE_CHECKING:`.

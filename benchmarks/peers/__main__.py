@@ -27,7 +27,7 @@ from benchmarks.peers.check import outcome, rounding, verdict
 from benchmarks.peers.contests import CONTESTS, Contest, build
 from benchmarks.peers.peers import compiled, eager_peers
 from benchmarks.steps import Step, interleaved, peak_of, ratio
-from memopt.plan import Plan
+from memopt.api.plan import Plan
 
 STRATEGIES = ("rotor", "rotor-menus")
 STORE_ALL = "memopt store-all"

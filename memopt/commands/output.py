@@ -14,10 +14,10 @@ from typing import Any
 
 import typer
 
+from memopt.api.plan import Plan
 from memopt.commands.target import TargetError
 from memopt.errors import InfeasibleBudgetError, MemoptError, PlanFileError
 from memopt.models.device import Device
-from memopt.plan import Plan
 from memopt.programs.instructions import Compute
 
 _WIDEST = 120

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import memopt
+from memopt.api.plan import Plan, load
 from memopt.commands.output import plan_figures, say, say_json
 from memopt.commands.profiling import Profiling
 from memopt.commands.target import Sizes
 from memopt.commands.targets import load_target
-from memopt.plan import Plan, load
 
 
 def plan_command(

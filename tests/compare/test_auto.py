@@ -9,12 +9,12 @@ from typing import ClassVar
 import pytest
 
 import memopt
+from memopt.api.planning import solve
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.generate import random_chain, random_graph
 from memopt.models.graph import Graph
-from memopt.planning import solve
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.strategies import (

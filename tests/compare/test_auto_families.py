@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.auto_grid import MODELS, SINGLE, budgets_of, graph_of, least_of
+from memopt.api.planning import solve
 from memopt.models.device import Device
-from memopt.planning import solve
 from memopt.strategies import Auto, resolve
 
 AMPLE_S = 1200.0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from memopt.plan import Plan
+from memopt.api.plan import Plan
 from memopt.programs.instructions import Program
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import memopt
+from memopt.api.plan import Plan
 from memopt.errors import InfeasibleBudgetError
-from memopt.plan import Plan
 from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
 from memopt.profiler.memory import metered
 from memopt.profiler.session import STEP_SCALARS_BYTES

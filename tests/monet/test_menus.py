@@ -9,11 +9,11 @@ from random import Random
 
 import pytest
 
+from memopt.api.planning import solve
 from memopt.models.bounds import time_lower_bound
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.planning import solve
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate

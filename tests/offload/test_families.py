@@ -7,11 +7,11 @@ import gc
 import pytest
 
 import memopt
+from memopt.api.plan import Plan
 from memopt.executor.apply import runtime_of
 from memopt.executor.module import PlannedModule, install
 from memopt.executor.swap import ThreadSwap
 from memopt.models.device import Device
-from memopt.plan import Plan
 from memopt.profiler.session import STEP_SCALARS_BYTES
 from memopt.programs.instructions import SwapOut
 from memopt.programs.liveness import store_all

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import memopt
+from memopt.api.plan import Plan
 from memopt.executor.apply import runtime_of
 from memopt.executor.host_pool import place_host_copies
 from memopt.executor.module import PlannedModule, install
@@ -19,7 +20,6 @@ from memopt.executor.recorder import HostClock, Recorder
 from memopt.executor.swap_streams import StreamSwap
 from memopt.models.instances import rotor_toy
 from memopt.models.recording import Occupied, Recorded
-from memopt.plan import Plan
 from memopt.programs.instructions import Compute, Free, SwapIn, SwapOut
 from memopt.report.lanes import Lane
 from memopt.report.step_lanes import OUTSIDE

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import memopt
+from memopt.api.plan import Plan
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Tensor, TensorKind
 from memopt.models.instances import rotor_toy
-from memopt.plan import Plan
 from memopt.profiler import Profiled
 from memopt.programs.generate_programs import random_program
 from memopt.programs.in_place import with_in_place

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memopt
+from memopt.api.plan import Plan
 from memopt.errors import MemoptError
 from memopt.executor.check import loss_of
 from memopt.files import plan_file
 from memopt.models.codec import Reader
 from memopt.models.record import ANY_LOSS
 from memopt.models.same_graph import as_captured
-from memopt.plan import Plan
 from memopt.profiler.memory import metered
 from memopt.programs.encoding import read_device, read_graph, read_program
 from memopt.programs.serialize import fingerprint

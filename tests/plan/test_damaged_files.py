@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 import memopt
+from memopt.api.plan import Plan
 from memopt.errors import PlanFileError
 from memopt.files import envelope
 from memopt.files.envelope import pack, unpack
 from memopt.files.plan_file import encode
 from memopt.models.generate import random_graph
 from memopt.models.instances import rotor_toy
-from memopt.plan import Plan
 from memopt.plan_record import BaselineFigures
 from memopt.programs.generate_programs import random_placement, random_program
 from memopt.programs.replay import replay

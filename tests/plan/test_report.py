@@ -13,11 +13,11 @@ import pytest
 from matplotlib import pyplot
 
 import memopt
+from memopt.api.plan import Plan
 from memopt.models.generate import random_chain, random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.models.instances import rotor_toy
 from memopt.models.steps import ChainStep, Move
-from memopt.plan import Plan
 from memopt.plan_record import BaselineFigures
 from memopt.programs.generate_programs import random_program
 from memopt.programs.replay import replay

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import memopt
+from memopt.api.plan import Plan
 from memopt.errors import MemoptError
-from memopt.plan import Plan
 from memopt.profiler import Profiled
 from memopt.programs.serialize import dumps
 from memopt.strategies import STRATEGIES, Strategy

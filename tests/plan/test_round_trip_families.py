@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import memopt
+from memopt.api.plan import Plan
 from memopt.errors import InfeasibleBudgetError, MemoptError
-from memopt.plan import Plan
 from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
 from memopt.strategies import STRATEGIES, Strategy
 from tests.plan.apply_saved import applied_elsewhere, program_digest, step_digest, subject

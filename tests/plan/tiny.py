@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import memopt
-from memopt.plan import Plan
+from memopt.api.plan import Plan
 from memopt.profiler import Loss, MeasureOptions, ProfileCache, Profiled, profile_model
 from tests.zoo import call
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from memopt.api.plan import Plan
 from memopt.errors import ExecutionError
 from memopt.executor.train_step import TrainStep
-from memopt.plan import Plan
 
 X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, 1])
 LOSS = nn.functional.cross_entropy

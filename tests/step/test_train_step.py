@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from memopt.api.plan import Plan
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.train_step import TrainStep
 from memopt.models.graph import Phase
-from memopt.plan import Plan
 
 Optimizer = torch.optim.Optimizer
 Make = Callable[[nn.Module], Optimizer]

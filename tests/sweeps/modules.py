@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import memopt
+from memopt.api.planning import plan
 from memopt.executor.check import clear_gradients, unmetered_bytes
-from memopt.planning import plan
 from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
 from memopt.profiler.baseline import untouched
 from memopt.profiler.inputs import to_call

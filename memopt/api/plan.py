@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from memopt.api.solving import PlanRequest, make_plan
 from memopt.models.budget import format_bytes
 from memopt.models.record import OutputGradients
 from memopt.plan_record import PlanRecord
-from memopt.solving import PlanRequest, make_plan
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import memopt
-from memopt.comparison import Cell
+from memopt.api.comparison import Cell
+from memopt.api.plan import Plan
 from memopt.errors import PlanFileError
 from memopt.files.envelope import read_bytes, write_atomically
 from memopt.files.plan_file import decode, encode
@@ -23,7 +24,6 @@ from memopt.models.codec import Reader
 from memopt.models.device import Device
 from memopt.models.folders import default_directory
 from memopt.models.graph import Graph
-from memopt.plan import Plan
 from memopt.plan_record import BaselineFigures
 from memopt.programs import encoding
 from memopt.programs.serialize import canonical, parse

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from memopt.models.chain import Chain
-from memopt.models.device import Device
-from memopt.models.graph import Graph
-from memopt.plan import Plan
-from memopt.solving import (
+from memopt.api.plan import Plan
+from memopt.api.solving import (
     Mode,
     PlanRequest,
     Request,
@@ -18,7 +15,10 @@ from memopt.solving import (
     profiled_for,
     reporting_on,
 )
-from memopt.solving import solve as solve_record
+from memopt.api.solving import solve as solve_record
+from memopt.models.chain import Chain
+from memopt.models.device import Device
+from memopt.models.graph import Graph
 from memopt.strategies import Progress, Strategy
 
 

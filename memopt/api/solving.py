@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from memopt.api.refusal import infeasible
+from memopt.api.whole_step import left_on_host, takes_whole_step
 from memopt.errors import InvalidProgramError, MemoptError
 from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import MINIMUM, format_bytes, parse_budget
@@ -22,12 +24,10 @@ from memopt.programs.replay import replay
 from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.validate_and_replay import judge
-from memopt.refusal import infeasible
 from memopt.strategies import Progress, Solution, Strategy, resolve
 from memopt.strategies.host_budget import host_limit, parse_host_budget, with_host_budget
 from memopt.strategies.kept import Planning
 from memopt.strategies.store_all import chain_steps
-from memopt.whole_step import left_on_host, takes_whole_step
 
 if TYPE_CHECKING:
     from memopt.profiler.session import Profiled

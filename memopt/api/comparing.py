@@ -8,21 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memopt.cells import CellCache, planned_cell
-from memopt.comparison import Cell, Comparison
+from memopt.api.cells import CellCache, planned_cell
+from memopt.api.comparison import Cell, Comparison
+from memopt.api.plan import Plan
+from memopt.api.planning import solve
+from memopt.api.side_by_side import Finished, default_workers, run_all
+from memopt.api.solving import Mode, Request, baseline_figures, planned_device, profiled_for
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.budget import MINIMUM, parse_budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.plan import Plan
 from memopt.plan_record import BaselineFigures
-from memopt.planning import solve
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.report.progress import reporting
-from memopt.side_by_side import Finished, default_workers, run_all
-from memopt.solving import Mode, Request, baseline_figures, planned_device, profiled_for
 from memopt.strategies import STRATEGIES, Progress, Status, Strategy, resolve
 
 if TYPE_CHECKING:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memopt.api.planning import solve
+from memopt.api.solving import Mode, Request, planned_device, profiled_for
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.budget import MINIMUM, format_bytes, parse_budget
 from memopt.models.device import Device
-from memopt.planning import solve
 from memopt.report.progress import reporting
 from memopt.report.standing import standing_bytes, standing_sum
 from memopt.report.texts import format_seconds
-from memopt.solving import Mode, Request, planned_device, profiled_for
 from memopt.strategies import Progress, Strategy, resolve
 
 DEFAULT_STRATEGIES = ("store-all", "sequential", "rotor")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+from memopt.api.plan import Plan
 from memopt.comparison_record import CellRecord, ComparisonRecord
-from memopt.plan import Plan
 from memopt.report.comparison_text import data_frame, html, markdown, text
 
 if TYPE_CHECKING:

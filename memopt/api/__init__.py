@@ -1,0 +1,1 @@
+"""What users call: plan, compare, fits, profile, and what they hold."""
