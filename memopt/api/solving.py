@@ -87,13 +87,16 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
         if wanted.offload_optimizer:
             host_bytes = left_on_host(host_bytes, profiled, whole_step=whole)
             chosen = with_host_budget(chosen, host_bytes)
-        if profiled is not None and "implementations" in chosen.features:
+        if profiled is not None and chosen.features.implementations:
             from memopt.implementations import for_plan
 
             profiled = for_plan(
-                profiled, chosen, target if wanted.mode == "estimate" else None, wanted.cache
+                profiled,
+                chosen.only_exact_implementations(),
+                target if wanted.mode == "estimate" else None,
+                wanted.cache,
             )
-        if profiled is not None and (wanted.place or "place" in chosen.features):
+        if profiled is not None and (wanted.place or chosen.features.place):
             from memopt.executor.arena_forms import for_placing
 
             profiled = for_placing(profiled)
@@ -274,7 +277,7 @@ def _wrap(
         program = with_in_place(cost_model, program)
     chain = view.chain if view is not None else None
     chain = cost_model if isinstance(cost_model, Chain) else chain
-    moves = "offload" in strategy.features
+    moves = strategy.features.offload
     violation, figures = judge(
         cost_model, solution.steps, program, limits[0], device, limits[1], offloading=moves
     )

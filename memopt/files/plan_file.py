@@ -148,7 +148,7 @@ def decode(reader: Reader) -> PlanRecord:
     record = found["record"].optional(read_record)
     if record is not None:
         _check_graph(graph, record)
-    offloading = "offload" in strategy.features
+    offloading = strategy.features.offload
     figures = _checked(cost_model, steps, program, (budget_bytes, host_bytes), device, offloading)
     _check_figures(found["figures"], figures)
     if graph is not None and chain is not None and steps is not None:

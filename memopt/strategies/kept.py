@@ -101,7 +101,7 @@ class Planning:
             solution = self.attempt(budget_bytes)
         else:
             # One table of a recomputing strategy answers every budget; the others solve anew.
-            probes = PROBES if "recompute" in self.strategy.features else 0
+            probes = PROBES if self.strategy.features.recompute else 0
             view = self.view
             solution = best_that_fits(view.graph, view, self.attempt, budget_bytes, probes)
         if solution.plans or budget_bytes is None:
@@ -140,7 +140,7 @@ class Planning:
             program,
             budget_bytes,
             self.device,
-            offloading="offload" in self.strategy.features,
+            offloading=self.strategy.features.offload,
         )
         if violation is not None:
             raise InvalidProgramError(

@@ -15,7 +15,7 @@ from memopt.programs.instructions import Program
 from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.validate_and_replay import judge
-from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
 from memopt.strategies.host_budget import host_limit
 from memopt.strategies.slack import PROBES, best_that_fits
 
@@ -99,7 +99,7 @@ class Member:
             if self.view is None or budget_bytes is None:
                 solution = attempt(budget_bytes)
             else:
-                probes = PROBES if "recompute" in self.strategy.features else 0
+                probes = PROBES if self.strategy.features.recompute else 0
                 solution = best_that_fits(self.view.graph, self.view, attempt, budget_bytes, probes)
         except (MemoptError, MemoryError) as error:
             # One member that gives up (a host budget, a table too large) does not stop the rest.
@@ -110,7 +110,10 @@ class Member:
     @property
     def quick(self) -> bool:
         """Whether it has a plan at once, whatever the time: its least memory in one pass."""
-        return self.strategy.features <= {"recompute"} and self.strategy.needs != "graph"
+        return (
+            self.strategy.features in (Features(), Features(recompute=True))
+            and self.strategy.needs != "graph"
+        )
 
     def _lowered(self, smallest: Solution | None) -> Solution | None:
         """The plan of the smallest budget, of a graph as a program."""
@@ -157,7 +160,7 @@ class Member:
             budget_bytes,
             device,
             host_bytes,
-            offloading="offload" in self.strategy.features,
+            offloading=self.strategy.features.offload,
         )
         seconds = time.monotonic() - begin
         if violation is not None:
