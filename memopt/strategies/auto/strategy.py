@@ -90,7 +90,7 @@ class Auto(Strategy):
             # What a member leaves over is shared by those after it.
             share_s = max(0.0, deadline - time.monotonic()) / (len(members) - index)
             try:
-                outcome = member.run(cost_model, budget_bytes, device or Device(), share_s, report)
+                outcome = member.run(budget_bytes, device or Device(), share_s, report)
             except KeyboardInterrupt:
                 break
             (at_once if over else outcomes).append(outcome)
