@@ -97,21 +97,18 @@ def _run(
     """One run of the dynamic program, bounded by the first eager set that fits the units."""
     from memopt.strategies.offload import dynprog_kernels as kernels
 
-    common = (data.moved_f, data.moved_b, data.room_f, data.room_b, data.peak_f, data.peak_b)
     limit = np.inf
     for slack in (0.0, 1.0, 4.0, 16.0):
         size = problem.excess_bytes + slack * data.unit_bytes
         eager = eager_amounts(problem, int(size))[: problem.stages] > 0
         if data.sizes[eager].sum() > host:
             break
-        limit = kernels.evaluate(eager & data.movable, data.sizes, *common, data.ratio)
+        limit = kernels.evaluate(data, eager & data.movable)
         if np.isfinite(limit):
             break
     # A relative allowance for the order in which times are added up.
     limit += 1e-9 * (1.0 + abs(limit)) if np.isfinite(limit) else 0.0
-    return kernels.solve(
-        data.sizes, data.movable, *common, data.ratio, limit, host, LABELS_PER_STATE, exact
-    )
+    return kernels.solve(data, limit, host, LABELS_PER_STATE, exact)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from memopt.programs.instructions import (
 )
 from memopt.programs.liveness import with_frees
 from memopt.strategies.offload.graph_problem import Gap, GraphProblem
+from memopt.strategies.offload.link_clock import LinkClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,7 @@ class _Pass:
     timing: Timing
     gaps: tuple[Gap, ...]
     instructions: list[Instruction] = field(default_factory=list)
-    now_s: float = 0.0
-    out_free_s: float = 0.0
-    in_free_s: float = 0.0
     off_bytes: int = 0
-    stored_s: dict[int, float] = field(default_factory=dict)
-    arrival_s: dict[int, float] = field(default_factory=dict)
     open: list[Gap] = field(default_factory=list)
     """Gaps that have started, their tensor still on the device."""
     away: list[Gap] = field(default_factory=list)
@@ -71,7 +67,8 @@ class _Pass:
     used: list[Gap] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.ends_s = np.cumsum(self.problem.durations_s)
+        self.clock = LinkClock(self.problem.device)
+        self.starts_s = np.cumsum(self.problem.durations_s) - self.problem.durations_s
         self.least_bytes = self.problem.need_bytes - self.problem.relieved_bytes(self.gaps)
         self.copies: dict[int, list[int]] = {}
         self.starts: dict[int, list[Gap]] = {}
@@ -102,19 +99,13 @@ class _Pass:
             self.instructions.append(LossBoundary())
         else:
             reads = self.problem.graph.operators[operator].reads
-            arrivals = [self.arrival_s.pop(t) for t in reads if t in self.arrival_s]
-            self.now_s = max([self.now_s, *arrivals]) + float(self.problem.durations_s[slot])
+            self.clock.compute(reads, float(self.problem.durations_s[slot]))
             self.instructions.append(Compute(operator, ()))
             for tensor in dict.fromkeys(reads):
-                if self.last.get(tensor) == slot and tensor in self.stored_s:
+                if self.last.get(tensor) == slot and tensor in self.clock.stored_s:
                     self.instructions.append(DropHost(tensor))
         for tensor in self.copies.get(slot, ()):
-            start_s = max(self.now_s, self.out_free_s)
-            size = self.problem.graph.tensors[tensor].size_bytes
-            self.out_free_s = start_s + self.problem.device.swap_out_time_s(size)
-            if not self.problem.device.duplex:
-                self.in_free_s = self.out_free_s
-            self.stored_s[tensor] = self.out_free_s
+            self.clock.copy_out(tensor, self.problem.graph.tensors[tensor].size_bytes)
             self.instructions.append(SwapOut(tensor))
         self.open += self.starts.get(slot, [])
 
@@ -123,13 +114,14 @@ class _Pass:
         lacking = int(self.problem.need_bytes[slot]) - off_bytes - self.budget_bytes
         if lacking <= 0:
             return
-        for gap in sorted(self.open, key=lambda gap: (self.stored_s[gap.tensor], -gap.before)):
+        for gap in sorted(
+            self.open, key=lambda gap: (self.clock.stored_s[gap.tensor], -gap.before)
+        ):
             if lacking <= 0:
                 return
             self.open.remove(gap)
             self.instructions.append(Free(gap.tensor))
-            arrival_s = self.arrival_s.pop(gap.tensor, 0.0)
-            self.now_s = max(self.now_s, self.stored_s[gap.tensor], arrival_s)
+            self.clock.free(gap.tensor)
             self.off_bytes += self.problem.size_bytes(gap)
             lacking -= self.problem.size_bytes(gap)
             self.used.append(gap)
@@ -138,30 +130,24 @@ class _Pass:
 
     def _fetch(self, gap: Gap) -> None:
         self.away.remove(gap)
-        size = self.problem.size_bytes(gap)
-        self.off_bytes -= size
-        start_s = max(self.now_s, self.in_free_s)
-        self.in_free_s = start_s + self.problem.device.swap_in_time_s(size)
-        if not self.problem.device.duplex:
-            self.out_free_s = self.in_free_s
-        self.arrival_s[gap.tensor] = self.in_free_s
+        self.off_bytes -= self.problem.size_bytes(gap)
+        self.clock.copy_back(gap.tensor, self.problem.size_bytes(gap))
         self.instructions.append(SwapIn(gap.tensor))
 
     def _early(self, slot: int, due: list[Gap]) -> list[Gap]:
         """Fetches that come before their readers' slots, in the order of the readers."""
         chosen: list[Gap] = []
         size_of = self.problem.size_bytes
-        ready_s = max(self.now_s, self.in_free_s) - self.now_s
+        ready_s = max(self.clock.now_s, self.clock.in_free_s) - self.clock.now_s
         ready_s += sum(self.problem.device.swap_in_time_s(size_of(gap)) for gap in due)
-        before_s = float(self.ends_s[slot] - self.problem.durations_s[slot])
         fetched = sum(map(size_of, due))
         for gap in self.away:
             if gap.before == slot:
                 continue
             size = size_of(gap)
             ready_s += self.problem.device.swap_in_time_s(size)
-            until = float(self.ends_s[gap.before] - self.problem.durations_s[gap.before])
-            if until - before_s > self.timing.lead * ready_s:
+            until_s = float(self.starts_s[gap.before] - self.starts_s[slot])
+            if until_s > self.timing.lead * ready_s:
                 break
             span = slice(slot, gap.before)
             if int(self.least_bytes[span].max()) + size > self.budget_bytes:
@@ -192,7 +178,8 @@ def schedule(
         used = tuple(sorted(found.used))
         if used == gaps:
             program = Program(with_frees(problem.graph, found.instructions))
-            time_s = max(found.now_s, found.out_free_s, found.in_free_s)
+            clock = found.clock
+            time_s = max(clock.now_s, clock.out_free_s, clock.in_free_s)
             return Scheduled(program, used, time_s)
         # A copy that is never followed by a free was for nothing: plan again without it.
         gaps = used

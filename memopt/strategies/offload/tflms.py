@@ -59,17 +59,8 @@ class Tflms(ChainOffload):
         """(peak, time) for every N that the host budget allows and every distance."""
         from memopt.strategies.offload import tflms_kernels
 
-        movable = np.flatnonzero(problem.movable)
-        peaks, times = tflms_kernels.table(
-            problem.durations_s,
-            problem.held_bytes + problem.demand_bytes,
-            problem.sizes,
-            movable,
-            problem.to_host_bytes_per_s,
-            problem.from_host_bytes_per_s,
-            problem.latency_s,
-        )
-        on_host = np.concatenate(([0], np.cumsum(problem.sizes[movable])))
+        peaks, times = tflms_kernels.table(problem.arrays)
+        on_host = np.concatenate(([0], np.cumsum(problem.sizes[problem.movable])))
         host = np.inf if self.host_budget_bytes is None else self.host_budget_bytes
         allowed = on_host <= host
         return peaks[allowed], times[allowed]

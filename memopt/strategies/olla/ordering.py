@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from memopt.strategies.base import Status
-from memopt.strategies.olla.contract import (
+from memopt.strategies.olla.mincut import forced_live, last_task_bound, minimum_cut
+from memopt.strategies.olla.orders import greedy_orders
+from memopt.strategies.olla.task_contraction import (
     eager,
     expand_order,
     independent_parts,
     without_free_tasks,
 )
-from memopt.strategies.olla.mincut import forced_live, last_task_bound, minimum_cut
-from memopt.strategies.olla.orders import greedy_orders
 from memopt.strategies.olla.tasks import Tasks
 from memopt.strategies.olla.window_search import Window
 

@@ -13,11 +13,11 @@ from memopt.programs.in_place import with_in_place, without_in_place
 from memopt.programs.instructions import Compute, Free, Program, SwapIn
 from memopt.programs.placed import ALIGNMENT_BYTES
 from memopt.programs.replay import replay
+from memopt.strategies.olla.arena_selection import select_buffers
 from memopt.strategies.olla.buffers import Buffer, Placement
 from memopt.strategies.olla.ordering import DEFAULT_STATES, Ordering, order_tasks
 from memopt.strategies.olla.placement import DEFAULT_WORK_LIMIT, place
 from memopt.strategies.olla.program_tasks import in_any_place, tasks_of
-from memopt.strategies.olla.within import buffers_within
 
 ATTEMPTS = 5
 """At a placement with a limit, each for a smaller one."""
@@ -174,7 +174,7 @@ def place_program(
         graph, program, alignment, place_results: see `program_buffers`.
         limit_bytes: the most that the arena and all that lies outside it may need, resident bytes
             included: lifetimes that would need more are left to the allocator (`Program.apart`),
-            as few bytes as `buffers_within` finds. No offsets come back where no arena is within
+            as few bytes as `select_buffers` finds. No offsets come back where no arena is within
             the limit. None: no limit, everything has an address.
         time_limit_s, work_limit, seed, cp_sat, num_workers, on_improvement: see `place`.
 
@@ -249,7 +249,7 @@ def _chosen(
     # With an address for the output, a kernel works in place on nothing that has none: that
     # costs the output's size once more, which may be over the limit.
     for one in (separate, _kept(graph, program)):
-        found = buffers_within(graph, one, buffers_of(one), limit_bytes) or ()
+        found = select_buffers(graph, one, buffers_of(one), limit_bytes) or ()
         if sum(b.extent for b in found) > sum(b.extent for b in best[1]):
             best = one, found
     return best

@@ -28,7 +28,7 @@ STEPS = 24
 """Capacities tried: so many evenly spaced ones, and as many at distances that halve."""
 
 
-def buffers_within(
+def select_buffers(
     graph: Graph, program: Program, buffers: Sequence[Buffer], limit_bytes: int
 ) -> tuple[Buffer, ...] | None:
     """The buffers to place, as many bytes as found; None: not even nothing is within the limit.
@@ -50,7 +50,7 @@ def buffers_within(
     largest = limit_bytes - int(fixed.max(initial=0))
     if int(inside.max(initial=0)) <= largest:
         return tuple(buffers)
-    from memopt.strategies.olla.within_kernels import leave_out
+    from memopt.strategies.olla.arena_selection_kernels import leave_out
 
     best, best_bytes = np.zeros(len(buffers), dtype=np.bool_), 0
     below = {

@@ -28,7 +28,7 @@ from memopt.programs.instructions import (
 from memopt.programs.replay import Direction, replay
 
 
-def shortened(
+def tighten_lifetimes(
     graph: Graph, program: Program, device: Device, *, room_bytes: int | None = None
 ) -> Program:
     """Free tensors as early, and fetch them as late, as takes no longer by the device's links.

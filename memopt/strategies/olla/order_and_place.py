@@ -18,7 +18,7 @@ from memopt.programs.validate import validate
 from memopt.strategies.base import Solution, Status
 from memopt.strategies.olla.buffers import Placement
 from memopt.strategies.olla.passes import order_program, place_program, placing_figures
-from memopt.strategies.olla.shorten import shortened
+from memopt.strategies.olla.tighten_lifetimes import tighten_lifetimes
 
 ENOUGH_GAP = 0.01
 """Of an arena to its bound: no reason to move transfers."""
@@ -30,7 +30,7 @@ SEEDS = (1, 2)
 """Of searches for what has the most room, where none was good enough."""
 
 
-def arrange(
+def order_and_place(
     graph: Graph,
     program: Program,
     budget_bytes: int | None,
@@ -142,10 +142,10 @@ def _shorter(graph: Graph, program: Program, device: Device) -> Iterator[Program
     if not device.is_linked:
         return
     base = replay(graph, program, device)
-    made = [shortened(graph, program, device)]
+    made = [tighten_lifetimes(graph, program, device)]
     for share in ROOMS:
         room_bytes = int(share * base.peak_bytes)
-        made.append(shortened(graph, program, device, room_bytes=room_bytes))
+        made.append(tighten_lifetimes(graph, program, device, room_bytes=room_bytes))
     slower = [_share(replay(graph, one, device).time_s, base.time_s) for one in made]
     first = max(k for k, share in enumerate(slower) if k == 0 or share <= NO_SLOWER)
     before = _moves(program)
@@ -181,7 +181,7 @@ def _moves(program: Program) -> list[tuple[int, Instruction]]:
     return found
 
 
-def arranged(
+def ordered_and_placed(
     graph: Graph,
     solution: Solution,
     lower: Callable[[tuple[ChainStep, ...]], Program] | None,
@@ -190,9 +190,16 @@ def arranged(
     passes: Mapping[str, bool],
     time_limit_s: float | None,
 ) -> Solution:
-    """A strategy's solution with its program (`lower` makes that of a chain's steps) arranged;
-    `limits` are bytes on the device and on the host, `passes` the `order` and `place` of `arrange`,
-    which see."""
+    """A strategy's solution with its program ordered and placed.
+
+    Args:
+        graph: the cost model of the program.
+        solution: with a program, or with the steps of a chain schedule.
+        lower: makes the program of such steps; None: there is a program.
+        limits: bytes on the device and on the host; None: no limit.
+        device, time_limit_s: see `order_and_place`.
+        passes: the `order` and `place` of `order_and_place`.
+    """
     program = solution.program
     if lower is not None and solution.steps is not None:
         program = lower(solution.steps)
@@ -200,7 +207,7 @@ def arranged(
     if limits[0] is not None and replay(graph, program).peak_bytes > limits[0]:
         # The budget was met by the program as it runs: in place.
         program = with_in_place(graph, program)
-    program, stats = arrange(
+    program, stats = order_and_place(
         graph,
         program,
         limits[0],
