@@ -1,4 +1,4 @@
-"""Compiled replay of no-wait ordered schedules (Offloading Proposition 1), and a local search by it.
+"""Compiled replay of no-wait ordered schedules (Offloading Proposition 1), and a search by it.
 
 Ordered: data leave by increasing index and return by decreasing index, so that all offloads
 precede all prefetches, and every constraint says that one event waits for another: an operation

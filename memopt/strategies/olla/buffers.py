@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memopt.strategies.base import Status
+from memopt.strategies.olla.timed_search import relative_gap
 
 Ints = npt.NDArray[np.int64]
 
@@ -60,7 +61,6 @@ class Placement:
         offsets: buffer id → byte offset. Always a valid placement, the best one found.
         peak: the largest offset + extent, bytes.
         bound: no placement has a smaller peak, bytes.
-        gap: (peak - bound) / bound; 0.0 when both are zero.
         status: OPTIMAL when peak = bound, else FEASIBLE; where a capacity was asked for and the
             peak exceeds it, INFEASIBLE when that is proved to be unavoidable, else UNKNOWN.
         stats: "method" that found it, "nodes", "time_s", "interrupted".
@@ -69,9 +69,13 @@ class Placement:
     offsets: Mapping[str, int]
     peak: int
     bound: int
-    gap: float
     status: Status
     stats: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """(peak - bound) / bound; 0.0 when both are zero."""
+        return relative_gap(self.peak, self.bound)
 
     @property
     def fragmentation(self) -> float:

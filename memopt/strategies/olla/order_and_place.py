@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from memopt.strategies.base import Solution, Status
 from memopt.strategies.olla.buffers import Placement
 from memopt.strategies.olla.passes import order_program, place_program, placing_figures
 from memopt.strategies.olla.tighten_lifetimes import tighten_lifetimes
+from memopt.strategies.olla.timed_search import TimedSearch
 
 ENOUGH_GAP = 0.01
 """Of an arena to its bound: no reason to move transfers."""
@@ -102,17 +102,15 @@ def _placed(
     A fetch that comes as late as the link allows has no time to spare if the link is slower than
     the device says. So the transfers stay where the strategy had them if that is good enough.
     """
-    began_s = time.monotonic()
+    search = TimedSearch(time_limit_s)
     best, found, short = program, None, False
     gap = 0.0
     for attempt, seed in _attempts(graph, program, device):
-        left_s = None if time_limit_s is None else time_limit_s - (time.monotonic() - began_s)
-        out_of_time = left_s is not None and left_s <= 0
         # Of an arena that is hardly larger than its bound no other search makes more.
-        if found is not None and (out_of_time or (seed and gap <= ENOUGH_GAP)):
+        if found is not None and (search.out_of_time() or (seed and gap <= ENOUGH_GAP)):
             break
         placed, placement = place_program(
-            graph, attempt, limit_bytes=budget_bytes, time_limit_s=left_s, seed=seed
+            graph, attempt, limit_bytes=budget_bytes, time_limit_s=search.left_s(), seed=seed
         )
         if found is None or _merit(graph, placed, placement) > _merit(graph, best, found):
             best, found, short = placed, placement, attempt is not program

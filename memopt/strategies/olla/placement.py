@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 from math import gcd
 
@@ -13,6 +12,7 @@ from memopt.strategies.olla.feasibility import solve_capacity
 from memopt.strategies.olla.greedy import greedy_placement, promoted_placement, pyramid
 from memopt.strategies.olla.repair import repaired_placement
 from memopt.strategies.olla.search import find_placement
+from memopt.strategies.olla.timed_search import Improvement, TimedSearch
 
 FIRST_ROUND_WORK = 64_000_000
 MOST_FAILURES = 2
@@ -42,7 +42,7 @@ def place(
     use_pyramid: bool = False,
     cp_sat: bool = False,
     num_workers: int = 1,
-    on_improvement: Callable[[float, int, int], None] | None = None,
+    on_improvement: Improvement | None = None,
 ) -> Placement:
     """Place buffers so that those live at the same time do not overlap, with a small peak.
 
@@ -80,7 +80,7 @@ def place(
     return run.result()
 
 
-class _Run:
+class _Run(TimedSearch):
     """One call of `place`: the incumbent and the bound, kept outside the solvers."""
 
     def __init__(
@@ -88,11 +88,9 @@ class _Run:
         buffers: tuple[Buffer, ...],
         capacity: int | None,
         time_limit_s: float | None,
-        on_improvement: Callable[[float, int, int], None] | None,
+        on_improvement: Improvement | None,
     ) -> None:
-        self.started_s = time.monotonic()
-        self.time_limit_s = time_limit_s
-        self.on_improvement = on_improvement
+        super().__init__(time_limit_s, on_improvement)
         self.buffers = buffers
         self.layout = Layout([buffer for buffer in buffers if buffer.size > 0])
         if len({buffer.id for buffer in buffers}) != len(buffers):
@@ -103,7 +101,6 @@ class _Run:
         self.peak = 0
         self.method = "none"
         self.nodes = 0
-        self.interrupted = False
 
     @property
     def good_enough(self) -> int:
@@ -127,21 +124,12 @@ class _Run:
             return gcd(*sizes)
         return gcd(*sizes, *self.layout.alignment.tolist())
 
-    def elapsed_s(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.started_s
-
-    def out_of_time(self) -> bool:
-        """Whether the time limit has passed."""
-        return self.time_limit_s is not None and self.elapsed_s() >= self.time_limit_s
-
     def offer(self, offsets: Ints, method: str) -> None:
         """Keep a placement if it is the best one."""
         peak = int((offsets + self.layout.size).max())
         if self.best is None or peak < self.peak:
             self.best, self.peak, self.method = offsets, peak, method
-            if self.on_improvement is not None:
-                self.on_improvement(self.elapsed_s(), peak, self.bound)
+            self.tell(peak, self.bound)
 
     def stack(self) -> None:
         """One above the other: always valid, needs no compiled code."""
@@ -252,12 +240,11 @@ class _Run:
             for index in pyramid(self.layout).tolist():
                 fixed[index] = base
                 base += int(self.layout.size[index])
-        left_s = None if self.time_limit_s is None else self.time_limit_s - self.elapsed_s()
         status, offsets = solve_capacity(
             self.layout,
             self.good_enough,
             fixed=fixed,
-            time_limit_s=left_s,
+            time_limit_s=self.left_s(),
             num_workers=num_workers,
             seed=seed,
         )
@@ -281,7 +268,6 @@ class _Run:
             offsets=offsets,
             peak=peak,
             bound=self.bound,
-            gap=(peak - self.bound) / self.bound if self.bound else 0.0,
             status=status,
             stats={
                 "method": self.method,

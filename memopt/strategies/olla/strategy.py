@@ -15,13 +15,13 @@ from memopt.programs.replay import replay
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 from memopt.strategies.olla.ordering import DEFAULT_STATES
 from memopt.strategies.olla.passes import (
-    Improvement,
     order_in_any_place,
     order_program,
     place_program,
     placing_figures,
 )
 from memopt.strategies.olla.placement import DEFAULT_WORK_LIMIT
+from memopt.strategies.olla.timed_search import Improvement
 
 
 @dataclass(frozen=True)
