@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -84,7 +85,7 @@ class OffloadGraph(Strategy):
         if budget < problem.floor_bytes:
             return self._below(problem, budget, started)
         deadline = math.inf if time_limit_s is None else started + time_limit_s
-        search = _Search(problem, budget, self.host_budget_bytes, deadline, progress)
+        search = _Search(problem, budget, self._host_bytes, deadline, progress)
         if problem.peak_bytes <= budget:
             search.offer(store_all(graph), "nothing moves")
         else:
@@ -92,13 +93,17 @@ class OffloadGraph(Strategy):
                 self._search(search)
         return search.solution(self.name, started)
 
+    @property
+    def _host_bytes(self) -> float:
+        return math.inf if self.host_budget_bytes is None else self.host_budget_bytes
+
     def _below(self, problem: GraphProblem, budget_bytes: int, started: float) -> Solution:
         """No plan below the floor, and the plan at it: every absence moves, or none where the host
         has no room. Where outputs are computed in place afterwards a program may need less, so
         that there the floor is no proof."""
         floor_bytes, graph = problem.floor_bytes, problem.graph
-        search = _Search(problem, floor_bytes, self.host_budget_bytes, math.inf, None)
-        search.absences(problem.absences, TIMINGS[:1])
+        search = _Search(problem, floor_bytes, self._host_bytes)
+        search.scheduled(problem.absences, TIMINGS[:1])
         if search.best is None:
             search.offer(store_all(graph), "nothing moves")
         least = search.solution(self.name, started)
@@ -114,7 +119,7 @@ class OffloadGraph(Strategy):
         """Covers, then chain plans, then exchanges, until the deadline."""
         for number, absences in enumerate(covers(search.problem, search.budget_bytes)):
             # The first cover is a plan, which there is to be even for who stops at once.
-            search.absences(absences)
+            search.scheduled(absences)
             search.tell(0.4 * number / (1 + len(SCORES)), "covering the excess")
             if search.late:
                 return
@@ -124,27 +129,24 @@ class OffloadGraph(Strategy):
         search.improve(self.moves)
 
 
+@dataclass
 class _Search:
     """The fastest program offered so far, and the absences it came from."""
 
-    def __init__(
-        self,
-        problem: GraphProblem,
-        budget_bytes: int,
-        host_bytes: int | None,
-        deadline: float,
-        progress: Progress | None,
-    ) -> None:
-        self.problem = problem
-        self.deadline = deadline
-        self.progress = progress
-        self.budget_bytes = budget_bytes
-        self.host_bytes = math.inf if host_bytes is None else host_bytes
-        self.best: tuple[Program, Timeline, str] | None = None
-        self.start: tuple[tuple[Absence, ...], Timing] | None = None
-        self.start_s = math.inf
-        self.least_host_bytes = 0
-        self.bound_s = problem.lower_bound_s(budget_bytes)
+    problem: GraphProblem
+    budget_bytes: int
+    host_bytes: float
+    deadline: float = math.inf
+    progress: Progress | None = None
+    best: tuple[Program, Timeline, str] | None = None
+    start: tuple[tuple[Absence, ...], Timing] | None = None
+    start_s: float = math.inf
+    least_host_bytes: int = 0
+
+    @cached_property
+    def bound_s(self) -> float:
+        """No program within the budget is faster."""
+        return self.problem.lower_bound_s(self.budget_bytes)
 
     @property
     def done(self) -> bool:
@@ -173,7 +175,7 @@ class _Search:
             self.best = program, timeline, source
         return timeline.time_s
 
-    def absences(
+    def scheduled(
         self, absences: tuple[Absence, ...], timings: tuple[Timing, ...] = TIMINGS
     ) -> float:
         """Schedule a set of absences with several timings; the least time."""
@@ -222,7 +224,7 @@ class _Search:
                     return
                 tried += 1
                 self.tell(0.5 + 0.5 * tried / moves, "exchanging tensors")
-                if self.absences(changed, (timing,)) < before_s:
+                if self.scheduled(changed, (timing,)) < before_s:
                     break
             else:
                 return
@@ -256,33 +258,23 @@ class _Search:
 
 
 def covers(problem: GraphProblem, budget_bytes: int) -> Iterator[tuple[Absence, ...]]:
-    """Sets of absences whose bytes cover the excess of every point: all of them, then one per score."""
+    """Sets of absences that cover the excess of every point: all of them, then one per score."""
     yield problem.absences
     for score in SCORES:
         yield _cover(problem, budget_bytes, score)
 
 
-def _earliest(problem: GraphProblem, absence: Absence) -> tuple[float, ...]:
-    return (absence.after, -absence.before)
-
-
-def _longest(problem: GraphProblem, absence: Absence) -> tuple[float, ...]:
-    return (absence.after - absence.before, absence.after)
-
-
-def _largest(problem: GraphProblem, absence: Absence) -> tuple[float, ...]:
-    return (-problem.size_bytes(absence), absence.after)
-
-
-def _area(problem: GraphProblem, absence: Absence) -> tuple[float, ...]:
-    return (-problem.size_bytes(absence) * (absence.before - absence.after), absence.after)
-
-
-SCORES: tuple[Score, ...] = (_earliest, _longest, _largest, _area)
+SCORES: tuple[Score, ...] = (
+    lambda problem, one: (one.after, -one.before),
+    lambda problem, one: (one.after - one.before, one.after),
+    lambda problem, one: (-problem.size_bytes(one), one.after),
+    lambda problem, one: (-problem.size_bytes(one) * (one.before - one.after), one.after),
+)
+"""Orders in which absences are taken: earliest, longest, largest, largest times longest first."""
 
 
 def _cover(problem: GraphProblem, budget_bytes: int, score: Score) -> tuple[Absence, ...]:
-    """Absences taken by score while they help an uncovered point; then what is superfluous goes."""
+    """Absences taken by score while they help an uncovered point; what is superfluous then goes."""
     lacking = problem.need_bytes - budget_bytes
     taken: list[Absence] = []
     for absence in sorted(problem.absences, key=lambda absence: (score(problem, absence), absence)):

@@ -1,10 +1,10 @@
 """Tensor-level offloading of any Graph: what may move when, the floor, and a bound on the time.
 
-Operators run once, in the graph's own order. The loss boundary and every operator are *time points*,
-numbered in the order of the step. Between two points that touch a tensor (write or read it) it
-may be on the host only: that stretch is an *absence*. Results (outputs, gradients), tangents and
-resident tensors stay. Choosing absences whose bytes cover every point's excess is the chain's problem
-(Offloading §3) without the chain.
+Operators run once, in the graph's own order. The loss boundary and every operator are *time
+points*, numbered in the order of the step. Between two points that touch a tensor (write or read
+it) it may be on the host only: that stretch is an *absence*. Results (outputs, gradients), tangents
+and resident tensors stay. Choosing absences whose bytes cover every point's excess is the chain's
+problem (Offloading §3) without the chain.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ class OffloadProblem:
     """One chain, one budget, one link. `need` > 0 is what makes an activation move.
 
     Attributes:
+        chain: what the problem is of.
+        device: whose link it is.
         sizes: |x_0|..|x_n|, bytes.
         durations_s: of the 2n operations, seconds.
         held_bytes: Σ|x_j| that the operation finds or makes, all on the device.
@@ -53,6 +55,8 @@ class OffloadProblem:
         latency_s: added to every transfer; 0 in the paper.
     """
 
+    chain: Chain
+    device: Device
     sizes: Bytes
     durations_s: Seconds
     held_bytes: Bytes
@@ -168,6 +172,8 @@ def offload_problem(
         between[i] = held if i < n - 1 else 0
         parameter_gradients += stage.parameter_gradient_bytes
     problem = OffloadProblem(
+        chain=chain,
+        device=device,
         sizes=sizes,
         durations_s=np.array(
             [s.forward_time_s for s in stages] + [s.backward_time_s for s in reversed(stages)],

@@ -15,8 +15,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from memopt.models.chain import Chain
-from memopt.models.device import Device
 from memopt.models.steps import ChainStep, Move
 from memopt.programs.replay import Timeline
 from memopt.reductions.offload_replay import replay_offload
@@ -59,29 +57,29 @@ def ordered_transfers(
 
 
 def best_program(
-    chain: Chain, problem: OffloadProblem, device: Device, transfers: Transfers
+    problem: OffloadProblem, transfers: Transfers
 ) -> tuple[tuple[ChainStep, ...], Timeline] | None:
     """The fastest of the programs built with each `PATIENCE`; None if none keeps the budget."""
     best: tuple[tuple[ChainStep, ...], Timeline] | None = None
     for patience in PATIENCE:
-        steps = build_program(problem, device, transfers, patience)
+        steps = build_program(problem, transfers, patience)
         if steps is None:
             continue
-        timeline = replay_offload(chain, steps, device)
+        timeline = replay_offload(problem.chain, steps, problem.device)
         if best is None or timeline.time_s < best[1].time_s:
             best = steps, timeline
     return best
 
 
 def build_program(
-    problem: OffloadProblem, device: Device, transfers: Transfers, patience: float
+    problem: OffloadProblem, transfers: Transfers, patience: float
 ) -> tuple[ChainStep, ...] | None:
     """The chain steps for some transfers; None if they do not keep the budget.
 
     What need not be released at any step is not offloaded at all.
     """
     while True:
-        builder = _Builder(problem, device, transfers, patience)
+        builder = _Builder(problem, transfers, patience)
         done = builder.run()
         if not builder.unreleased:
             return tuple(builder.steps) if done else None
@@ -91,11 +89,9 @@ def build_program(
 class _Builder:
     """One pass over the operations, keeping memory and the streams' times."""
 
-    def __init__(
-        self, problem: OffloadProblem, device: Device, transfers: Transfers, patience: float
-    ) -> None:
+    def __init__(self, problem: OffloadProblem, transfers: Transfers, patience: float) -> None:
         self.problem = problem
-        self.clock = LinkClock(device)
+        self.clock = LinkClock(problem.device)
         self.transfers = transfers
         self.patience = patience
         self.stages = problem.stages

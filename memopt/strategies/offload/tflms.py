@@ -7,9 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from memopt.models.chain import Chain
-from memopt.models.device import Device
-from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, Choice, Limits
+from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, Choice
 from memopt.strategies.offload.problem import Bytes, OffloadProblem, Seconds
 from memopt.strategies.offload.program import ordered_transfers
 
@@ -33,12 +31,10 @@ class Tflms(ChainOffload):
     def smallest_capacity(self, problem: OffloadProblem) -> int:
         return max(problem.floor_bytes, int(self._table(problem)[0].min()))
 
-    def least_choice(self, chain: Chain, problem: OffloadProblem, device: Device) -> Choice:
-        return self.choose(chain, problem, device, Limits())
+    def least_choice(self, problem: OffloadProblem) -> Choice:
+        return self.choose(problem, None)
 
-    def choose(
-        self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
-    ) -> Choice:
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
         peaks, times = self._table(problem)
         times = np.where(peaks <= problem.capacity_bytes, times, np.inf)
         count, distance = (int(x) for x in np.unravel_index(int(times.argmin()), times.shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
@@ -132,6 +133,31 @@ class Layout:
         return np.cumsum(change[:-1])
 
     @cached_property
+    def duration(self) -> Ints:
+        """How long each buffer lives, in the instance's own times."""
+        return self.upper - self.lower
+
+    @cached_property
+    def fullest(self) -> Ints:
+        """Bytes live in the fullest section of each buffer."""
+        spans = zip(self.first, self.last, strict=True)
+        return np.array([self.section_bytes[a:b].max() for a, b in spans])
+
+    @property
+    def columns(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """(size, alignment, first section, end of sections) for compiled code."""
+        return self.size, self.alignment, self.first, self.last
+
+    @cached_property
+    def unit(self) -> int:
+        """Placements whose buffers rest on each other only have offsets that are multiples of
+        this."""
+        sizes = self.size.tolist()
+        if (self.alignment == 1).all():
+            return gcd(*sizes)
+        return gcd(*sizes, *self.alignment.tolist())
+
+    @cached_property
     def bound(self) -> int:
         """The most bytes live at once: no placement has a smaller peak."""
         return int(self.section_bytes.max(initial=0))
@@ -139,16 +165,11 @@ class Layout:
     @cached_property
     def members(self) -> tuple[Ints, Ints]:
         """(start, buffer): section s holds buffer[start[s]:start[s+1]]."""
-        counts = np.zeros(self.sections + 1, dtype=np.int64)
-        np.add.at(counts, self.first, 1)
-        np.subtract.at(counts, self.last, 1)
-        start = np.concatenate(([0], np.cumsum(np.cumsum(counts[:-1])))).astype(np.int64)
-        lists: list[list[int]] = [[] for _ in range(self.sections)]
-        for index, (low, high) in enumerate(zip(self.first, self.last, strict=True)):
-            for section in range(low, high):
-                lists[section].append(index)
-        flat = [index for one in lists for index in one]
-        return start, np.array(flat, dtype=np.int64)
+        spans = [np.arange(a, b) for a, b in zip(self.first, self.last, strict=True)]
+        section = np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+        owner = np.repeat(np.arange(len(self)), self.last - self.first)
+        order = np.argsort(section, kind="stable")
+        return np.searchsorted(section[order], np.arange(self.sections + 1)), owner[order]
 
     @cached_property
     def overlaps(self) -> tuple[Ints, Ints]:

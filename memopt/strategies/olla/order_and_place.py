@@ -21,13 +21,14 @@ from memopt.strategies.olla.tighten_lifetimes import tighten_lifetimes
 from memopt.strategies.olla.timed_search import TimedSearch
 
 ENOUGH_GAP = 0.01
-"""Of an arena to its bound: no reason to move transfers."""
+"""An arena at most this far above its bound is no reason to move transfers."""
 ROOMS = (0.99, 0.97)
-"""Of the peak: where computations wait for copies to the host, if that makes room enough."""
+"""Computations that need more than this share of the peak wait for copies to the host."""
 NO_SLOWER, MOST_SLOWER = 0.0005, 0.02
-"""Of the step's time: the waits that are not worth trying without, and those never accepted."""
+"""Waits of at most the first share of the step's time are always tried, of more than the second
+never accepted."""
 SEEDS = (1, 2)
-"""Of searches for what has the most room, where none was good enough."""
+"""Further searches for the addresses of what has the most room, where none was good enough."""
 
 
 def order_and_place(
@@ -96,7 +97,7 @@ def _placed(
     device: Device,
     time_limit_s: float | None,
 ) -> tuple[Program, Placement, bool]:
-    """The program at addresses, and whether its lifetimes were shortened for that: where addresses
+    """The program at addresses, and whether its lifetimes were tightened for that: where addresses
     cost much or not all fit, if then more fits or the arena is smaller.
 
     A fetch that comes as late as the link allows has no time to spare if the link is slower than
@@ -128,14 +129,14 @@ def _attempts(graph: Graph, program: Program, device: Device) -> Iterator[tuple[
     """What to place, one after the other until one is good enough, and the seeds of the search."""
     yield program, 0
     last = program
-    for last in _shorter(graph, program, device):
+    for last in _tightened(graph, program, device):
         yield last, 0
     for seed in SEEDS:
         yield last, seed
 
 
-def _shorter(graph: Graph, program: Program, device: Device) -> Iterator[Program]:
-    """The program with lifetimes shortened and the most room that takes no longer, then those with
+def _tightened(graph: Graph, program: Program, device: Device) -> Iterator[Program]:
+    """The program with lifetimes tightened and the most room that takes no longer, then those with
     more room that take a little longer. None where it is not known how long transfers take."""
     if not device.is_linked:
         return
@@ -159,7 +160,7 @@ def _share(time_s: float, own_s: float) -> float:
 
 
 def _merit(graph: Graph, placed: Program, placement: Placement) -> tuple[int, int]:
-    """Of a program at addresses: more at addresses is better, then a smaller arena."""
+    """More bytes at addresses are better, then a smaller arena."""
     return _covered_bytes(graph, placed), -placement.peak
 
 

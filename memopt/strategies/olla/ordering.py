@@ -26,9 +26,9 @@ from memopt.strategies.olla.timed_search import Improvement, TimedSearch, relati
 from memopt.strategies.olla.window_search import Window
 
 STATES_FROM_FRAMEWORK = 4_000
-"""Of window searches from the framework's own order, before others are tried."""
+"""States that window searches from the framework's own order may take before others are tried."""
 DEFAULT_STATES = 400_000
-"""States of window searches in all: some seconds to a minute, the same result everywhere."""
+"""States that window searches may take in all: some seconds to a minute, everywhere the same."""
 
 
 @dataclass(frozen=True, slots=True)

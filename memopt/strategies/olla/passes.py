@@ -21,7 +21,7 @@ from memopt.strategies.olla.program_tasks import in_any_place, tasks_of
 from memopt.strategies.olla.timed_search import Improvement
 
 ATTEMPTS = 5
-"""At a placement with a limit, each for a smaller one."""
+"""How often a placement within a limit is tried, each time within a smaller one."""
 
 
 def order_program(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
-from math import gcd
 
 from memopt.strategies.base import Status
 from memopt.strategies.olla.buffers import Buffer, Ints, Layout, Placement, peak_of
@@ -16,16 +14,17 @@ from memopt.strategies.olla.timed_search import Improvement, TimedSearch
 
 FIRST_ROUND_WORK = 64_000_000
 MOST_FAILURES = 2
-"""Of a round, above the bound."""
+"""A round ends after this many capacities above the bound at which nothing was found."""
 NEAR_PER_MILLE = 7
-"""Where local search begins, above the bound."""
+"""Local search begins at a capacity this far above the bound."""
 NEAR_STEPS = 8
-"""Of the way from the bound to the peak: what a round of local search is content with."""
+"""A round of local search ends when one such part of the way from the bound to the peak is left."""
 NEAR_ROUND_WORK = 300_000_000
-"""Of local search at one capacity, in the first round."""
+"""Work that local search may take at one capacity in the first round."""
 NEAR_WORK, FAR_WORK, FAR_PER_MILLE = 3_000_000_000, 5_000_000_000, 10
-"""Of local search above the bound, before depth-first search is tried in earnest; the same while
-the peak is so far above the bound, where that search finds nothing among many buffers."""
+"""Work that local search may take above the bound before depth-first search is tried in earnest:
+the second while the peak is this far above the bound, where that search finds nothing among
+`MANY_BUFFERS`."""
 MANY_BUFFERS = 500
 WITHOUT_LIMIT = 10**18
 DEFAULT_WORK_LIMIT = 6_000_000_000
@@ -116,14 +115,6 @@ class _Run(TimedSearch):
             return True
         return self.best is not None and self.peak <= self.good_enough
 
-    @cached_property
-    def unit(self) -> int:
-        """Sunk placements only have offsets that are multiples of this."""
-        sizes = self.layout.size.tolist()
-        if (self.layout.alignment == 1).all():
-            return gcd(*sizes)
-        return gcd(*sizes, *self.layout.alignment.tolist())
-
     def offer(self, offsets: Ints, method: str) -> None:
         """Keep a placement if it is the best one."""
         peak = int((offsets + self.layout.size).max())
@@ -167,7 +158,7 @@ class _Run(TimedSearch):
                     low = max(target, self.bound)
                     failures += 1
                 # Closer to what fails is not worth it before the limits are larger.
-                over = failures > MOST_FAILURES or self.peak - low <= self.unit
+                over = failures > MOST_FAILURES or self.peak - low <= self.layout.unit
                 if self.capacity is not None or over:
                     break
                 target = (low + self.peak) // 2
@@ -182,7 +173,7 @@ class _Run(TimedSearch):
         spent, limit, turn = 0, NEAR_ROUND_WORK, 0
         while not self.done:
             low = self.bound
-            step = max(self.unit, (self.peak - low) // NEAR_STEPS)
+            step = max(self.layout.unit, (self.peak - low) // NEAR_STEPS)
             while self.peak - low > step:
                 many = len(self.layout) >= MANY_BUFFERS
                 far = many and self.peak - self.bound > FAR_PER_MILLE * per_mille
@@ -194,7 +185,7 @@ class _Run(TimedSearch):
                 low = target if self.peak > target else low
                 target = (low + self.peak) // 2
                 turn += 1
-            if self.peak - self.bound <= self.unit:
+            if self.peak - self.bound <= self.layout.unit:
                 return spent
             limit *= 2
             target = (self.bound + self.peak) // 2
@@ -214,7 +205,7 @@ class _Run(TimedSearch):
         )
         self.nodes += outcome.nodes
         if outcome.infeasible:
-            self.bound = target + self.unit
+            self.bound = target + self.layout.unit
         elif outcome.offsets is not None:
             self.offer(outcome.offsets, "search")
         else:
