@@ -39,7 +39,7 @@ def improved_amounts(
 def searched_amounts(
     problem: OffloadProblem, planned: Bytes | None, host_budget_bytes: int | None = None
 ) -> tuple[Bytes, float]:
-    """The best of `improved_amounts` from a planned set, from Greedy's, and from three with gaps.
+    """The best of `improved_amounts` from a planned set, from Greedy's, and from three with pauses.
 
     Where activations are large, sets whose copies have pauses between them are another valley: one
     activation in two, either parity, and all less what turns out superfluous. At equal times the

@@ -23,7 +23,7 @@ TENURES = (0, 1)
 GRIDS = (None, 32, 128, 1)
 """Powers of two that divide a size divide its offset, too, up to this part of the bound; None: they
 need not. Where the memory is full most of the time, as with much moved in and out, buffers of
-equal sizes in the same places leave fewer gaps between them."""
+equal sizes in the same places leave fewer holes between them."""
 HEAVIEST = 1_000_000
 """The first weight of the buffer with the largest area."""
 STACK_EXPONENTS = ((0.6, 0.6), (0.4, 0.4), (0.5, 0.0), (0.5, 0.25))
