@@ -50,13 +50,14 @@ def allowances(need: Ints, amounts: Ints, last: int, total: int) -> Ints:
 
 @njit(cache=True)
 def prefetch_until(
-    data: Arrays,
     state: Ints,
     clock: Floats,
     allowed: int,
     whole: bool,
     amounts: Ints,
     prefetches: Floats,
+    from_host: float,
+    latency_s: float,
 ) -> None:
     """Prefetch as far as `allowed` lets, no earlier than clock[0]; state = (bytes back, next x,
     bytes of it back), clock = (earliest start, link free)."""
@@ -73,8 +74,8 @@ def prefetch_until(
         start = max(clock[0], clock[1])
         if state[2] == 0:
             prefetches[j, 0] = start
-            start += data.latency_s
-        clock[1] = start + step / data.from_host
+            start += latency_s
+        clock[1] = start + step / from_host
         prefetches[j, 1] = clock[1]
         state[0] += step
         state[2] += step
@@ -85,13 +86,18 @@ def prefetch_until(
 
 @njit(cache=True)
 def room_time(
-    data: Arrays, k: int, whole: bool, amounts: Ints, sums: Ints, offloads: Floats
+    need: int,
+    whole: bool,
+    amounts: Ints,
+    sums: Ints,
+    offloads: Floats,
+    to_host: float,
+    latency_s: float,
 ) -> float:
-    """When what operation k lacks has left the device, whole activations or any part of them.
+    """When `need` bytes have left the device, whole activations or any part of them.
 
     sums[j]: amounts[0] + … + amounts[j].
     """
-    need = data.need[k]
     if need <= 0:
         return 0.0
     j = np.searchsorted(sums, need)
@@ -100,7 +106,7 @@ def room_time(
     if whole:
         return float(offloads[j, 1])
     left = need - (sums[j] - amounts[j])
-    return float(offloads[j, 0] + data.latency_s + left / data.to_host)
+    return float(offloads[j, 0] + latency_s + left / to_host)
 
 
 @njit(cache=True)
@@ -110,17 +116,18 @@ def replay(data: Arrays, amounts: Ints, whole: bool) -> tuple[Floats, Floats, Fl
     Infinite if it does not fit. `whole`: memory moves at the ends of whole transfers (§3.1 E);
     otherwise continuously, and prefetches may be interrupted (§5).
     """
+    need, to_host, from_host, latency_s = data.need, data.to_host, data.from_host, data.latency_s
     n = len(amounts) - 1
     starts = np.zeros(2 * n)
     offloads = np.zeros((n + 1, 2))
     prefetches = np.zeros((n + 1, 2))
-    if not fits(data.need, amounts):
+    if not fits(need, amounts):
         return starts, offloads, prefetches, np.inf
     last, total = -1, 0
     for j in range(n + 1):
         if amounts[j] > 0:
             last, total = j, total + amounts[j]
-    allowed = allowances(data.need, amounts, max(last, 0), total)
+    allowed = allowances(need, amounts, max(last, 0), total)
     state = np.array([0, last, 0])
     clock = np.zeros(2)
     sums = np.cumsum(amounts)
@@ -128,12 +135,14 @@ def replay(data: Arrays, amounts: Ints, whole: bool) -> tuple[Floats, Floats, Fl
     for k in range(2 * n):
         if k <= last and amounts[k] > 0:
             offloads[k, 0] = max(now, clock[1])
-            offloads[k, 1] = offloads[k, 0] + data.latency_s + amounts[k] / data.to_host
+            offloads[k, 1] = offloads[k, 0] + latency_s + amounts[k] / to_host
             clock[1] = offloads[k, 1]
         clock[0] = now
         if k >= last >= 0:
-            prefetch_until(data, state, clock, allowed[k], whole, amounts, prefetches)
-        now = max(now, room_time(data, k, whole, amounts, sums, offloads))
+            prefetch_until(
+                state, clock, allowed[k], whole, amounts, prefetches, from_host, latency_s
+            )
+        now = max(now, room_time(need[k], whole, amounts, sums, offloads, to_host, latency_s))
         # B_i reads x_i and x_{i+1}; the latter is back since B_{i+1}.
         if k >= n:
             now = max(now, prefetches[2 * n - 1 - k, 1])

@@ -22,7 +22,7 @@ import numpy as np
 from memopt.models.graph import Graph
 from memopt.programs.instructions import Free, Program
 from memopt.programs.replay import replay
-from memopt.strategies.olla.buffers import Buffer, Ints
+from memopt.strategies.olla.buffers import Buffer, Ints, live_bytes
 
 STEPS = 24
 """Capacities tried: so many evenly spaced ones, and as many at distances that halve."""
@@ -43,10 +43,10 @@ def select_buffers(
     lower, upper, total = _time_points(graph, program, buffers)
     raw = np.array([buffer.size for buffer in buffers], dtype=np.int64)
     size = np.array([buffer.extent for buffer in buffers], dtype=np.int64)
-    fixed = total - _live(lower, upper, raw, len(total))
+    fixed = total - live_bytes(lower, upper, raw, len(total))
     if int(total.max(initial=0)) > limit_bytes:
         return None
-    inside = _live(lower, upper, size, len(total))
+    inside = live_bytes(lower, upper, size, len(total))
     largest = limit_bytes - int(fixed.max(initial=0))
     if int(inside.max(initial=0)) <= largest:
         return tuple(buffers)
@@ -77,10 +77,3 @@ def _time_points(
     upper = before[[buffer.upper for buffer in buffers]]
     total = np.array(replay(graph, program).step_bytes, dtype=np.int64)[~free]
     return lower, upper, total
-
-
-def _live(lower: Ints, upper: Ints, size: Ints, points: int) -> Ints:
-    change = np.zeros(points + 1, dtype=np.int64)
-    np.add.at(change, lower, size)
-    np.subtract.at(change, upper, size)
-    return np.cumsum(change[:-1])

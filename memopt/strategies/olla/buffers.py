@@ -84,6 +84,14 @@ class Placement:
         return (self.peak - self.bound) / self.peak if self.peak else 0.0
 
 
+def live_bytes(lower: Ints, upper: Ints, size: Ints, points: int) -> Ints:
+    """Bytes live at each of `points` time points, for lifetimes [lower, upper)."""
+    change = np.zeros(points + 1, dtype=np.int64)
+    np.add.at(change, lower, size)
+    np.subtract.at(change, upper, size)
+    return np.cumsum(change[:-1])
+
+
 class Layout:
     """The buffers as arrays over *sections*: the maximal sets of buffers live together.
 
@@ -127,10 +135,7 @@ class Layout:
     @cached_property
     def section_bytes(self) -> Ints:
         """Bytes live in each section."""
-        change = np.zeros(self.sections + 1, dtype=np.int64)
-        np.add.at(change, self.first, self.size)
-        np.subtract.at(change, self.last, self.size)
-        return np.cumsum(change[:-1])
+        return live_bytes(self.first, self.last, self.size, self.sections)
 
     @cached_property
     def duration(self) -> Ints:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from memopt.strategies.olla.buffers import Ints, Layout
+from memopt.strategies.olla.buffers import Ints, Layout, live_bytes
 
 if TYPE_CHECKING:
     from memopt.strategies.olla.search_kernels import Instance, State
@@ -169,9 +169,7 @@ def _fresh(layout: Layout, order: Ints) -> tuple[Instance, State]:
 
     count, sections = len(layout), layout.sections
     ordered = layout.reordered(order)
-    crossing = np.zeros(sections + 1, dtype=np.int64)
-    np.add.at(crossing, ordered.first, 1)
-    np.subtract.at(crossing, ordered.last - 1, 1)
+    ones = np.ones(count, dtype=np.int64)
     twin = np.full(count, -1, dtype=np.int64)
     seen: dict[tuple[int, int, int, int], int] = {}
     rows = zip(*(column.tolist() for column in ordered.columns), strict=True)
@@ -189,6 +187,6 @@ def _fresh(layout: Layout, order: Ints) -> tuple[Instance, State]:
         reach=np.zeros(count, dtype=np.int64),
         floor=np.zeros(sections, dtype=np.int64),
         remaining=ordered.section_bytes.copy(),
-        crossing=np.cumsum(crossing[:-1]),
+        crossing=live_bytes(ordered.first, ordered.last - 1, ones, sections),
     )
     return instance, state
