@@ -47,4 +47,6 @@ def ordered_schedule(
 
 def makespan_s(problem: OffloadProblem, amounts: Bytes, *, whole: bool = False) -> float:
     """Makespan of `ordered_schedule`, seconds; infinite if it does not fit."""
-    return float(ordered_schedule(problem, amounts, whole=whole).makespan_s)
+    from memopt.strategies.offload import ordered_kernels
+
+    return float(ordered_kernels.makespan(problem.arrays, amounts, whole))

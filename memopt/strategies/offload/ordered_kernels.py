@@ -154,6 +154,12 @@ def replay(data: Arrays, amounts: Ints, whole: bool) -> tuple[Floats, Floats, Fl
 
 
 @njit(cache=True)
+def makespan(data: Arrays, amounts: Ints, whole: bool) -> float:
+    """The makespan alone; infinite if the schedule does not fit."""
+    return replay(data, amounts, whole)[3]
+
+
+@njit(cache=True)
 def improve(data: Arrays, chosen: Bools, host: float, evaluations: int) -> tuple[Bools, float]:
     """Flip one activation, or exchange two, while that makes whole transfers faster.
 
@@ -162,7 +168,7 @@ def improve(data: Arrays, chosen: Bools, host: float, evaluations: int) -> tuple
     n = len(data.sizes)
     best = chosen.copy()
     amounts = np.where(best, data.sizes, 0)
-    best_time = replay(data, amounts, True)[3]
+    best_time = makespan(data, amounts, True)
     best_moved = amounts.sum()
     found, tried = True, 0
     while found and tried < evaluations:
@@ -181,7 +187,7 @@ def improve(data: Arrays, chosen: Bools, host: float, evaluations: int) -> tuple
                 if moved > host:
                     continue
                 tried += 1
-                time = replay(data, amounts, True)[3]
+                time = makespan(data, amounts, True)
                 if time < best_time or (time == best_time and moved < best_moved):
                     best, best_time, best_moved = trial, time, moved
                     found = True

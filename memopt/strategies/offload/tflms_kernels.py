@@ -44,22 +44,23 @@ def backward_starts(
 @njit(cache=True)
 def peak_and_time(data: Arrays, chosen: Ints, distance: int) -> tuple[int, float]:
     """Peak memory and makespan with these activations offloaded."""
-    n = len(data.sizes) - 1
+    durations, used, sizes = data.durations_s, data.used, data.sizes
+    n = len(sizes) - 1
     out_end = np.zeros(n + 1)
-    made = np.concatenate((np.zeros(1), np.cumsum(data.durations_s[:n])))
+    made = np.concatenate((np.zeros(1), np.cumsum(durations[:n])))
     link = 0.0
     for j in chosen:
-        link = max(link, made[j]) + data.latency_s + data.sizes[j] / data.to_host
+        link = max(link, made[j]) + data.latency_s + sizes[j] / data.to_host
         out_end[j] = link
     starts, back_start, end = backward_starts(data, chosen, distance, made, out_end)
     peak = 0
     for k in range(2 * n):
         i = k if k < n else 2 * n - 1 - k
-        memory = data.used[k]
+        memory = used[k]
         for j in chosen:
             gone = j < i and out_end[j] <= starts[k]
-            if gone and back_start[j] >= starts[k] + data.durations_s[k]:
-                memory -= data.sizes[j]
+            if gone and back_start[j] >= starts[k] + durations[k]:
+                memory -= sizes[j]
         peak = max(peak, memory)
     return peak, end
 

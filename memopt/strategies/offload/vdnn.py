@@ -26,11 +26,11 @@ class Vdnn(ChainOffload):
     )
 
     def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
-        candidates = list(_candidates(problem))
+        candidates = [(one, problem.amounts(one)) for one in _candidates(problem)]
         timed = [
-            (makespan_s(problem, problem.amounts(offloaded)), offloaded)
-            for offloaded in candidates
-            if self.within_host(int(problem.amounts(offloaded).sum()))
+            (makespan_s(problem, amounts), offloaded)
+            for offloaded, amounts in candidates
+            if self.within_host(int(amounts.sum()))
         ]
         time_s, best = min(timed, key=lambda entry: entry[0], default=(np.inf, []))
         if not np.isfinite(time_s):
