@@ -38,7 +38,7 @@ from memopt.strategies.offload.dynprog import DynProg
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.offload.greedy import Greedy
 from memopt.strategies.offload.vdnn import Vdnn
-from memopt.strategies.olla.arranging import arrange
+from memopt.strategies.olla.order_and_place import order_and_place
 from memopt.strategies.rotor.floating import RotorFree
 from memopt.strategies.rotor.persistent import Revolve, Rotor
 from memopt.strategies.rotor.sequential import Sequential
@@ -139,10 +139,10 @@ def _row(
     before_bytes = replay(graph, program).peak_bytes
     computed = sum(isinstance(x, Compute) for x in program)
     began = time.process_time()
-    placed, own = arrange(graph, program, None, device, order=False, place=True)
+    placed, own = order_and_place(graph, program, None, device, order=False, place=True)
     middle = time.process_time()
-    ordered, ordering = arrange(graph, program, None, device, order=True, place=False)
-    made, both = arrange(graph, ordered, None, device, order=False, place=True)
+    ordered, ordering = order_and_place(graph, program, None, device, order=True, place=False)
+    made, both = order_and_place(graph, ordered, None, device, order=False, place=True)
     ended = time.process_time()
     return ProgramRow(
         name=name,
@@ -166,7 +166,9 @@ def _within(graph: Graph, program: Program, placed: Program) -> float:
     """The share of the bytes that `placed` writes to addresses that the program does within its
     own peak."""
     peak_bytes = replay(graph, program).peak_bytes
-    some, _ = arrange(graph, program, peak_bytes, find_device(DEVICE), order=False, place=True)
+    some, _ = order_and_place(
+        graph, program, peak_bytes, find_device(DEVICE), order=False, place=True
+    )
     covered = [arena_use(graph, program) for program in (some, placed)]
     written = [0 if use is None else use.covered_bytes for use in covered]
     return written[0] / written[1] if written[1] else 1.0

@@ -23,8 +23,8 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.strategies.olla import Olla, order_program, place_program
-from memopt.strategies.olla.contract import eager
 from memopt.strategies.olla.program_tasks import tasks_of
+from memopt.strategies.olla.task_contraction import eager
 from tests import zoo
 from tests.zoo.family import TINY_BATCH
 

@@ -225,11 +225,13 @@ def solve(
         raise infeasible(solution, budget_bytes, strategy, cost_model, profiled)
     limits = budget_bytes, host_limit(strategy, host_budget_bytes)
     if (order or place) and isinstance(cost_model, Graph):
-        from memopt.strategies.olla.arranging import arranged
+        from memopt.strategies.olla.order_and_place import ordered_and_placed
 
         lower = target.view.lower if target.view is not None else None
         passes = {"order": order, "place": place}
-        solution = arranged(cost_model, solution, lower, limits, device, passes, time_limit_s)
+        solution = ordered_and_placed(
+            cost_model, solution, lower, limits, device, passes, time_limit_s
+        )
     return _wrap(target, solution, limits, baseline, device, profiled)
 
 

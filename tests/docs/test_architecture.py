@@ -38,7 +38,4 @@ def test_every_room_is_drawn() -> None:
     assert len(NAMED) > 12
     for folder in sorted((ROOT / "memopt").iterdir()):
         if folder.is_dir() and (folder / "__init__.py").exists():
-            assert (
-                f'    {folder.name}["{folder.name}' in TEXT
-                or f'{folder.name}["{folder.name}' in TEXT
-            )
+            assert f'{folder.name}["{folder.name}' in TEXT

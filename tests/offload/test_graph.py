@@ -35,7 +35,7 @@ from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.offload import graph as module
 from memopt.strategies.offload.dynprog import DynProg
 from memopt.strategies.offload.graph import OffloadGraph
-from memopt.strategies.offload.graph_problem import Gap, GraphProblem, graph_problem
+from memopt.strategies.offload.graph_problem import Absence, GraphProblem, graph_problem
 from memopt.strategies.offload.graph_schedule import Scheduled, schedule
 from memopt.strategies.offload.greedy import Greedy
 
@@ -172,39 +172,43 @@ def test_an_interrupt_returns_the_best_plan_so_far() -> None:
 
 
 Choice = tuple[int, int, int]
-"""Slots: copied out after the first, freed before the second, fetched before the third."""
+"""Time points: copied out after the first, freed before the second, fetched before the third."""
 
 
-def choices(problem: GraphProblem, gap: Gap) -> list[Choice | None]:
+def choices(problem: GraphProblem, absence: Absence) -> list[Choice | None]:
     found: list[Choice | None] = [None]
-    for out in range(problem.produced[gap.tensor], gap.before - 1):
-        for free in range(max(out, gap.after) + 1, gap.before):
-            found += [(out, free, back) for back in range(free + 1, gap.before + 1)]
+    for out in range(problem.produced[absence.tensor], absence.before - 1):
+        for free in range(max(out, absence.after) + 1, absence.before):
+            found += [(out, free, back) for back in range(free + 1, absence.before + 1)]
     return found
 
 
-def program_of(problem: GraphProblem, chosen: dict[Gap, Choice]) -> Program:
+def program_of(problem: GraphProblem, chosen: dict[Absence, Choice]) -> Program:
     instructions: list[Instruction] = []
-    for slot, operator in enumerate(problem.operators):
-        for gap, (_, free, _) in sorted(chosen.items(), key=lambda item: item[1][0]):
-            if free == slot:
-                instructions.append(Free(gap.tensor))
-        for gap, (_, _, back) in sorted(chosen.items(), key=lambda item: item[0].before):
-            if back == slot:
-                instructions.append(SwapIn(gap.tensor))
+    for point, operator in enumerate(problem.operators):
+        for absence, (_, free, _) in sorted(chosen.items(), key=lambda item: item[1][0]):
+            if free == point:
+                instructions.append(Free(absence.tensor))
+        for absence, (_, _, back) in sorted(chosen.items(), key=lambda item: item[0].before):
+            if back == point:
+                instructions.append(SwapIn(absence.tensor))
         instructions.append(LossBoundary() if operator is None else Compute(operator, ()))
-        instructions += [DropHost(gap.tensor) for gap in sorted(chosen) if gap.before == slot]
-        leaving = [gap for gap in sorted(chosen) if chosen[gap][0] == slot]
-        leaving.sort(key=lambda gap: chosen[gap][1])
-        instructions += [SwapOut(gap.tensor) for gap in leaving]
+        instructions += [
+            DropHost(absence.tensor) for absence in sorted(chosen) if absence.before == point
+        ]
+        leaving = [absence for absence in sorted(chosen) if chosen[absence][0] == point]
+        leaving.sort(key=lambda absence: chosen[absence][1])
+        instructions += [SwapOut(absence.tensor) for absence in leaving]
     return Program(with_frees(problem.graph, instructions))
 
 
 def exhaustive_s(problem: GraphProblem, budget: int) -> float:
-    """The least time of all choices, one fixed order among instructions of one slot."""
+    """The least time of all choices, one fixed order among instructions of one point."""
     best = math.inf
-    for combination in itertools.product(*(choices(problem, gap) for gap in problem.gaps)):
-        chosen = {g: c for g, c in zip(problem.gaps, combination, strict=True) if c is not None}
+    for combination in itertools.product(
+        *(choices(problem, absence) for absence in problem.absences)
+    ):
+        chosen = {g: c for g, c in zip(problem.absences, combination, strict=True) if c is not None}
         program = program_of(problem, chosen)
         timeline = replay(problem.graph, program, problem.device)
         if timeline.peak_bytes <= budget:
@@ -213,11 +217,11 @@ def exhaustive_s(problem: GraphProblem, budget: int) -> float:
 
 
 def tiny(seed: int) -> GraphProblem | None:
-    """A problem small enough for the exhaustive search, one gap to a tensor."""
+    """A problem small enough for the exhaustive search, one absence to a tensor."""
     rng = Random(seed)
     problem = graph_problem(random_graph(rng, rng.randint(2, 4)), random_device(rng))
-    size = math.prod(len(choices(problem, gap)) for gap in problem.gaps)
-    single = len({gap.tensor for gap in problem.gaps}) == len(problem.gaps)
+    size = math.prod(len(choices(problem, absence)) for absence in problem.absences)
+    single = len({absence.tensor for absence in problem.absences}) == len(problem.absences)
     if not single or not 1 < size <= 4000 or problem.floor_bytes == problem.peak_bytes:
         return None
     return problem

@@ -16,8 +16,8 @@ from memopt.models.generate import random_graph
 from memopt.programs.liveness import store_all
 from memopt.programs.validate import validate
 from memopt.strategies.olla import Olla, lower_bound, place, read_buffers
-from memopt.strategies.olla.arranging import arrange
 from memopt.strategies.olla.buffers import Layout
+from memopt.strategies.olla.order_and_place import order_and_place
 from memopt.strategies.olla.repair import repaired_placement
 from tests.olla.oracles import overlap
 
@@ -80,7 +80,7 @@ def test_an_interrupted_order_is_placed_without_a_search() -> None:
 def test_both_passes_under_a_limit_of_no_time() -> None:
     for seed in range(10):
         graph = random_graph(Random(seed), 10, updates=True)
-        program, stats = arrange(
+        program, stats = order_and_place(
             graph, store_all(graph), None, Device(), order=True, place=True, time_limit_s=0.0
         )
         assert validate(graph, program) is None

@@ -15,18 +15,18 @@ from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.strategies.base import Status
 from memopt.strategies.olla import order_program, order_tasks
-from memopt.strategies.olla.contract import (
+from memopt.strategies.olla.mincut import forced_live, last_task_bound, minimum_cut
+from memopt.strategies.olla.orders import greedy_orders
+from memopt.strategies.olla.task_contraction import (
     cut_points,
     eager,
     expand_order,
     free_tasks,
     without_free_tasks,
 )
-from memopt.strategies.olla.exact_models import solve_joint, solve_order
-from memopt.strategies.olla.mincut import forced_live, last_task_bound, minimum_cut
-from memopt.strategies.olla.orders import greedy_orders
 from memopt.strategies.olla.tasks import Tasks
 from tests.models.training_graphs import drawing, overwriting
+from tests.olla.exact_models import solve_joint, solve_order
 from tests.olla.oracles import all_orders, best_order_bytes
 
 

@@ -20,7 +20,7 @@ from memopt.strategies.base import Solution, Strategy
 from memopt.strategies.offload.dynprog import DynProg
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.olla import order_program, place_program
-from memopt.strategies.olla.arranging import MOST_SLOWER, arrange
+from memopt.strategies.olla.order_and_place import MOST_SLOWER, order_and_place
 from memopt.strategies.rotor.persistent import Rotor
 from tests import zoo
 
@@ -120,7 +120,7 @@ def test_plans_are_placed_within_a_percent(name: str, strategy: str) -> None:
     gaps = []
     for program, ordered, _ in arranged(name, strategy):
         for one in (program, ordered):
-            placed, stats = arrange(graph, one, None, device, order=False, place=True)
+            placed, stats = order_and_place(graph, one, None, device, order=False, place=True)
             violation = validate(graph, placed)
             slower = replay(graph, placed, device).time_s / replay(graph, one, device).time_s
             assert violation is None

@@ -9,10 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from memopt.models.chain import Chain
-from memopt.models.device import Device
 from memopt.strategies.base import CostModel
-from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, Choice, Limits
+from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, Choice
 from memopt.strategies.offload.ordered import makespan_s
 from memopt.strategies.offload.problem import Bytes, OffloadProblem, Seconds
 from memopt.strategies.offload.program import ordered_transfers
@@ -53,9 +51,7 @@ class AutoSwap(ChainOffload):
             return "autoswap needs optuna: pip install 'memopt[autoswap]'"
         return super().why_not(cost_model)
 
-    def choose(
-        self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
-    ) -> Choice:
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
         import optuna
 
         candidates = _Candidates(problem)
@@ -73,7 +69,7 @@ class AutoSwap(ChainOffload):
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed))
         for name in SCORES:
             study.enqueue_trial({other: float(other == name) for other in SCORES})
-        study.optimize(objective, n_trials=self.trials, timeout=limits.time_limit_s)
+        study.optimize(objective, n_trials=self.trials, timeout=time_limit_s)
         if not results:
             # However little time there is: one set of weights.
             study.optimize(objective, n_trials=1)
@@ -84,7 +80,7 @@ class AutoSwap(ChainOffload):
         }
         if not allowed:
             smallest = min(int(problem.sizes[list(offloaded)].sum()) for offloaded in results)
-            self.refuse_host(problem, chain.resident_bytes, smallest)
+            self.refuse_host(problem, smallest)
         best = min(allowed, key=lambda offloaded: (allowed[offloaded], offloaded))
         return Choice(
             ordered_transfers(best),

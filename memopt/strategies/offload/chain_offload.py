@@ -6,7 +6,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import numpy as np
 
@@ -61,19 +61,6 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How long a choice may take, and who is told.
-
-    Attributes:
-        time_limit_s: seconds; None: no limit.
-        progress: see `memopt.strategies.base.Progress`.
-    """
-
-    time_limit_s: float | None = None
-    progress: Progress | None = None
-
-
-@dataclass(frozen=True)
 class ChainOffload(Strategy):
     """A strategy that moves saved activations ā^ℓ (and a^0) to the host and back.
 
@@ -95,16 +82,14 @@ class ChainOffload(Strategy):
             check_bytes(type(self).__name__, host_budget_bytes=self.host_budget_bytes)
 
     @abstractmethod
-    def choose(
-        self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
-    ) -> Choice:
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
         """What to move, for a problem with an excess and at least the smallest capacity."""
 
     def smallest_capacity(self, problem: OffloadProblem) -> int:
         """The smallest capacity for which the strategy has a plan, bytes, resident excluded."""
         return problem.floor_bytes
 
-    def least_choice(self, chain: Chain, problem: OffloadProblem, device: Device) -> Choice:
+    def least_choice(self, problem: OffloadProblem) -> Choice:
         """What to move at the smallest capacity, at once: Greedy's set."""
         return Choice(ordered_transfers(np.flatnonzero(greedy_amounts(problem)).tolist()))
 
@@ -119,47 +104,43 @@ class ChainOffload(Strategy):
     ) -> Solution:
         started = time.perf_counter()
         chain = self.taken(cost_model, Chain)
-        device = linked(self, device)
-        problem = offload_problem(chain, budget_bytes, device, offload_input=self.offload_input)
-        resident = chain.resident_bytes
-        smallest = self.smallest_capacity(problem)
-        if problem.capacity_bytes < smallest:
-            smallest = max(smallest, self._least_with_host(problem))
-            least = with_capacity(problem, smallest)
-            choice = self.least_choice(chain, least, device)
+        problem = offload_problem(
+            chain, budget_bytes, linked(self, device), offload_input=self.offload_input
+        )
+        if problem.capacity_bytes < self.smallest_capacity(problem):
+            least = with_capacity(problem, self._least_feasible(problem))
             return Solution(
                 Status.INFEASIBLE,
-                smallest_budget_bytes=resident + smallest,
-                smallest=_solution(chain, least, device, choice, started),
+                smallest_budget_bytes=chain.resident_bytes + least.capacity_bytes,
+                smallest=_solution(least, self.least_choice(least), started),
             )
-        self._check_host(problem, resident)
+        if not self.within_host(problem.excess_bytes):
+            self.refuse_host(problem, problem.excess_bytes)
         if problem.excess_bytes == 0:
             choice = Choice(Transfers((), ()))
         else:
-            choice = self.choose(chain, problem, device, Limits(time_limit_s, progress))
-        return _solution(chain, problem, device, choice, started)
+            choice = self.choose(problem, time_limit_s)
+        return _solution(problem, choice, started)
 
-    def _check_host(self, problem: OffloadProblem, resident_bytes: int) -> None:
-        host = self.host_budget_bytes
-        if host is None or host >= problem.excess_bytes:
-            return
-        self.refuse_host(problem, resident_bytes, problem.excess_bytes)
-
-    def refuse_host(self, problem: OffloadProblem, resident_bytes: int, wanted_bytes: int) -> None:
+    def refuse_host(self, problem: OffloadProblem, wanted_bytes: int) -> NoReturn:
         """Raise the error that says that the host budget is too small.
 
         Raises:
             InfeasibleBudgetError: always; it names the host bytes this budget asks for.
         """
-        host = self.host_budget_bytes or 0
-        budget = resident_bytes + problem.capacity_bytes
+        resident = problem.chain.resident_bytes
+        budget = resident + problem.capacity_bytes
         raise InfeasibleBudgetError(
-            f"{self.name}: host_budget_bytes={host} is too small: a device budget of {budget} "
-            f"bytes puts at least {wanted_bytes} bytes on the host; raise either",
+            f"{self.name}: host_budget_bytes={self.host_budget_bytes or 0} is too small: a device "
+            f"budget of {budget} bytes puts at least {wanted_bytes} bytes on the host; raise "
+            "either",
             budget_bytes=budget,
-            smallest_budget_bytes=resident_bytes
-            + max(self.smallest_capacity(problem), self._least_with_host(problem)),
+            smallest_budget_bytes=resident + self._least_feasible(problem),
         )
+
+    def _least_feasible(self, problem: OffloadProblem) -> int:
+        """The smallest capacity for which there is a plan within the host budget, too."""
+        return max(self.smallest_capacity(problem), self._least_with_host(problem))
 
     def _least_with_host(self, problem: OffloadProblem) -> int:
         """The smallest capacity that Greedy meets within the host budget, bytes: the first
@@ -174,14 +155,12 @@ class ChainOffload(Strategy):
         return self.host_budget_bytes is None or amounts_bytes <= self.host_budget_bytes
 
 
-def _solution(
-    chain: Chain, problem: OffloadProblem, device: Device, choice: Choice, started: float
-) -> Solution:
-    built = best_program(chain, problem, device, choice.transfers)
+def _solution(problem: OffloadProblem, choice: Choice, started: float) -> Solution:
+    built = best_program(problem, choice.transfers)
     if built is None:
         raise AssertionError("a set of offloads that fits has a program")
     steps, timeline = built
-    bound = max(lower_bound_s(problem, duplex=device.duplex), choice.lower_bound_s)
+    bound = max(lower_bound_s(problem, duplex=problem.device.duplex), choice.lower_bound_s)
     bound = min(bound, timeline.time_s)
     least_s = bound if choice.optimum_s is None else max(bound, choice.optimum_s)
     optimal = timeline.time_s <= least_s * (1 + 1e-9)

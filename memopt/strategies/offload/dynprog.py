@@ -12,10 +12,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from memopt.models.chain import Chain
-from memopt.models.device import Device
 from memopt.strategies.offload.bounds import eager_amounts, greedy_amounts
-from memopt.strategies.offload.chain_offload import ChainOffload, Choice, Limits
+from memopt.strategies.offload.chain_offload import ChainOffload, Choice
 from memopt.strategies.offload.improve import searched_amounts
 from memopt.strategies.offload.problem import Bytes, OffloadProblem
 from memopt.strategies.offload.program import ordered_transfers
@@ -97,21 +95,18 @@ def _run(
     """One run of the dynamic program, bounded by the first eager set that fits the units."""
     from memopt.strategies.offload import dynprog_kernels as kernels
 
-    common = (data.moved_f, data.moved_b, data.room_f, data.room_b, data.peak_f, data.peak_b)
     limit = np.inf
     for slack in (0.0, 1.0, 4.0, 16.0):
         size = problem.excess_bytes + slack * data.unit_bytes
         eager = eager_amounts(problem, int(size))[: problem.stages] > 0
         if data.sizes[eager].sum() > host:
             break
-        limit = kernels.evaluate(eager & data.movable, data.sizes, *common, data.ratio)
+        limit = kernels.evaluate(data, eager & data.movable)
         if np.isfinite(limit):
             break
     # A relative allowance for the order in which times are added up.
     limit += 1e-9 * (1.0 + abs(limit)) if np.isfinite(limit) else 0.0
-    return kernels.solve(
-        data.sizes, data.movable, *common, data.ratio, limit, host, LABELS_PER_STATE, exact
-    )
+    return kernels.solve(data, limit, host, LABELS_PER_STATE, exact)
 
 
 @dataclass(frozen=True)
@@ -134,9 +129,7 @@ class DynProg(ChainOffload):
         if self.slots is not None and self.slots < 1:
             raise ValueError(f"DynProg: slots must be at least 1 or None, got {self.slots}")
 
-    def choose(
-        self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
-    ) -> Choice:
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
         result = solve_dynprog(problem, self.slots, self.host_budget_bytes)
         amounts = result.amounts
         # The rounded problem may have no schedule where the real one has.
@@ -145,8 +138,7 @@ class DynProg(ChainOffload):
             eager = greedy_amounts(problem)
             amounts = eager if self.within_host(int(eager.sum())) else None
         if amounts is None:
-            self.refuse_host(problem, chain.resident_bytes, problem.excess_bytes + 1)
-        assert amounts is not None
+            self.refuse_host(problem, problem.excess_bytes + 1)
         planned = np.flatnonzero(amounts).tolist()
         if self.refine:
             amounts, _ = searched_amounts(problem, amounts, self.host_budget_bytes)

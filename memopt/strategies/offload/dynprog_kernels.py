@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from memopt.strategies.offload.rounding import RecurrenceData
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -29,61 +31,36 @@ NO_LAST = -1
 
 
 @njit(cache=True)
-def waits(state: Floats, i: int, room_f: Floats, room_b: Floats) -> tuple[float, float]:
-    """ε^F_i (1) and ε^B_i (6, with ex^B_i), in data of their own direction."""
-    wait_f = max(0.0, state[KEPT] + max(0.0, state[OUT]) - room_f[i])
-    wait_b = max(0.0, state[KEPT] + max(0.0, state[BACK]) - room_b[i])
-    return wait_f, wait_b
+def advance(data: RecurrenceData, state: Floats, i: int, offloaded: bool, new: Floats) -> None:
+    """From label `state` of i to label `new` of i+1: (2)-(5), (7), (8).
 
-
-@njit(cache=True)
-def advance(
-    state: Floats,
-    i: int,
-    offloaded: bool,
-    sizes: Floats,
-    moved_f: Floats,
-    moved_b: Floats,
-    room_f: Floats,
-    room_b: Floats,
-    ratio: float,
-    new: Floats,
-) -> None:
-    """From label `state` of i to label `new` of i+1: (2)-(5), (7), (8)."""
-    wait_f, wait_b = waits(state, i, room_f, room_b)
-    new[IDLE] = state[IDLE] + wait_f + wait_b * ratio
+    It waits for ε^F_i (1) and ε^B_i (6, with ex^B_i), in data of their own direction.
+    """
+    size = data.sizes[i]
+    wait_f = max(0.0, state[KEPT] + max(0.0, state[OUT]) - data.room_f[i])
+    wait_b = max(0.0, state[KEPT] + max(0.0, state[BACK]) - data.room_b[i])
+    moved_f, moved_b = wait_f + data.moved_f[i], wait_b + data.moved_b[i]
+    new[IDLE] = state[IDLE] + wait_f + wait_b * data.ratio
     if offloaded:
         new[KEPT] = state[KEPT]
-        new[OUT] = max(0.0, state[OUT]) + sizes[i] - (wait_f + moved_f[i])
-        new[BACK] = sizes[i] + max(0.0, state[BACK] - (wait_b + moved_b[i]))
+        new[OUT] = max(0.0, state[OUT]) + size - moved_f
+        new[BACK] = size + max(0.0, state[BACK] - moved_b)
     else:
-        new[KEPT] = state[KEPT] + sizes[i]
-        new[OUT] = state[OUT] - (wait_f + moved_f[i])
-        new[BACK] = state[BACK] - (wait_b + moved_b[i])
+        new[KEPT] = state[KEPT] + size
+        new[OUT] = state[OUT] - moved_f
+        new[BACK] = state[BACK] - moved_b
 
 
 @njit(cache=True)
-def gap(
-    state: Floats,
-    last: int,
-    sizes: Floats,
-    moved_f: Floats,
-    moved_b: Floats,
-    peak_f: Floats,
-    peak_b: Floats,
-    ratio: float,
-) -> float:
-    """ε_G between F_L and B_L (9, 10), as a time.
-
-    peak_f, peak_b: what the operation needs beyond the kept data and the room, all of kept
-    counted: it turns (9) and (10) into kept + Δ + peak ≤ what has moved by then.
-    """
+def turning_idle(data: RecurrenceData, state: Floats, last: int) -> float:
+    """ε_G, idle time between F_L and B_L (9, 10)."""
+    ratio = data.ratio
     out, back = state[OUT], state[BACK]
     if out <= 0 and back <= 0:
         return 0.0
     if out > 0 and back > 0:
         return float(out + back * ratio)
-    n = len(moved_f)
+    n = len(data.moved_f)
     passed = 0.0
     if out > 0:
         spare = -back * ratio
@@ -91,8 +68,8 @@ def gap(
         for j in range(n - 1, -1, -1):
             if passed >= spare:
                 break
-            idle = max(idle, state[KEPT] + out + peak_b[j] - passed)
-            passed += moved_b[j] * ratio
+            idle = max(idle, state[KEPT] + out + data.peak_b[j] - passed)
+            passed += data.moved_b[j] * ratio
         return float(idle)
     spare = -out / ratio
     idle = max(0.0, back - spare)
@@ -100,9 +77,9 @@ def gap(
         if passed >= spare:
             break
         # F_j still needs x_j when its copy has ended.
-        own = sizes[j] if j == last else 0.0
-        idle = max(idle, state[KEPT] + back + peak_f[j] + own - passed)
-        passed += moved_f[j] / ratio
+        own = data.sizes[j] if j == last else 0.0
+        idle = max(idle, state[KEPT] + back + data.peak_f[j] + own - passed)
+        passed += data.moved_f[j] / ratio
     return float(idle * ratio)
 
 
@@ -123,29 +100,18 @@ def remaining(state: Floats, i: int, excess: Floats, left: Floats, ratio: float)
 
 
 @njit(cache=True)
-def evaluate(
-    offloaded: Bools,
-    sizes: Floats,
-    moved_f: Floats,
-    moved_b: Floats,
-    room_f: Floats,
-    room_b: Floats,
-    peak_f: Floats,
-    peak_b: Floats,
-    ratio: float,
-) -> float:
+def evaluate(data: RecurrenceData, offloaded: Bools) -> float:
     """Total idle time of one set of offloads; infinite if it does not fit."""
-    n = len(moved_f)
     state, new = np.zeros(4), np.zeros(4)
     last = NO_LAST
-    for i in range(n):
-        if state[KEPT] > min(room_f[i], room_b[i]):
+    for i in range(len(data.sizes)):
+        if state[KEPT] > min(data.room_f[i], data.room_b[i]):
             return np.inf
-        advance(state, i, offloaded[i], sizes, moved_f, moved_b, room_f, room_b, ratio, new)
+        advance(data, state, i, offloaded[i], new)
         if offloaded[i]:
             last = i if new[OUT] < 0 else NO_LAST
         state, new = new, state
-    return float(state[IDLE] + gap(state, last, sizes, moved_f, moved_b, peak_f, peak_b, ratio))
+    return float(state[IDLE] + turning_idle(data, state, last))
 
 
 @njit(cache=True)
@@ -219,44 +185,40 @@ def select(
 
 @njit(cache=True)
 def expand(
+    data: RecurrenceData,
     i: int,
     states: Floats,
     lasts: Ints,
     count: int,
-    movable: Bools,
-    sizes: Floats,
-    moved_f: Floats,
-    moved_b: Floats,
-    room_f: Floats,
-    room_b: Floats,
-    ratio: float,
     excess: Floats,
     left: Floats,
     limit: float,
-    host_left: float,
+    least_kept: float,
     new_states: Floats,
     new_lasts: Ints,
     links: Links,
 ) -> int:
-    """Labels of i+1, sorted by kept data; return how many.
+    """Write the labels of i+1, sorted by kept data; return how many.
 
-    Those that keep x_i and those that offload it are two sorted lists, merged.
+    Those that keep x_i and those that offload it are two sorted lists, merged. Labels with less
+    than `least_kept` on the device are over the host budget.
     """
-    room = min(room_f[i], room_b[i])
+    room = min(data.room_f[i], data.room_b[i])
     new = np.zeros(4)
     size = 0
-    keeping, leaving = 0, 0 if movable[i] else count
+    keeping, leaving = 0, 0 if data.movable[i] else count
     while keeping < count or leaving < count:
         offloaded = leaving < count and (
-            keeping >= count or states[leaving, KEPT] <= states[keeping, KEPT] + sizes[i]
+            keeping >= count or states[leaving, KEPT] <= states[keeping, KEPT] + data.sizes[i]
         )
         k = leaving if offloaded else keeping
         leaving += offloaded
         keeping += not offloaded
         if states[k, KEPT] > room:
             continue
-        advance(states[k], i, offloaded, sizes, moved_f, moved_b, room_f, room_b, ratio, new)
-        if new[KEPT] < host_left or new[IDLE] + remaining(new, i + 1, excess, left, ratio) > limit:
+        advance(data, states[k], i, offloaded, new)
+        idle = new[IDLE] + remaining(new, i + 1, excess, left, data.ratio)
+        if new[KEPT] < least_kept or idle > limit:
             continue
         new_states[size] = new
         new_lasts[size] = (i if new[OUT] < 0 else NO_LAST) if offloaded else lasts[k]
@@ -266,48 +228,28 @@ def expand(
 
 
 @njit(cache=True)
-def future(
-    sizes: Floats,
-    movable: Bools,
-    moved_f: Floats,
-    moved_b: Floats,
-    room_f: Floats,
-    room_b: Floats,
-    ratio: float,
-) -> tuple[Floats, Floats]:
+def future(data: RecurrenceData) -> tuple[Floats, Floats]:
     """`excess` and `left` of `remaining`, for every i."""
-    n = len(moved_f)
+    n = len(data.sizes)
     excess = np.full(n + 1, -np.inf)
     left = np.zeros(n + 1)
     for i in range(n - 1, -1, -1):
-        excess[i] = max(excess[i + 1] + sizes[i], -min(room_f[i], room_b[i]))
-        left[i] = left[i + 1] + moved_f[i] + moved_b[i] * ratio
+        excess[i] = max(excess[i + 1] + data.sizes[i], -min(data.room_f[i], data.room_b[i]))
+        left[i] = left[i + 1] + data.moved_f[i] + data.moved_b[i] * data.ratio
     return excess, left
 
 
 @njit(cache=True)
 def solve(
-    sizes: Floats,
-    movable: Bools,
-    moved_f: Floats,
-    moved_b: Floats,
-    room_f: Floats,
-    room_b: Floats,
-    peak_f: Floats,
-    peak_b: Floats,
-    ratio: float,
-    limit: float,
-    host: float,
-    width: int,
-    exact: bool,
+    data: RecurrenceData, limit: float, host: float, width: int, exact: bool
 ) -> tuple[Bools, float, int, int]:
     """The set of offloads with the least idle time.
 
     Returns (offloaded, idle time, labels made, labels cut off by `width`); the idle time is
     infinite if there is no schedule within `limit` and `host`.
     """
-    n = len(moved_f)
-    excess, left = future(sizes, movable, moved_f, moved_b, room_f, room_b, ratio)
+    n = len(data.sizes)
+    excess, left = future(data)
     states, lasts, count = np.zeros((1, 4)), np.full(1, NO_LAST), 1
     links = np.empty(1024, np.int32)
     offsets = np.zeros(n + 1, np.int64)
@@ -316,12 +258,12 @@ def solve(
         new_states = np.empty((2 * count, 4))
         new_lasts = np.empty(2 * count, np.int64)
         new_links = np.empty(2 * count, np.int32)
-        seen += sizes[i]
+        seen += data.sizes[i]
         size = expand(
-            i, states, lasts, count, movable, sizes, moved_f, moved_b, room_f, room_b, ratio,
-            excess, left, limit, seen - host, new_states, new_lasts, new_links,
+            data, i, states, lasts, count, excess, left, limit, seen - host,
+            new_states, new_lasts, new_links,
         )  # fmt: skip
-        count, cut = select(new_states, new_lasts, new_links, size, width, exact, ratio)
+        count, cut = select(new_states, new_lasts, new_links, size, width, exact, data.ratio)
         total_cut += cut
         if count == 0:
             return np.zeros(n, np.bool_), np.inf, offsets[i], total_cut
@@ -334,9 +276,7 @@ def solve(
         links[offsets[i] : offsets[i + 1]] = new_links[:count]
     best, best_idle = 0, np.inf
     for k in range(count):
-        idle = states[k, IDLE] + gap(
-            states[k], lasts[k], sizes, moved_f, moved_b, peak_f, peak_b, ratio
-        )
+        idle = states[k, IDLE] + turning_idle(data, states[k], lasts[k])
         # At equal times, the one that moves less.
         if idle <= best_idle:
             best, best_idle = k, idle

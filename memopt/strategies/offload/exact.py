@@ -8,9 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from memopt.models.chain import Chain
-from memopt.models.device import Device
 from memopt.strategies.base import CostModel
-from memopt.strategies.offload.chain_offload import ChainOffload, Choice, Limits
+from memopt.strategies.offload.chain_offload import ChainOffload, Choice
 from memopt.strategies.offload.dynprog import solve_dynprog
 from memopt.strategies.offload.exact_model import ExactModel
 from memopt.strategies.offload.improve import searched_amounts
@@ -60,9 +59,7 @@ class OffloadExact(ChainOffload):
             )
         return super().why_not(cost_model)
 
-    def choose(
-        self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
-    ) -> Choice:
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
         planned = solve_dynprog(problem, 500, self.host_budget_bytes).amounts
         amounts, horizon_s = searched_amounts(problem, planned, self.host_budget_bytes)
         if not np.isfinite(horizon_s):
@@ -74,7 +71,7 @@ class OffloadExact(ChainOffload):
             problem,
             ticks,
             ticks.up(horizon_s) + slack,
-            duplex=device.duplex,
+            duplex=problem.device.duplex,
             host_budget_bytes=self.host_budget_bytes,
         )
         model.build()
@@ -83,16 +80,15 @@ class OffloadExact(ChainOffload):
             workers=self.num_workers,
             seed=self.seed,
             effort=self.effort,
-            time_limit_s=limits.time_limit_s,
+            time_limit_s=time_limit_s,
         )
         known = [ordered_transfers(np.flatnonzero(amounts).tolist())] if amounts.any() else []
         if found is not None:
             known.append(Transfers(found.out, found.back))
             known.append(ordered_transfers(found.out))
-        transfers = _fastest(chain, problem, device, known)
+        transfers = _fastest(problem, known)
         if transfers is None:
-            self.refuse_host(problem, chain.resident_bytes, problem.excess_bytes + 1)
-        assert transfers is not None
+            self.refuse_host(problem, problem.excess_bytes + 1)
         stats: dict[str, object] = {"proved": found is not None and found.proved}
         if found is None:
             return Choice(transfers, stats=stats)
@@ -129,13 +125,8 @@ def _serial_s(problem: OffloadProblem) -> float:
     return problem.compute_time_s + moved
 
 
-def _fastest(
-    chain: Chain, problem: OffloadProblem, device: Device, known: list[Transfers]
-) -> Transfers | None:
-    """Of the known decisions, the one whose program is fastest."""
-    best: tuple[float, Transfers] | None = None
-    for transfers in known:
-        built = best_program(chain, problem, device, transfers)
-        if built is not None and (best is None or built[1].time_s < best[0]):
-            best = built[1].time_s, transfers
-    return None if best is None else best[1]
+def _fastest(problem: OffloadProblem, known: list[Transfers]) -> Transfers | None:
+    """The known decisions whose program is fastest; None if none has one."""
+    timed = [(best_program(problem, transfers), transfers) for transfers in known]
+    built = [(made[1].time_s, transfers) for made, transfers in timed if made is not None]
+    return min(built, key=lambda entry: entry[0])[1] if built else None

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -26,7 +27,7 @@ from memopt.strategies.base import CostModel, Features, Progress, Solution, Stat
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.offload.chain_offload import PAPER, linked
 from memopt.strategies.offload.dynprog import DynProg
-from memopt.strategies.offload.graph_problem import Gap, GraphProblem, graph_problem
+from memopt.strategies.offload.graph_problem import Absence, GraphProblem, graph_problem
 from memopt.strategies.offload.graph_schedule import Timing, schedule
 from memopt.strategies.offload.greedy import Greedy
 
@@ -37,7 +38,7 @@ TIMINGS = tuple(
     for at_once in (False, True)
 )
 
-Score = Callable[[GraphProblem, Gap], tuple[float, ...]]
+Score = Callable[[GraphProblem, Absence], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class OffloadGraph(Strategy):
 
     Operators keep the graph's order and run once. Several covers of the excess are made and
     scheduled, the chain offloaders' plans join where the graph has a chain, the replay chooses
-    the fastest, and a local search drops and exchanges gaps.
+    the fastest, and a local search drops and exchanges absences.
 
     Attributes:
         host_budget_bytes: the most that may be on the host at once; None: no limit.
@@ -84,7 +85,7 @@ class OffloadGraph(Strategy):
         if budget < problem.floor_bytes:
             return self._below(problem, budget, started)
         deadline = math.inf if time_limit_s is None else started + time_limit_s
-        search = _Search(problem, budget, self.host_budget_bytes, deadline, progress)
+        search = _Search(problem, budget, self._host_bytes, deadline, progress)
         if problem.peak_bytes <= budget:
             search.offer(store_all(graph), "nothing moves")
         else:
@@ -92,13 +93,17 @@ class OffloadGraph(Strategy):
                 self._search(search)
         return search.solution(self.name, started)
 
+    @property
+    def _host_bytes(self) -> float:
+        return math.inf if self.host_budget_bytes is None else self.host_budget_bytes
+
     def _below(self, problem: GraphProblem, budget_bytes: int, started: float) -> Solution:
-        """No plan below the floor, and the plan at it: every gap moves, or none where the host
+        """No plan below the floor, and the plan at it: every absence moves, or none where the host
         has no room. Where outputs are computed in place afterwards a program may need less, so
         that there the floor is no proof."""
         floor_bytes, graph = problem.floor_bytes, problem.graph
-        search = _Search(problem, floor_bytes, self.host_budget_bytes, math.inf, None)
-        search.gaps(problem.gaps, TIMINGS[:1])
+        search = _Search(problem, floor_bytes, self._host_bytes)
+        search.scheduled(problem.absences, TIMINGS[:1])
         if search.best is None:
             search.offer(store_all(graph), "nothing moves")
         least = search.solution(self.name, started)
@@ -112,9 +117,9 @@ class OffloadGraph(Strategy):
 
     def _search(self, search: _Search) -> None:
         """Covers, then chain plans, then exchanges, until the deadline."""
-        for number, gaps in enumerate(covers(search.problem, search.budget_bytes)):
+        for number, absences in enumerate(covers(search.problem, search.budget_bytes)):
             # The first cover is a plan, which there is to be even for who stops at once.
-            search.gaps(gaps)
+            search.scheduled(absences)
             search.tell(0.4 * number / (1 + len(SCORES)), "covering the excess")
             if search.late:
                 return
@@ -124,27 +129,24 @@ class OffloadGraph(Strategy):
         search.improve(self.moves)
 
 
+@dataclass
 class _Search:
-    """The fastest program offered so far, and the gaps it came from."""
+    """The fastest program offered so far, and the absences it came from."""
 
-    def __init__(
-        self,
-        problem: GraphProblem,
-        budget_bytes: int,
-        host_bytes: int | None,
-        deadline: float,
-        progress: Progress | None,
-    ) -> None:
-        self.problem = problem
-        self.deadline = deadline
-        self.progress = progress
-        self.budget_bytes = budget_bytes
-        self.host_bytes = math.inf if host_bytes is None else host_bytes
-        self.best: tuple[Program, Timeline, str] | None = None
-        self.start: tuple[tuple[Gap, ...], Timing] | None = None
-        self.start_s = math.inf
-        self.least_host_bytes = 0
-        self.bound_s = problem.lower_bound_s(budget_bytes)
+    problem: GraphProblem
+    budget_bytes: int
+    host_bytes: float
+    deadline: float = math.inf
+    progress: Progress | None = None
+    best: tuple[Program, Timeline, str] | None = None
+    start: tuple[tuple[Absence, ...], Timing] | None = None
+    start_s: float = math.inf
+    least_host_bytes: int = 0
+
+    @cached_property
+    def bound_s(self) -> float:
+        """No program within the budget is faster."""
+        return self.problem.lower_bound_s(self.budget_bytes)
 
     @property
     def done(self) -> bool:
@@ -173,13 +175,15 @@ class _Search:
             self.best = program, timeline, source
         return timeline.time_s
 
-    def gaps(self, gaps: tuple[Gap, ...], timings: tuple[Timing, ...] = TIMINGS) -> float:
-        """Schedule a set of gaps with several timings; the least time."""
+    def scheduled(
+        self, absences: tuple[Absence, ...], timings: tuple[Timing, ...] = TIMINGS
+    ) -> float:
+        """Schedule a set of absences with several timings; the least time."""
         least_s = math.inf
         for timing in timings:
             if self.done or self.late:
                 break
-            made = schedule(self.problem, self.budget_bytes, gaps, timing)
+            made = schedule(self.problem, self.budget_bytes, absences, timing)
             time_s = self.offer(made.program, "gaps")
             least_s = min(least_s, time_s)
             if time_s < self.start_s:
@@ -210,17 +214,17 @@ class _Search:
                 self.offer(program, strategy.name)
 
     def improve(self, moves: int) -> None:
-        """Drop gaps, and exchange gaps for others, while that is faster."""
+        """Drop absences, and exchange absences for others, while that is faster."""
         tried = 0
         while self.start is not None and not self.done:
-            gaps, timing = self.start
+            absences, timing = self.start
             before_s = self.start_s
-            for changed in _neighbours(self.problem, self.budget_bytes, gaps):
+            for changed in _neighbours(self.problem, self.budget_bytes, absences):
                 if tried >= moves or self.done or self.late:
                     return
                 tried += 1
                 self.tell(0.5 + 0.5 * tried / moves, "exchanging tensors")
-                if self.gaps(changed, (timing,)) < before_s:
+                if self.scheduled(changed, (timing,)) < before_s:
                     break
             else:
                 return
@@ -245,7 +249,7 @@ class _Search:
             gap=(timeline.time_s - bound_s) / bound_s if bound_s > 0 else 0.0,
             stats={
                 "source": source,
-                "gaps": len(self.problem.gaps),
+                "gaps": len(self.problem.absences),
                 "stall_s": timeline.total_stall_s,
                 "host_peak_bytes": timeline.host_peak_bytes,
                 "solve_s": time.perf_counter() - started,
@@ -253,59 +257,49 @@ class _Search:
         )
 
 
-def covers(problem: GraphProblem, budget_bytes: int) -> Iterator[tuple[Gap, ...]]:
-    """Sets of gaps whose bytes cover the excess of every slot: all of them, then one per score."""
-    yield problem.gaps
+def covers(problem: GraphProblem, budget_bytes: int) -> Iterator[tuple[Absence, ...]]:
+    """Sets of absences that cover the excess of every point: all of them, then one per score."""
+    yield problem.absences
     for score in SCORES:
         yield _cover(problem, budget_bytes, score)
 
 
-def _earliest(problem: GraphProblem, gap: Gap) -> tuple[float, ...]:
-    return (gap.after, -gap.before)
+SCORES: tuple[Score, ...] = (
+    lambda problem, one: (one.after, -one.before),
+    lambda problem, one: (one.after - one.before, one.after),
+    lambda problem, one: (-problem.size_bytes(one), one.after),
+    lambda problem, one: (-problem.size_bytes(one) * (one.before - one.after), one.after),
+)
+"""Orders in which absences are taken: earliest, longest, largest, largest times longest first."""
 
 
-def _longest(problem: GraphProblem, gap: Gap) -> tuple[float, ...]:
-    return (gap.after - gap.before, gap.after)
-
-
-def _largest(problem: GraphProblem, gap: Gap) -> tuple[float, ...]:
-    return (-problem.size_bytes(gap), gap.after)
-
-
-def _area(problem: GraphProblem, gap: Gap) -> tuple[float, ...]:
-    return (-problem.size_bytes(gap) * (gap.before - gap.after), gap.after)
-
-
-SCORES: tuple[Score, ...] = (_earliest, _longest, _largest, _area)
-
-
-def _cover(problem: GraphProblem, budget_bytes: int, score: Score) -> tuple[Gap, ...]:
-    """Gaps taken by score while they help an uncovered slot; then what is superfluous goes."""
+def _cover(problem: GraphProblem, budget_bytes: int, score: Score) -> tuple[Absence, ...]:
+    """Absences taken by score while they help an uncovered point; what is superfluous then goes."""
     lacking = problem.need_bytes - budget_bytes
-    taken: list[Gap] = []
-    for gap in sorted(problem.gaps, key=lambda gap: (score(problem, gap), gap)):
-        inside = slice(gap.after + 1, gap.before)
+    taken: list[Absence] = []
+    for absence in sorted(problem.absences, key=lambda absence: (score(problem, absence), absence)):
+        inside = slice(absence.after + 1, absence.before)
         if (lacking[inside] > 0).any():
-            lacking[inside] -= problem.size_bytes(gap)
-            taken.append(gap)
-    for gap in reversed(taken.copy()):
-        inside = slice(gap.after + 1, gap.before)
-        if int(lacking[inside].max()) + problem.size_bytes(gap) <= 0:
-            lacking[inside] += problem.size_bytes(gap)
-            taken.remove(gap)
+            lacking[inside] -= problem.size_bytes(absence)
+            taken.append(absence)
+    for absence in reversed(taken.copy()):
+        inside = slice(absence.after + 1, absence.before)
+        if int(lacking[inside].max()) + problem.size_bytes(absence) <= 0:
+            lacking[inside] += problem.size_bytes(absence)
+            taken.remove(absence)
     return tuple(sorted(taken))
 
 
 def _neighbours(
-    problem: GraphProblem, budget_bytes: int, gaps: tuple[Gap, ...]
-) -> Iterator[tuple[Gap, ...]]:
-    """Sets that still cover: one gap less, or one gap for another; large gaps first."""
-    lacking = problem.need_bytes - problem.relieved_bytes(gaps) - budget_bytes
-    others = sorted(set(problem.gaps) - set(gaps), key=lambda g: (problem.size_bytes(g), g))
-    for gap in sorted(gaps, key=lambda g: (-problem.size_bytes(g), g)):
+    problem: GraphProblem, budget_bytes: int, absences: tuple[Absence, ...]
+) -> Iterator[tuple[Absence, ...]]:
+    """Sets that still cover: one absence less, or one absence for another; large absences first."""
+    lacking = problem.need_bytes - problem.relieved_bytes(absences) - budget_bytes
+    others = sorted(set(problem.absences) - set(absences), key=lambda g: (problem.size_bytes(g), g))
+    for absence in sorted(absences, key=lambda g: (-problem.size_bytes(g), g)):
         without = lacking.copy()
-        without[gap.after + 1 : gap.before] += problem.size_bytes(gap)
-        rest = tuple(other for other in gaps if other != gap)
+        without[absence.after + 1 : absence.before] += problem.size_bytes(absence)
+        rest = tuple(other for other in absences if other != absence)
         short = np.flatnonzero(without > 0)
         if not len(short):
             yield rest

@@ -1,9 +1,9 @@
-"""From chosen gaps to a program: when to copy, when to free, when to fetch.
+"""From chosen absences to a program: when to copy, when to free, when to fetch.
 
-One pass over the slots keeps the time of the replay beside the memory. Copies to the host queue
-as their data are made. A device copy is freed only where a slot needs the room, the copy that
-ends first first. A fetch may come early where all the slots up to its reader still fit, since
-what must still leave can leave: so the pass never gets stuck if the gaps cover the excess.
+One pass over the points keeps the time of the replay beside the memory. Copies to the host queue
+as their data are made. A device copy is freed only where a point needs the room, the copy that
+ends first first. A fetch may come early where all the points up to its reader still fit, since
+what must still leave can leave: so the pass never gets stuck if the absences cover the excess.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from memopt.programs.instructions import (
     SwapOut,
 )
 from memopt.programs.liveness import with_frees
-from memopt.strategies.offload.graph_problem import Gap, GraphProblem
+from memopt.strategies.offload.graph_problem import Absence, GraphProblem
+from memopt.strategies.offload.link_clock import LinkClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Timing:
         lead: a fetch is issued when the compute until its reader is at most so many times the
             time of all fetches up to it; infinite: as soon as it fits.
         waits: whether a fetch may come where its room must first be freed for it.
-        at_once: whether a copy starts when its tensor is made, not when its gap starts.
+        at_once: whether a copy starts when its tensor is made, not when its absence starts.
     """
 
     lead: float
@@ -44,10 +45,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A program with the gaps that it really used and its time."""
+    """A program with the absences that it really used and its time."""
 
     program: Program
-    used: tuple[Gap, ...]
+    used: tuple[Absence, ...]
     time_s: float
 
 
@@ -56,143 +57,129 @@ class _Pass:
     problem: GraphProblem
     budget_bytes: int
     timing: Timing
-    gaps: tuple[Gap, ...]
+    absences: tuple[Absence, ...]
     instructions: list[Instruction] = field(default_factory=list)
-    now_s: float = 0.0
-    out_free_s: float = 0.0
-    in_free_s: float = 0.0
     off_bytes: int = 0
-    stored_s: dict[int, float] = field(default_factory=dict)
-    arrival_s: dict[int, float] = field(default_factory=dict)
-    open: list[Gap] = field(default_factory=list)
-    """Gaps that have started, their tensor still on the device."""
-    away: list[Gap] = field(default_factory=list)
-    """Gaps whose tensor is on the host only, by their end."""
-    used: list[Gap] = field(default_factory=list)
+    open: list[Absence] = field(default_factory=list)
+    """Absences that have started, their tensor still on the device."""
+    away: list[Absence] = field(default_factory=list)
+    """Absences whose tensor is on the host only, by their end."""
+    used: list[Absence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.ends_s = np.cumsum(self.problem.durations_s)
-        self.least_bytes = self.problem.need_bytes - self.problem.relieved_bytes(self.gaps)
+        self.clock = LinkClock(self.problem.device)
+        self.starts_s = np.cumsum(self.problem.durations_s) - self.problem.durations_s
+        self.least_bytes = self.problem.need_bytes - self.problem.relieved_bytes(self.absences)
         self.copies: dict[int, list[int]] = {}
-        self.starts: dict[int, list[Gap]] = {}
+        self.starts: dict[int, list[Absence]] = {}
         self.last: dict[int, int] = {}
-        for gap in self.gaps:
-            first = gap.tensor not in self.last
+        for absence in self.absences:
+            first = absence.tensor not in self.last
             if first:
-                made = self.problem.produced[gap.tensor]
-                slot = made if self.timing.at_once else gap.after
-                self.copies.setdefault(slot, []).append(gap.tensor)
-            self.last[gap.tensor] = gap.before
-            self.starts.setdefault(gap.after, []).append(gap)
+                made = self.problem.produced[absence.tensor]
+                point = made if self.timing.at_once else absence.after
+                self.copies.setdefault(point, []).append(absence.tensor)
+            self.last[absence.tensor] = absence.before
+            self.starts.setdefault(absence.after, []).append(absence)
 
     def run(self) -> None:
-        """Fill in instructions, time and the gaps used."""
-        for slot, operator in enumerate(self.problem.operators):
-            due = [gap for gap in self.away if gap.before == slot]
-            self.open = [gap for gap in self.open if gap.before > slot]
-            early = self._early(slot, due)
-            fetched = sum(self.problem.size_bytes(gap) for gap in (*due, *early))
-            self._release(slot, self.off_bytes - fetched)
-            for gap in (*due, *early):
-                self._fetch(gap)
-            self._run(slot, operator)
+        """Fill in instructions, time and the absences used."""
+        for point, operator in enumerate(self.problem.operators):
+            due = [absence for absence in self.away if absence.before == point]
+            self.open = [absence for absence in self.open if absence.before > point]
+            early = self._early(point, due)
+            fetched = sum(self.problem.size_bytes(absence) for absence in (*due, *early))
+            self._release(point, self.off_bytes - fetched)
+            for absence in (*due, *early):
+                self._fetch(absence)
+            self._run(point, operator)
 
-    def _run(self, slot: int, operator: int | None) -> None:
+    def _run(self, point: int, operator: int | None) -> None:
         if operator is None:
             self.instructions.append(LossBoundary())
         else:
             reads = self.problem.graph.operators[operator].reads
-            arrivals = [self.arrival_s.pop(t) for t in reads if t in self.arrival_s]
-            self.now_s = max([self.now_s, *arrivals]) + float(self.problem.durations_s[slot])
+            self.clock.compute(reads, float(self.problem.durations_s[point]))
             self.instructions.append(Compute(operator, ()))
             for tensor in dict.fromkeys(reads):
-                if self.last.get(tensor) == slot and tensor in self.stored_s:
+                if self.last.get(tensor) == point and tensor in self.clock.stored_s:
                     self.instructions.append(DropHost(tensor))
-        for tensor in self.copies.get(slot, ()):
-            start_s = max(self.now_s, self.out_free_s)
-            size = self.problem.graph.tensors[tensor].size_bytes
-            self.out_free_s = start_s + self.problem.device.swap_out_time_s(size)
-            if not self.problem.device.duplex:
-                self.in_free_s = self.out_free_s
-            self.stored_s[tensor] = self.out_free_s
+        for tensor in self.copies.get(point, ()):
+            self.clock.copy_out(tensor, self.problem.graph.tensors[tensor].size_bytes)
             self.instructions.append(SwapOut(tensor))
-        self.open += self.starts.get(slot, [])
+        self.open += self.starts.get(point, [])
 
-    def _release(self, slot: int, off_bytes: int) -> None:
-        """Free what must be off the device at a slot."""
-        lacking = int(self.problem.need_bytes[slot]) - off_bytes - self.budget_bytes
+    def _release(self, point: int, off_bytes: int) -> None:
+        """Free what must be off the device at a point."""
+        lacking = int(self.problem.need_bytes[point]) - off_bytes - self.budget_bytes
         if lacking <= 0:
             return
-        for gap in sorted(self.open, key=lambda gap: (self.stored_s[gap.tensor], -gap.before)):
+        for absence in sorted(
+            self.open, key=lambda absence: (self.clock.stored_s[absence.tensor], -absence.before)
+        ):
             if lacking <= 0:
                 return
-            self.open.remove(gap)
-            self.instructions.append(Free(gap.tensor))
-            arrival_s = self.arrival_s.pop(gap.tensor, 0.0)
-            self.now_s = max(self.now_s, self.stored_s[gap.tensor], arrival_s)
-            self.off_bytes += self.problem.size_bytes(gap)
-            lacking -= self.problem.size_bytes(gap)
-            self.used.append(gap)
-            self.away.append(gap)
-        self.away.sort(key=lambda gap: (gap.before, gap.tensor))
+            self.open.remove(absence)
+            self.instructions.append(Free(absence.tensor))
+            self.clock.free(absence.tensor)
+            self.off_bytes += self.problem.size_bytes(absence)
+            lacking -= self.problem.size_bytes(absence)
+            self.used.append(absence)
+            self.away.append(absence)
+        self.away.sort(key=lambda absence: (absence.before, absence.tensor))
 
-    def _fetch(self, gap: Gap) -> None:
-        self.away.remove(gap)
-        size = self.problem.size_bytes(gap)
-        self.off_bytes -= size
-        start_s = max(self.now_s, self.in_free_s)
-        self.in_free_s = start_s + self.problem.device.swap_in_time_s(size)
-        if not self.problem.device.duplex:
-            self.out_free_s = self.in_free_s
-        self.arrival_s[gap.tensor] = self.in_free_s
-        self.instructions.append(SwapIn(gap.tensor))
+    def _fetch(self, absence: Absence) -> None:
+        self.away.remove(absence)
+        self.off_bytes -= self.problem.size_bytes(absence)
+        self.clock.copy_back(absence.tensor, self.problem.size_bytes(absence))
+        self.instructions.append(SwapIn(absence.tensor))
 
-    def _early(self, slot: int, due: list[Gap]) -> list[Gap]:
-        """Fetches that come before their readers' slots, in the order of the readers."""
-        chosen: list[Gap] = []
+    def _early(self, point: int, due: list[Absence]) -> list[Absence]:
+        """Fetches that come before their readers' points, in the order of the readers."""
+        chosen: list[Absence] = []
         size_of = self.problem.size_bytes
-        ready_s = max(self.now_s, self.in_free_s) - self.now_s
-        ready_s += sum(self.problem.device.swap_in_time_s(size_of(gap)) for gap in due)
-        before_s = float(self.ends_s[slot] - self.problem.durations_s[slot])
+        ready_s = max(self.clock.now_s, self.clock.in_free_s) - self.clock.now_s
+        ready_s += sum(self.problem.device.swap_in_time_s(size_of(absence)) for absence in due)
         fetched = sum(map(size_of, due))
-        for gap in self.away:
-            if gap.before == slot:
+        for absence in self.away:
+            if absence.before == point:
                 continue
-            size = size_of(gap)
+            size = size_of(absence)
             ready_s += self.problem.device.swap_in_time_s(size)
-            until = float(self.ends_s[gap.before] - self.problem.durations_s[gap.before])
-            if until - before_s > self.timing.lead * ready_s:
+            until_s = float(self.starts_s[absence.before] - self.starts_s[point])
+            if until_s > self.timing.lead * ready_s:
                 break
-            span = slice(slot, gap.before)
+            span = slice(point, absence.before)
             if int(self.least_bytes[span].max()) + size > self.budget_bytes:
                 break
-            held = int(self.problem.need_bytes[slot]) - self.off_bytes + fetched + size
+            held = int(self.problem.need_bytes[point]) - self.off_bytes + fetched + size
             if held > self.budget_bytes and not self.timing.waits:
                 break
             self.least_bytes[span] += size
             fetched += size
-            chosen.append(gap)
+            chosen.append(absence)
         return chosen
 
 
 def schedule(
-    problem: GraphProblem, budget_bytes: int, gaps: tuple[Gap, ...], timing: Timing
+    problem: GraphProblem, budget_bytes: int, absences: tuple[Absence, ...], timing: Timing
 ) -> Scheduled:
-    """The program that uses these gaps; those that it never had to free are left out.
+    """The program that uses these absences; those that it never had to free are left out.
 
     Args:
-        problem: slots and link.
-        budget_bytes: at least what is left when all the gaps are used.
-        gaps: ascending.
+        problem: points and link.
+        budget_bytes: at least what is left when all the absences are used.
+        absences: ascending.
         timing: how early copies and fetches come.
     """
     while True:
-        found = _Pass(problem, budget_bytes, timing, gaps)
+        found = _Pass(problem, budget_bytes, timing, absences)
         found.run()
         used = tuple(sorted(found.used))
-        if used == gaps:
+        if used == absences:
             program = Program(with_frees(problem.graph, found.instructions))
-            time_s = max(found.now_s, found.out_free_s, found.in_free_s)
+            clock = found.clock
+            time_s = max(clock.now_s, clock.out_free_s, clock.in_free_s)
             return Scheduled(program, used, time_s)
         # A copy that is never followed by a free was for nothing: plan again without it.
-        gaps = used
+        absences = used

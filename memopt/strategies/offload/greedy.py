@@ -7,10 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from memopt.models.chain import Chain
-from memopt.models.device import Device
 from memopt.strategies.offload.bounds import greedy_amounts
-from memopt.strategies.offload.chain_offload import ChainOffload, Choice, Limits
+from memopt.strategies.offload.chain_offload import ChainOffload, Choice
 from memopt.strategies.offload.problem import OffloadProblem
 from memopt.strategies.offload.program import ordered_transfers
 
@@ -23,11 +21,9 @@ class Greedy(ChainOffload):
 
     name: ClassVar[str] = "greedy"
 
-    def choose(
-        self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
-    ) -> Choice:
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
         amounts = greedy_amounts(problem)
         size = int(amounts.sum())
         if not self.within_host(size):
-            self.refuse_host(problem, chain.resident_bytes, size)
+            self.refuse_host(problem, size)
         return Choice(ordered_transfers(np.flatnonzero(amounts).tolist()))

@@ -29,25 +29,17 @@ def improved_amounts(
         The amounts and the makespan of their no-wait ordered schedule, seconds; infinite if
         neither the start nor anything found fits.
     """
-    from memopt.strategies.offload import improve_kernels
+    from memopt.strategies.offload import ordered_kernels
 
-    chosen, time_s = improve_kernels.improve(
-        amounts > 0,
-        problem.movable,
-        problem.sizes,
-        problem.durations_s,
-        problem.need_bytes,
-        np.array([problem.to_host_bytes_per_s, problem.from_host_bytes_per_s, problem.latency_s]),
-        np.inf if host_budget_bytes is None else float(host_budget_bytes),
-        EVALUATIONS,
-    )
+    host = np.inf if host_budget_bytes is None else float(host_budget_bytes)
+    chosen, time_s = ordered_kernels.improve(problem.arrays, amounts > 0, host, EVALUATIONS)
     return np.where(chosen, problem.sizes, 0), float(time_s)
 
 
 def searched_amounts(
     problem: OffloadProblem, planned: Bytes | None, host_budget_bytes: int | None = None
 ) -> tuple[Bytes, float]:
-    """The best of `improved_amounts` from a planned set, from Greedy's, and from three with gaps.
+    """The best of `improved_amounts` from a planned set, from Greedy's, and from three with pauses.
 
     Where activations are large, sets whose copies have pauses between them are another valley: one
     activation in two, either parity, and all less what turns out superfluous. At equal times the

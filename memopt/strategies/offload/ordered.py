@@ -42,25 +42,11 @@ def ordered_schedule(
     """
     from memopt.strategies.offload import ordered_kernels
 
-    return OrderedSchedule(*ordered_kernels.replay(*_arguments(problem, amounts, whole)))
+    return OrderedSchedule(*ordered_kernels.replay(problem.arrays, amounts, whole))
 
 
 def makespan_s(problem: OffloadProblem, amounts: Bytes, *, whole: bool = False) -> float:
     """Makespan of `ordered_schedule`, seconds; infinite if it does not fit."""
     from memopt.strategies.offload import ordered_kernels
 
-    return float(ordered_kernels.makespan(*_arguments(problem, amounts, whole)))
-
-
-def _arguments(
-    problem: OffloadProblem, amounts: Bytes, whole: bool
-) -> tuple[Seconds, Bytes, Bytes, bool, float, float, float]:
-    return (
-        problem.durations_s,
-        problem.need_bytes,
-        amounts,
-        whole,
-        problem.to_host_bytes_per_s,
-        problem.from_host_bytes_per_s,
-        problem.latency_s,
-    )
+    return float(ordered_kernels.makespan(problem.arrays, amounts, whole))

@@ -1,4 +1,4 @@
-"""Compiled replay of no-wait ordered schedules (Offloading Proposition 1).
+"""Compiled replay of no-wait ordered schedules (Offloading Proposition 1), and a search by it.
 
 Ordered: data leave by increasing index and return by decreasing index, so that all offloads
 precede all prefetches, and every constraint says that one event waits for another: an operation
@@ -12,8 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from memopt.strategies.offload.problem import Arrays
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 
 @njit(cache=True)
@@ -46,16 +49,6 @@ def allowances(need: Ints, amounts: Ints, last: int, total: int) -> Ints:
 
 
 @njit(cache=True)
-def offload(
-    j: int, start_s: float, amounts: Ints, offloads: Floats, to_host: float, latency: float
-) -> float:
-    """Record the copy of x_j to the host; return when it ends."""
-    offloads[j, 0] = start_s
-    offloads[j, 1] = start_s + latency + amounts[j] / to_host
-    return float(offloads[j, 1])
-
-
-@njit(cache=True)
 def prefetch_until(
     state: Ints,
     clock: Floats,
@@ -64,7 +57,7 @@ def prefetch_until(
     amounts: Ints,
     prefetches: Floats,
     from_host: float,
-    latency: float,
+    latency_s: float,
 ) -> None:
     """Prefetch as far as `allowed` lets, no earlier than clock[0]; state = (bytes back, next x,
     bytes of it back), clock = (earliest start, link free)."""
@@ -81,7 +74,7 @@ def prefetch_until(
         start = max(clock[0], clock[1])
         if state[2] == 0:
             prefetches[j, 0] = start
-            start += latency
+            start += latency_s
         clock[1] = start + step / from_host
         prefetches[j, 1] = clock[1]
         state[0] += step
@@ -99,7 +92,7 @@ def room_time(
     sums: Ints,
     offloads: Floats,
     to_host: float,
-    latency: float,
+    latency_s: float,
 ) -> float:
     """When `need` bytes have left the device, whole activations or any part of them.
 
@@ -113,24 +106,17 @@ def room_time(
     if whole:
         return float(offloads[j, 1])
     left = need - (sums[j] - amounts[j])
-    return float(offloads[j, 0] + latency + left / to_host)
+    return float(offloads[j, 0] + latency_s + left / to_host)
 
 
 @njit(cache=True)
-def replay(
-    durations: Floats,
-    need: Ints,
-    amounts: Ints,
-    whole: bool,
-    to_host: float,
-    from_host: float,
-    latency: float,
-) -> tuple[Floats, Floats, Floats, float]:
+def replay(data: Arrays, amounts: Ints, whole: bool) -> tuple[Floats, Floats, Floats, float]:
     """Start of each operation, (start, end) of each offload and prefetch, and the makespan.
 
     Infinite if it does not fit. `whole`: memory moves at the ends of whole transfers (§3.1 E);
     otherwise continuously, and prefetches may be interrupted (§5).
     """
+    need, to_host, from_host, latency_s = data.need, data.to_host, data.from_host, data.latency_s
     n = len(amounts) - 1
     starts = np.zeros(2 * n)
     offloads = np.zeros((n + 1, 2))
@@ -148,30 +134,61 @@ def replay(
     now = 0.0
     for k in range(2 * n):
         if k <= last and amounts[k] > 0:
-            clock[1] = offload(k, max(now, clock[1]), amounts, offloads, to_host, latency)
+            offloads[k, 0] = max(now, clock[1])
+            offloads[k, 1] = offloads[k, 0] + latency_s + amounts[k] / to_host
+            clock[1] = offloads[k, 1]
         clock[0] = now
         if k >= last >= 0:
-            prefetch_until(state, clock, allowed[k], whole, amounts, prefetches, from_host, latency)
-        now = max(now, room_time(need[k], whole, amounts, sums, offloads, to_host, latency))
+            prefetch_until(
+                state, clock, allowed[k], whole, amounts, prefetches, from_host, latency_s
+            )
+        now = max(now, room_time(need[k], whole, amounts, sums, offloads, to_host, latency_s))
         # B_i reads x_i and x_{i+1}; the latter is back since B_{i+1}.
         if k >= n:
             now = max(now, prefetches[2 * n - 1 - k, 1])
             if k == n:
                 now = max(now, prefetches[n, 1])
         starts[k] = now
-        now += durations[k]
+        now += data.durations_s[k]
     return starts, offloads, prefetches, now
 
 
 @njit(cache=True)
-def makespan(
-    durations: Floats,
-    need: Ints,
-    amounts: Ints,
-    whole: bool,
-    to_host: float,
-    from_host: float,
-    latency: float,
-) -> float:
+def makespan(data: Arrays, amounts: Ints, whole: bool) -> float:
     """The makespan alone; infinite if the schedule does not fit."""
-    return replay(durations, need, amounts, whole, to_host, from_host, latency)[3]
+    return replay(data, amounts, whole)[3]
+
+
+@njit(cache=True)
+def improve(data: Arrays, chosen: Bools, host: float, evaluations: int) -> tuple[Bools, float]:
+    """Flip one activation, or exchange two, while that makes whole transfers faster.
+
+    At equal times the set that moves less is preferred. Stops after so many evaluations.
+    """
+    n = len(data.sizes)
+    best = chosen.copy()
+    amounts = np.where(best, data.sizes, 0)
+    best_time = makespan(data, amounts, True)
+    best_moved = amounts.sum()
+    found, tried = True, 0
+    while found and tried < evaluations:
+        found = False
+        for i in range(n):
+            for j in range(i + 1):
+                same = i != j and best[i] == best[j]
+                if tried >= evaluations or same or not data.movable[i] or not data.movable[j]:
+                    continue
+                trial = best.copy()
+                trial[i] = not trial[i]
+                if i != j:
+                    trial[j] = not trial[j]
+                amounts = np.where(trial, data.sizes, 0)
+                moved = amounts.sum()
+                if moved > host:
+                    continue
+                tried += 1
+                time = makespan(data, amounts, True)
+                if time < best_time or (time == best_time and moved < best_moved):
+                    best, best_time, best_moved = trial, time, moved
+                    found = True
+    return best, best_time

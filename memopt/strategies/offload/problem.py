@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +22,27 @@ Bytes = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 
 
+class Arrays(NamedTuple):
+    """A problem for compiled code: durations of the operations, bytes that each uses and lacks,
+    sizes of x_0..x_n and whether they may move, and the link."""
+
+    durations_s: Seconds
+    used: Bytes
+    need: Bytes
+    sizes: Bytes
+    movable: npt.NDArray[np.bool_]
+    to_host: float
+    from_host: float
+    latency_s: float
+
+
 @dataclass(frozen=True, eq=False)
 class OffloadProblem:
     """One chain, one budget, one link. `need` > 0 is what makes an activation move.
 
     Attributes:
+        chain: what the problem is of.
+        device: whose link it is.
         sizes: |x_0|..|x_n|, bytes.
         durations_s: of the 2n operations, seconds.
         held_bytes: Σ|x_j| that the operation finds or makes, all on the device.
@@ -38,6 +55,8 @@ class OffloadProblem:
         latency_s: added to every transfer; 0 in the paper.
     """
 
+    chain: Chain
+    device: Device
     sizes: Bytes
     durations_s: Seconds
     held_bytes: Bytes
@@ -55,26 +74,38 @@ class OffloadProblem:
         return len(self.sizes) - 1
 
     @cached_property
-    def need_bytes(self) -> Bytes:
-        """What must be off the device during each operation; below 0 there is room left."""
-        return self.held_bytes + self.demand_bytes - self.capacity_bytes
+    def used_bytes(self) -> Bytes:
+        """Memory during each operation without any offloading, resident excluded."""
+        return self.held_bytes + self.demand_bytes
 
     @cached_property
-    def offloadable_bytes(self) -> Bytes:
-        """What can be off the device during each operation: the movable x_j it does not touch."""
-        before = np.concatenate(([0], np.cumsum(np.where(self.movable, self.sizes, 0))))
-        index = np.arange(self.stages)
-        return before[np.concatenate((index, index[::-1]))]
+    def need_bytes(self) -> Bytes:
+        """What must be off the device during each operation; below 0 there is room left."""
+        return self.used_bytes - self.capacity_bytes
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """The problem for compiled code."""
+        return Arrays(
+            self.durations_s,
+            self.used_bytes,
+            self.need_bytes,
+            self.sizes,
+            self.movable,
+            float(self.to_host_bytes_per_s),
+            float(self.from_host_bytes_per_s),
+            float(self.latency_s),
+        )
 
     @cached_property
     def peak_bytes(self) -> int:
         """M_peak (§3.2): memory without any offloading, resident excluded."""
-        return int((self.held_bytes + self.demand_bytes).max())
+        return int(self.used_bytes.max())
 
     @cached_property
     def floor_bytes(self) -> int:
         """The smallest capacity any schedule can meet: everything movable is offloaded."""
-        return int((self.held_bytes + self.demand_bytes - self.offloadable_bytes).max())
+        return self.least_capacity(np.where(self.movable, self.sizes, 0))
 
     @property
     def excess_bytes(self) -> int:
@@ -102,7 +133,7 @@ class OffloadProblem:
         before = np.concatenate(([0], np.cumsum(amounts)))
         index = np.arange(self.stages)
         away = before[np.concatenate((index, index[::-1]))]
-        return int((self.held_bytes + self.demand_bytes - away).max())
+        return int((self.used_bytes - away).max())
 
 
 def offload_problem(
@@ -141,6 +172,8 @@ def offload_problem(
         between[i] = held if i < n - 1 else 0
         parameter_gradients += stage.parameter_gradient_bytes
     problem = OffloadProblem(
+        chain=chain,
+        device=device,
         sizes=sizes,
         durations_s=np.array(
             [s.forward_time_s for s in stages] + [s.backward_time_s for s in reversed(stages)],

@@ -15,11 +15,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from memopt.models.chain import Chain
-from memopt.models.device import Device
 from memopt.models.steps import ChainStep, Move
 from memopt.programs.replay import Timeline
 from memopt.reductions.offload_replay import replay_offload
+from memopt.strategies.offload.link_clock import LinkClock
 from memopt.strategies.offload.problem import OffloadProblem
 
 PATIENCE = (0.0, 0.5, 1.0, math.inf)
@@ -58,45 +57,41 @@ def ordered_transfers(
 
 
 def best_program(
-    chain: Chain, problem: OffloadProblem, device: Device, transfers: Transfers
+    problem: OffloadProblem, transfers: Transfers
 ) -> tuple[tuple[ChainStep, ...], Timeline] | None:
     """The fastest of the programs built with each `PATIENCE`; None if none keeps the budget."""
     best: tuple[tuple[ChainStep, ...], Timeline] | None = None
     for patience in PATIENCE:
-        steps = build_program(problem, device, transfers, patience)
+        steps = build_program(problem, transfers, patience)
         if steps is None:
             continue
-        timeline = replay_offload(chain, steps, device)
+        timeline = replay_offload(problem.chain, steps, problem.device)
         if best is None or timeline.time_s < best[1].time_s:
             best = steps, timeline
     return best
 
 
 def build_program(
-    problem: OffloadProblem, device: Device, transfers: Transfers, patience: float
+    problem: OffloadProblem, transfers: Transfers, patience: float
 ) -> tuple[ChainStep, ...] | None:
     """The chain steps for some transfers; None if they do not keep the budget.
 
     What need not be released at any step is not offloaded at all.
     """
     while True:
-        builder = _Builder(problem, device, transfers, patience)
+        builder = _Builder(problem, transfers, patience)
         done = builder.run()
-        if done and not builder.unreleased:
-            return tuple(builder.steps)
         if not builder.unreleased:
-            return None
+            return tuple(builder.steps) if done else None
         transfers = transfers.without(builder.unreleased)
 
 
 class _Builder:
     """One pass over the operations, keeping memory and the streams' times."""
 
-    def __init__(
-        self, problem: OffloadProblem, device: Device, transfers: Transfers, patience: float
-    ) -> None:
+    def __init__(self, problem: OffloadProblem, transfers: Transfers, patience: float) -> None:
         self.problem = problem
-        self.device = device
+        self.clock = LinkClock(problem.device)
         self.transfers = transfers
         self.patience = patience
         self.stages = problem.stages
@@ -109,10 +104,7 @@ class _Builder:
         self.to_offload = list(transfers.out)
         self.to_release = list(transfers.out)
         self.to_prefetch = list(transfers.back)
-        self.stored_s: dict[int, float] = {}
-        self.arrival_s: dict[int, float] = {}
         self.away_bytes = self.back_bytes = 0
-        self.now_s = self.out_free_s = self.in_free_s = 0.0
         self.total_bytes = sum(self.sizes[j] for j in transfers.out)
         self.allowed = self._allowances()
 
@@ -125,9 +117,7 @@ class _Builder:
             forward = k < self.stages
             stage = k + 1 if forward else 2 * self.stages - k
             self.steps.append(ChainStep(Move.FORWARD_ALL if forward else Move.BACKWARD, stage))
-            for j in (stage - 1, stage):
-                self.now_s = max(self.now_s, self.arrival_s.get(j, 0.0))
-            self.now_s += self.durations_s[k]
+            self.clock.compute((stage - 1, stage), self.durations_s[k])
         return True
 
     def _allowances(self) -> list[int]:
@@ -149,11 +139,7 @@ class _Builder:
         """OFFLOAD what is next in the order and exists before operation k."""
         while self.to_offload and self.to_offload[0] <= k:
             j = self.to_offload.pop(0)
-            start_s = max(self.now_s, self.out_free_s)
-            self.stored_s[j] = start_s + self.device.swap_out_time_s(self.sizes[j])
-            self.out_free_s = self.stored_s[j]
-            if not self.device.duplex:
-                self.in_free_s = self.stored_s[j]
+            self.clock.copy_out(j, self.sizes[j])
             self.steps.append(ChainStep(Move.OFFLOAD, j))
 
     def _releases(self, k: int, more_bytes: int) -> list[int] | None:
@@ -163,7 +149,7 @@ class _Builder:
         for j in self.to_release:
             if lacking <= 0:
                 break
-            if j < self._touched_from(k) and j in self.stored_s:
+            if j < self._touched_from(k) and j in self.clock.stored_s:
                 chosen.append(j)
                 lacking -= self.sizes[j]
         return chosen if lacking <= 0 else None
@@ -173,14 +159,11 @@ class _Builder:
         if chosen is None:
             return False
         for j in chosen:
-            self._release(j)
+            self.clock.free(j)
+            self.to_release.remove(j)
+            self.away_bytes += self.sizes[j]
+            self.steps.append(ChainStep(Move.RELEASE, j))
         return True
-
-    def _release(self, j: int) -> None:
-        self.now_s = max(self.now_s, self.stored_s[j])
-        self.to_release.remove(j)
-        self.away_bytes += self.sizes[j]
-        self.steps.append(ChainStep(Move.RELEASE, j))
 
     def _prefetch(self, k: int) -> bool:
         """PREFETCH before operation k what it reads, and what else is worth it."""
@@ -201,11 +184,7 @@ class _Builder:
                 return False
             self.to_prefetch.pop(0)
             self.back_bytes += self.sizes[j]
-            start_s = max(self.now_s, self.in_free_s, self.stored_s[j])
-            self.arrival_s[j] = start_s + self.device.swap_in_time_s(self.sizes[j])
-            self.in_free_s = self.arrival_s[j]
-            if not self.device.duplex:
-                self.out_free_s = self.arrival_s[j]
+            self.clock.copy_back(j, self.sizes[j])
             self.steps.append(ChainStep(Move.PREFETCH, j))
         return True
 
@@ -218,9 +197,10 @@ class _Builder:
         before, after = self._releases(k, 0), self._releases(k, self.sizes[j])
         if before is None or after is None:
             return False
-        without_s = max([self.now_s, *(self.stored_s[i] for i in before)])
-        with_s = max([self.now_s, *(self.stored_s[i] for i in after)])
+        clock = self.clock
+        without_s = max([clock.now_s, *(clock.stored_s[i] for i in before)])
+        with_s = max([clock.now_s, *(clock.stored_s[i] for i in after)])
         wait_s = with_s - without_s
         # The link would be idle until the operation ends, were the prefetch to come after it.
-        idle_s = without_s + self.durations_s[k] - max(with_s, self.in_free_s)
+        idle_s = without_s + self.durations_s[k] - max(with_s, clock.in_free_s)
         return wait_s <= 0 or wait_s <= self.patience * max(0.0, idle_s)

@@ -7,7 +7,7 @@ less: at the smallest budget it leaves exactly 0, whatever the slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,7 @@ import numpy.typing as npt
 from memopt.strategies.offload.problem import Bytes, OffloadProblem, Seconds
 
 
-@dataclass(frozen=True, eq=False)
-class RecurrenceData:
+class RecurrenceData(NamedTuple):
     """What the recurrences read, in units (slots, or bytes), for operations i = 0..n-1.
 
     Attributes:
@@ -27,8 +26,9 @@ class RecurrenceData:
         moved_b: u_{B_i}·β, what it brings back during B_i.
         room_f: M - ex^F_i - |x_i| - |x_{i+1}|, what F_i leaves for x_0..x_{i-1}.
         room_b: the same for B_i, with its gradients.
-        peak_f: what F_i needs beyond M and the data kept among x_0..x_{n-1}, for (10).
-        peak_b: the same for B_i, for (9).
+        peak_f: what F_i needs beyond M and the data kept among x_0..x_{n-1}: it turns (10) into
+            kept + Δ + peak ≤ what has moved by then.
+        peak_b: the same for B_i and (9).
         ratio: time to bring a unit back over the time to move it to the host.
     """
 
@@ -45,18 +45,7 @@ class RecurrenceData:
 
     def with_sizes(self, sizes: Seconds) -> RecurrenceData:
         """The same data with other rounded sizes. What is rounded to zero does not move."""
-        return RecurrenceData(
-            self.unit_bytes,
-            sizes,
-            self.movable & (sizes > 0),
-            self.moved_f,
-            self.moved_b,
-            self.room_f,
-            self.room_b,
-            self.peak_f,
-            self.peak_b,
-            self.ratio,
-        )
+        return self._replace(sizes=sizes, movable=self.movable & (sizes > 0))
 
 
 def recurrence_data(problem: OffloadProblem, slots: int | None) -> RecurrenceData:
@@ -67,7 +56,7 @@ def recurrence_data(problem: OffloadProblem, slots: int | None) -> RecurrenceDat
     """
     n = problem.stages
     unit = 1.0 if slots is None else max(1.0, problem.capacity_bytes / slots)
-    total = problem.held_bytes + problem.demand_bytes
+    total = problem.used_bytes
     # What both sides of an operation's own activations leave free, all others gone.
     own = np.concatenate(([0], np.cumsum(problem.sizes)))[:n]
     room_f = problem.capacity_bytes - total[:n] + own

@@ -7,9 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from memopt.models.chain import Chain
-from memopt.models.device import Device
-from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, Choice, Limits
+from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, Choice
 from memopt.strategies.offload.problem import Bytes, OffloadProblem, Seconds
 from memopt.strategies.offload.program import ordered_transfers
 
@@ -33,12 +31,10 @@ class Tflms(ChainOffload):
     def smallest_capacity(self, problem: OffloadProblem) -> int:
         return max(problem.floor_bytes, int(self._table(problem)[0].min()))
 
-    def least_choice(self, chain: Chain, problem: OffloadProblem, device: Device) -> Choice:
-        return self.choose(chain, problem, device, Limits())
+    def least_choice(self, problem: OffloadProblem) -> Choice:
+        return self.choose(problem, None)
 
-    def choose(
-        self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
-    ) -> Choice:
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
         peaks, times = self._table(problem)
         times = np.where(peaks <= problem.capacity_bytes, times, np.inf)
         count, distance = (int(x) for x in np.unravel_index(int(times.argmin()), times.shape))
@@ -59,17 +55,8 @@ class Tflms(ChainOffload):
         """(peak, time) for every N that the host budget allows and every distance."""
         from memopt.strategies.offload import tflms_kernels
 
-        movable = np.flatnonzero(problem.movable)
-        peaks, times = tflms_kernels.table(
-            problem.durations_s,
-            problem.held_bytes + problem.demand_bytes,
-            problem.sizes,
-            movable,
-            problem.to_host_bytes_per_s,
-            problem.from_host_bytes_per_s,
-            problem.latency_s,
-        )
-        on_host = np.concatenate(([0], np.cumsum(problem.sizes[movable])))
+        peaks, times = tflms_kernels.table(problem.arrays)
+        on_host = np.concatenate(([0], np.cumsum(problem.sizes[problem.movable])))
         host = np.inf if self.host_budget_bytes is None else self.host_budget_bytes
         allowed = on_host <= host
         return peaks[allowed], times[allowed]

@@ -64,19 +64,14 @@ def choose_ticks(problem: OffloadProblem, horizon_s: float, resolution: int) -> 
 
 def _common_tick(times_s: list[float]) -> float | None:
     """The largest time of which all are multiples; None if they are no small fractions."""
-    numerator, denominator = 0, 1
-    for time_s in times_s:
-        fraction = Fraction(time_s).limit_denominator(LARGEST_DENOMINATOR)
+    fractions = [Fraction(time_s).limit_denominator(LARGEST_DENOMINATOR) for time_s in times_s]
+    for fraction, time_s in zip(fractions, times_s, strict=True):
         if abs(float(fraction) - time_s) > 1e-12 * max(1.0, time_s):
             return None
-        scaled = denominator * fraction.denominator // math.gcd(denominator, fraction.denominator)
-        numerator = math.gcd(
-            numerator * (scaled // denominator),
-            fraction.numerator * (scaled // fraction.denominator),
-        )
-        denominator = scaled
-        if denominator > 10**9:
-            return None
+    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    if denominator > 10**9:
+        return None
+    numerator = math.gcd(*(int(fraction * denominator) for fraction in fractions))
     return numerator / denominator if numerator else None
 
 

@@ -8,9 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from memopt.models.chain import Chain
-from memopt.models.device import Device
-from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, Choice, Limits
+from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, Choice
 from memopt.strategies.offload.ordered import makespan_s
 from memopt.strategies.offload.problem import OffloadProblem
 from memopt.strategies.offload.program import ordered_transfers
@@ -27,24 +25,18 @@ class Vdnn(ChainOffload):
         "Dynamic memory management for GPU-based training of DNNs (vDNN++, 2019)",
     )
 
-    def choose(
-        self, chain: Chain, problem: OffloadProblem, device: Device, limits: Limits
-    ) -> Choice:
-        best: tuple[float, list[int]] | None = None
-        tried = 0
-        for offloaded in _candidates(problem):
-            tried += 1
-            amounts = problem.amounts(offloaded)
-            if not self.within_host(int(amounts.sum())):
-                continue
-            time_s = makespan_s(problem, amounts)
-            if np.isfinite(time_s) and (best is None or time_s < best[0]):
-                best = time_s, offloaded
-        if best is None:
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
+        candidates = [(one, problem.amounts(one)) for one in _candidates(problem)]
+        timed = [
+            (makespan_s(problem, amounts), offloaded)
+            for offloaded, amounts in candidates
+            if self.within_host(int(amounts.sum()))
+        ]
+        time_s, best = min(timed, key=lambda entry: entry[0], default=(np.inf, []))
+        if not np.isfinite(time_s):
             # Everything fits the budget (its floor was checked), so the host is what is short.
-            self.refuse_host(problem, chain.resident_bytes, problem.excess_bytes + 1)
-        assert best is not None
-        return Choice(ordered_transfers(best[1]), stats={"candidates": tried})
+            self.refuse_host(problem, problem.excess_bytes + 1)
+        return Choice(ordered_transfers(best), stats={"candidates": len(candidates)})
 
 
 def _candidates(problem: OffloadProblem) -> Iterator[list[int]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
 
 from memopt.strategies.base import Status
+from memopt.strategies.olla.timed_search import relative_gap
 
 Ints = npt.NDArray[np.int64]
 
@@ -60,7 +62,6 @@ class Placement:
         offsets: buffer id → byte offset. Always a valid placement, the best one found.
         peak: the largest offset + extent, bytes.
         bound: no placement has a smaller peak, bytes.
-        gap: (peak - bound) / bound; 0.0 when both are zero.
         status: OPTIMAL when peak = bound, else FEASIBLE; where a capacity was asked for and the
             peak exceeds it, INFEASIBLE when that is proved to be unavoidable, else UNKNOWN.
         stats: "method" that found it, "nodes", "time_s", "interrupted".
@@ -69,14 +70,26 @@ class Placement:
     offsets: Mapping[str, int]
     peak: int
     bound: int
-    gap: float
     status: Status
     stats: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """(peak - bound) / bound; 0.0 when both are zero."""
+        return relative_gap(self.peak, self.bound)
 
     @property
     def fragmentation(self) -> float:
         """(peak - bound) / peak, as OLLA §5.4 measures it; 0.0 for an empty placement."""
         return (self.peak - self.bound) / self.peak if self.peak else 0.0
+
+
+def live_bytes(lower: Ints, upper: Ints, size: Ints, points: int) -> Ints:
+    """Bytes live at each of `points` time points, for lifetimes [lower, upper)."""
+    change = np.zeros(points + 1, dtype=np.int64)
+    np.add.at(change, lower, size)
+    np.subtract.at(change, upper, size)
+    return np.cumsum(change[:-1])
 
 
 class Layout:
@@ -122,10 +135,32 @@ class Layout:
     @cached_property
     def section_bytes(self) -> Ints:
         """Bytes live in each section."""
-        change = np.zeros(self.sections + 1, dtype=np.int64)
-        np.add.at(change, self.first, self.size)
-        np.subtract.at(change, self.last, self.size)
-        return np.cumsum(change[:-1])
+        return live_bytes(self.first, self.last, self.size, self.sections)
+
+    @cached_property
+    def duration(self) -> Ints:
+        """How long each buffer lives, in the instance's own times."""
+        return self.upper - self.lower
+
+    @cached_property
+    def fullest(self) -> Ints:
+        """Bytes live in the fullest section of each buffer."""
+        spans = zip(self.first, self.last, strict=True)
+        return np.array([self.section_bytes[a:b].max() for a, b in spans])
+
+    @property
+    def columns(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """(size, alignment, first section, end of sections) for compiled code."""
+        return self.size, self.alignment, self.first, self.last
+
+    @cached_property
+    def unit(self) -> int:
+        """Placements whose buffers rest on each other only have offsets that are multiples of
+        this."""
+        sizes = self.size.tolist()
+        if (self.alignment == 1).all():
+            return gcd(*sizes)
+        return gcd(*sizes, *self.alignment.tolist())
 
     @cached_property
     def bound(self) -> int:
@@ -135,16 +170,11 @@ class Layout:
     @cached_property
     def members(self) -> tuple[Ints, Ints]:
         """(start, buffer): section s holds buffer[start[s]:start[s+1]]."""
-        counts = np.zeros(self.sections + 1, dtype=np.int64)
-        np.add.at(counts, self.first, 1)
-        np.subtract.at(counts, self.last, 1)
-        start = np.concatenate(([0], np.cumsum(np.cumsum(counts[:-1])))).astype(np.int64)
-        lists: list[list[int]] = [[] for _ in range(self.sections)]
-        for index, (low, high) in enumerate(zip(self.first, self.last, strict=True)):
-            for section in range(low, high):
-                lists[section].append(index)
-        flat = [index for one in lists for index in one]
-        return start, np.array(flat, dtype=np.int64)
+        spans = [np.arange(a, b) for a, b in zip(self.first, self.last, strict=True)]
+        section = np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+        owner = np.repeat(np.arange(len(self)), self.last - self.first)
+        order = np.argsort(section, kind="stable")
+        return np.searchsorted(section[order], np.arange(self.sections + 1)), owner[order]
 
     @cached_property
     def overlaps(self) -> tuple[Ints, Ints]:

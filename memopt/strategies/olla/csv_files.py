@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from memopt.strategies.olla.buffers import Buffer
@@ -51,19 +52,13 @@ def write_buffers(
     """Write an instance, with a column of offsets if they are given. The column of alignments
     is written only where some buffer has one."""
     listed = tuple(buffers)
-    aligned = any(buffer.alignment > 1 for buffer in listed)
-    header = [*REQUIRED]
-    if aligned:
-        header.append("alignment")
+    columns = [*REQUIRED]
+    if any(buffer.alignment > 1 for buffer in listed):
+        columns.append("alignment")
     if offsets is not None:
-        header.append("offset")
+        columns.append("offset")
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(header)
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
         for buffer in listed:
-            row: list[object] = [buffer.id, buffer.lower, buffer.upper, buffer.size]
-            if aligned:
-                row.append(buffer.alignment)
-            if offsets is not None:
-                row.append(offsets[buffer.id])
-            writer.writerow(row)
+            writer.writerow({**asdict(buffer), "offset": (offsets or {}).get(buffer.id)})

@@ -16,7 +16,7 @@ def pyramid(layout: Layout) -> Ints:
     use are those of the *chosen* buffer; as printed, the function takes the last one looked at.
     """
     chosen: list[int] = []
-    duration = layout.upper - layout.lower
+    duration = layout.duration
     inside = np.ones(len(layout), dtype=bool)
     while inside.any():
         # argmax takes the first of equals, so the result depends on the given order only.
@@ -30,14 +30,11 @@ def pyramid(layout: Layout) -> Ints:
 def orders(layout: Layout) -> Iterator[tuple[str, Ints]]:
     """Named orders of placement: decreasing size, area, duration, fullest section; start; the
     pyramid first."""
-    duration = layout.upper - layout.lower
-    fullest = np.array(
-        [layout.section_bytes[a:b].max() for a, b in zip(layout.first, layout.last, strict=True)]
-    )
+    duration = layout.duration
     yield "size", np.lexsort((-duration, -layout.size))
     yield "area", np.lexsort((-layout.size, -duration * layout.size))
     yield "duration", np.lexsort((-layout.size, -duration))
-    yield "fullest", np.lexsort((-layout.size, -fullest))
+    yield "fullest", np.lexsort((-layout.size, -layout.fullest))
     yield "start", np.lexsort((-layout.size, layout.lower))
     stacked = pyramid(layout)
     rest = np.lexsort((-duration, -layout.size))
@@ -56,13 +53,12 @@ def greedy_placement(
     """
     from memopt.strategies.olla.greedy_kernels import place_in_order
 
-    columns = (layout.size, layout.alignment, layout.first, layout.last)
     best: tuple[int, str, Ints] | None = None
     for name, order in orders(layout):
         for best_fit in (False, True):
             if best is not None and (best[0] <= good_enough or stop()):
                 return best[1], best[2]
-            offsets: Ints = place_in_order(order, *columns, best_fit)
+            offsets: Ints = place_in_order(order, *layout.columns, best_fit)
             peak = int((offsets + layout.size).max())
             if best is None or peak < best[0]:
                 best = peak, f"{name}, {'best' if best_fit else 'first'} fit", offsets
@@ -89,13 +85,12 @@ def promoted_placement(
     """
     from memopt.strategies.olla.greedy_kernels import place_in_order
 
-    columns = (layout.size, layout.alignment, layout.first, layout.last)
     starts = [(name, np.argsort(order).astype(float)) for name, order in orders(layout)]
     rngs = [np.random.default_rng((seed, index)) for index in range(len(starts))]
     best_peak, best_name, best = np.iinfo(np.int64).max, "", np.zeros(0, dtype=np.int64)
     for _ in range(rounds):
         for (name, rank), rng in zip(starts, rngs, strict=True):
-            offsets: Ints = place_in_order(np.argsort(rank, kind="stable"), *columns, False)
+            offsets: Ints = place_in_order(np.argsort(rank, kind="stable"), *layout.columns, False)
             tops = offsets + layout.size
             if tops.max() < best_peak:
                 best_peak, best_name, best = tops.max(), f"{name}, promoted", offsets

@@ -1,4 +1,4 @@
-"""Compiled greedy placement: buffers in a given order, each into a gap between placed ones."""
+"""Compiled greedy placement: buffers in a given order, each into a hole between placed ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memopt.strategies.olla.buffers import Ints
 def place_in_order(
     order: Ints, size: Ints, alignment: Ints, first: Ints, last: Ints, best_fit: bool
 ) -> Ints:
-    """Offsets of all buffers. Each goes into the lowest gap it fits in, or with `best_fit` into
+    """Offsets of all buffers. Each goes into the lowest hole it fits in, or with `best_fit` into
     the smallest one (the space above everything counts as the largest)."""
     count = size.shape[0]
     offset = np.full(count, -1, np.int64)
@@ -27,13 +27,13 @@ def place_in_order(
                 bottoms[found], tops[found] = offset[other], offset[other] + size[other]
                 found += 1
         step = alignment[buffer]
-        best, best_gap = np.int64(-1), np.iinfo(np.int64).max
+        best, best_hole = np.int64(-1), np.iinfo(np.int64).max
         floor = np.int64(0)
         for k in range(found):
             start = -(-floor // step) * step
-            gap = bottoms[k] - start
-            if gap >= size[buffer] and gap < best_gap:
-                best, best_gap = start, gap
+            hole = bottoms[k] - start
+            if hole >= size[buffer] and hole < best_hole:
+                best, best_hole = start, hole
                 if not best_fit:
                     break
             floor = max(floor, tops[k])

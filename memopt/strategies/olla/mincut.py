@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from memopt.strategies.olla.buffers import Ints
 from memopt.strategies.olla.tasks import Tasks, members
 
 FREE, SOURCE, SINK = -1, 0, 1
@@ -59,7 +58,7 @@ def minimum_cut(tasks: Tasks, task: int) -> tuple[int, int]:
 
     The set is a bit mask of the tasks executed before `task`, closed under predecessors.
     """
-    from memopt.strategies.olla.mincut_kernels import UNBOUNDED, maximum_flow
+    from ortools.graph.python.max_flow import SimpleMaxFlow
 
     side = np.full(len(tasks), FREE, dtype=np.int64)
     side[members(tasks.ancestors[task])] = SOURCE
@@ -68,6 +67,7 @@ def minimum_cut(tasks: Tasks, task: int) -> tuple[int, int]:
     # Nodes: 0 source, 1 sink, free tasks, then values.
     node = side.copy()
     node[free] = 2 + np.arange(len(free))
+    unbounded = 1 + sum(value.size for value in tasks.values)
     arcs: list[tuple[int, int, int]] = []
     constant = 0
     nodes = 2 + len(free)
@@ -85,33 +85,20 @@ def minimum_cut(tasks: Tasks, task: int) -> tuple[int, int]:
         heads.discard(SOURCE)
         if heads and heads != {producer}:
             arcs.append((producer, nodes, value.size))
-            arcs.extend((nodes, head, UNBOUNDED) for head in heads)
+            arcs.extend((nodes, head, unbounded) for head in heads)
             nodes += 1
     for index in free.tolist():
         for other in tasks.before[index]:
             if side[other] != SOURCE:
-                arcs.append((int(node[index]), int(node[other]), UNBOUNDED))
-    start, heads_array, twins, capacity = _network(nodes, arcs)
-    level = np.empty(nodes, dtype=np.int64)
-    flow = int(maximum_flow(SOURCE, SINK, start, heads_array, twins, capacity, level))
+                arcs.append((int(node[index]), int(node[other]), unbounded))
+    network = SimpleMaxFlow()
+    tails, heads_of, capacities = np.array(arcs, dtype=np.int64).reshape(-1, 3).T
+    network.add_arcs_with_capacity(tails, heads_of, capacities)
+    network.solve(SOURCE, SINK)
+    reached = set(network.get_source_side_min_cut())
     executed = tasks.ancestors[task]
     for index in free.tolist():
-        if level[node[index]] >= 0:
+        if int(node[index]) in reached:
             executed |= 1 << index
     own = tasks.output_bytes[task] + tasks.transient[task]
-    return tasks.base + constant + flow + own, executed
-
-
-def _network(nodes: int, arcs: list[tuple[int, int, int]]) -> tuple[Ints, Ints, Ints, Ints]:
-    """Arcs and their reverses sorted by tail: (start, heads, twins, capacity)."""
-    forward = np.array(arcs, dtype=np.int64).reshape(-1, 3)
-    count = len(forward)
-    tails = np.concatenate((forward[:, 0], forward[:, 1]))
-    heads = np.concatenate((forward[:, 1], forward[:, 0]))
-    capacity = np.concatenate((forward[:, 2], np.zeros(count, dtype=np.int64)))
-    order = np.argsort(tails, kind="stable")
-    place = np.empty(2 * count, dtype=np.int64)
-    place[order] = np.arange(2 * count)
-    partner = np.concatenate((np.arange(count, 2 * count), np.arange(count)))
-    start = np.searchsorted(tails[order], np.arange(nodes + 1)).astype(np.int64)
-    return start, heads[order], place[partner[order]], capacity[order]
+    return tasks.base + constant + network.optimal_flow() + own, executed

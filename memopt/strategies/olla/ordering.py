@@ -9,26 +9,26 @@ easily placed as it was); a long one from the best of greedy orders, too.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memopt.strategies.base import Status
-from memopt.strategies.olla.contract import (
+from memopt.strategies.olla.mincut import forced_live, last_task_bound, minimum_cut
+from memopt.strategies.olla.orders import greedy_orders
+from memopt.strategies.olla.task_contraction import (
     eager,
     expand_order,
     independent_parts,
     without_free_tasks,
 )
-from memopt.strategies.olla.mincut import forced_live, last_task_bound, minimum_cut
-from memopt.strategies.olla.orders import greedy_orders
 from memopt.strategies.olla.tasks import Tasks
+from memopt.strategies.olla.timed_search import Improvement, TimedSearch, relative_gap
 from memopt.strategies.olla.window_search import Window
 
 STATES_FROM_FRAMEWORK = 4_000
-"""Of window searches from the framework's own order, before others are tried."""
+"""States that window searches from the framework's own order may take before others are tried."""
 DEFAULT_STATES = 400_000
-"""States of window searches in all: some seconds to a minute, the same result everywhere."""
+"""States that window searches may take in all: some seconds to a minute, everywhere the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,6 @@ class Ordering:
         order: a valid order of all tasks.
         peak: its peak memory, bytes.
         bound: no order has a smaller peak, bytes.
-        gap: (peak - bound) / bound, 0.0 when the bound is 0.
         status: OPTIMAL when peak = bound, else FEASIBLE.
         stats: "first_order" (best greedy order), "first_peak", "cuts", "states", "time_s".
     """
@@ -47,9 +46,13 @@ class Ordering:
     order: tuple[int, ...]
     peak: int
     bound: int
-    gap: float
     status: Status
     stats: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """(peak - bound) / bound, 0.0 when the bound is 0."""
+        return relative_gap(self.peak, self.bound)
 
 
 def order_tasks(
@@ -58,7 +61,7 @@ def order_tasks(
     good_enough: int = 0,
     time_limit_s: float | None = None,
     max_states: int = DEFAULT_STATES,
-    on_improvement: Callable[[float, int, int], None] | None = None,
+    on_improvement: Improvement | None = None,
 ) -> Ordering:
     """Order tasks for a small peak.
 
@@ -86,7 +89,7 @@ def order_tasks(
     return run.result()
 
 
-class _Run:
+class _Run(TimedSearch):
     """One call of `order_tasks`, on the problem without free tasks."""
 
     def __init__(
@@ -94,14 +97,11 @@ class _Run:
         tasks: Tasks,
         good_enough: int,
         time_limit_s: float | None,
-        on_improvement: Callable[[float, int, int], None] | None,
+        on_improvement: Improvement | None,
     ) -> None:
-        self.started_s = time.monotonic()
+        super().__init__(time_limit_s, on_improvement)
         self.original = tasks
         self.good_enough = good_enough
-        self.time_limit_s = time_limit_s
-        self.on_improvement = on_improvement
-        self.interrupted = False
         self.cuts: dict[int, tuple[int, int]] = {}
         self.states = 0
         self.first = ("framework", 0)
@@ -121,14 +121,6 @@ class _Run:
         """Whether nothing is left to find or the time is over."""
         return self.peak <= max(self.bound, self.good_enough) or self.out_of_time()
 
-    def elapsed_s(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.started_s
-
-    def out_of_time(self) -> bool:
-        """Whether the time limit has passed."""
-        return self.time_limit_s is not None and self.elapsed_s() >= self.time_limit_s
-
     def offer(self, order: Sequence[int]) -> bool:
         """Keep an order if it is better: a smaller peak, or as small and reached less often."""
         order = eager(self.tasks, order)
@@ -139,19 +131,14 @@ class _Run:
             return False
         self.order, self.profile = list(order), profile
         if peak < old:
-            self.report()
+            self.tell(self.peak, self.bound)
         return True
-
-    def report(self) -> None:
-        """Tell whoever listens."""
-        if self.on_improvement is not None:
-            self.on_improvement(self.elapsed_s(), self.peak, self.bound)
 
     def raise_bound(self, bound: int) -> None:
         """A proof that no order has a smaller peak than `bound`."""
         if bound > self.bound:
             self.bound = bound
-            self.report()
+            self.tell(self.peak, self.bound)
 
     def greedy(self) -> None:
         """The greedy orders."""
@@ -252,7 +239,6 @@ class _Run:
             tuple(order),
             peak,
             bound,
-            (peak - bound) / bound if bound else 0.0,
             Status.OPTIMAL if peak == bound else Status.FEASIBLE,
             {
                 "first_order": self.first[0],

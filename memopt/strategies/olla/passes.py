@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from math import lcm
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.variants import variant
 from memopt.programs.in_place import with_in_place, without_in_place
-from memopt.programs.instructions import Compute, Free, Program, SwapIn
+from memopt.programs.instructions import Compute, Program
 from memopt.programs.placed import ALIGNMENT_BYTES
 from memopt.programs.replay import replay
+from memopt.strategies.olla.arena_selection import select_buffers
 from memopt.strategies.olla.buffers import Buffer, Placement
+from memopt.strategies.olla.lifetimes import Storage, lifetimes, storages
 from memopt.strategies.olla.ordering import DEFAULT_STATES, Ordering, order_tasks
 from memopt.strategies.olla.placement import DEFAULT_WORK_LIMIT, place
 from memopt.strategies.olla.program_tasks import in_any_place, tasks_of
-from memopt.strategies.olla.within import buffers_within
+from memopt.strategies.olla.timed_search import Improvement
 
 ATTEMPTS = 5
-"""At a placement with a limit, each for a smaller one."""
-
-Improvement = Callable[[float, int, int], None]
-"""Called with (seconds since the start, peak bytes, bound bytes)."""
+"""How often a placement within a limit is tried, each time within a smaller one."""
 
 
 def order_program(
@@ -59,12 +57,12 @@ def order_program(
         on_improvement=on_improvement,
     )
     own = replay(graph, program, device)
-    if ordering.peak >= own.peak_bytes:
-        return program, _unchanged(ordering, own.peak_bytes, len(problem.tasks))
-    ordered = problem.program(ordering.order)
-    if device is not None and replay(graph, ordered, device).time_s > own.time_s * (1 + 1e-9):
-        return program, _unchanged(ordering, own.peak_bytes, len(problem.tasks))
-    return ordered, ordering
+    if ordering.peak < own.peak_bytes:
+        ordered = problem.program(ordering.order)
+        if device is None or replay(graph, ordered, device).time_s <= own.time_s * (1 + 1e-9):
+            return ordered, ordering
+    unchanged = tuple(range(len(problem.tasks)))
+    return program, dataclasses.replace(ordering, order=unchanged, peak=own.peak_bytes)
 
 
 def order_in_any_place(
@@ -95,11 +93,6 @@ def order_in_any_place(
     return with_in_place(graph, problem.program(ordering.order)), ordering.bound
 
 
-def _unchanged(ordering: Ordering, peak: int, count: int) -> Ordering:
-    gap = (peak - ordering.bound) / ordering.bound if ordering.bound else 0.0
-    return dataclasses.replace(ordering, order=tuple(range(count)), peak=peak, gap=gap)
-
-
 def program_buffers(
     graph: Graph, program: Program, *, alignment: int = 1, place_results: bool = True
 ) -> tuple[Buffer, ...]:
@@ -117,38 +110,35 @@ def program_buffers(
         place_results: whether outputs and gradients, which the user holds beyond the step, are
             placed too.
     """
-    buffers: list[Buffer] = []
-    open_: dict[int, tuple[int, int]] = {}
-    """Live tensor → where its storage began, and as which tensor."""
-    unplaced = _unplaced(graph, place_results)
-    outside: set[tuple[int, int]] = set()
-    """Storages that another tensor takes over which has no address."""
+    placeable = _placeable_storages(graph, program, _never_placed(graph, place_results))
+    return _buffers(graph, placeable, alignment)
 
-    def add(tensor: int, begin: int, end: int) -> None:
-        if tensor not in unplaced and (begin, tensor) not in outside:
-            size = graph.tensors[tensor].size_bytes
-            buffers.append(Buffer(f"{begin}:{tensor}", begin, end, size, alignment))
 
-    for position, instruction in enumerate(program):
-        if isinstance(instruction, Compute):
-            chosen = variant(graph.operators[instruction.op], instruction.implementation)
-            for tensor in chosen.writes:
-                if instruction.in_place is not None and tensor == chosen.writes[0]:
-                    open_[tensor] = open_.pop(instruction.in_place)
-                    if tensor in unplaced:
-                        outside.add(open_[tensor])
-                elif tensor in instruction.outputs:
-                    open_[tensor] = (position, tensor)
-                else:
-                    add(tensor, position, position + 1)
-        elif isinstance(instruction, SwapIn):
-            open_[instruction.tensor] = (position, instruction.tensor)
-        elif isinstance(instruction, Free) and instruction.tensor in open_:
-            begin, first = open_.pop(instruction.tensor)
-            add(first, begin, position)
-    for begin, first in open_.values():
-        add(first, begin, len(program))
-    return tuple(sorted(buffers, key=lambda buffer: (buffer.lower, int(buffer.id.split(":")[1]))))
+def _never_placed(graph: Graph, place_results: bool) -> set[int]:
+    """Tensors that get no address."""
+    return {*graph.tangents, *graph.outside, *(() if place_results else graph.kept)}
+
+
+def _placeable_storages(graph: Graph, program: Program, never: set[int]) -> tuple[Storage, ...]:
+    """The storages that no tensor shares which gets no address."""
+    return tuple(
+        storage
+        for storage in storages(lifetimes(graph, program))
+        if never.isdisjoint(lifetime.tensor for lifetime in storage.lifetimes)
+    )
+
+
+def _buffers(graph: Graph, placeable: Sequence[Storage], alignment: int) -> tuple[Buffer, ...]:
+    return tuple(
+        Buffer(
+            storage.id,
+            storage.first.begin,
+            storage.end,
+            graph.tensors[storage.first.tensor].size_bytes,
+            alignment,
+        )
+        for storage in placeable
+    )
 
 
 def place_program(
@@ -174,7 +164,7 @@ def place_program(
         graph, program, alignment, place_results: see `program_buffers`.
         limit_bytes: the most that the arena and all that lies outside it may need, resident bytes
             included: lifetimes that would need more are left to the allocator (`Program.apart`),
-            as few bytes as `buffers_within` finds. No offsets come back where no arena is within
+            as few bytes as `select_buffers` finds. No offsets come back where no arena is within
             the limit. None: no limit, everything has an address.
         time_limit_s, work_limit, seed, cp_sat, num_workers, on_improvement: see `place`.
 
@@ -184,10 +174,12 @@ def place_program(
     if graph.outside:
         alignment = lcm(alignment, ALIGNMENT_BYTES)
 
-    def place_(limit_bytes: int | None) -> tuple[Program, Placement]:
-        made, buffers = _chosen(graph, program, alignment, place_results, limit_bytes)
+    never = _never_placed(graph, place_results)
+    aim_bytes = limit_bytes
+    for _ in range(ATTEMPTS):
+        made, chosen = _selected(graph, program, alignment, never, aim_bytes)
         placement = place(
-            buffers,
+            _buffers(graph, chosen, alignment),
             time_limit_s=time_limit_s,
             work_limit=work_limit,
             seed=seed,
@@ -195,15 +187,9 @@ def place_program(
             num_workers=num_workers,
             on_improvement=on_improvement,
         )
-        offsets = _offsets(made, placement.offsets)
-        apart = _apart(made, offsets, _unplaced(graph, place_results))
-        return Program(made.instructions, offsets, apart), placement
-
-    if limit_bytes is None:
-        return place_(None)
-    aim_bytes = limit_bytes
-    for _ in range(ATTEMPTS):
-        placed, placement = place_(aim_bytes)
+        placed = _with_offsets(graph, made, chosen, placement, never)
+        if aim_bytes is None or limit_bytes is None:
+            return placed, placement
         total_bytes = replay(graph, placed).placed_peak_bytes
         assert total_bytes is not None
         if not placed.offsets:
@@ -229,85 +215,58 @@ def placing_figures(graph: Graph, placed: Program, placement: Placement) -> dict
     }
 
 
-def _chosen(
-    graph: Graph,
-    program: Program,
-    alignment: int,
-    place_results: bool,
-    limit_bytes: int | None,
-) -> tuple[Program, tuple[Buffer, ...]]:
-    """The program with in-place outputs where the placement takes them, and what to place."""
-    unplaced = _unplaced(graph, place_results)
+def _selected(
+    graph: Graph, program: Program, alignment: int, never: set[int], limit_bytes: int | None
+) -> tuple[Program, tuple[Storage, ...]]:
+    """The program with in-place outputs where the placement takes them, and what to place.
 
-    def buffers_of(one: Program) -> tuple[Buffer, ...]:
-        return program_buffers(graph, one, alignment=alignment, place_results=place_results)
+    In place stays what the operator's own kernel computes as its one output, which is kept; with
+    an address for the output, a kernel works in place on nothing that has none. The second costs
+    the output's size once more, which may be over the limit: then the two stay outside the arena.
+    """
 
-    separate = _placeable(graph, program, unplaced)
+    def is_odd(one: Compute) -> bool:
+        own = one.outputs == graph.operators[one.op].writes[:1]
+        return not own or one.implementation is not None
+
+    def is_split(one: Compute) -> bool:
+        return is_odd(one) or (one.in_place in never) != (one.outputs[0] in never)
+
+    separate = without_in_place(program, is_split)
     if limit_bytes is None:
-        return separate, buffers_of(separate)
-    best: tuple[Program, tuple[Buffer, ...]] = program, ()
-    # With an address for the output, a kernel works in place on nothing that has none: that
-    # costs the output's size once more, which may be over the limit.
-    for one in (separate, _kept(graph, program)):
-        found = buffers_within(graph, one, buffers_of(one), limit_bytes) or ()
-        if sum(b.extent for b in found) > sum(b.extent for b in best[1]):
-            best = one, found
+        return separate, _placeable_storages(graph, separate, never)
+    best: tuple[Program, tuple[Storage, ...]] = program, ()
+    best_bytes = 0
+    for one in (separate, without_in_place(program, is_odd)):
+        placeable = _placeable_storages(graph, one, never)
+        found = select_buffers(graph, one, _buffers(graph, placeable, alignment), limit_bytes) or ()
+        found_bytes = sum(buffer.extent for buffer in found)
+        if found_bytes > best_bytes:
+            ids = {buffer.id for buffer in found}
+            best = one, tuple(storage for storage in placeable if storage.id in ids)
+            best_bytes = found_bytes
     return best
 
 
-def _unplaced(graph: Graph, place_results: bool) -> set[int]:
-    """Tensors that get no address."""
-    return {*graph.tangents, *graph.outside, *(() if place_results else graph.kept)}
-
-
-def _kept(graph: Graph, program: Program) -> Program:
-    """The program with in-place outputs only where the operator's own kernel has that output
-    alone, which is kept."""
-    return without_in_place(program, lambda one: _is_odd(graph, one))
-
-
-def _is_odd(graph: Graph, instruction: Compute) -> bool:
-    own = instruction.outputs == graph.operators[instruction.op].writes[:1]
-    return not own or instruction.implementation is not None
-
-
-def _placeable(graph: Graph, program: Program, unplaced: set[int]) -> Program:
-    """`_kept`, and only where both tensors are placed, or neither."""
-
-    def apart(instruction: Compute) -> bool:
-        if _is_odd(graph, instruction):
-            return True
-        return (instruction.in_place in unplaced) != (instruction.outputs[0] in unplaced)
-
-    return without_in_place(program, apart)
-
-
-def _apart(
-    program: Program, offsets: list[tuple[int, int, int]], unplaced: set[int]
-) -> list[tuple[int, int]]:
-    """The lifetimes that could have an offset and have none."""
-    placed = {(position, tensor) for position, tensor, _ in offsets}
-    found = []
-    for position, instruction in enumerate(program):
-        begun = instruction.outputs if isinstance(instruction, Compute) else ()
-        begun = (instruction.tensor,) if isinstance(instruction, SwapIn) else begun
-        found += [(position, t) for t in begun if t not in unplaced and (position, t) not in placed]
-    return found
-
-
-def _offsets(program: Program, of_buffers: Mapping[str, int]) -> list[tuple[int, int, int]]:
-    """(instruction, tensor, offset) of every lifetime, given those of the buffers."""
-    found: dict[tuple[int, int], int] = {}
-    for name, offset in of_buffers.items():
-        position, tensor = map(int, name.split(":"))
-        found[position, tensor] = offset
-    here: dict[int, int] = {}
-    for position, instruction in enumerate(program):
-        if isinstance(instruction, Compute) and instruction.in_place in here:
-            found[position, instruction.outputs[0]] = here.pop(instruction.in_place)
-        elif isinstance(instruction, Free):
-            here.pop(instruction.tensor, None)
-        begun = instruction.outputs if isinstance(instruction, Compute) else ()
-        begun = (instruction.tensor,) if isinstance(instruction, SwapIn) else begun
-        here |= {t: found[position, t] for t in begun if (position, t) in found}
-    return sorted((position, tensor, offset) for (position, tensor), offset in found.items())
+def _with_offsets(
+    graph: Graph,
+    program: Program,
+    chosen: Sequence[Storage],
+    placement: Placement,
+    never: set[int],
+) -> Program:
+    """The program with the offsets of every placed lifetime; those that could have one and have
+    none are the allocator's."""
+    offset_of = {
+        lifetime.key: placement.offsets[storage.id]
+        for storage in chosen
+        for lifetime in storage.lifetimes
+    }
+    unplaced = [
+        lifetime.key
+        for lifetime in lifetimes(graph, program)
+        if not lifetime.transient and lifetime.tensor not in never and lifetime.key not in offset_of
+    ]
+    return Program(
+        program.instructions, sorted((*key, offset) for key, offset in offset_of.items()), unplaced
+    )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
-from functools import cached_property
-from math import gcd
+from collections.abc import Iterable
 
 from memopt.strategies.base import Status
 from memopt.strategies.olla.buffers import Buffer, Ints, Layout, Placement, peak_of
@@ -13,19 +10,21 @@ from memopt.strategies.olla.feasibility import solve_capacity
 from memopt.strategies.olla.greedy import greedy_placement, promoted_placement, pyramid
 from memopt.strategies.olla.repair import repaired_placement
 from memopt.strategies.olla.search import find_placement
+from memopt.strategies.olla.timed_search import Improvement, TimedSearch
 
 FIRST_ROUND_WORK = 64_000_000
 MOST_FAILURES = 2
-"""Of a round, above the bound."""
+"""A round ends after this many capacities above the bound at which nothing was found."""
 NEAR_PER_MILLE = 7
-"""Where local search begins, above the bound."""
+"""Local search begins at a capacity this far above the bound."""
 NEAR_STEPS = 8
-"""Of the way from the bound to the peak: what a round of local search is content with."""
+"""A round of local search ends when one such part of the way from the bound to the peak is left."""
 NEAR_ROUND_WORK = 300_000_000
-"""Of local search at one capacity, in the first round."""
+"""Work that local search may take at one capacity in the first round."""
 NEAR_WORK, FAR_WORK, FAR_PER_MILLE = 3_000_000_000, 5_000_000_000, 10
-"""Of local search above the bound, before depth-first search is tried in earnest; the same while
-the peak is so far above the bound, where that search finds nothing among many buffers."""
+"""Work that local search may take above the bound before depth-first search is tried in earnest:
+the second while the peak is this far above the bound, where that search finds nothing among
+`MANY_BUFFERS`."""
 MANY_BUFFERS = 500
 WITHOUT_LIMIT = 10**18
 DEFAULT_WORK_LIMIT = 6_000_000_000
@@ -42,7 +41,7 @@ def place(
     use_pyramid: bool = False,
     cp_sat: bool = False,
     num_workers: int = 1,
-    on_improvement: Callable[[float, int, int], None] | None = None,
+    on_improvement: Improvement | None = None,
 ) -> Placement:
     """Place buffers so that those live at the same time do not overlap, with a small peak.
 
@@ -80,7 +79,7 @@ def place(
     return run.result()
 
 
-class _Run:
+class _Run(TimedSearch):
     """One call of `place`: the incumbent and the bound, kept outside the solvers."""
 
     def __init__(
@@ -88,11 +87,9 @@ class _Run:
         buffers: tuple[Buffer, ...],
         capacity: int | None,
         time_limit_s: float | None,
-        on_improvement: Callable[[float, int, int], None] | None,
+        on_improvement: Improvement | None,
     ) -> None:
-        self.started_s = time.monotonic()
-        self.time_limit_s = time_limit_s
-        self.on_improvement = on_improvement
+        super().__init__(time_limit_s, on_improvement)
         self.buffers = buffers
         self.layout = Layout([buffer for buffer in buffers if buffer.size > 0])
         if len({buffer.id for buffer in buffers}) != len(buffers):
@@ -103,7 +100,6 @@ class _Run:
         self.peak = 0
         self.method = "none"
         self.nodes = 0
-        self.interrupted = False
 
     @property
     def good_enough(self) -> int:
@@ -119,29 +115,12 @@ class _Run:
             return True
         return self.best is not None and self.peak <= self.good_enough
 
-    @cached_property
-    def unit(self) -> int:
-        """Sunk placements only have offsets that are multiples of this."""
-        sizes = self.layout.size.tolist()
-        if (self.layout.alignment == 1).all():
-            return gcd(*sizes)
-        return gcd(*sizes, *self.layout.alignment.tolist())
-
-    def elapsed_s(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.started_s
-
-    def out_of_time(self) -> bool:
-        """Whether the time limit has passed."""
-        return self.time_limit_s is not None and self.elapsed_s() >= self.time_limit_s
-
     def offer(self, offsets: Ints, method: str) -> None:
         """Keep a placement if it is the best one."""
         peak = int((offsets + self.layout.size).max())
         if self.best is None or peak < self.peak:
             self.best, self.peak, self.method = offsets, peak, method
-            if self.on_improvement is not None:
-                self.on_improvement(self.elapsed_s(), peak, self.bound)
+            self.tell(peak, self.bound)
 
     def stack(self) -> None:
         """One above the other: always valid, needs no compiled code."""
@@ -179,7 +158,7 @@ class _Run:
                     low = max(target, self.bound)
                     failures += 1
                 # Closer to what fails is not worth it before the limits are larger.
-                over = failures > MOST_FAILURES or self.peak - low <= self.unit
+                over = failures > MOST_FAILURES or self.peak - low <= self.layout.unit
                 if self.capacity is not None or over:
                     break
                 target = (low + self.peak) // 2
@@ -194,7 +173,7 @@ class _Run:
         spent, limit, turn = 0, NEAR_ROUND_WORK, 0
         while not self.done:
             low = self.bound
-            step = max(self.unit, (self.peak - low) // NEAR_STEPS)
+            step = max(self.layout.unit, (self.peak - low) // NEAR_STEPS)
             while self.peak - low > step:
                 many = len(self.layout) >= MANY_BUFFERS
                 far = many and self.peak - self.bound > FAR_PER_MILLE * per_mille
@@ -206,7 +185,7 @@ class _Run:
                 low = target if self.peak > target else low
                 target = (low + self.peak) // 2
                 turn += 1
-            if self.peak - self.bound <= self.unit:
+            if self.peak - self.bound <= self.layout.unit:
                 return spent
             limit *= 2
             target = (self.bound + self.peak) // 2
@@ -226,7 +205,7 @@ class _Run:
         )
         self.nodes += outcome.nodes
         if outcome.infeasible:
-            self.bound = target + self.unit
+            self.bound = target + self.layout.unit
         elif outcome.offsets is not None:
             self.offer(outcome.offsets, "search")
         else:
@@ -252,12 +231,11 @@ class _Run:
             for index in pyramid(self.layout).tolist():
                 fixed[index] = base
                 base += int(self.layout.size[index])
-        left_s = None if self.time_limit_s is None else self.time_limit_s - self.elapsed_s()
         status, offsets = solve_capacity(
             self.layout,
             self.good_enough,
             fixed=fixed,
-            time_limit_s=left_s,
+            time_limit_s=self.left_s(),
             num_workers=num_workers,
             seed=seed,
         )
@@ -281,7 +259,6 @@ class _Run:
             offsets=offsets,
             peak=peak,
             bound=self.bound,
-            gap=(peak - self.bound) / self.bound if self.bound else 0.0,
             status=status,
             stats={
                 "method": self.method,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memopt.models.graph import Graph, Phase, TensorKind
+from memopt.models.graph import Graph, Operator, Phase, TensorKind
 from memopt.models.variants import variant
 from memopt.programs.instructions import (
     Compute,
@@ -13,20 +13,9 @@ from memopt.programs.instructions import (
     Instruction,
     LossBoundary,
     Program,
-    SwapIn,
-    SwapOut,
 )
+from memopt.strategies.olla.lifetimes import Lifetime, lifetimes
 from memopt.strategies.olla.tasks import Tasks, Value
-
-
-@dataclass
-class _Life:
-    """A lifetime while the program is read."""
-
-    tensor: int
-    producer: int
-    readers: list[int]
-    moved: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,162 +91,153 @@ def in_any_place(problem: ProgramTasks) -> ProgramTasks:
 
 
 class _Reader:
+    """Tasks, values and precedences of a program, one kind after the other."""
+
     def __init__(self, graph: Graph, program: Program) -> None:
         self.graph = graph
-        self.tasks: list[Instruction] = []
-        self.transient: list[int] = []
-        self.after: list[set[int]] = []
-        self.open: dict[int, _Life] = {}
-        self.closed: list[_Life] = []
-        self.last: dict[int, _Life] = {}
-        self.previous_compute: int | None = None
-        self.previous_move: int | None = None
-        self.waiting_moves: list[int] = []
-        self.boundary: int | None = None
-        self.parameter_readers: dict[int, list[int]] = {}
-        self.first_draws: dict[int, int] = {}
-        """Random operator → the task of its first run, in order."""
-        for instruction in program:
-            self._add(instruction)
-        self._boundary_order()
-
-    def _add(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Free):
-            life = self.open.pop(instruction.tensor)
-            self.closed.append(life)
-            if not life.moved:
-                return
-        task = len(self.tasks)
-        self.tasks.append(instruction)
-        self.transient.append(0)
-        self.after.append(set())
-        if isinstance(instruction, Compute):
-            self._compute(task, instruction)
-        elif isinstance(instruction, LossBoundary):
-            self.boundary = task
-            self.transient[task] = self.graph.boundary_bytes
-            for tensor in self.graph.tangents:
-                self._begin(task, tensor)
-        else:
-            self._move(task, instruction)
-
-    def _compute(self, task: int, instruction: Compute) -> None:
-        operator = self.graph.operators[instruction.op]
-        chosen = variant(operator, instruction.implementation)
-        for tensor in dict.fromkeys(chosen.reads):
-            if tensor in self.open:
-                self.open[tensor].readers.append(task)
-            if self.graph.tensors[tensor].kind is TensorKind.PARAMETER:
-                self.parameter_readers.setdefault(tensor, []).append(task)
-        for tensor in chosen.writes:
-            if tensor in instruction.outputs:
-                self._begin(task, tensor)
-            else:
-                self.transient[task] += self.graph.tensors[tensor].size_bytes
-        self.transient[task] += chosen.workspace_bytes
-        if instruction.in_place is not None:
-            taken = self.open.pop(instruction.in_place)
-            self.closed.append(taken)
-            self.after[task].update(other for other in taken.readers if other != task)
-            self.transient[task] -= self.graph.tensors[taken.tensor].size_bytes
-        if operator.phase is Phase.UPDATE:
-            for tensor in chosen.reads:
-                earlier = self.parameter_readers.get(tensor, ())
-                self.after[task].update(other for other in earlier if other != task)
-        if operator.random:
-            self._draw(task, instruction.op)
-        for move in self.waiting_moves:
-            self.after[task].add(move)
-        self.waiting_moves.clear()
-        self.previous_compute = task
-
-    def _draw(self, task: int, op: int) -> None:
-        if op in self.first_draws:
-            self.after[task].add(self.first_draws[op])
-            return
-        if self.first_draws:
-            self.after[task].add(max(self.first_draws.values()))
-        self.first_draws[op] = task
-
-    def _move(self, task: int, instruction: Instruction) -> None:
-        """A transfer, the free after one, or the drop of a host copy."""
-        if isinstance(instruction, SwapIn):
-            self._begin(task, instruction.tensor)
-        elif isinstance(instruction, SwapOut):
-            self.open[instruction.tensor].readers.append(task)
-            self.open[instruction.tensor].moved = True
-        elif isinstance(instruction, Free):
-            life = self.closed[-1]
-            self.after[task].update(life.readers)
-            life.readers.append(task)
-        if self.previous_compute is not None:
-            self.after[task].add(self.previous_compute)
-        if self.previous_move is not None:
-            self.after[task].add(self.previous_move)
-        self.previous_move = task
-        self.waiting_moves.append(task)
-
-    def _begin(self, task: int, tensor: int) -> None:
-        before = self.last.get(tensor)
-        if before is not None:
-            self.after[task].update((before.producer, *before.readers))
-        life = _Life(tensor, task, [])
-        self.open[tensor] = self.last[tensor] = life
-
-    def _boundary_order(self) -> None:
-        """What comes before the loss boundary and what after."""
-        if self.boundary is None:
-            return
-        outputs = set(self.graph.outputs)
-        for task, instruction in enumerate(self.tasks):
-            if task == self.boundary:
-                continue
-            if self.graph.tangents:
-                self._fix_side(task)
-            elif isinstance(instruction, Compute):
-                forward = self.graph.operators[instruction.op].phase is Phase.FORWARD
-                if not forward:
-                    self.after[task].add(self.boundary)
-                elif task < self.boundary and (
-                    task in self.first_draws.values() or outputs.intersection(instruction.outputs)
-                ):
-                    self.after[self.boundary].add(task)
-
-    def _fix_side(self, task: int) -> None:
-        assert self.boundary is not None
-        if task < self.boundary:
-            self.after[self.boundary].add(task)
-        else:
-            self.after[task].add(self.boundary)
+        self.lifetimes = lifetimes(graph, program)
+        waiting = {lifetime.end for lifetime in self.lifetimes if lifetime.copied}
+        listed = [
+            position
+            for position, instruction in enumerate(program)
+            if not isinstance(instruction, Free) or position in waiting
+        ]
+        self.instructions = [program.instructions[position] for position in listed]
+        self.task_at = {position: task for task, position in enumerate(listed)}
+        self.transient = [0] * len(listed)
+        self.unread: list[list[int]] = [[] for _ in listed]
+        self.after: list[set[int]] = [set() for _ in listed]
 
     def result(self) -> ProgramTasks:
-        unread: list[list[int]] = [[] for _ in self.tasks]
-        lives = [life for life in self.closed if life.readers]
-        for life in self.closed:
-            if not life.readers:
-                unread[life.producer].append(life.tensor)
-                self.transient[life.producer] += self.graph.tensors[life.tensor].size_bytes
-        lives += self.open.values()
-        lives.sort(key=lambda life: (life.producer, life.tensor))
-        values = tuple(
-            Value(
-                self.graph.tensors[life.tensor].size_bytes,
-                life.producer,
-                tuple(sorted(set(life.readers))),
-                self.open.get(life.tensor) is life,
-            )
-            for life in lives
-        )
+        """The ordering problem."""
+        values = self._values()
+        self._lifetime_order()
+        self._update_order()
+        self._boundary_order(self._draw_order())
+        self._move_order()
         tasks = Tasks(
             tuple(self.transient),
-            values,
+            tuple(value for _, _, value in values),
             tuple(tuple(sorted(earlier)) for earlier in self.after),
             self.graph.resident_bytes,
         )
         return ProgramTasks(
             self.graph,
             tasks,
-            tuple(self.tasks),
-            tuple(life.tensor for life in lives),
-            tuple(tuple(sorted(tensors)) for tensors in unread),
+            tuple(self.instructions),
+            tuple(tensor for _, tensor, _ in values),
+            tuple(tuple(sorted(tensors)) for tensors in self.unread),
         )
+
+    def _computes(self) -> Iterator[tuple[int, Compute, Operator]]:
+        """(task, instruction, its operator) of every Compute."""
+        for task, instruction in enumerate(self.instructions):
+            if isinstance(instruction, Compute):
+                yield task, instruction, self.graph.operators[instruction.op]
+
+    def _readers(self, lifetime: Lifetime) -> set[int]:
+        """The tasks that need a lifetime: its readers, and the Free that waits for its copy."""
+        readers = {self.task_at[position] for position in lifetime.readers}
+        if lifetime.copied and not lifetime.overwritten and lifetime.end in self.task_at:
+            readers.add(self.task_at[lifetime.end])
+        return readers
+
+    def _values(self) -> list[tuple[int, int, Value]]:
+        """(producer, tensor, value) of lifetimes, sorted; what nobody reads is transient."""
+        found: list[tuple[int, int, Value]] = []
+        for task, instruction, operator in self._computes():
+            self.transient[task] += variant(operator, instruction.implementation).workspace_bytes
+        for task, one in enumerate(self.instructions):
+            if isinstance(one, LossBoundary):
+                self.transient[task] += self.graph.boundary_bytes
+        for lifetime in self.lifetimes:
+            size = self.graph.tensors[lifetime.tensor].size_bytes
+            producer, readers = self.task_at[lifetime.begin], self._readers(lifetime)
+            if lifetime.overwritten:
+                self.transient[self.task_at[lifetime.end]] -= size
+            if readers or lifetime.stays:
+                value = Value(size, producer, tuple(sorted(readers)), lifetime.stays)
+                found.append((producer, lifetime.tensor, value))
+                continue
+            self.transient[producer] += size
+            if not lifetime.transient:
+                self.unread[producer].append(lifetime.tensor)
+        return sorted(found, key=lambda entry: entry[:2])
+
+    def _lifetime_order(self) -> None:
+        """A tensor's next lifetime after the last reader of the one before; a Free that waits, and
+        what takes over a storage, after the readers of that."""
+        last: dict[int, Lifetime] = {}
+        for lifetime in self.lifetimes:
+            if lifetime.transient:
+                continue
+            begin, end = self.task_at[lifetime.begin], self.task_at.get(lifetime.end)
+            before = last.get(lifetime.tensor)
+            if before is not None:
+                self.after[begin] |= {self.task_at[before.begin], *self._readers(before)}
+            last[lifetime.tensor] = lifetime
+            if end is not None:
+                self.after[end] |= self._readers(lifetime) - {end}
+
+    def _update_order(self) -> None:
+        """Updates after every earlier reader of what they read."""
+        readers: dict[int, list[int]] = {}
+        for task, instruction, operator in self._computes():
+            chosen = variant(operator, instruction.implementation)
+            if operator.phase is Phase.UPDATE:
+                for tensor in chosen.reads:
+                    self.after[task].update(readers.get(tensor, ()))
+            for tensor in chosen.reads:
+                if self.graph.tensors[tensor].kind is TensorKind.PARAMETER:
+                    readers.setdefault(tensor, []).append(task)
+
+    def _draw_order(self) -> set[int]:
+        """First runs of random operators one after the other, later runs after their first; the
+        first runs."""
+        first: dict[int, int] = {}
+        for task, instruction, operator in self._computes():
+            if not operator.random:
+                continue
+            if instruction.op in first:
+                self.after[task].add(first[instruction.op])
+                continue
+            self.after[task] |= {max(first.values())} if first else set()
+            first[instruction.op] = task
+        return set(first.values())
+
+    def _move_order(self) -> None:
+        """Transfers, frees after them and drops of host copies in their order, after the Compute
+        before them and before the one behind."""
+        compute = move = None
+        waiting: set[int] = set()
+        for task, instruction in enumerate(self.instructions):
+            if isinstance(instruction, LossBoundary):
+                continue
+            if isinstance(instruction, Compute):
+                self.after[task] |= waiting
+                waiting = set()
+                compute = task
+                continue
+            self.after[task] |= {other for other in (compute, move) if other is not None}
+            waiting.add(task)
+            move = task
+
+    def _boundary_order(self, first_draws: set[int]) -> None:
+        """What comes before the loss boundary and what after."""
+        tasks = enumerate(self.instructions)
+        boundary = next((task for task, one in tasks if isinstance(one, LossBoundary)), None)
+        if boundary is None:
+            return
+        if self.graph.tangents:
+            self.after[boundary].update(range(boundary))
+            for task in range(boundary + 1, len(self.instructions)):
+                self.after[task].add(boundary)
+            return
+        outputs = set(self.graph.outputs)
+        for task, instruction, operator in self._computes():
+            if operator.phase is not Phase.FORWARD:
+                self.after[task].add(boundary)
+            elif task < boundary and (
+                task in first_draws or outputs.intersection(instruction.outputs)
+            ):
+                self.after[boundary].add(task)

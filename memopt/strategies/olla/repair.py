@@ -17,28 +17,27 @@ if TYPE_CHECKING:
     from memopt.strategies.olla.repair_kernels import Buffers
 
 EXPONENTS = (0.6, 0.4, 0.5, 0.75)
-"""Of a buffer's area, bytes times sections, in its first weight, one attempt after another."""
+"""Exponents of a buffer's area (bytes times sections) in its first weight, attempt by attempt."""
 TENURES = (0, 1)
 """Moves for which a buffer just placed is dear to eject."""
 GRIDS = (None, 32, 128, 1)
 """Powers of two that divide a size divide its offset, too, up to this part of the bound; None: they
 need not. Where the memory is full most of the time, as with much moved in and out, buffers of
-equal sizes in the same places leave fewer gaps between them."""
+equal sizes in the same places leave fewer holes between them."""
 HEAVIEST = 1_000_000
 """The first weight of the buffer with the largest area."""
 STACK_EXPONENTS = ((0.6, 0.6), (0.4, 0.4), (0.5, 0.0), (0.5, 0.25))
-"""Of a buffer's bytes, and of its sections, in its first weight, around stacked results."""
+"""Exponents of a buffer's bytes and sections in its first weight, where results are stacked."""
 STACK_GRIDS = GRIDS[:3]
 STACKED_SHARE, LARGEST_SHARE = 0.15, 0.1
-"""Of the bound: the least that all results have if they are stacked, the most that one has."""
+"""Results are stacked if they have this share of the bound together; one has at most that share."""
 FEWEST_STACKED = 100
-"""Results; a few dozen can as well be placed with the rest."""
+"""Fewer results are not stacked: a few dozen can as well be placed with the rest."""
 WORK_PER_OVERLAP = 800
 """Units of work of the shortest attempts, for each pair of buffers that overlap: enough for every
 buffer to move about 12 times; few do."""
-
 MOST_WORK = 300_000_000
-"""Of an attempt, some tenths of a second."""
+"""Work that the longest attempts may take, some tenths of a second."""
 
 
 def repaired_placement(

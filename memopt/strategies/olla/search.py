@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from memopt.strategies.olla.buffers import Ints, Layout
+from memopt.strategies.olla.buffers import Ints, Layout, live_bytes
 
 if TYPE_CHECKING:
     from memopt.strategies.olla.search_kernels import Instance, State
 
-# Which buffers are preferred, by decreasing lifetime W, area A, bytes of the fullest section T...
-# (the letters are the minimalloc paper's; B is the area counted in sections) ...
 PREFERENCES = ("WAT", "TWA", "A", "BT", "TAW")
-# ... and what the tightness of memory counts against a low offset, in quarters; -1: nothing.
+"""Which buffers are preferred: by decreasing lifetime W, area A, bytes of the fullest section T
+(the letters are the minimalloc paper's), area counted in sections B."""
 SLACK_WEIGHTS = (0, 4, -1)
+"""What the tightness of memory counts against a low offset, in quarters; -1: nothing."""
 
 NODES_PER_BUFFER = 8
 """Nodes of the shortest attempts; a placement found without backtracking takes one per buffer."""
@@ -118,16 +118,12 @@ def luby(index: int) -> int:
 
 
 def _keys(layout: Layout) -> dict[str, Ints]:
-    duration = layout.upper - layout.lower
     sections = layout.last - layout.first
-    fullest = np.array(
-        [layout.section_bytes[a:b].max() for a, b in zip(layout.first, layout.last, strict=True)]
-    )
     return {
-        "W": duration,
-        "A": duration * layout.size,
+        "W": layout.duration,
+        "A": layout.duration * layout.size,
         "B": sections * layout.size,
-        "T": fullest,
+        "T": layout.fullest,
         "Z": layout.size,
         "N": sections,
     }
@@ -173,16 +169,14 @@ def _fresh(layout: Layout, order: Ints) -> tuple[Instance, State]:
 
     count, sections = len(layout), layout.sections
     ordered = layout.reordered(order)
-    crossing = np.zeros(sections + 1, dtype=np.int64)
-    np.add.at(crossing, ordered.first, 1)
-    np.subtract.at(crossing, ordered.last - 1, 1)
+    ones = np.ones(count, dtype=np.int64)
     twin = np.full(count, -1, dtype=np.int64)
     seen: dict[tuple[int, int, int, int], int] = {}
-    columns = (ordered.size, ordered.alignment, ordered.first, ordered.last)
-    for index, key in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+    rows = zip(*(column.tolist() for column in ordered.columns), strict=True)
+    for index, key in enumerate(rows):
         twin[index] = seen.get(key, -1)
         seen[key] = index
-    instance = kernels.Instance(*columns, twin, *ordered.overlaps, *ordered.members)
+    instance = kernels.Instance(*ordered.columns, twin, *ordered.overlaps, *ordered.members)
     state = kernels.State(
         counters=np.zeros(kernels.COUNTERS, dtype=np.int64),
         frames=np.zeros((count + 2, kernels.FRAME_FIELDS), dtype=np.int64),
@@ -193,6 +187,6 @@ def _fresh(layout: Layout, order: Ints) -> tuple[Instance, State]:
         reach=np.zeros(count, dtype=np.int64),
         floor=np.zeros(sections, dtype=np.int64),
         remaining=ordered.section_bytes.copy(),
-        crossing=np.cumsum(crossing[:-1]),
+        crossing=live_bytes(ordered.first, ordered.last - 1, ones, sections),
     )
     return instance, state

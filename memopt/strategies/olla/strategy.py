@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,13 +14,13 @@ from memopt.programs.replay import replay
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
 from memopt.strategies.olla.ordering import DEFAULT_STATES
 from memopt.strategies.olla.passes import (
-    Improvement,
     order_in_any_place,
     order_program,
     place_program,
     placing_figures,
 )
 from memopt.strategies.olla.placement import DEFAULT_WORK_LIMIT
+from memopt.strategies.olla.timed_search import Improvement
 
 
 @dataclass(frozen=True)
@@ -221,9 +220,4 @@ def _listener(progress: Progress | None, fraction: float, what: str) -> Improvem
     """Passes improvements on to `progress`."""
     if progress is None:
         return None
-    told: Callable[[float, str], None] = progress
-
-    def listen(_seconds: float, peak: int, bound: int) -> None:
-        told(fraction, f"{what}: {peak} bytes, bound {bound}")
-
-    return listen
+    return lambda _seconds, peak, bound: progress(fraction, f"{what}: {peak} bytes, bound {bound}")

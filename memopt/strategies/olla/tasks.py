@@ -11,6 +11,9 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
+
+Lists: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +46,18 @@ class Tasks:
         return len(self.transient)
 
     @cached_property
-    def produced(self) -> tuple[tuple[int, ...], ...]:
+    def produced(self) -> Lists:
         """For each task, the values it produces."""
-        lists: list[list[int]] = [[] for _ in self.transient]
-        for index, value in enumerate(self.values):
-            lists[value.producer].append(index)
-        return tuple(map(tuple, lists))
+        return _grouped(len(self), ((value.producer, i) for i, value in enumerate(self.values)))
 
     @cached_property
-    def consumed(self) -> tuple[tuple[int, ...], ...]:
+    def consumed(self) -> Lists:
         """For each task, the values it consumes."""
-        lists: list[list[int]] = [[] for _ in self.transient]
-        for index, value in enumerate(self.values):
-            for task in value.consumers:
-                lists[task].append(index)
-        return tuple(map(tuple, lists))
+        values = enumerate(self.values)
+        return _grouped(len(self), ((task, i) for i, value in values for task in value.consumers))
 
     @cached_property
-    def before(self) -> tuple[tuple[int, ...], ...]:
+    def before(self) -> Lists:
         """For each task, its immediate predecessors, ascending."""
         sets = [set(tasks) for tasks in self.after]
         for value in self.values:
@@ -69,13 +66,10 @@ class Tasks:
         return tuple(tuple(sorted(tasks)) for tasks in sets)
 
     @cached_property
-    def following(self) -> tuple[tuple[int, ...], ...]:
+    def following(self) -> Lists:
         """For each task, its immediate successors, ascending."""
-        lists: list[list[int]] = [[] for _ in self.transient]
-        for task, earlier in enumerate(self.before):
-            for other in earlier:
-                lists[other].append(task)
-        return tuple(map(tuple, lists))
+        before = enumerate(self.before)
+        return _grouped(len(self), ((other, task) for task, earlier in before for other in earlier))
 
     @cached_property
     def output_bytes(self) -> tuple[int, ...]:
@@ -85,26 +79,17 @@ class Tasks:
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
         """For each task, the set of tasks that must precede it, as a bit mask (OLLA §4.1)."""
-        masks = [0] * len(self)
-        for task in self.topological:
-            for other in self.before[task]:
-                masks[task] |= masks[other] | 1 << other
-        return tuple(masks)
+        return _reached(self.topological, self.before)
 
     @cached_property
     def descendants(self) -> tuple[int, ...]:
         """For each task, the set of tasks that must follow it, as a bit mask."""
-        masks = [0] * len(self)
-        for task in reversed(self.topological):
-            for other in self.following[task]:
-                masks[task] |= masks[other] | 1 << other
-        return tuple(masks)
+        return _reached(self.topological[::-1], self.following)
 
     @cached_property
     def topological(self) -> tuple[int, ...]:
         """Some valid order: the given one when it is valid."""
         waiting = [len(tasks) for tasks in self.before]
-
         ready = [task for task, count in enumerate(waiting) if count == 0]
         order: list[int] = []
         while ready:
@@ -137,6 +122,23 @@ class Tasks:
             for task, earlier in enumerate(self.before)
             for other in earlier
         )
+
+
+def _grouped(count: int, pairs: Iterable[tuple[int, int]]) -> Lists:
+    """For each of `count` tasks, what is paired with it, in the order of the pairs."""
+    lists: list[list[int]] = [[] for _ in range(count)]
+    for task, item in pairs:
+        lists[task].append(item)
+    return tuple(map(tuple, lists))
+
+
+def _reached(order: Sequence[int], neighbours: Lists) -> tuple[int, ...]:
+    """For each task, what its neighbours lead to, as a bit mask; neighbours come first in order."""
+    masks = [0] * len(order)
+    for task in order:
+        for other in neighbours[task]:
+            masks[task] |= masks[other] | 1 << other
+    return tuple(masks)
 
 
 class Run:

@@ -1,4 +1,4 @@
-"""Shorter lifetimes of moved tensors, in the same time or nearly: room for a placement.
+"""Tighter lifetimes of moved tensors, in the same time or nearly: room for a placement.
 
 A program may free a tensor long after its copy to the host is complete, and fetch it long before
 its reader. Both cost nothing while there is memory, and keep it full: at addresses, where
@@ -28,7 +28,7 @@ from memopt.programs.instructions import (
 from memopt.programs.replay import Direction, replay
 
 
-def shortened(
+def tighten_lifetimes(
     graph: Graph, program: Program, device: Device, *, room_bytes: int | None = None
 ) -> Program:
     """Free tensors as early, and fetch them as late, as takes no longer by the device's links.
@@ -47,11 +47,11 @@ def shortened(
     Returns:
         The program; the instructions as they were, where nothing moves.
     """
-    own = _Shortening(graph, Program(program.instructions), device)
-    return _Shortening(graph, own.freed_early(room_bytes), device).fetched_late()
+    own = _Tightening(graph, Program(program.instructions), device)
+    return _Tightening(graph, own.freed_early(room_bytes), device).fetched_late()
 
 
-class _Shortening:
+class _Tightening:
     """A program with its times. A position is that of the instruction that something precedes."""
 
     def __init__(self, graph: Graph, program: Program, device: Device) -> None:
@@ -60,7 +60,7 @@ class _Shortening:
         self.device = device
         self.timeline = replay(graph, program, device)
         self.reached_s = [0.0, *self.timeline.end_s]
-        """Of each position."""
+        """When the compute stream reaches each position."""
         self.uses = _uses(graph, program)
 
     def freed_early(self, room_bytes: int | None) -> Program:
@@ -70,7 +70,7 @@ class _Shortening:
         freeable = self._freeable()
         moves: dict[int, int] = {}
         open_frees: list[tuple[float, int, int]] = []
-        """As in `_freeable`, of the tensors that nobody uses any more."""
+        """Entries of `_freeable` whose tensors nobody uses any more."""
         freed_bytes, ended = 0, Counter[int]()
         """Freed earlier than before, in all; where that is no difference any more."""
         waited_s = 0.0
@@ -117,7 +117,7 @@ class _Shortening:
         later transfers are to be complete when they were waited for."""
         moves = {}
         start_s, most = float("inf"), len(self.program)
-        """Of the next transfer on the link, and where it comes."""
+        """When the next transfer on the link starts, and its position."""
         for transfer in reversed(self.timeline.transfers):
             position = transfer.instruction
             if transfer.direction is Direction.TO_HOST:

@@ -6,8 +6,8 @@ different instructions, so placing everything may cost more than the liveness pe
 is left to the allocator makes the arena smaller where it is live, and what lies outside larger
 only there.
 
-With s_i the bytes of buffer i, f_t what lies outside at moment t in any case, and x_i whether i is
-placed: the most bytes Σ s_i x_i such that A + O <= limit, Σ_{i live at t} s_i x_i <= A and
+With s_i the bytes of buffer i, f_t what lies outside at time point t in any case, and x_i whether i
+is placed: the most bytes Σ s_i x_i such that A + O <= limit, Σ_{i live at t} s_i x_i <= A and
 f_t + Σ_{i live at t} s_i (1 - x_i) <= O for all t. Greedily, for several values of A: the best
 is often just below the largest, limit - max f_t, so they are dense there.
 """
@@ -22,13 +22,13 @@ import numpy as np
 from memopt.models.graph import Graph
 from memopt.programs.instructions import Free, Program
 from memopt.programs.replay import replay
-from memopt.strategies.olla.buffers import Buffer, Ints
+from memopt.strategies.olla.buffers import Buffer, Ints, live_bytes
 
 STEPS = 24
 """Capacities tried: so many evenly spaced ones, and as many at distances that halve."""
 
 
-def buffers_within(
+def select_buffers(
     graph: Graph, program: Program, buffers: Sequence[Buffer], limit_bytes: int
 ) -> tuple[Buffer, ...] | None:
     """The buffers to place, as many bytes as found; None: not even nothing is within the limit.
@@ -40,17 +40,17 @@ def buffers_within(
         limit_bytes: for the arena (taken to be as large as what is in it at most) and all that
             lies outside it, resident bytes included.
     """
-    lower, upper, total = _moments(graph, program, buffers)
+    lower, upper, total = _time_points(graph, program, buffers)
     raw = np.array([buffer.size for buffer in buffers], dtype=np.int64)
     size = np.array([buffer.extent for buffer in buffers], dtype=np.int64)
-    fixed = total - _live(lower, upper, raw, len(total))
+    fixed = total - live_bytes(lower, upper, raw, len(total))
     if int(total.max(initial=0)) > limit_bytes:
         return None
-    inside = _live(lower, upper, size, len(total))
+    inside = live_bytes(lower, upper, size, len(total))
     largest = limit_bytes - int(fixed.max(initial=0))
     if int(inside.max(initial=0)) <= largest:
         return tuple(buffers)
-    from memopt.strategies.olla.within_kernels import leave_out
+    from memopt.strategies.olla.arena_selection_kernels import leave_out
 
     best, best_bytes = np.zeros(len(buffers), dtype=np.bool_), 0
     below = {
@@ -66,8 +66,10 @@ def buffers_within(
     return tuple(buffer for buffer, placed in zip(buffers, best, strict=True) if placed)
 
 
-def _moments(graph: Graph, program: Program, buffers: Sequence[Buffer]) -> tuple[Ints, Ints, Ints]:
-    """(first moment, end of each buffer, bytes at each moment). Moments are the instructions but
+def _time_points(
+    graph: Graph, program: Program, buffers: Sequence[Buffer]
+) -> tuple[Ints, Ints, Ints]:
+    """(first time point of each buffer, its end, bytes at each time point): the instructions but
     for frees, which never need more than what comes before them."""
     free = np.array([isinstance(x, Free) for x in program], dtype=np.bool_)
     before = np.concatenate(([0], np.cumsum(~free))).astype(np.int64)
@@ -75,10 +77,3 @@ def _moments(graph: Graph, program: Program, buffers: Sequence[Buffer]) -> tuple
     upper = before[[buffer.upper for buffer in buffers]]
     total = np.array(replay(graph, program).step_bytes, dtype=np.int64)[~free]
     return lower, upper, total
-
-
-def _live(lower: Ints, upper: Ints, size: Ints, moments: int) -> Ints:
-    change = np.zeros(moments + 1, dtype=np.int64)
-    np.add.at(change, lower, size)
-    np.subtract.at(change, upper, size)
-    return np.cumsum(change[:-1])

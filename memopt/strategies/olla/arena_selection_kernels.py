@@ -13,11 +13,11 @@ Flags = npt.NDArray[np.bool_]
 
 @njit(cache=True)
 def _fits(level: Ints, begin: int, end: int, size: int, limit: int) -> bool:
-    """Whether so many bytes more keep a limit at every moment of a lifetime."""
-    moment = begin
-    while moment < end and level[moment] + size <= limit:
-        moment += 1
-    return moment >= end
+    """Whether so many bytes more keep a limit at every point of a lifetime."""
+    point = begin
+    while point < end and level[point] + size <= limit:
+        point += 1
+    return point >= end
 
 
 @njit(cache=True)
@@ -34,29 +34,29 @@ def leave_out(
     """(which buffers stay in the arena, whether that keeps both limits).
 
     Where the arena is fullest, a buffer goes that fits outside for all its life: the one that frees
-    the most moments that are too full, for its bytes; or of those that are enough, or else of all,
+    the most points that are too full, for its bytes; or of those that are enough, or else of all,
     the one that lives shortest. Then what fits again comes back, largest first.
 
     Args:
-        lower, upper: lifetimes, as moments.
+        lower, upper: lifetimes, as time points.
         size: bytes.
-        fixed: bytes outside at each moment whatever is chosen.
-        inside: bytes of all buffers at each moment.
+        fixed: bytes outside at each point whatever is chosen.
+        inside: bytes of all buffers at each point.
         capacity: of the arena.
-        room: the most that may be outside at any moment.
+        room: the most that may be outside at any point.
         shortest: which of the two goes.
     """
-    count, moments = size.shape[0], fixed.shape[0]
+    count, points = size.shape[0], fixed.shape[0]
     placed = np.ones(count, np.bool_)
     inside, outside = inside.copy(), fixed.copy()
-    full = np.zeros(moments + 1, np.int64)
+    full = np.zeros(points + 1, np.int64)
     while True:
         most, worst = 0, -1
-        for moment in range(moments):
-            excess = inside[moment] - capacity
-            full[moment + 1] = full[moment] + (1 if excess > 0 else 0)
+        for point in range(points):
+            excess = inside[point] - capacity
+            full[point + 1] = full[point] + (1 if excess > 0 else 0)
             if excess > most:
-                most, worst = excess, moment
+                most, worst = excess, point
         if worst < 0:
             break
         best, best_score = -1, -1.0

@@ -14,7 +14,7 @@ from memopt.programs.generate_programs import random_program
 from memopt.programs.instructions import Compute, Free, Instruction, Program, SwapIn, SwapOut
 from memopt.programs.replay import Direction, replay
 from memopt.programs.validate import validate
-from memopt.strategies.olla.shorten import shortened
+from memopt.strategies.olla.tighten_lifetimes import tighten_lifetimes
 
 
 def cases(count: int, seed: int) -> list[tuple[Graph, Program, Device]]:
@@ -65,7 +65,7 @@ def kinds(program: Program, *kind: type[Instruction]) -> list[Instruction]:
 def test_shortened_programs_are_valid_no_slower_and_hold_no_more() -> None:
     less = 0
     for graph, program, device in cases(400, 5):
-        short = shortened(graph, program, device)
+        short = tighten_lifetimes(graph, program, device)
         assert validate(graph, short) is None
         before, after = replay(graph, program, device), replay(graph, short, device)
         assert after.time_s <= before.time_s * (1 + 1e-9)
@@ -82,8 +82,8 @@ def test_shortened_programs_are_valid_no_slower_and_hold_no_more() -> None:
 
 def test_nothing_is_left_to_shorten() -> None:
     for graph, program, device in cases(150, 6):
-        short = shortened(graph, program, device)
-        again = shortened(graph, short, device)
+        short = tighten_lifetimes(graph, program, device)
+        again = tighten_lifetimes(graph, short, device)
         assert held(graph, again) == held(graph, short)
 
 
@@ -94,7 +94,7 @@ def test_no_fetch_and_no_free_could_move_one_computation_further(duplex: bool) -
     tried = 0
     for graph, program, link_ in cases(120, 7):
         device = replace(link_, duplex=duplex)
-        short = shortened(graph, program, device)
+        short = tighten_lifetimes(graph, program, device)
         own_s = starts_s(graph, short, device)
         for position, instruction in enumerate(short):
             if isinstance(instruction, Free):
@@ -119,10 +119,10 @@ def test_no_fetch_and_no_free_could_move_one_computation_further(duplex: bool) -
 def test_with_room_made_programs_hold_less_and_say_what_it_costs() -> None:
     less = slower = free_of_charge = 0
     for graph, program, device in cases(400, 8):
-        short = shortened(graph, program, device)
+        short = tighten_lifetimes(graph, program, device)
         peak_bytes = replay(graph, program, device).peak_bytes
-        assert shortened(graph, program, device, room_bytes=peak_bytes) == short
-        roomy = shortened(graph, program, device, room_bytes=peak_bytes * 3 // 4)
+        assert tighten_lifetimes(graph, program, device, room_bytes=peak_bytes) == short
+        roomy = tighten_lifetimes(graph, program, device, room_bytes=peak_bytes * 3 // 4)
         assert validate(graph, roomy) is None
         before, after = replay(graph, program, device), replay(graph, roomy, device)
         assert after.peak_bytes <= before.peak_bytes
@@ -144,7 +144,7 @@ def test_computations_hold_more_than_the_room_only_with_what_is_needed() -> None
     above = 0
     for graph, program, device in cases(200, 9):
         room_bytes = replay(graph, program).peak_bytes // 2
-        roomy = shortened(graph, program, device, room_bytes=room_bytes)
+        roomy = tighten_lifetimes(graph, program, device, room_bytes=room_bytes)
         rows = replay(graph, roomy).step_bytes
         for position, instruction in enumerate(roomy):
             if not isinstance(instruction, Free) or position == 0:

@@ -23,7 +23,7 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.strategies.base import Status
-from memopt.strategies.olla.arranging import MOST_SLOWER, arrange
+from memopt.strategies.olla.order_and_place import MOST_SLOWER, order_and_place
 from tests.models.training_graphs import overwriting
 from tests.plan.tiny import make, profiled, step_digest, tight_plan
 
@@ -103,7 +103,9 @@ def test_random_programs_stay_valid_and_within_their_budget() -> None:
         graph = random_graph(rng, rng.randint(1, 6), implementations=True, updates=True)
         program = random_program(rng, graph, recomputations=2, swaps=2, reorder=True)
         own = replay(graph, program, device)
-        made, stats = arrange(graph, program, own.peak_bytes, device, order=True, place=True)
+        made, stats = order_and_place(
+            graph, program, own.peak_bytes, device, order=True, place=True
+        )
         assert validate(graph, made, own.peak_bytes) is None
         timeline = replay(graph, made, device)
         assert timeline.peak_bytes <= own.peak_bytes
@@ -127,7 +129,7 @@ def test_without_a_budget_everything_has_an_address() -> None:
     rng = Random(4)
     for _ in range(20):
         graph = random_graph(rng, rng.randint(1, 6))
-        made, stats = arrange(
+        made, stats = order_and_place(
             graph, store_all(graph), None, memopt.Device(), order=False, place=True
         )
         assert made.offsets
@@ -225,7 +227,9 @@ def test_an_output_that_gets_its_own_address_is_no_shortened_lifetime() -> None:
         graph = overwriting(rng, random_graph(rng, 6))
         graph = dataclasses.replace(graph, outside=tuple(graph.producer)[::2])
         program = with_in_place(graph, store_all(graph))
-        made, stats = arrange(graph, program, None, memopt.Device(), order=False, place=True)
+        made, stats = order_and_place(
+            graph, program, None, memopt.Device(), order=False, place=True
+        )
         if stats["arena_gap"] == 0:
             changed += made.instructions != program.instructions
             assert stats["shortened"] is False

@@ -21,7 +21,7 @@ from memopt.programs.serialize import dumps, loads
 from memopt.programs.validate import memory_use, validate
 from memopt.programs.violations import ViolationCode
 from memopt.strategies.olla import Buffer, Olla, place_program, program_buffers
-from memopt.strategies.olla.within import buffers_within
+from memopt.strategies.olla.arena_selection import select_buffers
 from tests.models.training_graphs import overwriting
 
 
@@ -69,7 +69,7 @@ def test_what_is_chosen_is_within_the_limit_and_nearly_the_most() -> None:
         everything = needed(graph, program, buffers, {b.id for b in buffers})
         peak = replay(graph, program).peak_bytes
         limit = rng.randint(peak, max(peak, everything))
-        found = buffers_within(graph, program, buffers, limit)
+        found = select_buffers(graph, program, buffers, limit)
         assert found is not None
         assert needed(graph, program, buffers, {b.id for b in found}) <= limit
         best = max(
@@ -80,8 +80,8 @@ def test_what_is_chosen_is_within_the_limit_and_nearly_the_most() -> None:
         )
         if best:
             shares.append(sum(b.extent for b in found) / best)
-        assert buffers_within(graph, program, buffers, everything) == buffers
-        assert buffers_within(graph, program, buffers, peak - 1) is None
+        assert select_buffers(graph, program, buffers, everything) == buffers
+        assert select_buffers(graph, program, buffers, peak - 1) is None
     assert len(shares) > 20
     assert np.mean(shares) > 0.9
 

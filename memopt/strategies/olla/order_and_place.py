@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -18,19 +17,21 @@ from memopt.programs.validate import validate
 from memopt.strategies.base import Solution, Status
 from memopt.strategies.olla.buffers import Placement
 from memopt.strategies.olla.passes import order_program, place_program, placing_figures
-from memopt.strategies.olla.shorten import shortened
+from memopt.strategies.olla.tighten_lifetimes import tighten_lifetimes
+from memopt.strategies.olla.timed_search import TimedSearch
 
 ENOUGH_GAP = 0.01
-"""Of an arena to its bound: no reason to move transfers."""
+"""An arena at most this far above its bound is no reason to move transfers."""
 ROOMS = (0.99, 0.97)
-"""Of the peak: where computations wait for copies to the host, if that makes room enough."""
+"""Computations that need more than this share of the peak wait for copies to the host."""
 NO_SLOWER, MOST_SLOWER = 0.0005, 0.02
-"""Of the step's time: the waits that are not worth trying without, and those never accepted."""
+"""Waits of at most the first share of the step's time are always tried, of more than the second
+never accepted."""
 SEEDS = (1, 2)
-"""Of searches for what has the most room, where none was good enough."""
+"""Further searches for the addresses of what has the most room, where none was good enough."""
 
 
-def arrange(
+def order_and_place(
     graph: Graph,
     program: Program,
     budget_bytes: int | None,
@@ -96,23 +97,21 @@ def _placed(
     device: Device,
     time_limit_s: float | None,
 ) -> tuple[Program, Placement, bool]:
-    """The program at addresses, and whether its lifetimes were shortened for that: where addresses
+    """The program at addresses, and whether its lifetimes were tightened for that: where addresses
     cost much or not all fit, if then more fits or the arena is smaller.
 
     A fetch that comes as late as the link allows has no time to spare if the link is slower than
     the device says. So the transfers stay where the strategy had them if that is good enough.
     """
-    began_s = time.monotonic()
+    search = TimedSearch(time_limit_s)
     best, found, short = program, None, False
     gap = 0.0
     for attempt, seed in _attempts(graph, program, device):
-        left_s = None if time_limit_s is None else time_limit_s - (time.monotonic() - began_s)
-        out_of_time = left_s is not None and left_s <= 0
         # Of an arena that is hardly larger than its bound no other search makes more.
-        if found is not None and (out_of_time or (seed and gap <= ENOUGH_GAP)):
+        if found is not None and (search.out_of_time() or (seed and gap <= ENOUGH_GAP)):
             break
         placed, placement = place_program(
-            graph, attempt, limit_bytes=budget_bytes, time_limit_s=left_s, seed=seed
+            graph, attempt, limit_bytes=budget_bytes, time_limit_s=search.left_s(), seed=seed
         )
         if found is None or _merit(graph, placed, placement) > _merit(graph, best, found):
             best, found, short = placed, placement, attempt is not program
@@ -130,22 +129,22 @@ def _attempts(graph: Graph, program: Program, device: Device) -> Iterator[tuple[
     """What to place, one after the other until one is good enough, and the seeds of the search."""
     yield program, 0
     last = program
-    for last in _shorter(graph, program, device):
+    for last in _tightened(graph, program, device):
         yield last, 0
     for seed in SEEDS:
         yield last, seed
 
 
-def _shorter(graph: Graph, program: Program, device: Device) -> Iterator[Program]:
-    """The program with lifetimes shortened and the most room that takes no longer, then those with
+def _tightened(graph: Graph, program: Program, device: Device) -> Iterator[Program]:
+    """The program with lifetimes tightened and the most room that takes no longer, then those with
     more room that take a little longer. None where it is not known how long transfers take."""
     if not device.is_linked:
         return
     base = replay(graph, program, device)
-    made = [shortened(graph, program, device)]
+    made = [tighten_lifetimes(graph, program, device)]
     for share in ROOMS:
         room_bytes = int(share * base.peak_bytes)
-        made.append(shortened(graph, program, device, room_bytes=room_bytes))
+        made.append(tighten_lifetimes(graph, program, device, room_bytes=room_bytes))
     slower = [_share(replay(graph, one, device).time_s, base.time_s) for one in made]
     first = max(k for k, share in enumerate(slower) if k == 0 or share <= NO_SLOWER)
     before = _moves(program)
@@ -161,7 +160,7 @@ def _share(time_s: float, own_s: float) -> float:
 
 
 def _merit(graph: Graph, placed: Program, placement: Placement) -> tuple[int, int]:
-    """Of a program at addresses: more at addresses is better, then a smaller arena."""
+    """More bytes at addresses are better, then a smaller arena."""
     return _covered_bytes(graph, placed), -placement.peak
 
 
@@ -181,7 +180,7 @@ def _moves(program: Program) -> list[tuple[int, Instruction]]:
     return found
 
 
-def arranged(
+def ordered_and_placed(
     graph: Graph,
     solution: Solution,
     lower: Callable[[tuple[ChainStep, ...]], Program] | None,
@@ -190,9 +189,16 @@ def arranged(
     passes: Mapping[str, bool],
     time_limit_s: float | None,
 ) -> Solution:
-    """A strategy's solution with its program (`lower` makes that of a chain's steps) arranged;
-    `limits` are bytes on the device and on the host, `passes` the `order` and `place` of `arrange`,
-    which see."""
+    """A strategy's solution with its program ordered and placed.
+
+    Args:
+        graph: the cost model of the program.
+        solution: with a program, or with the steps of a chain schedule.
+        lower: makes the program of such steps; None: there is a program.
+        limits: bytes on the device and on the host; None: no limit.
+        device, time_limit_s: see `order_and_place`.
+        passes: the `order` and `place` of `order_and_place`.
+    """
     program = solution.program
     if lower is not None and solution.steps is not None:
         program = lower(solution.steps)
@@ -200,7 +206,7 @@ def arranged(
     if limits[0] is not None and replay(graph, program).peak_bytes > limits[0]:
         # The budget was met by the program as it runs: in place.
         program = with_in_place(graph, program)
-    program, stats = arrange(
+    program, stats = order_and_place(
         graph,
         program,
         limits[0],
