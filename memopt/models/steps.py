@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from memopt.models.codec import as_row
+
 
 class Move(StrEnum):
     """What a chain step does at its stage ℓ."""
@@ -30,6 +32,7 @@ class Move(StrEnum):
     waits for it, and the host copy is dropped right after that reader."""
 
 
+@as_row("move", "stage")
 @dataclass(frozen=True, slots=True, order=True)
 class ChainStep:
     """One step of a chain schedule: `move` at stage `stage` (1-based, the loss is the last)."""
