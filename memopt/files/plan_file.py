@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -14,13 +14,13 @@ from memopt.files.envelope import pack, read_plan, write_atomically
 from memopt.files.strategy_record import StrategyRecord
 from memopt.models import codec
 from memopt.models.chain import Chain
-from memopt.models.codec import Check, Seconds
+from memopt.models.codec import NAME, Check, Codec, Seconds
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.reader import Reader
 from memopt.models.record import ModelRecord
 from memopt.models.same_graph import as_captured
-from memopt.models.steps import ChainStep
+from memopt.models.steps import ChainStep, Steps
 from memopt.plan_record import BaselineFigures, PlanRecord
 from memopt.programs.instructions import Program
 from memopt.programs.serialize import fingerprint
@@ -41,14 +41,35 @@ _PlanStatus: TypeAlias = Annotated[
 ]
 
 
+def _plain(value: object) -> object:
+    """What a solver says about itself, as JSON; texts where JSON has nothing for it."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int) and abs(value) < _LARGEST_WHOLE:
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+_Stats: TypeAlias = Annotated[
+    Mapping[str, object],
+    Codec(_plain, lambda reader: {name: item.value for name, item in reader.entries().items()}),
+]
+
+
 @dataclass(frozen=True)
 class _Content:
-    """What a plan file holds."""
+    """What a plan file holds: fields of a PlanRecord, and the figures."""
 
     status: _PlanStatus
     strategy: StrategyRecord
-    budget_bytes: _Budget | None
-    host_budget_bytes: int | None
+    budget: _Budget | None = field(metadata={NAME: "budget_bytes"})
+    host_budget: int | None = field(metadata={NAME: "host_budget_bytes"})
     lower_bound_s: Seconds
     figures: Figures
     baseline: BaselineFigures
@@ -56,10 +77,13 @@ class _Content:
     graph: Graph | None
     chain: Chain | None
     program: Program | None
-    chain_steps: tuple[ChainStep, ...] | None
-    stats: dict[str, object]
+    chain_steps: Steps | None
+    stats: _Stats
     notes: tuple[str, ...]
     record: ModelRecord | None
+
+
+_SHARED = tuple(one.name for one in fields(_Content) if one.name != "figures")
 
 
 def save(plan: PlanRecord, path: FileName) -> None:
@@ -82,40 +106,10 @@ def load(path: FileName) -> PlanRecord:
 
 def encode(plan: PlanRecord) -> dict[str, Any]:
     """A plan as what `json` writes."""
-    content = _Content(
-        status=plan.status,
-        strategy=plan.strategy,
-        budget_bytes=plan.budget,
-        host_budget_bytes=plan.host_budget,
-        lower_bound_s=plan.lower_bound_s,
-        figures=Figures(plan.peak_bytes, plan.step_time_s, plan.host_peak_bytes),
-        baseline=plan.baseline,
-        device=plan.device,
-        graph=plan.graph,
-        chain=plan.chain,
-        program=plan.program,
-        chain_steps=plan.chain_steps,
-        stats={str(key): _plain(value) for key, value in plan.stats.items()},
-        notes=plan.notes,
-        record=plan.record,
-    )
-    found: dict[str, Any] = codec.encode(content)
+    figures = Figures(plan.peak_bytes, plan.step_time_s, plan.host_peak_bytes)
+    shared = {name: getattr(plan, name) for name in _SHARED}
+    found: dict[str, Any] = codec.encode(_Content(**shared, figures=figures))
     return found
-
-
-def _plain(value: object) -> object:
-    """What a solver says about itself, as JSON; texts where JSON has nothing for it."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int) and abs(value) < _LARGEST_WHOLE:
-        return int(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return float(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return str(value)
 
 
 def decode(reader: Reader) -> PlanRecord:
@@ -138,7 +132,7 @@ def decode(reader: Reader) -> PlanRecord:
         cost_model,
         steps,
         found.program,
-        (found.budget_bytes, found.host_budget_bytes),
+        (found.budget, found.host_budget),
         found.device,
         "offload" in found.strategy.features,
     )
@@ -147,25 +141,12 @@ def decode(reader: Reader) -> PlanRecord:
         # They are shown; the program is what runs.
         _checked(chain, steps, None, (None, None), found.device)
     return PlanRecord(
-        status=found.status,
-        strategy=found.strategy,
-        budget=found.budget_bytes,
-        host_budget=found.host_budget_bytes,
+        **{name: getattr(found, name) for name in _SHARED},
         peak_bytes=figures.peak_bytes,
         resident_bytes=cost_model.resident_bytes,
         step_time_s=figures.time_s,
-        lower_bound_s=found.lower_bound_s,
-        baseline=found.baseline,
-        device=found.device,
-        program=found.program,
-        chain_steps=steps,
-        graph=graph,
-        chain=chain,
         host_peak_bytes=figures.host_peak_bytes,
         compute_time_s=cost_model.compute_time_s,
-        stats=found.stats,
-        notes=found.notes,
-        record=found.record,
     )
 
 

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 from memopt.errors import PlanFileError
-from memopt.models.codec import Check, Codec, Line, as_row, codec
+from memopt.models.codec import Check, Codec, Line, Row, codec
 from memopt.models.reader import Reader
 
 DEEPEST_ARGUMENT = 32
 """Levels of tuples, lists and dicts among the arguments of a call."""
 
 
-@as_row("dtype", "shape", "strides", "device", "requires_grad")
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor argument, parameter or buffer, without its values."""
@@ -66,6 +65,7 @@ Argument: TypeAlias = TensorSpec | Plain | Nest | Opaque
 
 Spec: TypeAlias = Annotated[
     TensorSpec,
+    Row("dtype", "shape", "strides", "device", "requires_grad"),
     Check(
         "a shape and as many strides, at least 0",
         lambda spec: (

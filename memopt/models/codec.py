@@ -1,21 +1,14 @@
 """Dataclasses in JSON, by the annotations of their fields: written as they are, read strictly.
 
-| annotation | JSON |
-|---|---|
-| `bool`, `int`, `str`, `float` | itself; a float is finite, and −0.0, which equals 0.0, is 0.0 |
-| `Rate` | a float, or "inf": JSON has no number for it |
-| an enumeration | its value |
-| `T | None` | null, or T |
-| `tuple[T, ...]` | a list |
-| `Annotated[tuple[S, T], Row("s", "t")]` | a list of so many |
-| `dict[str, T]` | an object |
-| a dataclass | an object of its fields; a list of them if its class is decorated `as_row` |
-| `Annotated[S | T, TaggedRows("an s or t", {"s": S, "t": T})]` | their rows behind their tags |
-| `Annotated[T, Check("at least 1", ...)]` | T, and refused in these words |
-| `Annotated[T, Codec(encode, read)]` | whatever these functions make of it |
-| `Reader`, `object` | anything: as it stands |
+Enumerations are written as their values, tuples as lists, dataclasses as objects of their fields,
+-0.0 as 0.0, which it equals; `object` is anything, as it stands. `Annotated` says more of a type:
+a `Row` has a fixed tuple or a dataclass written as a list, `TaggedRows` write a union of
+dataclasses as lists that begin with a word, a `Check` refuses what was read, and a `Codec` writes
+and reads in its own way. (Annotations are evaluated inside their class, so a lambda that names
+something of its module belongs into an alias outside.)
 
-A field is there and no other, except as its metadata say: `LATER`, `SPARSE`, `FLAT`, `{NAME: ...}`.
+An object has every field and no other, except as the field's metadata say: `LATER`, `SPARSE`,
+`FLAT`, `{NAME: ...}`.
 """
 
 from __future__ import annotations
@@ -24,7 +17,7 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar, Union, get_args, get_origin
@@ -114,32 +107,18 @@ def read(kind: type[T], reader: Reader) -> T:
     return found
 
 
-_ROWS: dict[type, Row] = {}
-
-
-def as_row(*names: str) -> Callable[[type[T]], type[T]]:
-    """Have a dataclass written as the list of these of its fields, which are all it has."""
-
-    def registered(kind: type[T]) -> type[T]:
-        _ROWS[kind] = Row(*names)
-        return kind
-
-    return registered
-
-
 _PLAIN: dict[Any, Codec[Any]] = {
     bool: Codec(lambda value: value, Reader.flag),
     int: Codec(int, Reader.whole),
     float: Codec(lambda value: float(value) + 0.0, Reader.number),
     str: Codec(lambda value: value, Reader.text),
     object: Codec(lambda value: value, lambda reader: reader.value),
-    Reader: Codec(lambda value: value.value, lambda reader: reader),
 }
 
 
 @functools.cache
 def codec(kind: Any) -> Codec[Any]:
-    """The codec of an annotation; see the table above."""
+    """The codec of an annotation."""
     if kind in _PLAIN:
         return _PLAIN[kind]
     origin, arguments = get_origin(kind), get_args(kind)
@@ -153,9 +132,6 @@ def codec(kind: Any) -> Codec[Any]:
         return _optional(codec(arguments[0]))
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return _choice(kind)
-    if kind in _ROWS:
-        row = _DataclassRow(kind)
-        return Codec(row.encode, lambda reader: row.read(reader, reader.items(), str(_ROWS[kind])))
     if dataclasses.is_dataclass(kind):
         found = _Object(kind)
         return Codec(found.encode, found.read)
@@ -169,7 +145,7 @@ def _annotated(kind: Any, *notes: object) -> Codec[Any]:
     if isinstance(note, TaggedRows):
         return _tagged(note)
     if isinstance(note, Row):
-        return _fixed(note, [codec(argument) for argument in get_args(kind)])
+        return _row(note, kind)
     assert isinstance(note, Check)
     return _checked(_annotated(kind, *inner) if inner else codec(kind), note)
 
@@ -186,27 +162,30 @@ def _checked(inner: Codec[Any], check: Check) -> Codec[Any]:
 
 def _list(inner: Codec[Any]) -> Codec[Any]:
     def items(reader: Reader) -> tuple[Any, ...]:
-        if inner is _PLAIN[int] and type(reader.value) is list and _all_whole(reader.value):
+        found = reader.value
+        if inner is _PLAIN[int] and isinstance(found, list) and {*map(type, found)} <= {int}:
             # Most of a graph, so without a Reader for each.
-            return tuple(reader.value)
+            return tuple(found)
         return reader.each(inner.read)
 
     return Codec(lambda values: [*map(inner.encode, values)], items)
 
 
-def _all_whole(values: list[Any]) -> bool:
-    return all(type(value) is int for value in values)
+def _row(row: Row, kind: Any) -> Codec[Any]:
+    if dataclasses.is_dataclass(kind):
+        found = _DataclassRow(kind, row.names)
+        return Codec(found.encode, lambda reader: found.read(reader, reader.items(), str(row)))
+    inner = [codec(argument) for argument in get_args(kind)]
 
-
-def _fixed(row: Row, inner: list[Codec[Any]]) -> Codec[Any]:
-    def fixed(reader: Reader) -> tuple[Any, ...]:
+    def elements(reader: Reader) -> tuple[Any, ...]:
         items = reader.items()
         if len(items) != len(inner):
             raise reader.fail(str(row))
         return tuple(one.read(item) for one, item in zip(inner, items, strict=True))
 
     return Codec(
-        lambda values: [one.encode(value) for one, value in zip(inner, values, strict=True)], fixed
+        lambda values: [one.encode(value) for one, value in zip(inner, values, strict=True)],
+        elements,
     )
 
 
@@ -282,10 +261,9 @@ def _build(reader: Reader, kind: Any, values: dict[str, Any]) -> Any:
 class _DataclassRow:
     """A dataclass as a list of its fields; those at the end may be SPARSE."""
 
-    def __init__(self, kind: type) -> None:
-        found = {field.name: field for field in _fields_of(kind)}
-        names = _ROWS[kind].names if kind in _ROWS else found
-        self._kind, self._fields = kind, [found[name] for name in names]
+    def __init__(self, kind: Any, names: Iterable[str] = ()) -> None:
+        found = {field.attribute: field for field in _fields_of(kind)}
+        self._kind, self._fields = kind, [found[name] for name in names or found]
         self._least = sum(not field.left_out for field in self._fields)
 
     def encode(self, value: Any) -> list[Any]:
@@ -313,11 +291,16 @@ class _Object:
 
     def __init__(self, kind: Any) -> None:
         self._kind, self._fields = kind, _fields_of(kind)
-        flat = [field.flat for field in self._fields if field.flat]
-        own = [field for field in self._fields if not field.flat]
-        self._all: list[_Field] = [*own, *(field for one in flat for field in one._all)]
-        self._names = tuple(field.name for field in self._all if not field.may_be_missing)
-        self._optional = tuple(field.name for field in self._all if field.may_be_missing)
+        names = self.names()
+        self._needed = tuple(name for name, may_be_missing in names if not may_be_missing)
+        self._optional = tuple(name for name, may_be_missing in names if may_be_missing)
+
+    def names(self) -> list[tuple[str, bool]]:
+        """The names in JSON, FLAT fields' too, and whether they may be missing."""
+        found = []
+        for field in self._fields:
+            found += field.flat.names() if field.flat else [(field.name, field.may_be_missing)]
+        return found
 
     def encode(self, value: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -330,7 +313,7 @@ class _Object:
         return found
 
     def read(self, reader: Reader) -> Any:
-        return self._made(reader, reader.fields(*self._names, optional=self._optional))
+        return self._made(reader, reader.fields(*self._needed, optional=self._optional))
 
     def _made(self, reader: Reader, entries: dict[str, Reader]) -> Any:
         values = {}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, TypeAlias
 
-from memopt.models.codec import as_row
+from memopt.models.codec import Row
 
 
 class Move(StrEnum):
@@ -32,7 +33,6 @@ class Move(StrEnum):
     waits for it, and the host copy is dropped right after that reader."""
 
 
-@as_row("move", "stage")
 @dataclass(frozen=True, slots=True, order=True)
 class ChainStep:
     """One step of a chain schedule: `move` at stage `stage` (1-based, the loss is the last)."""
@@ -42,3 +42,7 @@ class ChainStep:
 
     def __str__(self) -> str:
         return f"{self.move}^{self.stage}"
+
+
+Steps: TypeAlias = tuple[Annotated[ChainStep, Row("move", "stage")], ...]
+"""A chain schedule; in files, a list of [move, stage]."""

@@ -18,20 +18,20 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.reader import Reader, canonical, parse
-from memopt.models.steps import ChainStep
+from memopt.models.steps import Steps
 from memopt.programs.instructions import Program
 
 VERSION = 1
 FORMAT = "memopt"
 
-Document: TypeAlias = Graph | Chain | Program | Device | tuple[ChainStep, ...]
+Document: TypeAlias = Graph | Chain | Program | Device | Steps
 
 _KINDS: Mapping[str, Any] = {
     "graph": Graph,
     "chain": Chain,
     "program": Program,
     "device": Device,
-    "steps": tuple[ChainStep, ...],
+    "steps": Steps,
 }
 
 
