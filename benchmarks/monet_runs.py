@@ -255,7 +255,7 @@ class Runs:
         return self._kept.path.with_name(f"{self._kept.path.stem}-{name}.json")
 
     def _solved(self, strategy: Strategy, budget_bytes: int) -> tuple[Record, Program | None]:
-        chooses = "implementations" in strategy.features
+        chooses = strategy.features.implementations
         graph = self.graph if chooses else self._plain
         view = None
         if strategy.needs == "chain":

@@ -116,7 +116,8 @@ FOR_TYPES: dict[str, tuple[str, ...]] = {
 SHARED_BY_STRATEGIES = (
     "memopt.strategies.base",
     "memopt.strategies.host_budget",
-    "memopt.strategies.slack",
+    "memopt.strategies.budget_search",
+    "memopt.strategies.target",
     "memopt.strategies.store_all",
 )
 COMPOSITES = (

@@ -72,7 +72,7 @@ def test_the_smallest_budget_is_kept(
     check_smallest(strategy, model, tmp_path, exact=strategy.name not in HEURISTIC)
 
 
-@pytest.mark.parametrize("name", [n for n, s in BY_NAME.items() if "offload" in s.features])
+@pytest.mark.parametrize("name", [n for n, s in BY_NAME.items() if s.features.offload])
 def test_host_budgets_are_kept(name: str, tmp_path: Path) -> None:
     strategy = BY_NAME[name]
     if name != "auto":  # which takes none

@@ -132,7 +132,7 @@ def default_strategies(
     for one in fast:
         on_chain = one.needs == "chain" and isinstance(cost_model, Graph)
         solved = chain if on_chain else cost_model
-        if solved is None or ("offload" in one.features and not device.is_linked):
+        if solved is None or (one.features.offload and not device.is_linked):
             continue
         if one.why_not(solved) is None:
             found.append(one)

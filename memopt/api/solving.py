@@ -17,17 +17,16 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
 from memopt.plan_record import BaselineFigures, PlanRecord
-from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program, SwapIn, SwapOut
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.stage_map import has_updates
-from memopt.reductions.validate_and_replay import judge
 from memopt.strategies import Progress, Solution, Strategy, resolve
 from memopt.strategies.host_budget import host_limit, parse_host_budget, with_host_budget
-from memopt.strategies.kept import Planning
+from memopt.strategies.named_budgets import Planning
 from memopt.strategies.store_all import chain_steps
+from memopt.strategies.target import Target
 
 if TYPE_CHECKING:
     from memopt.profiler.session import Profiled
@@ -87,13 +86,16 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
         if wanted.offload_optimizer:
             host_bytes = left_on_host(host_bytes, profiled, whole_step=whole)
             chosen = with_host_budget(chosen, host_bytes)
-        if profiled is not None and "implementations" in chosen.features:
+        if profiled is not None and chosen.features.implementations:
             from memopt.implementations import for_plan
 
             profiled = for_plan(
-                profiled, chosen, target if wanted.mode == "estimate" else None, wanted.cache
+                profiled,
+                chosen.only_exact_implementations(),
+                target if wanted.mode == "estimate" else None,
+                wanted.cache,
             )
-        if profiled is not None and (wanted.place or "place" in chosen.features):
+        if profiled is not None and (wanted.place or chosen.features.place):
             from memopt.executor.arena_forms import for_placing
 
             profiled = for_placing(profiled)
@@ -195,14 +197,14 @@ def solve(
     if (order or place) and not isinstance(cost_model, Graph):
         raise ValueError(_NO_OPERATORS)
     baseline = baseline_figures(cost_model, profiled)
-    target, view = _target(cost_model, strategy, linearization)
-    reason = strategy.why_not(target)
+    target = Target.of(strategy, cost_model, linearization)
+    reason = target.why_not()
     if reason is not None:
         raise ValueError(f"strategy {strategy.name!r} cannot plan this model: {reason}")
 
     def attempt(budget_bytes: int | None) -> Solution:
         return strategy.solve(
-            target,
+            target.solved,
             budget_bytes,
             device=device,
             time_limit_s=time_limit_s,
@@ -210,7 +212,7 @@ def solve(
         )
 
     budget_bytes: int | None
-    attempts = Planning(strategy, cost_model, view, device, attempt)
+    attempts = Planning(target, device, attempt)
     if budget == MINIMUM:
         least = attempts.smallest()
         if least is None:
@@ -225,23 +227,10 @@ def solve(
     if (order or place) and isinstance(cost_model, Graph):
         from memopt.strategies.olla.arranging import arranged
 
-        lower = view.lower if view is not None else None
+        lower = target.view.lower if target.view is not None else None
         passes = {"order": order, "place": place}
         solution = arranged(cost_model, solution, lower, limits, device, passes, time_limit_s)
-    return _wrap(cost_model, view, solution, strategy, limits, baseline, device, profiled)
-
-
-def _target(
-    cost_model: Chain | Graph, strategy: Strategy, known: Linearization | None
-) -> tuple[Chain | Graph, Linearization | None]:
-    """What the strategy solves, and the linearization to lower its schedule with."""
-    if strategy.needs == "chain" and isinstance(cost_model, Graph):
-        from memopt.reductions.linearize import linearize
-        from memopt.reductions.updates import linearize_step
-
-        view = known or (linearize_step if has_updates(cost_model) else linearize)(cost_model)
-        return view.chain, view
-    return cost_model, None
+    return _wrap(target, solution, limits, baseline, device, profiled)
 
 
 def baseline_figures(cost_model: Chain | Graph, profiled: Profiled | None) -> BaselineFigures:
@@ -257,27 +246,16 @@ def baseline_figures(cost_model: Chain | Graph, profiled: Profiled | None) -> Ba
 
 
 def _wrap(
-    cost_model: Chain | Graph,
-    view: Any,
+    target: Target,
     solution: Solution,
-    strategy: Strategy,
     limits: tuple[int | None, int | None],
     baseline: BaselineFigures,
     device: Device,
     profiled: Profiled | None,
 ) -> PlanRecord:
     """The plan of a solution; `limits` are bytes on the device and on the host."""
-    program = solution.program
-    if view is not None and solution.steps is not None and program is None:
-        program = view.lower(solution.steps)
-    elif program is not None and isinstance(cost_model, Graph) and not strategy.decides_in_place:
-        program = with_in_place(cost_model, program)
-    chain = view.chain if view is not None else None
-    chain = cost_model if isinstance(cost_model, Chain) else chain
-    moves = "offload" in strategy.features
-    violation, figures = judge(
-        cost_model, solution.steps, program, limits[0], device, limits[1], offloading=moves
-    )
+    cost_model, strategy, program = target.cost_model, target.strategy, target.program(solution)
+    violation, figures = target.check(solution, program, limits, device)
     peak_bytes, time_s = figures.peak_bytes, figures.time_s
     if violation is not None:
         raise InvalidProgramError(f"{strategy.name} made an invalid plan: {violation}")
@@ -296,7 +274,7 @@ def _wrap(
         program=program,
         chain_steps=solution.steps,
         graph=cost_model if isinstance(cost_model, Graph) else None,
-        chain=chain,
+        chain=target.chain,
         host_peak_bytes=figures.host_peak_bytes,
         compute_time_s=cost_model.compute_time_s,
         stats=solution.stats,

@@ -26,7 +26,7 @@ def takes_whole_step(
     Raises:
         ValueError: a whole step is wanted and cannot be planned; the message has the remedy.
     """
-    again = "recompute" in strategy.features
+    again = strategy.features.recompute
     if not wanted:
         return wanted is None and strategy.needs != "chain" and not again
     if strategy.needs != "chain" and again:

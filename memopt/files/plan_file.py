@@ -134,7 +134,7 @@ def decode(reader: Reader) -> PlanRecord:
         found.program,
         (found.budget, found.host_budget),
         found.device,
-        "offload" in found.strategy.features,
+        found.strategy.features.offload,
     )
     _check_figures(reader, found, figures)
     if graph is not None and chain is not None and steps is not None:

@@ -108,11 +108,12 @@ def with_implementations(
     return replace(profiled, graph=graph, lowering=lowering)
 
 
-def for_plan(profiled: Profiled, strategy: object, device: Device | None, cache: bool) -> Profiled:
-    """What `memopt.plan` gives a strategy that has a field `exact_only`: the profile with
-    alternatives. Other strategies' profiles, those that have some, and an estimate without the
-    device to estimate for stay as they are."""
-    exact_only = getattr(strategy, "exact_only", None)
+def for_plan(
+    profiled: Profiled, exact_only: bool | None, device: Device | None, cache: bool
+) -> Profiled:
+    """What `memopt.plan` gives a strategy: the profile with alternatives, unless `exact_only` is
+    None. Profiles that have some, and an estimate without the device to estimate for, stay as
+    they are."""
     known = device is not None or profiled.baseline.measured
     if exact_only is None or profiled.lowering.alternatives or not known:
         return profiled

@@ -77,14 +77,25 @@ class Solution:
         return self.steps is not None or self.program is not None
 
 
+@dataclass(frozen=True)
+class Features:
+    """What a strategy's plans use: running operators again, moving tensors to the host and back,
+    another order, addresses, other implementations of operators."""
+
+    recompute: bool = False
+    offload: bool = False
+    order: bool = False
+    place: bool = False
+    implementations: bool = False
+
+
 class Strategy(ABC):
     """A way to plan a step. Subclasses are frozen dataclasses; their fields are parameters.
 
     Class attributes:
         name: the name `memopt.plan(strategy=...)` resolves.
         needs: "chain", "graph" or "any": the cost model `solve` takes.
-        features: what its plans use, from "recompute", "offload", "order", "place",
-            "implementations".
+        features: what its plans use.
         references: the papers it implements.
         decides_in_place: whether its programs say what is computed in place; else planning does
             that wherever a program allows it.
@@ -92,9 +103,14 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     needs: ClassVar[str]
-    features: ClassVar[frozenset[str]] = frozenset()
+    features: ClassVar[Features] = Features()
     references: ClassVar[tuple[str, ...]] = ()
     decides_in_place: ClassVar[bool] = False
+
+    def only_exact_implementations(self) -> bool | None:
+        """Whether `memopt.plan` leaves out implementations that change rounding when it looks for
+        alternatives of operators; None: it does not look."""
+        return None
 
     def why_not(self, cost_model: CostModel) -> str | None:
         """Why this strategy cannot plan this cost model; None if it can."""

@@ -39,7 +39,7 @@ def with_host_budget(strategy: Strategy, host_budget_bytes: int | None) -> Strat
     Raises:
         ValueError: the strategy moves data and takes no host budget.
     """
-    if host_budget_bytes is None or "offload" not in strategy.features:
+    if host_budget_bytes is None or not strategy.features.offload:
         return strategy
     fields = {field.name for field in dataclasses.fields(strategy)}  # type: ignore[arg-type]  # strategies are dataclasses
     if FIELD not in fields:

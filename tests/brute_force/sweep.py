@@ -76,7 +76,7 @@ def check(
 
     def verdict(made: memopt.Plan, budget: int | str) -> None:
         assert made.budget is not None
-        moves = "offload" in strategy.features
+        moves = strategy.features.offload
         violation, figures = judge(
             model, made.chain_steps, made.program, made.budget, LINK, offloading=moves
         )

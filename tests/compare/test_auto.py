@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
@@ -17,6 +18,7 @@ from memopt.models.generate import random_chain, random_graph
 from memopt.models.graph import Graph
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
+from memopt.reductions.stage_map import has_updates
 from memopt.strategies import (
     Auto,
     Olla,
@@ -68,6 +70,26 @@ def check_minimum(cost_model: Chain | Graph, names: tuple[str, ...], device: Dev
         assert made.peak_bytes <= budget
         assert made.lower_bound_s <= made.step_time_s
     return planned
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_is_the_minimum_on_whole_steps(seed: int) -> None:
+    """Chain strategies take part where the step updates parameters, as they do on their own."""
+    rng = Random(seed)
+    planned = 0
+    while planned < 8:
+        graph = random_graph(rng, rng.randint(2, 6), updates=True)
+        if has_updates(graph):
+            planned += check_minimum(graph, ("sequential", "rotor", "olla"), Device())
+    graph = next(one for one in _steps(rng) if has_updates(one))
+    auto = Auto((Rotor(), resolve("sequential")))
+    made = memopt.plan(graph, budget="min", strategy=auto, progress=False)
+    assert {"rotor", "sequential"} <= {line[0] for line in made.stats["tried"]}  # type: ignore[attr-defined]
+
+
+def _steps(rng: Random) -> Iterator[Graph]:
+    while True:
+        yield random_graph(rng, 3, updates=True)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -16,11 +16,12 @@ import pytest
 from matplotlib import pyplot
 
 import memopt
-from memopt import Chain, Comparison, Device, Status, comparing
+from memopt import Chain, Comparison, Device, Status
+from memopt.api import comparing
 from memopt.models.generate import random_chain
 from memopt.report.comparison_plot import bounds
 from memopt.strategies import Rotor
-from memopt.strategies.base import CostModel, Progress, Solution, Strategy
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
 from tests.plan.tiny import make, profiled, step_digest
 
 LINK = Device(to_host_bytes_per_s=2.0)
@@ -115,7 +116,7 @@ class Mine(Strategy):
     """Rotor that notes its solves; `waits`: it never ends unless interrupted."""
 
     name: ClassVar[str] = "mine"
-    features: ClassVar[frozenset[str]] = Rotor.features
+    features: ClassVar[Features] = Rotor.features
     needs: ClassVar[str] = "chain"
     waits: bool = False
     threads: list[int] = dataclasses.field(default_factory=list, compare=False, repr=False)

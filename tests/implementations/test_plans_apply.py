@@ -14,7 +14,7 @@ from memopt.implementations import with_implementations
 from memopt.models.graph import Graph
 from memopt.profiler.session import profile_model
 from memopt.programs.replay import replay
-from memopt.strategies.base import CostModel, Solution, Status, Strategy
+from memopt.strategies.base import CostModel, Features, Solution, Status, Strategy
 from tests.implementations.test_in_plans import QUICK, choosing, cnn, three_steps
 
 
@@ -24,7 +24,7 @@ class Masks(Strategy):
 
     name: ClassVar[str] = "masks"
     needs: ClassVar[str] = "graph"
-    features: ClassVar[frozenset[str]] = frozenset({"implementations"})
+    features: ClassVar[Features] = Features(implementations=True)
 
     def solve(self, cost_model: CostModel, budget_bytes: int | None, **_: Any) -> Solution:
         assert isinstance(cost_model, Graph)

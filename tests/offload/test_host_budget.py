@@ -16,7 +16,7 @@ from memopt.models.device import Device
 from memopt.models.generate import random_chain, random_graph
 from memopt.models.graph import Graph
 from memopt.strategies import Auto, DynProg, OffloadGraph, Progress, Solution, StoreAll, Strategy
-from memopt.strategies.base import CostModel
+from memopt.strategies.base import CostModel, Features
 
 LINK = Device(to_host_bytes_per_s=1.0)
 GRAPH = random_graph(Random(3), 8)
@@ -84,7 +84,7 @@ class Overrunning(Strategy):
 
     name: ClassVar[str] = "overrunning"
     needs: ClassVar[str] = "any"
-    features: ClassVar[frozenset[str]] = frozenset({"offload"})
+    features: ClassVar[Features] = Features(offload=True)
 
     def solve(
         self,

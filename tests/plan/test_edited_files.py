@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,8 +72,10 @@ class Reference:
         except MemoptError as error:
             reason = str(error)
         except ValueError as error:
-            # What `apply` says of plans without a record.
-            reason = str(error) if "made from a cost model" in str(error) else "\n"
+            # What `apply` says of plans without a record, and of those of whole steps.
+            if not re.search("made from a cost model|is of a whole step", str(error)):
+                raise
+            reason = str(error)
         if reason:
             assert "\n" not in reason
             return "refused"

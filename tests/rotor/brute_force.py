@@ -20,7 +20,8 @@ NO_SAVE, CHECKPOINT, ALL, BACKWARD, DROP_A, DROP_SAVED = range(6)
 PERSISTENT, REVOLVE, OPTIMAL, FREE, LAZY = range(5)
 """Classes: Definition 4.1; that with F_all^ℓ only right before B^ℓ; Table 1 without F_∅^ℓ while
 ā^ℓ is held; any value may be dropped at any time (F_∅ is then F_ck and a drop); the same, but a
-forward only runs on from the highest value below what the next backward lacks."""
+forward only runs on from the highest value below what the next backward lacks, and every ā is there
+for its own backward."""
 
 WIDTH = 12
 """Bits of a set: stages 0 to 11."""
@@ -85,6 +86,8 @@ def successor(n, sizes, state, move, k, kind):
         if ((held | saved) & ((1 << (limit + 1)) - 1)) >> k or k > limit:
             return np.int64(-1), np.int64(0)
     if move in (DROP_A, DROP_SAVED):
+        if kind == LAZY and move == DROP_SAVED:
+            return np.int64(-1), np.int64(0)
         if kind < FREE or not (held if move == DROP_A else saved) & here:
             return np.int64(-1), np.int64(0)
         if move == DROP_A:

@@ -130,7 +130,7 @@ class Remembering(Strategy):
         return self.inner.why_not(cost_model)
 
     def solve(self, cost_model: CostModel, budget_bytes: int | None, **options: Any) -> Solution:
-        if isinstance(cost_model, memopt.Graph) and "place" not in self.features:
+        if isinstance(cost_model, memopt.Graph) and not self.features.place:
             cost_model = replace(cost_model, outside=())
         where = repr(cost_model)
         if (where, budget_bytes) not in self.solved:

@@ -8,16 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from memopt.errors import MemoptError
 from memopt.models.device import Device
-from memopt.models.graph import Graph
 from memopt.models.steps import ChainStep
-from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
-from memopt.reductions.linearize import Linearization, linearize
-from memopt.reductions.stage_map import has_updates
-from memopt.reductions.validate_and_replay import judge
-from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+from memopt.reductions.linearize import Linearization
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
 from memopt.strategies.host_budget import host_limit
-from memopt.strategies.slack import PROBES, best_that_fits
+from memopt.strategies.target import Target
 
 
 @dataclass(frozen=True)
@@ -70,14 +66,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Member:
-    """A strategy that fits, and the linearization its chain comes from, if it needs one."""
+    """A strategy that fits."""
 
-    strategy: Strategy
-    view: Linearization | None = None
+    target: Target
+
+    @property
+    def strategy(self) -> Strategy:
+        """Who plans."""
+        return self.target.strategy
 
     def run(
         self,
-        cost_model: CostModel,
         budget_bytes: int | None,
         device: Device,
         share_s: float,
@@ -86,59 +85,55 @@ class Member:
         """Solve within `share_s` seconds, as far as the strategy can stop, and judge the plan."""
         begin = time.monotonic()
         name = self.strategy.name
-        target = cost_model if self.view is None else self.view.chain
 
         def attempt(limit_bytes: int | None) -> Solution:
             # The probes of one member share its time.
             left_s = max(0.0, begin + share_s - time.monotonic())
             return self.strategy.solve(
-                target, limit_bytes, device=device, time_limit_s=left_s, progress=progress
+                self.target.solved,
+                limit_bytes,
+                device=device,
+                time_limit_s=left_s,
+                progress=progress,
             )
 
         try:
-            if self.view is None or budget_bytes is None:
-                solution = attempt(budget_bytes)
-            else:
-                probes = PROBES if "recompute" in self.strategy.features else 0
-                solution = best_that_fits(self.view.graph, self.view, attempt, budget_bytes, probes)
+            solution = self.target.solve(budget_bytes, attempt)
         except (MemoptError, MemoryError) as error:
             # One member that gives up (a host budget, a table too large) does not stop the rest.
             seconds = time.monotonic() - begin
             return Outcome(name, Status.UNKNOWN, seconds, share_s, note=str(error))
-        return self._judged(cost_model, solution, budget_bytes, device, begin, share_s)
+        return self._judged(solution, budget_bytes, device, begin, share_s)
 
     @property
     def quick(self) -> bool:
         """Whether it has a plan at once, whatever the time: its least memory in one pass."""
-        return self.strategy.features <= {"recompute"} and self.strategy.needs != "graph"
+        return (
+            self.strategy.features in (Features(), Features(recompute=True))
+            and self.strategy.needs != "graph"
+        )
 
     def _lowered(self, smallest: Solution | None) -> Solution | None:
         """The plan of the smallest budget, of a graph as a program."""
-        if smallest is None or self.view is None or smallest.steps is None:
+        view = self.target.view
+        if smallest is None or view is None or smallest.steps is None:
             return smallest
-        return replace(smallest, program=self.view.lower(smallest.steps), steps=None)
+        return replace(smallest, program=view.lower(smallest.steps), steps=None)
 
     def _judged(
         self,
-        cost_model: CostModel,
         solution: Solution,
         budget_bytes: int | None,
         device: Device,
         begin: float,
         share_s: float,
     ) -> Outcome:
-        name, program, steps = self.strategy.name, solution.program, solution.steps
-        if self.view is not None and steps is not None:
-            program, steps = self.view.lower(steps), None
-        elif (
-            program is not None
-            and isinstance(cost_model, Graph)
-            and not self.strategy.decides_in_place
-        ):
-            program = with_in_place(cost_model, program)
+        name, program = self.strategy.name, self.target.program(solution)
+        view = self.target.view
+        steps = solution.steps if view is None else None
         if program is None and steps is None:
             status = solution.status
-            proved = status is Status.INFEASIBLE and self.view is None
+            proved = status is Status.INFEASIBLE and view is None
             return Outcome(
                 name,
                 status,
@@ -149,16 +144,8 @@ class Member:
                 smallest=self._lowered(solution.smallest),
                 stats=solution.stats,
             )
-        host_bytes = host_limit(self.strategy, None)
-        violation, figures = judge(
-            cost_model,
-            steps,
-            program,
-            budget_bytes,
-            device,
-            host_bytes,
-            offloading="offload" in self.strategy.features,
-        )
+        limits = budget_bytes, host_limit(self.strategy, None)
+        violation, figures = self.target.check(solution, program, limits, device)
         seconds = time.monotonic() - begin
         if violation is not None:
             note = f"invalid plan: {violation}"
@@ -170,7 +157,7 @@ class Member:
             share_s,
             time_s=figures.time_s,
             peak_bytes=figures.peak_bytes,
-            bound_s=None if self.view is not None else solution.lower_bound_s,
+            bound_s=None if view is not None else solution.lower_bound_s,
             steps=steps,
             program=program,
             stats=solution.stats,
@@ -185,16 +172,11 @@ def fitting(
     members: list[Member] = []
     refused: list[str] = []
     for strategy in strategies:
-        if strategy.needs == "chain" and isinstance(cost_model, Graph):
-            if has_updates(cost_model):
-                refused.append(f"{strategy.name}: the step updates parameters, a chain cannot")
-                continue
-            view = view or linearize(cost_model)
-            reason, member = strategy.why_not(view.chain), Member(strategy, view)
-        else:
-            reason, member = strategy.why_not(cost_model), Member(strategy)
+        target = Target.of(strategy, cost_model, view)
+        view = view or target.view
+        reason = target.why_not()
         if reason is None:
-            members.append(member)
+            members.append(Member(target))
         else:
             refused.append(reason)
     return tuple(members), tuple(refused)

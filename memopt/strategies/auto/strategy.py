@@ -9,7 +9,7 @@ from typing import ClassVar
 from memopt.models.bounds import time_lower_bound
 from memopt.models.device import Device
 from memopt.strategies.auto.members import Outcome, fitting
-from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy, stops
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy, stops
 from memopt.strategies.singles import SINGLE_STRATEGIES
 
 DEFAULT_TIME_LIMIT_S = 60.0
@@ -42,8 +42,8 @@ class Auto(Strategy):
 
     name: ClassVar[str] = "auto"
     needs: ClassVar[str] = "any"
-    features: ClassVar[frozenset[str]] = frozenset(
-        {"recompute", "offload", "order", "place", "implementations"}
+    features: ClassVar[Features] = Features(
+        recompute=True, offload=True, order=True, place=True, implementations=True
     )
     decides_in_place: ClassVar[bool] = True
 
@@ -62,7 +62,7 @@ class Auto(Strategy):
         return tuple(
             member
             for member in SINGLE_STRATEGIES
-            if member.name not in LEFT_OUT and (linked or "offload" not in member.features)
+            if member.name not in LEFT_OUT and (linked or not member.features.offload)
         )
 
     def solve(
@@ -90,7 +90,7 @@ class Auto(Strategy):
             # What a member leaves over is shared by those after it.
             share_s = max(0.0, deadline - time.monotonic()) / (len(members) - index)
             try:
-                outcome = member.run(cost_model, budget_bytes, device or Device(), share_s, report)
+                outcome = member.run(budget_bytes, device or Device(), share_s, report)
             except KeyboardInterrupt:
                 break
             (at_once if over else outcomes).append(outcome)

@@ -53,6 +53,9 @@ class GraphStrategy(Strategy):
 
     needs: ClassVar[str] = "graph"
 
+    def only_exact_implementations(self) -> bool | None:
+        return self.exact_only
+
     @abstractmethod
     def search(
         self, graph: Graph, budget_bytes: int, limit_s: float, progress: Progress | None

@@ -12,8 +12,8 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
+from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.rotor.persistent import Rotor
-from memopt.strategies.slack import best_that_fits
 
 
 def stored(graph: Graph) -> Program:

@@ -20,7 +20,7 @@ from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.lower import without_unread_reruns
 from memopt.reductions.stage_map import StageOperators, has_updates
-from memopt.strategies.base import CostModel, Progress, Solution, Strategy, stops
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy, stops
 from memopt.strategies.monet.counting import counted_exactly
 from memopt.strategies.monet.incumbent import rotor_programs, smaller
 from memopt.strategies.monet.moment_search import MomentSearch
@@ -55,7 +55,10 @@ class RotorMenus(Strategy):
 
     name: ClassVar[str] = "rotor-menus"
     needs: ClassVar[str] = "graph"
-    features: ClassVar[frozenset[str]] = frozenset({"recompute", "implementations"})
+    features: ClassVar[Features] = Features(recompute=True, implementations=True)
+
+    def only_exact_implementations(self) -> bool | None:
+        return self.exact_only
 
     def why_not(self, cost_model: CostModel) -> str | None:
         if isinstance(cost_model, Graph) and has_updates(cost_model):

@@ -12,7 +12,7 @@ from memopt.models.graph import Graph, Operator
 from memopt.models.variants import variant
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
-from memopt.strategies.base import Progress, Status, stops
+from memopt.strategies.base import Features, Progress, Status, stops
 from memopt.strategies.monet.backend import Answer, Solver
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.graph_strategy import LEAST_S, LEAST_SHARE, GraphStrategy
@@ -96,7 +96,7 @@ class Monet(_SolvedExactly):
     choices: Choices = Choices.ALL
 
     name: ClassVar[str] = "monet"
-    features: ClassVar[frozenset[str]] = frozenset({"recompute", "implementations"})
+    features: ClassVar[Features] = Features(recompute=True, implementations=True)
     references: ClassVar[tuple[str, ...]] = (MONET_PAPER,)
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class Checkmate(_SolvedExactly):
     max_operators: int = 24
 
     name: ClassVar[str] = "checkmate"
-    features: ClassVar[frozenset[str]] = frozenset({"recompute"})
+    features: ClassVar[Features] = Features(recompute=True)
     references: ClassVar[tuple[str, ...]] = (CHECKMATE_PAPER,)
 
     def model(self, graph: Graph) -> CheckmateModel:
@@ -205,7 +205,7 @@ class CheckmateRounding(GraphStrategy):
     shares: tuple[float, ...] = (1.0, 0.9, 0.8, 0.7)
 
     name: ClassVar[str] = "checkmate-rounding"
-    features: ClassVar[frozenset[str]] = frozenset({"recompute"})
+    features: ClassVar[Features] = Features(recompute=True)
     references: ClassVar[tuple[str, ...]] = (CHECKMATE_PAPER,)
 
     def search(

@@ -16,7 +16,7 @@ from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.steps import ChainStep, Move
 from memopt.programs.replay import Timeline
-from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
 from memopt.strategies.offload.bounds import (
     fractional_optimum_s,
     greedy_amounts,
@@ -87,7 +87,7 @@ class ChainOffload(Strategy):
     offload_input: bool = True
 
     needs: ClassVar[str] = "chain"
-    features: ClassVar[frozenset[str]] = frozenset({"offload"})
+    features: ClassVar[Features] = Features(offload=True)
     references: ClassVar[tuple[str, ...]] = (PAPER,)
 
     def __post_init__(self) -> None:

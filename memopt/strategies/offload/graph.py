@@ -22,13 +22,13 @@ from memopt.programs.replay import Timeline, replay
 from memopt.programs.validate import validate
 from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
-from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
+from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.offload.chain_offload import PAPER, linked
 from memopt.strategies.offload.dynprog import DynProg
 from memopt.strategies.offload.graph_problem import Gap, GraphProblem, graph_problem
 from memopt.strategies.offload.graph_schedule import Timing, schedule
 from memopt.strategies.offload.greedy import Greedy
-from memopt.strategies.slack import best_that_fits
 
 TIMINGS = tuple(
     Timing(lead, waits, at_once)
@@ -60,7 +60,7 @@ class OffloadGraph(Strategy):
 
     name: ClassVar[str] = "offload-graph"
     needs: ClassVar[str] = "graph"
-    features: ClassVar[frozenset[str]] = frozenset({"offload"})
+    features: ClassVar[Features] = Features(offload=True)
     references: ClassVar[tuple[str, ...]] = (PAPER,)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
 from memopt.strategies.olla.ordering import DEFAULT_STATES
 from memopt.strategies.olla.passes import (
     Improvement,
@@ -61,7 +61,7 @@ class Olla(Strategy):
 
     name: ClassVar[str] = "olla"
     needs: ClassVar[str] = "graph"
-    features: ClassVar[frozenset[str]] = frozenset({"order", "place"})
+    features: ClassVar[Features] = Features(order=True, place=True)
     decides_in_place: ClassVar[bool] = True
     references: ClassVar[tuple[str, ...]] = (
         "Steiner, Elhoushi, Kahn, Hegarty: OLLA: Optimizing the Lifetime and Location of Arrays "

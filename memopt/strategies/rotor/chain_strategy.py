@@ -10,7 +10,7 @@ from typing import ClassVar
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.reductions.chain_replay import replay_chain
-from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
 from memopt.strategies.rotor.codes import steps_of
 from memopt.strategies.rotor.curve import CurvePoint, PlanSet, RecentPlanSets
 
@@ -26,7 +26,7 @@ class ChainStrategy(Strategy):
     """A strategy that plans chains, every budget from one set of schedules."""
 
     needs: ClassVar[str] = "chain"
-    features: ClassVar[frozenset[str]] = frozenset({"recompute"})
+    features: ClassVar[Features] = Features(recompute=True)
     references: ClassVar[tuple[str, ...]] = (ROTOR_PAPER,)
 
     @abstractmethod

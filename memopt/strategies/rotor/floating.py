@@ -67,29 +67,13 @@ class RotorFree(FloatingStrategy):
     """The fastest schedule when any value may be dropped at any time, beyond the paper: a saved ā
     may wait for its backward while its input is dropped and recomputed later.
 
-    Nothing is recomputed before the next backward lacks it.
+    Nothing is recomputed before the next backward lacks it, and every ā is for its own backward.
     """
 
     name: ClassVar[str] = "rotor-free"
     kinds: ClassVar[int] = 4
 
     most_stages: int = 50
-
-    def plan_set(
-        self, chain: Chain, deadline_s: float | None = None, progress: Progress | None = None
-    ) -> PlanSet:
-        plans = super().plan_set(chain, deadline_s, progress)
-        # Of chains with such stages no proof: a faster schedule may run through a saved ā.
-        return plans.with_stats(False) if _passes_by_saving(chain) else plans
-
-
-def _passes_by_saving(chain: Chain) -> bool:
-    """Whether some stage's F_∅ needs more memory than F_all with what that saves."""
-    return any(
-        stage.output_bytes + stage.no_save_overhead_bytes
-        > stage.saved_bytes + stage.forward_overhead_bytes
-        for stage in chain.stages
-    )
 
 
 def floating(

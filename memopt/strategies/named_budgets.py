@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING
 
 from memopt.errors import InvalidProgramError
 from memopt.models.device import Device
-from memopt.models.graph import Graph
 from memopt.models.locks import ForkedLock
-from memopt.programs.in_place import with_in_place
-from memopt.reductions.validate_and_replay import judge
 from memopt.strategies.base import CostModel, Solution, Strategy
-from memopt.strategies.slack import PROBES, Attempt, best_that_fits, smallest_budget, smallest_plan
+from memopt.strategies.budget_search import smallest_budget, smallest_plan
+from memopt.strategies.target import Attempt, Target
 
 if TYPE_CHECKING:
-    from memopt.reductions.linearize import Linearization
+    pass
 
 CAPACITY = 16
 """Plans kept at a time, the latest."""
@@ -58,16 +56,12 @@ class Planning:
     """One strategy's attempts at one cost model.
 
     Attributes:
-        strategy: who plans.
-        cost_model: what: a graph, also where the strategy plans its chain, or a bare chain.
-        view: the graph's linearization, for a strategy that plans its chain.
+        target: the strategy and what it plans.
         device: for the check of a plan that is named.
         attempt: solves for a budget.
     """
 
-    strategy: Strategy
-    cost_model: CostModel
-    view: Linearization | None
+    target: Target
     device: Device
     attempt: Attempt
 
@@ -77,7 +71,7 @@ class Planning:
         if budget_bytes is None:
             return None
         solution = self.within(budget_bytes)
-        if self.view is None and solution.program is not None:
+        if self.target.view is None and solution.program is not None:
             # In place afterwards, it may need less than it was searched for.
             peak_bytes = max(1, self._checked(budget_bytes, solution))
             if peak_bytes < budget_bytes:
@@ -85,8 +79,9 @@ class Planning:
         return budget_bytes, solution
 
     def _smallest_budget(self) -> int | None:
-        if self.view is not None:
-            found = smallest_budget(self.view.graph, self.view, self.attempt)
+        view = self.target.view
+        if view is not None:
+            found = smallest_budget(view.graph, view, self.attempt)
             return None if found is None else self._kept(*found)
         # One byte will hardly do: the answer names the smallest budget that does.
         answer = self.attempt(1)
@@ -97,19 +92,13 @@ class Planning:
 
     def within(self, budget_bytes: int | None) -> Solution:
         """The strategy's solution; where it has none, the plan that was kept of it, if one fits."""
-        if self.view is None or budget_bytes is None:
-            solution = self.attempt(budget_bytes)
-        else:
-            # One table of a recomputing strategy answers every budget; the others solve anew.
-            probes = PROBES if "recompute" in self.strategy.features else 0
-            view = self.view
-            solution = best_that_fits(view.graph, view, self.attempt, budget_bytes, probes)
+        solution = self.target.solve(budget_bytes, self.attempt)
         if solution.plans or budget_bytes is None:
             return solution
         if solution.smallest is not None:
             named = solution.smallest_budget_bytes or solution.smallest.peak_bytes or 1
             self._kept(named, solution.smallest)
-        known = KEPT.least(self.strategy, self.cost_model)
+        known = KEPT.least(self.target.strategy, self.target.cost_model)
         if known is None:
             return solution
         if known[0] <= budget_bytes:
@@ -119,7 +108,7 @@ class Planning:
     def _kept(self, budget_bytes: int, plan: Solution) -> int:
         """The budget, its plan checked and kept."""
         self._checked(budget_bytes, plan)
-        KEPT.keep(self.strategy, self.cost_model, budget_bytes, plan)
+        KEPT.keep(self.target.strategy, self.target.cost_model, budget_bytes, plan)
         return budget_bytes
 
     def _checked(self, budget_bytes: int, plan: Solution) -> int:
@@ -128,22 +117,11 @@ class Planning:
         Raises:
             InvalidProgramError: the strategy named a budget with a plan that is not valid.
         """
-        program = plan.program
-        if self.view is not None and plan.steps is not None:
-            program = self.view.lower(plan.steps)
-        elif isinstance(self.cost_model, Graph) and not self.strategy.decides_in_place:
-            assert program is not None
-            program = with_in_place(self.cost_model, program)
-        violation, figures = judge(
-            self.cost_model,
-            plan.steps,
-            program,
-            budget_bytes,
-            self.device,
-            offloading="offload" in self.strategy.features,
-        )
+        program = self.target.program(plan)
+        violation, figures = self.target.check(plan, program, (budget_bytes, None), self.device)
         if violation is not None:
             raise InvalidProgramError(
-                f"{self.strategy.name} named {budget_bytes} bytes with an invalid plan: {violation}"
+                f"{self.target.strategy.name} named {budget_bytes} bytes with an invalid plan: "
+                f"{violation}"
             )
         return figures.peak_bytes
