@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memopt.models.chain import Chain
+from memopt.models.codec import Bytes, Seconds
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 class BaselineFigures:
     """The step without memopt: total peak bytes, seconds, and whether they were measured."""
 
-    peak_bytes: int
-    step_time_s: float
+    peak_bytes: Bytes
+    step_time_s: Seconds
     measured: bool
 
 

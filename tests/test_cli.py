@@ -16,8 +16,8 @@ import memopt
 from memopt.cli import app
 from memopt.commands.hugging_face import not_built
 from memopt.commands.output import ExitCode
-from memopt.models.codec import Reader
-from memopt.programs.encoding import read_graph
+from memopt.models.codec import read
+from memopt.models.reader import Reader
 from tests.zoo import get
 
 ROOT = Path(__file__).parent.parent
@@ -307,7 +307,7 @@ def test_profile() -> None:
     assert result.exit_code == 0, result.output
     assert "aten.addmm.default" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
-    graph = read_graph(Reader(json.loads(Path("g.json").read_bytes())["value"], "graph"))
+    graph = read(memopt.Graph, Reader(json.loads(Path("g.json").read_bytes())["value"], "graph"))
     figures = run_json("profile", "mymodels:make", "--top", "1")
     assert figures["operators"] == len(graph.operators)
     assert len(figures["kernels"]) == 1

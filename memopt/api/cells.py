@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import memopt
 from memopt.api.comparison import Cell
 from memopt.api.plan import Plan
 from memopt.errors import PlanFileError
 from memopt.files.envelope import read_bytes, write_atomically
 from memopt.files.plan_file import decode, encode
+from memopt.models import codec
 from memopt.models.chain import Chain
-from memopt.models.codec import Reader
 from memopt.models.device import Device
 from memopt.models.folders import default_directory
 from memopt.models.graph import Graph
+from memopt.models.reader import Reader, canonical, parse
 from memopt.plan_record import BaselineFigures
-from memopt.programs import encoding
-from memopt.programs.serialize import canonical, parse
 from memopt.strategies import STRATEGIES, Status, Strategy
 
 if TYPE_CHECKING:
@@ -52,6 +50,16 @@ def planned_cell(label: str, plan: Plan, solve_time_s: float) -> Cell:
     )
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """A cell on disk."""
+
+    solve_time_s: float
+    status: Status
+    smallest_budget_bytes: int | None
+    plan: dict[str, object] | None
+
+
 class CellCache:
     """The cells of one cost model, device and time limit.
 
@@ -75,35 +83,26 @@ class CellCache:
         self._cost_model, self._chain = cost_model, chain
         self._profiled, self._baseline = profiled, baseline
         self._folder = (folder or default_directory()) / "cells-v1"
-        if isinstance(cost_model, Graph):
-            self._kind, self._encoded = "graph", encoding.graph(cost_model)
-        else:
-            self._kind, self._encoded = "chain", encoding.chain(cost_model)
-        whole = [_code_digest(), self._encoded, encoding.device(device), repr(time_limit_s)]
+        self._kind = "graph" if isinstance(cost_model, Graph) else "chain"
+        self._encoded = codec.encode(cost_model)
+        whole = [_code_digest(), self._encoded, codec.encode(device), repr(time_limit_s)]
         self._key = hashlib.sha256(canonical(whole)).hexdigest()
 
     def load(self, strategy: Strategy, label: str, budget: int | str | None) -> Cell | None:
         """The finished cell; None if there is none (or none that can be read)."""
         path = self._path(strategy, budget)
         try:
-            found = Reader(parse(read_bytes(path)), "cell")
-            spent, status, smallest, stored = found.fields(
-                "solve_time_s", "status", "smallest_budget_bytes", "plan"
-            )
-            solve_time_s = spent.number()
-            if stored.value is None:
-                size = budget if isinstance(budget, int) else None
+            found = codec.read(_Stored, Reader(parse(read_bytes(path)), "cell"))
+            if found.plan is None:
                 return Cell(
                     label,
-                    size,
-                    status.choice(Status),
-                    solve_time_s,
-                    smallest_budget_bytes=smallest.optional(Reader.whole),
+                    budget if isinstance(budget, int) else None,
+                    found.status,
+                    found.solve_time_s,
+                    smallest_budget_bytes=found.smallest_budget_bytes,
                 )
-            plan = {name: entry.value for name, entry in stored.entries().items()}
-            plan[self._kind] = self._encoded
-            made = Plan.of(decode(Reader(plan, "cell")))
-            return planned_cell(label, self._ours(made, strategy), solve_time_s)
+            made = Plan.of(decode(Reader({**found.plan, self._kind: self._encoded}, "cell")))
+            return planned_cell(label, self._ours(made, strategy), found.solve_time_s)
         except (OSError, PlanFileError):
             return None
 
@@ -113,16 +112,16 @@ class CellCache:
         if not finished or type(strategy) not in {type(one) for one in STRATEGIES}:
             return
         plan = cell.plan
-        value = {
-            "solve_time_s": float(cell.solve_time_s),
-            "status": cell.status.value,
-            "smallest_budget_bytes": cell.smallest_budget_bytes,
+        value = _Stored(
+            cell.solve_time_s,
+            cell.status,
+            cell.smallest_budget_bytes,
             # What all cells have in common is put back when they are read.
-            "plan": plan and encode(replace(plan, graph=None, chain=None, record=None)),
-        }
+            None if plan is None else encode(replace(plan, graph=None, chain=None, record=None)),
+        )
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path(strategy, budget), canonical(value))
+            write_atomically(self._path(strategy, budget), canonical(codec.encode(value)))
             self._drop_oldest()
         except (OSError, PlanFileError):
             # The cache is a convenience: a full or read-only disk must not stop a comparison.
@@ -156,7 +155,7 @@ class CellCache:
 @functools.cache
 def _code_digest() -> str:
     """Of memopt's Python files: another version of a solver makes other plans."""
-    root = Path(memopt.__file__).parent
+    root = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode())

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from memopt.errors import PlanFileError
-from memopt.models.codec import Reader
-from memopt.programs.serialize import canonical, parse
+from memopt.models.reader import Reader, canonical, parse
 
 FORMAT = "memopt plan"
 VERSION = 1
@@ -59,8 +58,7 @@ def unpack(data: bytes) -> Reader:
             f"the file has version {version!r} of the format, this memopt reads version "
             f"{VERSION}; plan again with this memopt, or load it with the one that saved it"
         )
-    _, value, _ = reader.fields("format", "value", "version")
-    return value
+    return reader.fields("format", "value", "version")["value"]
 
 
 def _digest(rest: bytes) -> bytes:

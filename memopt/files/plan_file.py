@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from memopt.errors import InvalidProgramError, PlanFileError
 from memopt.files.envelope import pack, read_plan, write_atomically
-from memopt.files.strategy_record import encode_strategy, read_strategy
+from memopt.files.strategy_record import StrategyRecord
+from memopt.models import codec
 from memopt.models.chain import Chain
-from memopt.models.codec import Reader
+from memopt.models.codec import NAME, Check, Codec, Seconds
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.reader import Reader
 from memopt.models.record import ModelRecord
-from memopt.models.record_json import encode_record, read_record
 from memopt.models.same_graph import as_captured
-from memopt.models.steps import ChainStep
+from memopt.models.steps import ChainStep, Steps
 from memopt.plan_record import BaselineFigures, PlanRecord
-from memopt.programs.encoding import chain as encode_chain
-from memopt.programs.encoding import device as encode_device
-from memopt.programs.encoding import graph as encode_graph
-from memopt.programs.encoding import program as encode_program
-from memopt.programs.encoding import (
-    read_chain,
-    read_device,
-    read_graph,
-    read_program,
-    read_steps,
-)
-from memopt.programs.encoding import steps as encode_steps
 from memopt.programs.instructions import Program
 from memopt.programs.serialize import fingerprint
 from memopt.programs.violations import Violation
@@ -40,26 +30,60 @@ from memopt.strategies.base import Status
 
 FileName: TypeAlias = str | PathLike[str]
 
-_FIELDS = (
-    "status",
-    "strategy",
-    "budget_bytes",
-    "host_budget_bytes",
-    "lower_bound_s",
-    "figures",
-    "baseline",
-    "device",
-    "graph",
-    "chain",
-    "program",
-    "chain_steps",
-    "stats",
-    "notes",
-    "record",
-)
 _ROUNDING = 1e-9
 _LARGEST_WHOLE = 2**53
 """Larger numbers are no sizes or counts, and other JSON readers would round them."""
+
+_Budget: TypeAlias = Annotated[int, Check("a budget of at least 1 byte", lambda size: size >= 1)]
+_PlanStatus: TypeAlias = Annotated[
+    Status,
+    Check("the status of a plan", lambda status: status in (Status.OPTIMAL, Status.FEASIBLE)),
+]
+
+
+def _plain(value: object) -> object:
+    """What a solver says about itself, as JSON; texts where JSON has nothing for it."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int) and abs(value) < _LARGEST_WHOLE:
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+_Stats: TypeAlias = Annotated[
+    Mapping[str, object],
+    Codec(_plain, lambda reader: {name: item.value for name, item in reader.entries().items()}),
+]
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a plan file holds: fields of a PlanRecord, and the figures."""
+
+    status: _PlanStatus
+    strategy: StrategyRecord
+    budget: _Budget | None = field(metadata={NAME: "budget_bytes"})
+    host_budget: int | None = field(metadata={NAME: "host_budget_bytes"})
+    lower_bound_s: Seconds
+    figures: Figures
+    baseline: BaselineFigures
+    device: Device
+    graph: Graph | None
+    chain: Chain | None
+    program: Program | None
+    chain_steps: Steps | None
+    stats: _Stats
+    notes: tuple[str, ...]
+    record: ModelRecord | None
+
+
+_SHARED = tuple(one.name for one in fields(_Content) if one.name != "figures")
 
 
 def save(plan: PlanRecord, path: FileName) -> None:
@@ -82,46 +106,10 @@ def load(path: FileName) -> PlanRecord:
 
 def encode(plan: PlanRecord) -> dict[str, Any]:
     """A plan as what `json` writes."""
-    return {
-        "status": plan.status.value,
-        "strategy": encode_strategy(plan.strategy),
-        "budget_bytes": plan.budget,
-        "host_budget_bytes": plan.host_budget,
-        "lower_bound_s": float(plan.lower_bound_s),
-        "figures": {
-            "peak_bytes": plan.peak_bytes,
-            "step_time_s": float(plan.step_time_s),
-            "host_peak_bytes": plan.host_peak_bytes,
-        },
-        "baseline": {
-            "peak_bytes": plan.baseline.peak_bytes,
-            "step_time_s": float(plan.baseline.step_time_s),
-            "measured": plan.baseline.measured,
-        },
-        "device": encode_device(plan.device),
-        "graph": None if plan.graph is None else encode_graph(plan.graph),
-        "chain": None if plan.chain is None else encode_chain(plan.chain),
-        "program": None if plan.program is None else encode_program(plan.program),
-        "chain_steps": None if plan.chain_steps is None else encode_steps(plan.chain_steps),
-        "stats": {str(key): _plain(value) for key, value in plan.stats.items()},
-        "notes": list(plan.notes),
-        "record": None if plan.record is None else encode_record(plan.record),
-    }
-
-
-def _plain(value: object) -> object:
-    """What a solver says about itself, as JSON; texts where JSON has nothing for it."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int) and abs(value) < _LARGEST_WHOLE:
-        return int(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return float(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return str(value)
+    figures = Figures(plan.peak_bytes, plan.step_time_s, plan.host_peak_bytes)
+    shared = {name: getattr(plan, name) for name in _SHARED}
+    found: dict[str, Any] = codec.encode(_Content(**shared, figures=figures))
+    return found
 
 
 def decode(reader: Reader) -> PlanRecord:
@@ -131,86 +119,35 @@ def decode(reader: Reader) -> PlanRecord:
         PlanFileError: a field is missing, unknown or wrong, or the plan is not valid.
     """
     _refuse_huge_numbers(reader.value)
-    found = dict(zip(_FIELDS, reader.fields(*_FIELDS), strict=True))
-    graph = found["graph"].optional(read_graph)
-    chain = found["chain"].optional(read_chain)
-    program = found["program"].optional(read_program)
-    steps = found["chain_steps"].optional(read_steps)
-    device = read_device(found["device"])
-    budget_bytes = found["budget_bytes"].optional(_read_budget)
-    host_bytes = found["host_budget_bytes"].optional(Reader.whole)
-    strategy = read_strategy(found["strategy"])
+    found = codec.read(_Content, reader)
+    graph, chain, steps = found.graph, found.chain, found.chain_steps
     cost_model = graph if graph is not None else chain
-    if cost_model is None or (program if graph is not None else steps) is None:
+    if cost_model is None or (found.program if graph is not None else steps) is None:
         raise reader.fail("a graph with its program, or a chain with its steps")
-    if graph is None and program is not None:
+    if graph is None and found.program is not None:
         raise PlanFileError("plan file: a program without the graph it is of")
-    record = found["record"].optional(read_record)
-    if record is not None:
-        _check_graph(graph, record)
-    offloading = strategy.features.offload
-    figures = _checked(cost_model, steps, program, (budget_bytes, host_bytes), device, offloading)
-    _check_figures(found["figures"], figures)
+    if found.record is not None:
+        _check_graph(graph, found.record)
+    figures = _checked(
+        cost_model,
+        steps,
+        found.program,
+        (found.budget, found.host_budget),
+        found.device,
+        found.strategy.features.offload,
+    )
+    _check_figures(reader, found, figures)
     if graph is not None and chain is not None and steps is not None:
         # They are shown; the program is what runs.
-        _checked(chain, steps, None, (None, None), device)
-    peak_bytes, time_s, measured = found["baseline"].fields("peak_bytes", "step_time_s", "measured")
+        _checked(chain, steps, None, (None, None), found.device)
     return PlanRecord(
-        status=_read_status(found["status"]),
-        strategy=strategy,
-        budget=budget_bytes,
-        host_budget=host_bytes,
+        **{name: getattr(found, name) for name in _SHARED},
         peak_bytes=figures.peak_bytes,
         resident_bytes=cost_model.resident_bytes,
         step_time_s=figures.time_s,
-        lower_bound_s=_read_bound(found["lower_bound_s"], figures),
-        baseline=BaselineFigures(_read_bytes(peak_bytes), _read_seconds(time_s), measured.flag()),
-        device=device,
-        program=program,
-        chain_steps=steps,
-        graph=graph,
-        chain=chain,
         host_peak_bytes=figures.host_peak_bytes,
         compute_time_s=cost_model.compute_time_s,
-        stats=_read_stats(found["stats"]),
-        notes=found["notes"].each(Reader.text),
-        record=record,
     )
-
-
-def _read_budget(reader: Reader) -> int:
-    budget_bytes = reader.whole()
-    if budget_bytes < 1:
-        raise reader.fail("a budget of at least 1 byte")
-    return budget_bytes
-
-
-def _read_bytes(reader: Reader) -> int:
-    size_bytes = reader.whole()
-    if size_bytes < 0:
-        raise reader.fail("bytes, at least 0")
-    return size_bytes
-
-
-def _read_seconds(reader: Reader) -> float:
-    seconds = reader.number()
-    if seconds < 0:
-        raise reader.fail("seconds, at least 0")
-    return seconds
-
-
-def _read_status(reader: Reader) -> Status:
-    status = reader.choice(Status)
-    if status not in (Status.OPTIMAL, Status.FEASIBLE):
-        raise reader.fail("the status of a plan")
-    return status
-
-
-def _read_bound(reader: Reader, figures: Figures) -> float:
-    bound_s = _read_seconds(reader)
-    if bound_s > figures.time_s * (1 + _ROUNDING):
-        raise reader.fail(f"a lower bound of the step's time, {figures.time_s!r} s,")
-    return bound_s
 
 
 def _check_graph(graph: Graph | None, record: ModelRecord) -> None:
@@ -265,21 +202,15 @@ def _checked(
     return figures
 
 
-def _check_figures(reader: Reader, figures: Figures) -> None:
-    peak_bytes, time_s, host_peak_bytes = reader.fields(
-        "peak_bytes", "step_time_s", "host_peak_bytes"
-    )
-    stored = Figures(peak_bytes.whole(), time_s.number(), host_peak_bytes.whole())
+def _check_figures(reader: Reader, found: _Content, figures: Figures) -> None:
+    """The stored figures must be those of the plan, and the bound one of its time."""
+    stored = found.figures
     same_time = math.isclose(stored.time_s, figures.time_s, rel_tol=_ROUNDING)
-    if (stored.peak_bytes, stored.host_peak_bytes) != (
-        figures.peak_bytes,
-        figures.host_peak_bytes,
-    ) or not same_time:
+    if not same_time or replace(stored, time_s=figures.time_s) != figures:
         raise PlanFileError(
-            f"{reader.place}: the stored figures {stored} are not those of the plan, {figures}; "
-            "plan again"
+            f"{reader.place}.figures: the stored figures {stored} are not those of the plan, "
+            f"{figures}; plan again"
         )
-
-
-def _read_stats(reader: Reader) -> dict[str, object]:
-    return {name: item.value for name, item in reader.entries().items()}
+    if found.lower_bound_s > figures.time_s * (1 + _ROUNDING):
+        bound = Reader(found.lower_bound_s, f"{reader.place}.lower_bound_s")
+        raise bound.fail(f"a lower bound of the step's time, {figures.time_s!r} s,")

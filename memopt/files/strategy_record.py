@@ -10,12 +10,13 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import memopt.strategies
 from memopt.errors import PlanFileError
-from memopt.models.codec import Reader
+from memopt.models.codec import Codec
 from memopt.models.device import Device
+from memopt.models.reader import Reader
 from memopt.strategies import STRATEGIES
 from memopt.strategies.base import CostModel, Progress, Solution, Strategy
 
@@ -75,20 +76,15 @@ def known_classes() -> dict[str, type[Strategy]]:
 
 def encode_strategy(value: Strategy) -> dict[str, Any]:
     """A strategy as what `json` writes."""
-    if isinstance(value, RecordedStrategy):
-        fields: dict[str, Any] = dict(value.parameters)
-        return _entry(value.recorded_name, value.class_name, False, fields)
     kind = type(value)
-    known = known_classes().get(kind.__name__) is kind
-    fields = {}
-    for field in _fields(kind):
-        content = getattr(value, field)
-        fields[field] = _encode_value(content) if known else repr(content)
-    return _entry(value.name, kind.__name__, known, fields)
-
-
-def _entry(name: str, class_name: str, known: bool, fields: dict[str, Any]) -> dict[str, Any]:
-    pairs = [[field, fields[field]] for field in fields]
+    name, class_name = value.name, kind.__name__
+    known = known_classes().get(class_name) is kind
+    if isinstance(value, RecordedStrategy):
+        name, class_name, known = value.recorded_name, value.class_name, False
+        pairs: list[Any] = [list(pair) for pair in value.parameters]
+    else:
+        write = _encode_value if known else repr
+        pairs = [[field, write(getattr(value, field))] for field in _fields(kind)]
     return {"name": name, "class": class_name, "known": known, "fields": pairs}
 
 
@@ -122,16 +118,17 @@ def read_strategy(reader: Reader, depth: int = 0) -> Strategy:
     """The strategy that `encode_strategy` wrote; a RecordedStrategy if its class is not known."""
     if depth > DEEPEST_STRATEGY:
         raise reader.fail(f"strategies at most {DEEPEST_STRATEGY} levels deep")
-    name, class_name, known, fields = reader.fields("name", "class", "known", "fields")
-    pairs = dict(fields.each(_read_pair))
-    kind = known_classes().get(class_name.text())
-    if not known.flag() or kind is None:
+    found = reader.fields("name", "class", "known", "fields")
+    name, class_name = found["name"].text(), found["class"].text()
+    pairs = dict(found["fields"].pairs())
+    kind = known_classes().get(class_name)
+    if not found["known"].flag() or kind is None:
         parameters = tuple(
             (key, item.text() if isinstance(item.value, str) else repr(item.value))
             for key, item in pairs.items()
         )
-        return RecordedStrategy(name.text(), class_name.text(), parameters)
-    if kind.name != name.text() or not set(pairs) <= set(_fields(kind)):
+        return RecordedStrategy(name, class_name, parameters)
+    if kind.name != name or not set(pairs) <= set(_fields(kind)):
         raise reader.fail(f"a {kind.__name__} of this memopt")
     values = {key: _read_value(item, depth) for key, item in pairs.items()}
     try:
@@ -140,29 +137,23 @@ def read_strategy(reader: Reader, depth: int = 0) -> Strategy:
         raise PlanFileError(f"{reader.place}: {error}") from error
 
 
-def _read_pair(reader: Reader) -> tuple[str, Reader]:
-    row = reader.items()
-    if len(row) != 2:
-        raise reader.fail("[name, value]")
-    return row[0].text(), row[1]
-
-
 def _read_value(reader: Reader, depth: int) -> Any:
-    value = reader.value
+    value, wanted = reader.value, "a parameter of a strategy"
     if value is None or isinstance(value, bool | int | str):
         return value
-    if not isinstance(value, dict) or len(value) != 1 or depth > DEEPEST_STRATEGY:
-        raise reader.fail("a parameter of a strategy")
-    ((kind, body),) = reader.entries().items()
+    kind, body = reader.only_entry(wanted)
+    if depth > DEEPEST_STRATEGY:
+        raise reader.fail(wanted)
     if kind == "float":
-        try:
-            return float(body.text())
-        except ValueError:
-            raise body.fail("a number in a string") from None
+        return body.number_text()
     if kind == "tuple":
         return body.each(lambda item: _read_value(item, depth + 1))
     if kind == "dict":
-        return {key: _read_value(item, depth + 1) for key, item in body.each(_read_pair)}
+        return {key: _read_value(item, depth + 1) for key, item in body.pairs()}
     if kind == "strategy":
         return read_strategy(body, depth + 1)
-    raise reader.fail("a parameter of a strategy")
+    raise reader.fail(wanted)
+
+
+StrategyRecord: TypeAlias = Annotated[Strategy, Codec(encode_strategy, read_strategy)]
+"""A strategy in a file."""

@@ -1,120 +1,327 @@
-"""Strict reading of parsed JSON: every field present, of its type, and no other."""
+"""Dataclasses in JSON, by the annotations of their fields: written as they are, read strictly.
+
+Enumerations are written as their values, tuples as lists, dataclasses as objects of their fields,
+-0.0 as 0.0, which it equals; `object` is anything, as it stands. `Annotated` says more of a type:
+a `Row` has a fixed tuple or a dataclass written as a list, `TaggedRows` write a union of
+dataclasses as lists that begin with a word, a `Check` refuses what was read, and a `Codec` writes
+and reads in its own way. (Annotations are evaluated inside their class, so a lambda that names
+something of its module belongs into an alias outside.)
+
+An object has every field and no other, except as the field's metadata say: `LATER`, `SPARSE`,
+`FLAT`, `{NAME: ...}`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar, Union, get_args, get_origin
+from typing import get_type_hints as hints_of
 
 from memopt.errors import PlanFileError
+from memopt.models.reader import Reader
 
 T = TypeVar("T")
-E = TypeVar("E", bound=StrEnum)
 
-INFINITY = "inf"
-"""How an infinite rate is written: JSON has no number for it."""
+NAME = "name in JSON"
+"""Key of a field's metadata: what it is called in JSON, if not as in the class."""
+LATER: Mapping[str, bool] = {"may be missing": True}
+"""Metadata of a field that files written before it existed lack; it may be null, too."""
+SPARSE: Mapping[str, bool] = {**LATER, "left out": True}
+"""As LATER; and it is left out where it has its default."""
+FLAT: Mapping[str, bool] = {"flat": True}
+"""Metadata of a field, a dataclass, whose own fields stand beside the others."""
+
+_INFINITY = "inf"
+
+
+@dataclass(frozen=True)
+class Codec(Generic[T]):
+    """How values of one type are written and read."""
+
+    encode: Callable[[T], Any]
+    read: Callable[[Reader], T]
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
-    """A parsed JSON value and where it stands in the file, for messages.
+class Check:
+    """What a value that was read must fulfil; `wanted` says it in messages."""
 
-    Every method raises PlanFileError naming the place when the value is not what it asks for.
+    wanted: str
+    holds: Callable[[Any], bool]
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Row:
+    """What the elements of a list are, by their positions."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+
+    def __str__(self) -> str:
+        return f"[{', '.join(self.names)}]"
+
+
+@dataclass(frozen=True, eq=False)
+class TaggedRows:
+    """Dataclasses of one union by the words that their rows begin with."""
+
+    wanted: str
+    kinds: Mapping[str, type]
+
+
+Rate: TypeAlias = Annotated[
+    float,
+    Codec(
+        lambda value: _INFINITY if math.isinf(value) else float(value) + 0.0,
+        lambda reader: math.inf if reader.value == _INFINITY else reader.number(),
+    ),
+]
+Natural: TypeAlias = Annotated[int, Check("a whole number, at least 0", lambda value: value >= 0)]
+Bytes: TypeAlias = Annotated[int, Check("bytes, at least 0", lambda value: value >= 0)]
+Seconds: TypeAlias = Annotated[float, Check("seconds, at least 0", lambda value: value >= 0)]
+Line: TypeAlias = Annotated[str, Check("one line of text", str.isprintable)]
+
+
+def encode(value: Any, kind: Any = None) -> Any:
+    """A value as what `json` writes; `kind` is its annotation, if not its class."""
+    hint: Any = type(value) if kind is None else kind
+    return codec(hint).encode(value)
+
+
+def read(kind: type[T], reader: Reader) -> T:
+    """The value that `encode` wrote.
+
+    Raises:
+        PlanFileError: a field is missing, unknown or wrong; the message names the place.
     """
+    hint: Any = kind
+    found: T = codec(hint).read(reader)
+    return found
 
-    value: Any
-    place: str
 
-    def fail(self, wanted: str) -> PlanFileError:
-        """The error to raise when the value is not `wanted`."""
-        shown = repr(self.value)
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return PlanFileError(f"{self.place}: expected {wanted}, found {shown}")
+_PLAIN: dict[Any, Codec[Any]] = {
+    bool: Codec(lambda value: value, Reader.flag),
+    int: Codec(int, Reader.whole),
+    float: Codec(lambda value: float(value) + 0.0, Reader.number),
+    str: Codec(lambda value: value, Reader.text),
+    object: Codec(lambda value: value, lambda reader: reader.value),
+}
 
-    def text(self) -> str:
-        """A string."""
-        if not isinstance(self.value, str):
-            raise self.fail("a string")
-        return self.value
 
-    def flag(self) -> bool:
-        """true or false."""
-        if not isinstance(self.value, bool):
-            raise self.fail("true or false")
-        return self.value
+@functools.cache
+def codec(kind: Any) -> Codec[Any]:
+    """The codec of an annotation."""
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _annotated(*arguments)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        return _list(codec(arguments[0]))
+    if origin is dict and arguments[0] is str:
+        return _mapping(codec(arguments[1]))
+    if origin in (Union, types.UnionType) and len(arguments) == 2 and arguments[1] is type(None):
+        return _optional(codec(arguments[0]))
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return _choice(kind)
+    if dataclasses.is_dataclass(kind):
+        found = _Object(kind)
+        return Codec(found.encode, found.read)
+    raise TypeError(f"there is no codec for {kind}")
 
-    def whole(self) -> int:
-        """A whole number."""
-        if isinstance(self.value, bool) or not isinstance(self.value, int):
-            raise self.fail("a whole number")
-        return self.value
 
-    def number(self) -> float:
-        """A finite number."""
-        if isinstance(self.value, bool) or not isinstance(self.value, int | float):
-            raise self.fail("a number")
+def _annotated(kind: Any, *notes: object) -> Codec[Any]:
+    *inner, note = notes
+    if isinstance(note, Codec):
+        return note
+    if isinstance(note, TaggedRows):
+        return _tagged(note)
+    if isinstance(note, Row):
+        return _row(note, kind)
+    assert isinstance(note, Check)
+    return _checked(_annotated(kind, *inner) if inner else codec(kind), note)
+
+
+def _checked(inner: Codec[Any], check: Check) -> Codec[Any]:
+    def checked(reader: Reader) -> Any:
+        value = inner.read(reader)
+        if not check.holds(value):
+            raise reader.fail(check.wanted)
+        return value
+
+    return Codec(inner.encode, checked)
+
+
+def _list(inner: Codec[Any]) -> Codec[Any]:
+    def items(reader: Reader) -> tuple[Any, ...]:
+        found = reader.value
+        if inner is _PLAIN[int] and isinstance(found, list) and {*map(type, found)} <= {int}:
+            # Most of a graph, so without a Reader for each.
+            return tuple(found)
+        return reader.each(inner.read)
+
+    return Codec(lambda values: [*map(inner.encode, values)], items)
+
+
+def _row(row: Row, kind: Any) -> Codec[Any]:
+    if dataclasses.is_dataclass(kind):
+        found = _DataclassRow(kind, row.names)
+        return Codec(found.encode, lambda reader: found.read(reader, reader.items(), str(row)))
+    inner = [codec(argument) for argument in get_args(kind)]
+
+    def elements(reader: Reader) -> tuple[Any, ...]:
+        items = reader.items()
+        if len(items) != len(inner):
+            raise reader.fail(str(row))
+        return tuple(one.read(item) for one, item in zip(inner, items, strict=True))
+
+    return Codec(
+        lambda values: [one.encode(value) for one, value in zip(inner, values, strict=True)],
+        elements,
+    )
+
+
+def _mapping(inner: Codec[Any]) -> Codec[Any]:
+    return Codec(
+        lambda values: {name: inner.encode(value) for name, value in values.items()},
+        lambda reader: {name: inner.read(item) for name, item in reader.entries().items()},
+    )
+
+
+def _optional(inner: Codec[Any]) -> Codec[Any]:
+    return Codec(
+        lambda value: None if value is None else inner.encode(value),
+        lambda reader: None if reader.value is None else inner.read(reader),
+    )
+
+
+def _choice(kind: type[StrEnum]) -> Codec[Any]:
+    names = ", ".join(repr(member.value) for member in kind)
+
+    def choice(reader: Reader) -> StrEnum:
         try:
-            number = float(self.value)
-        except OverflowError:
-            raise self.fail("a finite number") from None
-        if not math.isfinite(number):
-            raise self.fail("a finite number")
-        return number
-
-    def rate(self) -> float:
-        """A finite number, or "inf"."""
-        return math.inf if self.value == INFINITY else self.number()
-
-    def choice(self, kinds: type[E]) -> E:
-        """A member of an enumeration, by value."""
-        try:
-            return kinds(self.text())
+            return kind(reader.text())
         except ValueError:
-            names = ", ".join(repr(kind.value) for kind in kinds)
-            raise self.fail(f"one of {names}") from None
+            raise reader.fail(f"one of {names}") from None
 
-    def optional(self, read: Callable[[Reader], T]) -> T | None:
-        """null, or what `read` takes."""
-        return None if self.value is None else read(self)
+    return Codec(lambda value: value.value, choice)
 
-    def items(self) -> list[Reader]:
-        """The elements of a list."""
-        if not isinstance(self.value, list):
-            raise self.fail("a list")
-        return [Reader(item, f"{self.place}[{i}]") for i, item in enumerate(self.value)]
 
-    def each(self, read: Callable[[Reader], T]) -> tuple[T, ...]:
-        """A list, every element of which `read` takes."""
-        return tuple(read(item) for item in self.items())
+def _tagged(rows: TaggedRows) -> Codec[Any]:
+    tags = {kind: tag for tag, kind in rows.kinds.items()}
+    by_tag = {tag: _DataclassRow(kind) for tag, kind in rows.kinds.items()}
 
-    def wholes(self) -> tuple[int, ...]:
-        """A list of whole numbers."""
-        return self.each(Reader.whole)
+    def tagged(reader: Reader) -> Any:
+        tag, *items = reader.items() or [reader]
+        if not isinstance(tag.value, str) or tag.value not in by_tag:
+            raise reader.fail(rows.wanted)
+        return by_tag[tag.value].read(reader, items, rows.wanted)
 
-    def entries(self) -> dict[str, Reader]:
-        """The fields of an object, whatever their names."""
-        if not isinstance(self.value, Mapping):
-            raise self.fail("an object")
-        return {name: Reader(item, f"{self.place}.{name}") for name, item in self.value.items()}
+    def encoded(value: Any) -> list[Any]:
+        tag = tags[type(value)]
+        return [tag, *by_tag[tag].encode(value)]
 
-    def fields(self, *names: str, optional: tuple[str, ...] = ()) -> list[Reader]:
-        """The fields of an object that has exactly these, in this order; those that may be missing
-        come last, null where they are."""
-        entries = self.entries()
-        for name in names:
-            if name not in entries:
-                raise PlanFileError(f"{self.place}: the field {name!r} is missing")
-        for name in entries:
-            if name not in (*names, *optional):
-                raise PlanFileError(f"{self.place}: there is no field {name!r}")
-        absent = {name: Reader(None, f"{self.place}.{name}") for name in optional}
-        return [(absent | entries)[name] for name in (*names, *optional)]
+    return Codec(encoded, tagged)
 
-    def build(self, make: Callable[[], T]) -> T:
-        """Call a constructor; its ValueError becomes a PlanFileError naming the place."""
-        try:
-            return make()
-        except ValueError as error:
-            raise PlanFileError(f"{self.place}: {error}") from error
+
+class _Field:
+    """A field of a dataclass: its attribute, its name in JSON and its codec."""
+
+    def __init__(self, field: dataclasses.Field[Any], hint: Any) -> None:
+        self.attribute = field.name
+        self.name: str = field.metadata.get(NAME, field.name)
+        self.default = field.default
+        self.may_be_missing = LATER.items() <= field.metadata.items()
+        self.left_out = SPARSE.items() <= field.metadata.items()
+        self.flat = _Object(hint) if FLAT.items() <= field.metadata.items() else None
+        self.codec = codec(hint)
+
+
+def _fields_of(kind: Any) -> list[_Field]:
+    hints = hints_of(kind, include_extras=True)
+    return [_Field(field, hints[field.name]) for field in dataclasses.fields(kind) if field.init]
+
+
+def _build(reader: Reader, kind: Any, values: dict[str, Any]) -> Any:
+    """Call a constructor; its ValueError becomes a PlanFileError naming the place."""
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise PlanFileError(f"{reader.place}: {error}") from error
+
+
+class _DataclassRow:
+    """A dataclass as a list of its fields; those at the end may be SPARSE."""
+
+    def __init__(self, kind: Any, names: Iterable[str] = ()) -> None:
+        found = {field.attribute: field for field in _fields_of(kind)}
+        self._kind, self._fields = kind, [found[name] for name in names or found]
+        self._least = sum(not field.left_out for field in self._fields)
+
+    def encode(self, value: Any) -> list[Any]:
+        row = []
+        for field in self._fields:
+            item = getattr(value, field.attribute)
+            if field.left_out and item == field.default:
+                break
+            row.append(field.codec.encode(item))
+        return row
+
+    def read(self, reader: Reader, items: list[Reader], wanted: str) -> Any:
+        if not self._least <= len(items) <= len(self._fields):
+            raise reader.fail(wanted)
+        values = {}
+        for field, item in zip(self._fields, items, strict=False):
+            value = values[field.attribute] = field.codec.read(item)
+            if field.left_out and value == field.default:
+                raise reader.fail(wanted)
+        return _build(reader, self._kind, values)
+
+
+class _Object:
+    """A dataclass as an object of its fields."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind, self._fields = kind, _fields_of(kind)
+        names = self.names()
+        self._needed = tuple(name for name, may_be_missing in names if not may_be_missing)
+        self._optional = tuple(name for name, may_be_missing in names if may_be_missing)
+
+    def names(self) -> list[tuple[str, bool]]:
+        """The names in JSON, FLAT fields' too, and whether they may be missing."""
+        found = []
+        for field in self._fields:
+            found += field.flat.names() if field.flat else [(field.name, field.may_be_missing)]
+        return found
+
+    def encode(self, value: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for field in self._fields:
+            item = getattr(value, field.attribute)
+            if field.flat:
+                found.update(field.flat.encode(item))
+            elif not (field.left_out and item == field.default):
+                found[field.name] = field.codec.encode(item)
+        return found
+
+    def read(self, reader: Reader) -> Any:
+        return self._made(reader, reader.fields(*self._needed, optional=self._optional))
+
+    def _made(self, reader: Reader, entries: dict[str, Reader]) -> Any:
+        values = {}
+        for field in self._fields:
+            if field.flat:
+                values[field.attribute] = field.flat._made(reader, entries)
+                continue
+            item = entries.get(field.name)
+            if item is not None and not (field.may_be_missing and item.value is None):
+                values[field.attribute] = field.codec.read(item)
+        return _build(reader, self._kind, values)

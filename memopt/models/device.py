@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from memopt.models.codec import Rate
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -30,12 +32,12 @@ class Device:
 
     name: str = "device"
     capacity_bytes: int | None = None
-    to_host_bytes_per_s: float = math.inf
-    from_host_bytes_per_s: float | None = None
+    to_host_bytes_per_s: Rate = math.inf
+    from_host_bytes_per_s: Rate | None = None
     transfer_latency_s: float = 0.0
     duplex: bool = True
-    flops_per_s: dict[str, float] = field(default_factory=dict)
-    memory_bytes_per_s: float = math.inf
+    flops_per_s: dict[str, Rate] = field(default_factory=dict)
+    memory_bytes_per_s: Rate = math.inf
     launch_latency_s: float = 0.0
     flops_fraction: float = 1.0
     memory_fraction: float = 1.0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
 from memopt.models.chain import Chain
 from memopt.models.checks import check_bytes, check_seconds
+from memopt.models.codec import SPARSE
 
 
 class TensorKind(StrEnum):
@@ -88,7 +89,7 @@ class Implementation:
     reads: tuple[int, ...] | None = None
     writes: tuple[int, ...] | None = None
     exact: bool = True
-    in_place: tuple[int, ...] = ()
+    in_place: tuple[int, ...] = field(default=(), metadata=SPARSE)
 
     def __post_init__(self) -> None:
         check_seconds(f"Implementation {self.name!r}", time_s=self.time_s)
@@ -126,7 +127,7 @@ class Operator:
     module: str = ""
     target: str = ""
     implementations: tuple[Implementation, ...] = ()
-    in_place: tuple[int, ...] = ()
+    in_place: tuple[int, ...] = field(default=(), metadata=SPARSE)
 
     def __post_init__(self) -> None:
         owner = f"Operator {self.name!r}"
@@ -168,7 +169,7 @@ class Graph:
     tangents_held: bool = True
     boundary_bytes: int = 0
     extra_resident_bytes: int = 0
-    outside: tuple[int, ...] = ()
+    outside: tuple[int, ...] = field(default=(), metadata=SPARSE)
 
     def __init__(
         self,

@@ -8,58 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Annotated
 
+from memopt.models.arguments import Argument, Arguments, KeywordArguments, Nest, Plain, Spec
+from memopt.models.codec import FLAT, LATER, NAME, SPARSE, Check, Line, Natural, Row
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A tensor argument, parameter or buffer, without its values."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    device: str
-    requires_grad: bool
-
-    def __str__(self) -> str:
-        grad = ", requires_grad" if self.requires_grad else ""
-        return f"{self.dtype}{list(self.shape)} with strides {self.strides} on {self.device}{grad}"
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """An argument that is None, a bool, an int, a float or a str."""
-
-    value: bool | int | float | str | None
-
-    def __str__(self) -> str:
-        return repr(self.value)
-
-
-@dataclass(frozen=True, slots=True)
-class Nest:
-    """A tuple, list or dict of arguments; `keys` are a dict's, in its order."""
-
-    kind: str
-    items: tuple[Argument, ...]
-    keys: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"a {self.kind} of {len(self.items)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Opaque:
-    """An argument that a file cannot hold."""
-
-    type_name: str
-
-    def __str__(self) -> str:
-        return f"a {self.type_name}"
-
-
-Argument: TypeAlias = TensorSpec | Plain | Nest | Opaque
+AUTOCAST_DEVICES = ("cpu", "cuda")
+_HALVES = (None, "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +30,31 @@ class OutputGradients:
             (2.11), gradients that are copied on their way into the backward.
     """
 
-    unused: tuple[int, ...] = ()
-    strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    held_bytes: int = 0
+    unused: tuple[Natural, ...] = field(default=(), metadata={**LATER, NAME: "unused_outputs"})
+    strides: tuple[Annotated[tuple[int, tuple[int, ...]], Row("position", "strides")], ...] = field(
+        default=(), metadata={**LATER, NAME: "gradient_strides"}
+    )
+    held_bytes: int = field(default=0, metadata={**LATER, NAME: "held_gradient_bytes"})
 
 
 ANY_LOSS = OutputGradients()
 """Nothing is known of the loss: every output may get a gradient, laid out as the output is."""
+
+
+_Autocast = Annotated[
+    tuple[str | None, ...],
+    Check(
+        "null, 'bfloat16' or 'float16' for each of cpu, cuda",
+        lambda row: len(row) == len(AUTOCAST_DEVICES) and set(row) <= set(_HALVES),
+    ),
+]
+_Repeated = Annotated[
+    tuple[int, int],
+    Row("position", "earlier position"),
+    Check(
+        "the positions of an argument and of an earlier one", lambda pair: 0 <= pair[1] < pair[0]
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +82,23 @@ class ModelRecord:
             earlier one.
     """
 
-    model: str
+    model: Line
     device: str
-    args: Nest
-    kwargs: Nest
-    training: tuple[tuple[str, bool], ...]
-    tensors: tuple[tuple[str, TensorSpec], ...]
-    autocast: tuple[str | None, ...]
-    torch_version: str
-    block_bytes: int = 1
+    args: Arguments
+    kwargs: KeywordArguments
+    training: tuple[Annotated[tuple[str, bool], Row("name", "value")], ...]
+    tensors: tuple[Annotated[tuple[str, Spec], Row("name", "value")], ...]
+    autocast: _Autocast
+    torch_version: Line
+    block_bytes: Annotated[int, Check("a whole number, at least 1", lambda value: value >= 1)] = 1
     fingerprint: str = ""
-    output_gradients: OutputGradients = ANY_LOSS
-    loss_bytes: int = 0
-    repeated: tuple[tuple[int, int], ...] = ()
-    resized: tuple[tuple[int, int], ...] = ()
-    library_bytes: int = 0
+    output_gradients: OutputGradients = field(default=ANY_LOSS, metadata=FLAT)
+    loss_bytes: Natural = field(default=0, metadata=LATER)
+    repeated: tuple[_Repeated, ...] = field(default=(), metadata=LATER)
+    resized: tuple[Annotated[tuple[Natural, Natural], Row("tensor", "bytes")], ...] = field(
+        default=(), metadata=SPARSE
+    )
+    library_bytes: Natural = field(default=0, metadata=SPARSE)
 
 
 def difference(planned: ModelRecord, found: ModelRecord) -> str | None:

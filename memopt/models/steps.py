@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, TypeAlias
+
+from memopt.models.codec import Row
 
 
 class Move(StrEnum):
@@ -39,3 +42,7 @@ class ChainStep:
 
     def __str__(self) -> str:
         return f"{self.move}^{self.stage}"
+
+
+Steps: TypeAlias = tuple[Annotated[ChainStep, Row("move", "stage")], ...]
+"""A chain schedule; in files, a list of [move, stage]."""

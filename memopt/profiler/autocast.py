@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 
-from memopt.models.record_json import AUTOCAST_DEVICES
+from memopt.models.record import AUTOCAST_DEVICES
 
 
 def autocast_state() -> tuple[str | None, ...]:

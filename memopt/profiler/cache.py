@@ -8,11 +8,13 @@ import sqlite3
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
 from memopt.errors import PlanFileError
-from memopt.models.codec import Reader
+from memopt.models import codec
+from memopt.models.codec import Check
 from memopt.models.folders import default_directory
-from memopt.programs.serialize import parse
+from memopt.models.reader import Reader, parse
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS costs (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
 _VERSION = 1
@@ -20,9 +22,9 @@ _LOG = logging.getLogger(__name__)
 
 _TOLD: set[Path] = set()
 _LARGEST_ROW = 2**20
-_LARGEST_BYTES = 2**53
-_LONGEST_S = 1e6
-"""Of one call or one step."""
+
+_Bytes: TypeAlias = Annotated[int, Check("the bytes of a call", lambda size: 0 <= size <= 2**53)]
+_Seconds: TypeAlias = Annotated[float, Check("the time of a call", lambda time: 0 <= time <= 1e6)]
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class Cost:
         output_bytes: storage bytes of each tensor it returned, in order.
     """
 
-    time_s: float
-    workspace_bytes: int
-    output_bytes: tuple[int, ...]
+    time_s: _Seconds
+    workspace_bytes: _Bytes
+    output_bytes: tuple[_Bytes, ...]
 
 
 class ProfileCache:
@@ -92,13 +94,6 @@ def _read_cost(stored: object) -> Cost | None:
     if not isinstance(stored, bytes) or len(stored) > _LARGEST_ROW:
         return None
     try:
-        time_s, workspace, outputs = Reader(parse(stored), "cost").fields(
-            "time_s", "workspace_bytes", "output_bytes"
-        )
-        cost = Cost(time_s.number(), workspace.whole(), outputs.wholes())
+        return codec.read(Cost, Reader(parse(stored), "cost"))
     except PlanFileError:
         return None
-    possible = 0 <= cost.time_s <= _LONGEST_S and all(
-        0 <= size <= _LARGEST_BYTES for size in (cost.workspace_bytes, *cost.output_bytes)
-    )
-    return cost if possible else None

@@ -9,16 +9,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memopt.errors import PlanFileError
-from memopt.models.record import (
-    ANY_LOSS,
-    Argument,
-    ModelRecord,
-    Nest,
-    Opaque,
-    OutputGradients,
-    Plain,
-    TensorSpec,
-)
+from memopt.models.arguments import Argument, Nest, Opaque, Plain, TensorSpec
+from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
 from memopt.profiler.autocast import autocast_state
 from memopt.profiler.inputs import Call, repeated
 

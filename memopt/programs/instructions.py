@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Annotated, TypeAlias
+
+from memopt.models.codec import SPARSE, Row, TaggedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Compute:
     op: int
     outputs: tuple[int, ...]
     implementation: str | None = None
-    in_place: int | None = None
+    in_place: int | None = field(default=None, metadata=SPARSE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,20 @@ class LossBoundary:
 
 Instruction: TypeAlias = Compute | Free | SwapOut | SwapIn | DropHost | LossBoundary
 
+INSTRUCTIONS = TaggedRows(
+    "an instruction",
+    {
+        "compute": Compute,
+        "free": Free,
+        "swap out": SwapOut,
+        "swap in": SwapIn,
+        "drop host": DropHost,
+        "loss": LossBoundary,
+    },
+)
+"""How they stand in files: ["compute", operator, [outputs], implementation or null] and, if the
+output takes over a storage, that tensor; ["loss"], ["free", tensor] and so on."""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -72,9 +88,13 @@ class Program:
             larger than they are worth: ((instruction, tensor), ...).
     """
 
-    instructions: tuple[Instruction, ...]
-    offsets: tuple[tuple[int, int, int], ...] | None = None
-    apart: tuple[tuple[int, int], ...] = ()
+    instructions: tuple[Annotated[Instruction, INSTRUCTIONS], ...]
+    offsets: (
+        tuple[Annotated[tuple[int, int, int], Row("instruction", "tensor", "offset")], ...] | None
+    ) = None
+    apart: tuple[Annotated[tuple[int, int], Row("instruction", "tensor")], ...] = field(
+        default=(), metadata=SPARSE
+    )
 
     def __init__(
         self,

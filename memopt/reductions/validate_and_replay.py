@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memopt.models.chain import Chain
+from memopt.models.codec import NAME
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.steps import ChainStep
@@ -24,7 +25,7 @@ class Figures:
     its arena and the most that lies outside it, since the arena is one allocation."""
 
     peak_bytes: int
-    time_s: float
+    time_s: float = field(metadata={NAME: "step_time_s"})
     host_peak_bytes: int
 
 

@@ -16,11 +16,14 @@ from memopt.api.plan import Plan
 from memopt.errors import MemoptError
 from memopt.executor.check import loss_of
 from memopt.files import plan_file
-from memopt.models.codec import Reader
+from memopt.models.codec import read
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.reader import Reader
 from memopt.models.record import ANY_LOSS
 from memopt.models.same_graph import as_captured
 from memopt.profiler.memory import metered
-from memopt.programs.encoding import read_device, read_graph, read_program
+from memopt.programs.instructions import Program
 from memopt.programs.serialize import fingerprint
 from memopt.reductions.validate_and_replay import judge
 
@@ -89,9 +92,9 @@ def refigured(value: Any) -> Any | None:
     somebody who means harm would write them; None if it has none."""
     changed = copy.deepcopy(value)
     try:
-        graph = read_graph(Reader(changed["graph"], ""))
-        program = read_program(Reader(changed["program"], ""))
-        device = read_device(Reader(changed["device"], ""))
+        graph = read(Graph, Reader(changed["graph"], ""))
+        program = read(Program, Reader(changed["program"], ""))
+        device = read(Device, Reader(changed["device"], ""))
         violation, figures = judge(graph, None, program, None, device)
         structure = as_captured(graph, tuple(map(tuple, changed["record"].get("resized", ()))))
     except (MemoptError, ValueError, IndexError, TypeError, KeyError):

@@ -17,7 +17,7 @@ from memopt.api.plan import Plan
 from memopt.errors import MemoptError, PlanFileError
 from memopt.files.envelope import pack, unpack
 from memopt.files.plan_file import encode
-from memopt.models.record import Nest, Plain
+from memopt.models.arguments import Nest, Plain
 from tests.plan.edited import decode
 from tests.plan.tiny import Block, make, profiled, step_digest, tight_plan
 

@@ -16,8 +16,8 @@ from memopt.files.strategy_record import (
     known_classes,
     read_strategy,
 )
-from memopt.models.codec import Reader
 from memopt.models.instances import rotor_toy
+from memopt.models.reader import Reader
 from memopt.strategies import STRATEGIES, Rotor, Sequential, StoreAll, Strategy
 
 
