@@ -5,7 +5,7 @@ from memopt.strategies.base import Progress as Progress
 from memopt.strategies.base import Solution as Solution
 from memopt.strategies.base import Status as Status
 from memopt.strategies.base import Strategy as Strategy
-from memopt.strategies.monet.menus import RotorMenus as RotorMenus
+from memopt.strategies.monet.rotor_menus import RotorMenus as RotorMenus
 from memopt.strategies.monet.strategy import Checkmate as Checkmate
 from memopt.strategies.monet.strategy import CheckmateRounding as CheckmateRounding
 from memopt.strategies.monet.strategy import Monet as Monet
