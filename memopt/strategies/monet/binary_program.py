@@ -13,7 +13,7 @@ Term = tuple[int, int]
 
 
 class Solver(StrEnum):
-    """Which solver takes a 0-1 program."""
+    """The solvers that take a 0-1 program."""
 
     CP_SAT = "cp-sat"
     HIGHS = "highs"
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a solver found: values of the variables (empty without a solution), objective and a
+    """A solver's result: values of the variables (empty without a solution), objective and a
     bound on it in the units of the costs (or bytes when the peak was minimised)."""
 
     status: Status
@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class SolverOptions:
-    """How a 0-1 program is solved.
+    """Options of solving a 0-1 program.
 
     Attributes:
         solver: whose search.

@@ -33,7 +33,7 @@ CHECKMATE_PAPER = "Jain et al.: Checkmate: Breaking the Memory Wall, MLSys 2020"
 
 
 class Choices(StrEnum):
-    """Which implementations the solver may choose (MONeT figure 4's ablation)."""
+    """Implementations that the solver may choose (MONeT figure 4's ablation)."""
 
     NONE = "none"
     CONV = "conv"
