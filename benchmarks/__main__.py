@@ -24,6 +24,7 @@ CPU = (
     "minimalloc",
     "monet_menus",
     "monet_scale",
+    "monet_windows",
     "monet_table1",
     "monet_ablation",
     "monet_real",

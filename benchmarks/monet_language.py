@@ -29,7 +29,7 @@ from memopt.implementations import with_implementations
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
 from memopt.profiler.estimate import estimate_model
-from memopt.strategies.monet.menus import RotorMenus
+from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.strategy import Monet
 from memopt.strategies.rotor.persistent import Rotor
 from tests.zoo import get

@@ -27,7 +27,7 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.serialize import dumps, loads
 from memopt.reductions.validate_and_replay import judge
-from memopt.strategies.monet.menus import RotorMenus
+from memopt.strategies.monet.rotor_menus import RotorMenus
 from tests.zoo import FAMILIES, get
 from tests.zoo.family import Family
 from tests.zoo.language import make_gpt2

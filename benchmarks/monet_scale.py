@@ -22,7 +22,7 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import judge
 from memopt.strategies import Rotor
-from memopt.strategies.monet.incumbent import rotor_program
+from memopt.strategies.monet.incumbent import rotor_programs
 from memopt.strategies.monet.strategy import Monet
 
 FAMILIES = ("resnet50", "googlenet", "unet", "vgg16", "mobilenet_v2")
@@ -39,7 +39,7 @@ def rows(name: str, folder: Path, limit_s: float, shares: list[float]) -> str:
     lines = ""
     for share in shares:
         budget = floor + int(share * (base.peak_bytes - floor))
-        plain = rotor_program(graph, budget)[0]
+        plain = rotor_programs(graph, budget)[0]
         assert plain is not None
         plain_s = replay(graph, plain).time_s
         begin, cpu_begin = time.perf_counter(), time.process_time()

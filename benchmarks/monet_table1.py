@@ -33,7 +33,7 @@ from benchmarks.monet_runs import (
 )
 from memopt.models.presets import find_device
 from memopt.strategies.base import Strategy
-from memopt.strategies.monet.menus import RotorMenus
+from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.strategy import Checkmate, Choices, Monet
 from memopt.strategies.rotor.persistent import Rotor
 

@@ -1,7 +1,7 @@
 """Every strategy that makes its plans itself, in plain sight; `auto` chooses among them."""
 
 from memopt.strategies.base import Strategy
-from memopt.strategies.monet.menus import RotorMenus as RotorMenus
+from memopt.strategies.monet.rotor_menus import RotorMenus as RotorMenus
 from memopt.strategies.monet.strategy import Checkmate as Checkmate
 from memopt.strategies.monet.strategy import CheckmateRounding as CheckmateRounding
 from memopt.strategies.monet.strategy import Monet as Monet

@@ -15,10 +15,10 @@ from memopt.programs.replay import replay
 from memopt.reductions.lower import without_unread_reruns
 from memopt.strategies.base import Status
 from memopt.strategies.monet.checkmate import CheckmateModel
-from memopt.strategies.monet.counting import counted_exactly
 from memopt.strategies.monet.ilp import MonetModel
-from memopt.strategies.monet.moments import MomentModel
+from memopt.strategies.monet.incumbent import counted_exactly
 from memopt.strategies.monet.strategy import Checkmate, Monet
+from memopt.strategies.monet.time_points import TimePointModel
 from tests.brute_force.program_search import ProgramSearch, Rules
 from tests.monet.graphs import in_place_graph, training_graph, with_one_gradient_choices
 
@@ -88,7 +88,7 @@ def test_without_a_backward_there_is_no_loss_to_hold() -> None:
     tensors = [Tensor("x", 1, TensorKind.INPUT), Tensor("y", 2)]
     operator = Operator("y", (0,), (1,), 1.0)
     graph = Graph(tensors, [operator], (1,), boundary_bytes=50)
-    for built in (MonetModel(graph), CheckmateModel(graph), MomentModel(graph)):
+    for built in (MonetModel(graph), CheckmateModel(graph), TimePointModel(graph)):
         assert built.model.solve(2).values
     assert memopt.plan(graph, budget="min", strategy="monet", progress=False).budget == 3
 
@@ -114,9 +114,9 @@ def test_a_bound_spares_what_may_not_run_twice_and_nothing_needs() -> None:
         Operator("unread", (0,), (1,), 5.0, recomputable=False),
         Operator("y", (0,), (2,), 1.0),
     ]
-    answer = MomentModel(Graph(tensors, operators, (2,))).model.solve(None)
+    answer = TimePointModel(Graph(tensors, operators, (2,))).model.solve(None)
     assert answer.values
-    answer = MomentModel(Graph(tensors, operators, (2,))).model.solve(99)
+    answer = TimePointModel(Graph(tensors, operators, (2,))).model.solve(99)
     assert answer.bound == 1.0
 
 

@@ -14,10 +14,11 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import judge
 from memopt.strategies.base import Status
-from memopt.strategies.monet.backend import Solver
+from memopt.strategies.monet.binary_program import Solver, SolverOptions
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
-from memopt.strategies.monet.incumbent import fastest_kernels, rotor_program
+from memopt.strategies.monet.incumbent import rotor_programs
+from memopt.strategies.monet.kernel_choice import fastest_kernels
 from memopt.strategies.monet.strategy import Checkmate, CheckmateRounding, Choices, Monet
 from tests.monet.fast_oracle import FastBrute
 from tests.monet.graphs import in_place_graph, training_graph, with_one_gradient_choices
@@ -254,8 +255,7 @@ def test_a_start_that_the_program_cannot_represent_is_kept_and_flagged(seed: int
     # The program knows no computing in place, Rotor's plan does with less because of it.
     rng = Random(seed)
     graph = in_place_graph(rng, rng.randint(3, 7))
-    budget = rotor_program(graph, 1)[1]
-    assert budget is not None
+    budget = replay(graph, rotor_programs(graph, 1)[1]).peak_bytes
     built = MonetModel(graph)
     assert built.model.solve(budget - graph.resident_bytes).status is Status.INFEASIBLE
     solution = Monet().solve(graph, budget, time_limit_s=20.0)
@@ -278,7 +278,8 @@ def test_an_interrupt_ends_a_solver(solver: Solver) -> None:
     graph = training_graph(Random(5), 12, True)
     budget = 7 * replay(graph, store_all(graph)).peak_bytes // 10
     answer = MonetModel(graph).model.solve(
-        budget - graph.resident_bytes, progress=interrupt, solver=solver, time_limit_s=600.0
+        budget - graph.resident_bytes,
+        SolverOptions(solver, time_limit_s=600.0, progress=interrupt),
     )
     # A fast machine may be done before it is asked.
     assert answer.status in (Status.UNKNOWN, Status.FEASIBLE, Status.OPTIMAL)

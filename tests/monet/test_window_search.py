@@ -11,22 +11,28 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import judge
 from memopt.strategies.base import Status
-from memopt.strategies.monet.incumbent import rotor_program
+from memopt.strategies.monet.deadline import Deadline
+from memopt.strategies.monet.incumbent import Incumbent, rotor_programs
 from memopt.strategies.monet.intervals import IntervalModel
-from memopt.strategies.monet.window_search import improved
+from memopt.strategies.monet.window_search import search_windows
 from tests.monet.graphs import training_graph
 
+SEEDS = (2, 3, 4, 5, 6, 8, 9, 11)
+"""Steps for which Rotor has a plan below the peak."""
 
-@pytest.mark.parametrize("seed", range(8))
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_windows_keep_the_budget_and_reach_the_optimum_of_the_whole(seed: int) -> None:
     rng = Random(seed)
     graph = training_graph(rng, 6, seed % 2 == 0)
     peak = replay(graph, store_all(graph)).peak_bytes
-    budget = int(0.8 * peak)
-    program = rotor_program(graph, budget)[0]
-    if program is None:
-        return
-    found, _ = improved(graph, None, program, budget, time.monotonic() + 20.0)
+    budgets = [int(share * peak) for share in (0.8, 0.85, 0.9)]
+    plans = [(budget, rotor_programs(graph, budget)[0]) for budget in budgets]
+    budget, program = next((budget, plan) for budget, plan in plans if plan is not None)
+    best = Incumbent(graph, budget)
+    best.offer(program)
+    search_windows(best, None, budget, Deadline().within(20.0))
+    found = best.program
     violation, figures = judge(graph, None, found, budget, None)
     assert violation is None
     assert figures.time_s <= replay(graph, program).time_s
@@ -46,7 +52,8 @@ def test_no_time_and_an_interrupt_leave_the_program() -> None:
     graph = training_graph(Random(1), 6, True)
     program = store_all(graph)
     budget = replay(graph, program).peak_bytes
-    late = time.monotonic() - 1.0
-    assert improved(graph, None, program, budget, late)[0] == program
-    soon = time.monotonic() + 9.0
-    assert improved(graph, None, program, budget, soon, progress=interrupt)[0] == program
+    for deadline in (Deadline().within(-1.0), Deadline(time.monotonic() + 9.0, interrupt)):
+        best = Incumbent(graph, budget)
+        best.offer(program)
+        search_windows(best, None, budget, deadline)
+        assert best.program == program

@@ -17,22 +17,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memopt.models.graph import Graph, Phase, TensorKind
-from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
+from memopt.models.graph import Phase, TensorKind
+from memopt.programs.instructions import Compute, Instruction, Program
 from memopt.programs.liveness import with_frees
-from memopt.strategies.monet.backend import Model
-from memopt.strategies.monet.hints import stages
+from memopt.strategies.monet.graph_model import GraphModel, first_runs
 
 
 @dataclass
-class CheckmateModel:
-    """The program of a graph, default implementations only."""
-
-    graph: Graph
+class CheckmateModel(GraphModel):
+    """Checkmate's program of a graph, default implementations only."""
 
     def __post_init__(self) -> None:
-        self.model = Model()
-        self.size = [tensor.size_bytes for tensor in self.graph.tensors]
+        super().__post_init__()
         self.again: list[dict[int, int]] = []
         """R: stage → operator → variable."""
         self.before: list[dict[int, int]] = []
@@ -40,12 +36,14 @@ class CheckmateModel:
         self.early: dict[int, int] = {}
         """R of the first backward stage, before the loss boundary."""
         live: dict[int, int] = {}
-        for t in range(len(self.graph.operators)):
+        for t in range(self.count):
             live = self._stage(t, live)
+        if self.first >= self.count and self.graph.tangents:
+            self.boundary_row(live.items())
 
     def _useful(self, t: int) -> set[int]:
-        """Ancestors of the operators from t on: no other is run again in stage t, nor one that
-        reads a parameter which the step has updated by then."""
+        """Find the ancestors of the operators from t on: no other is run again in stage t, nor one
+        that reads a parameter which the step has updated by then."""
         found: set[int] = set()
         operators, producer = self.graph.operators, self.graph.producer
         stack = [v for j in range(t, len(operators)) for v in operators[j].reads]
@@ -70,38 +68,33 @@ class CheckmateModel:
         return operator.recomputable and not stale
 
     def _stage(self, t: int, live: dict[int, int]) -> dict[int, int]:
-        """The variables and rows of stage t; gives what is live after it."""
-        graph, model = self.graph, self.model
-        if t == graph.first_backward:
+        """Add the variables and rows of stage t; give what is live after it."""
+        if t == self.first:
             for i in sorted(self._useful(t)):
                 self.early[i], live = self._turn(i, live)
-            at_boundary = sum(self.size[v] for v in graph.tangents) + graph.boundary_bytes
-            model.memory(at_boundary, [(self.size[v], x) for v, x in live.items()])
+            self.boundary_row(live.items())
             live = dict(live)
-            for v in graph.tangents:
-                live[v] = model.variable()
-                if v in graph.kept:
-                    model.fixed[live[v]] = True
+            for v in self.graph.tangents:
+                live[v] = self.model.variable()
+                if v in self.graph.kept:
+                    self.model.fixed[live[v]] = True
         self.before.append(live)
         again: dict[int, int] = {}
         for i in [*sorted(self._useful(t)), t]:
             again[i], live = self._turn(i, live)
-        model.fixed[again[t]] = True
+        self.model.fixed[again[t]] = True
         self.again.append(again)
-        if t == len(graph.operators) - 1 and graph.first_backward > t and graph.tangents:
-            at_boundary = sum(self.size[v] for v in graph.tangents) + graph.boundary_bytes
-            model.memory(at_boundary, [(self.size[v], x) for v, x in live.items()])
         return live
 
     def _turn(self, i: int, live: dict[int, int]) -> tuple[int, dict[int, int]]:
-        """Operator i's turn to run: its variable, and what is live after it."""
+        """Add operator i's turn to run: its variable, and what is live after it."""
         model, operator = self.model, self.graph.operators[i]
         run = model.variable(operator.time_s)
         for v in operator.reads:
             if v not in self.graph.resident:
                 model.implies_any(run, [live[v]])
-        own = sum(self.size[v] for v in operator.writes) + operator.workspace_bytes
-        model.memory(0, [(own, run), *((self.size[v], x) for v, x in live.items())])
+        own = self.bytes_of(operator.writes) + operator.workspace_bytes
+        model.memory(0, [(own, run), *self.terms(live.items())])
         following: dict[int, int] = {}
         for v in dict.fromkeys((*live, *operator.writes)):
             following[v] = kept = model.variable()
@@ -113,21 +106,22 @@ class CheckmateModel:
 
     def hint(self, program: Program) -> None:
         """Start the solver from a program of the graph, as far as the class can express it."""
-        for t, stage in enumerate(stages(self.graph, program)):
+        for t, part in enumerate(first_runs(self.graph, program)):
             for v, x in self.before[t].items():
-                self.model.hints[x] = v in stage.live or v in self.graph.tangents
+                self.model.hints[x] = v in part.live or v in self.graph.tangents
             for i, run in self.again[t].items():
-                self.model.hints[run] = i in stage.runs
+                self.model.hints[run] = i in part.runs
         self.model.hints |= dict.fromkeys(self.early.values(), False)
 
     def program(self, values: tuple[bool, ...]) -> Program:
-        """The program of a solution."""
+        """Read the program of a solution."""
         early = [i for i, run in self.early.items() if values[run]]
         stages = [[i for i, run in again.items() if values[run]] for again in self.again]
         return self._lowered(stages, early)
 
     def rounded(self, values: tuple[float, ...]) -> Program:
-        """Two-phase rounding (Checkmate §5): S above a half is saved, then R is what that needs."""
+        """Round a relaxation in two phases (Checkmate §5): S above a half is saved, then R is what
+        that needs."""
         operators, producer = self.graph.operators, self.graph.producer
         saved = [{v for v, x in stage.items() if values[x] > 0.5} for stage in self.before]
         have: set[int] = set()
@@ -152,13 +146,8 @@ class CheckmateModel:
         return self._lowered(stages)
 
     def _lowered(self, stages: list[list[int]], early: Sequence[int] = ()) -> Program:
-        instructions: list[Instruction] = []
-        boundary = bool(self.graph.tangents) or self.graph.first_backward < len(stages)
-        for t, stage in enumerate(stages):
-            if boundary and t == self.graph.first_backward:
-                instructions.extend(Compute(i, ()) for i in early)
-                instructions.append(LossBoundary())
-            instructions.extend(Compute(i, ()) for i in stage)
-        if boundary and self.graph.first_backward >= len(stages):
-            instructions.append(LossBoundary())
-        return Program(with_frees(self.graph, instructions))
+        before = [i for stage in stages[: self.first] for i in stage] + list(early)
+        after = [i for stage in stages[self.first :] for i in stage]
+        runs: list[Instruction] = [Compute(i, ()) for i in before]
+        runs += [*self.boundary(), *(Compute(i, ()) for i in after)]
+        return Program(with_frees(self.graph, runs))

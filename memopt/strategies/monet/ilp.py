@@ -18,42 +18,32 @@ Indices are those of Algorithms 1-2 and eq. 1-3, not of eq. 7-8 as printed: see 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from memopt.models.graph import Graph, Operator, Phase
+from memopt.models.graph import Operator, Phase
 from memopt.models.variants import Variant
-from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
+from memopt.programs.instructions import Program
 from memopt.programs.liveness import with_frees
-from memopt.strategies.monet.backend import Model
-from memopt.strategies.monet.hints import stages
-from memopt.strategies.monet.moments import Allowed, choices_of
+from memopt.strategies.monet.graph_model import GraphModel, first_runs
 
 
 @dataclass
-class MonetModel:
-    """The program of a graph; `model` is ready to solve, `program` reads an answer."""
-
-    graph: Graph
-    allowed: Allowed | None = None
+class MonetModel(GraphModel):
+    """MONeT's program of a graph; `program` reads an answer."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         graph = self.graph
-        self.model = Model()
-        self.size = [tensor.size_bytes for tensor in graph.tensors]
-        self.forward = range(graph.first_backward)
-        self.choices = [choices_of(operator, self.allowed) for operator in graph.operators]
+        self.forward = range(self.first)
         self.backward = [
-            k
-            for k in range(graph.first_backward, len(graph.operators))
-            for _ in range(2 if self._split(k) else 1)
+            k for k in range(self.first, self.count) for _ in range(2 if self._split(k) else 1)
         ]
         """Stage → its operator."""
-        self.made = {
-            t: i for i in self.forward for _, choice in self.choices[i] for t in choice.writes
-        }
+        self.maker = {t: writers[-1][0] for t, writers in self.made.items()}
         """Forward tensor → the operator that writes it, under any implementation."""
         self.useful = self._useful()
-        self.d = [[self.model.variable(c.time_s) for _, c in self.choices[i]] for i in self.forward]
+        self.d = [self.run_variables(i) for i in self.forward]
         self.s: list[dict[int, int]] = []
         self.r: list[dict[int, list[int]]] = []
         self.b: list[list[int]] = []
@@ -68,17 +58,21 @@ class MonetModel:
         self._results()
 
     def _results(self) -> None:
-        """Gradients the step ends with are written; by two stages of an operator, once each."""
+        """Require that gradients the step ends with are written; by two stages, once each."""
         written: dict[int, list[int]] = defaultdict(list)
         for k, index in enumerate(self.backward):
-            for (_, choice), v in zip(self.choices[index], self.b[k], strict=True):
-                for t in choice.writes:
-                    written[t].append(v)
+            self._add_writers(written, index, self.b[k])
         for t, variables in written.items():
             if t in self.graph.kept:
-                self.model.add([(-1, v) for v in variables], -1)
+                self.model.at_least_one(variables)
             if self._split(self.graph.producer.get(t, self.backward[0])):
-                self.model.add([(1, v) for v in variables], 1)
+                self.model.at_most_one(variables)
+
+    def _add_writers(self, writers: dict[int, list[int]], i: int, variables: Iterable[int]) -> None:
+        """Add the runs of operator i to those that write each tensor."""
+        for (_, choice), v in zip(self.choices[i], variables, strict=True):
+            for t in choice.writes:
+                writers[t].append(v)
 
     def _split(self, k: int) -> bool:
         """Whether a backward operator may run twice, some implementation leaving out some of its
@@ -89,35 +83,26 @@ class MonetModel:
         return partial and operator.recomputable
 
     def _useful(self) -> list[frozenset[int]]:
-        """For each stage, the forward operators whose results it or a later one may need: no
+        """For each stage, find the forward operators whose results it or a later one may need: no
         other is run again in it (the tighter bound of appendix A)."""
         useful: list[frozenset[int]] = []
         found: set[int] = set()
         for k in reversed(self.backward):
             stack = [t for _, choice in self.choices[k] for t in choice.reads]
             while stack:
-                i = self.made.get(stack.pop())
+                i = self.maker.get(stack.pop())
                 if i is not None and i not in found:
                     found.add(i)
                     stack.extend(t for _, choice in self.choices[i] for t in choice.reads)
+            operators = ((i, self.graph.operators[i]) for i in found)
             useful.append(
-                frozenset(
-                    i
-                    for i in found
-                    if self.graph.operators[i].recomputable
-                    and self.graph.operators[i].phase is Phase.FORWARD
-                )
+                frozenset(i for i, op in operators if op.recomputable and op.phase is Phase.FORWARD)
             )
         return useful[::-1]
 
-    def _last_reader(self, among: frozenset[int] | range) -> dict[int, int]:
-        """Forward tensor → the last forward operator of `among` that may read it."""
-        last: dict[int, int] = {}
-        for j in sorted(among):
-            for _, choice in self.choices[j]:
-                for t in choice.reads:
-                    last[t] = j
-        return last
+    def _last_reader(self, among: Iterable[int]) -> dict[int, int]:
+        """Map each forward tensor to the last operator of `among` that may read it."""
+        return {t: j for j in sorted(among) for _, choice in self.choices[j] for t in choice.reads}
 
     def _forward_pass(self) -> None:
         """Eq. 1, the choice of one implementation each, and what may be saved."""
@@ -126,24 +111,19 @@ class MonetModel:
         writers: dict[int, list[int]] = defaultdict(list)
         for i in self.forward:
             model.exactly_one(self.d[i])
-            held = [t for t in writers if last.get(t, -1) >= i]
-            saved = [(self.size[t], self.s[0][t]) for t in writers if last.get(t, -1) < i]
-            constant = sum(self.size[t] for t in held)
+            held_bytes = self.bytes_of(t for t in writers if last.get(t, -1) >= i)
+            saved = self.terms((t, self.s[0][t]) for t in writers if last.get(t, -1) < i)
             for (_, choice), chosen in zip(self.choices[i], self.d[i], strict=True):
-                own = sum(self.size[t] for t in choice.writes) + choice.workspace_bytes
-                model.memory(constant + own, saved, chosen)
+                own = self.bytes_of(choice.writes) + choice.workspace_bytes
+                model.memory(held_bytes + own, saved, chosen)
                 for t in choice.reads:
                     if t not in graph.resident:
                         model.implies_any(chosen, writers[t])
-            for (_, choice), chosen in zip(self.choices[i], self.d[i], strict=True):
-                for t in choice.writes:
-                    writers[t].append(chosen)
+            self._add_writers(writers, i, self.d[i])
         for t in self.made:
             model.implies_any(self.s[0][t], writers[t])
-        if not self.backward and not graph.tangents:
-            return
-        at_boundary = sum(self.size[t] for t in graph.tangents) + graph.boundary_bytes
-        model.memory(at_boundary, [(self.size[t], v) for t, v in self.s[0].items()])
+        if self.has_boundary:
+            self.boundary_row(self.s[0].items())
 
     def _gradients(self, k: int) -> list[int]:
         """L̂_k: tensors of the backward (and tangents) that stage k finds and must keep."""
@@ -158,25 +138,20 @@ class MonetModel:
         """Eq. 5-8 and 12 of one stage."""
         model, now, after = self.model, self.s[k], self.s[k + 1]
         found = self._gradients(k)
-        gradients = sum(self.size[t] for t in found)
+        gradient_bytes = self.bytes_of(found)
         index = self.backward[k]
-        chosen = [model.variable(choice.time_s) for _, choice in self.choices[index]]
+        chosen = self.run_variables(index)
         self.b.append(chosen)
         if k and self.backward[k - 1] == index:
-            model.add([(1, v) for v in chosen], 1)
+            model.at_most_one(chosen)
         else:
             model.exactly_one(chosen)
-        again = {
-            i: [model.variable(choice.time_s) for _, choice in self.choices[i]]
-            for i in sorted(self.useful[k])
-        }
+        again = {i: self.run_variables(i) for i in sorted(self.useful[k])}
         self.r.append(again)
         writers: dict[int, list[int]] = defaultdict(list)
         for i, variables in again.items():
-            model.add([(1, v) for v in variables], 1)
-            for (_, choice), v in zip(self.choices[i], variables, strict=True):
-                for t in choice.writes:
-                    writers[t].append(v)
+            model.at_most_one(variables)
+            self._add_writers(writers, i, variables)
         used = {t: model.variable() for t in self.made}
         for t, u in used.items():
             model.implies_any(after[t], [u])
@@ -186,63 +161,55 @@ class MonetModel:
                 if t in self.made:
                     model.implies_any(v, [now[t], *writers[t]])  # eq. 8
                     model.implies_any(v, [used[t]])
-            own = sum(self.size[t] for t in choice.writes if t not in found)
+            own = self.bytes_of(t for t in choice.writes if t not in found)
             own += choice.workspace_bytes
-            model.memory(gradients + own, [(self.size[t], u) for t, u in used.items()], v)  # eq. 5
+            model.memory(gradient_bytes + own, self.terms(used.items()), v)  # eq. 5
             self._reads_gradients(k, v, choice)
-        last = self._last_reader(frozenset(again))
+        last = self._last_reader(again)
         for i, variables in again.items():
-            local = {t for t, j in self.made.items() if j < i and last.get(t, -1) >= i}
-            constant = gradients + sum(self.size[t] for t in local)
-            terms = [
-                (self.size[t], used[t] if j < i else now[t])
-                for t, j in self.made.items()
+            local = {t for t, j in self.maker.items() if j < i and last.get(t, -1) >= i}
+            constant = gradient_bytes + self.bytes_of(local)
+            terms = self.terms(
+                (t, used[t] if j < i else now[t])
+                for t, j in self.maker.items()
                 if j != i and t not in local
-            ]
+            )
+            own_tensors = [t for t, j in self.maker.items() if j == i]
             for (_, choice), v in zip(self.choices[i], variables, strict=True):
-                own = sum(self.size[t] for t in choice.writes) + choice.workspace_bytes
+                own = self.bytes_of(choice.writes) + choice.workspace_bytes
                 # A tensor of i that this implementation does not write may be saved already.
-                rest = [
-                    (self.size[t], now[t])
-                    for t, j in self.made.items()
-                    if j == i and t not in choice.writes
-                ]
-                kept = sum(
-                    self.size[t] for t in choice.writes if t in self.graph.kept
-                )  # the first copy stays beside the one written again
-                model.memory(constant + own + kept, terms + rest, v)  # eq. 12
+                rest = self.terms((t, now[t]) for t in own_tensors if t not in choice.writes)
+                # The first copy of a result stays beside the one written again.
+                own += self.bytes_of(t for t in choice.writes if t in self.graph.kept)
+                model.memory(constant + own, terms + rest, v)  # eq. 12
                 for t in choice.reads:
                     if t in self.made:
                         model.implies_any(v, [now[t], *writers[t]])  # eq. 7, first part
 
     def _reads_gradients(self, k: int, chosen: int, choice: Operator | Variant) -> None:
         """An operator's gradients must have been written by the implementations chosen before."""
+        writers: dict[int, list[int]] = defaultdict(list)
+        for index, variables in zip(self.backward[:k], self.b, strict=False):
+            self._add_writers(writers, index, variables)
         for t in choice.reads:
-            if t in self.made or t in self.graph.resident or t in self.graph.tangents:
-                continue
-            model_writers = [
-                v
-                for j in range(k)
-                for (_, other), v in zip(self.choices[self.backward[j]], self.b[j], strict=True)
-                if t in other.writes
-            ]
-            self.model.implies_any(chosen, model_writers)
+            if t not in (self.made.keys() | self.graph.resident | set(self.graph.tangents)):
+                self.model.implies_any(chosen, writers[t])
 
     def hint(self, program: Program) -> None:
         """Start the solver from a program of the graph, as far as the class can express it."""
-        found = list(stages(self.graph, program))
-        for stage in found[: len(self.forward)]:
-            for i, name in stage.runs.items():
+        found = list(first_runs(self.graph, program))
+        for part in found[: self.first]:
+            for i, name in part.runs.items():
                 if i in self.forward:
                     self._hint_choice(i, name, self.d[i])
         first = [k for k, i in enumerate(self.backward) if k == 0 or self.backward[k - 1] != i]
-        for k, stage in zip(first, found[len(self.forward) :], strict=False):
+        for k, part in zip(first, found[self.first :], strict=False):
             for t, v in self.s[k].items():
-                self.model.hints[v] = t in stage.live
+                self.model.hints[v] = t in part.live
             for i, variables in self.r[k].items():
-                self._hint_choice(i, stage.runs.get(i), variables, i in stage.runs)
+                self._hint_choice(i, part.runs.get(i), variables, i in part.runs)
             index = self.backward[k]
-            self._hint_choice(index, stage.runs.get(index), self.b[k])
+            self._hint_choice(index, part.runs.get(index), self.b[k])
 
     def _hint_choice(
         self, i: int, name: str | None, variables: list[int], runs: bool = True
@@ -251,20 +218,10 @@ class MonetModel:
             self.model.hints[v] = runs and other == name
 
     def program(self, values: tuple[bool, ...]) -> Program:
-        """The program of a solution; its replayed peak is at most the model's."""
-        instructions: list[Instruction] = []
-
-        def run(i: int, variables: list[int]) -> None:
-            for (name, _), v in zip(self.choices[i], variables, strict=True):
-                if values[v]:
-                    instructions.append(Compute(i, (), name))
-
-        for i in self.forward:
-            run(i, self.d[i])
-        if self.graph.tangents or self.backward:
-            instructions.append(LossBoundary())
+        """Read the program of a solution; its replayed peak is at most the model's."""
+        forward = [run for i in self.forward for run in self.chosen(i, self.d[i], values)]
+        instructions = [*forward, *self.boundary()]
         for k, index in enumerate(self.backward):
-            for i, variables in self.r[k].items():
-                run(i, variables)
-            run(index, self.b[k])
+            for i, variables in (*self.r[k].items(), (index, self.b[k])):
+                instructions += self.chosen(i, variables, values)
         return Program(with_frees(self.graph, instructions))

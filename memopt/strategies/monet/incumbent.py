@@ -1,19 +1,57 @@
-"""Plans to start from, and the last polish: Rotor's plan of the chain, the fastest kernels."""
+"""Programs to start from, the best one so far, and what may be claimed of it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass
 
+from memopt.models.bounds import needed_operators, time_lower_bound
 from memopt.models.graph import Graph
-from memopt.models.variants import variant
 from memopt.programs.in_place import with_in_place
-from memopt.programs.instructions import Compute, Instruction, Program
+from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
-from memopt.programs.replay import replay
+from memopt.programs.replay import Timeline, replay
 from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
+from memopt.strategies.base import Solution, Status
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.rotor.persistent import Rotor
+
+SAME = 1e-9
+"""Share of a time by which another program must be faster to count as faster."""
+
+
+@dataclass
+class Incumbent:
+    """The fastest program known within a budget.
+
+    Attributes:
+        graph: the training step.
+        budget_bytes: total bytes; None: no limit.
+        tolerance: share of the time by which a program must be faster to take its place.
+        program: it; None: none is known.
+        source: which search found it.
+        time_s: its time, seconds.
+    """
+
+    graph: Graph
+    budget_bytes: int | None
+    tolerance: float = SAME
+    program: Program | None = None
+    source: str = ""
+    time_s: float = math.inf
+
+    def offer(self, program: Program, source: str = "") -> Timeline:
+        """Take a program if it keeps the budget and is faster; give its timeline."""
+        timeline = replay(self.graph, program)
+        fits = self.budget_bytes is None or timeline.peak_bytes <= self.budget_bytes
+        if fits and timeline.time_s < self.time_s * (1 - self.tolerance):
+            self.program, self.source, self.time_s = program, source, timeline.time_s
+        return timeline
+
+    def near(self, bound_s: float | None, share: float) -> bool:
+        """Whether the program is within a share of a lower bound."""
+        return bound_s is not None and self.time_s <= bound_s * (1 + share)
 
 
 def stored(graph: Graph) -> Program:
@@ -21,63 +59,95 @@ def stored(graph: Graph) -> Program:
     return with_in_place(graph, store_all(graph))
 
 
-def rotor_program(
-    graph: Graph, budget_bytes: int | None, view: Linearization | None = None
-) -> tuple[Program | None, int]:
-    """(Rotor's program within the budget or None, the smallest budget it is known to meet)."""
-    found, least = rotor_programs(graph, budget_bytes, view)
-    return found, replay(graph, least).peak_bytes
-
-
 def rotor_programs(
     graph: Graph, budget_bytes: int | None, view: Linearization | None = None
 ) -> tuple[Program | None, Program]:
-    """(Rotor's program within the budget or None, the program of the smallest peak known); `view`
-    is the graph's linearization, if the caller has it."""
+    """Plan the chain with Rotor.
+
+    Args:
+        graph: the training step.
+        budget_bytes: total bytes; None: no limit.
+        view: the graph's linearization, if the caller has it.
+
+    Returns:
+        The program within the budget, if there is one, and that of the smallest peak known.
+    """
     everything = stored(graph)
-    peak_bytes = replay(graph, everything).peak_bytes
-    if budget_bytes is None or peak_bytes <= budget_bytes:
+    if budget_bytes is None or replay(graph, everything).peak_bytes <= budget_bytes:
         return everything, everything
     if has_updates(graph):
         return None, everything
-    view = view or linearize(graph)
+    chain_view = view or linearize(graph)
 
-    def attempt(limit_bytes: int | None):  # type: ignore[no-untyped-def]  # Solution
-        return Rotor().solve(view.chain, limit_bytes)
+    def attempt(limit_bytes: int | None) -> Solution:
+        return Rotor().solve(chain_view.chain, limit_bytes)
 
-    found = best_that_fits(graph, view, attempt, budget_bytes)
+    found = best_that_fits(graph, chain_view, attempt, budget_bytes)
     if found.steps is not None:
-        program = view.lower(found.steps)
+        program = chain_view.lower(found.steps)
         return program, program
     assert found.smallest is not None
     assert found.smallest.steps is not None
-    least = view.lower(found.smallest.steps)
-    return None, smaller(graph, everything, least)
+    return None, smaller(graph, everything, chain_view.lower(found.smallest.steps))
 
 
 def smaller(graph: Graph, *programs: Program) -> Program:
-    """The program of the smallest peak; of several, the first."""
+    """Give the program of the smallest peak; of several, the first."""
     return min(programs, key=lambda program: replay(graph, program).peak_bytes)
 
 
-def fastest_kernels(graph: Graph, program: Program, budget_bytes: int | None) -> Program:
-    """Each run of an operator by its fastest exact implementation of the same reads and writes
-    that the budget leaves room for (MONeT appendix D's post-optimisation, Checkmate-O)."""
-    instructions: list[Instruction] = list(program.instructions)
-    rows = replay(graph, program).step_bytes
-    for position, instruction in enumerate(instructions):
-        if not isinstance(instruction, Compute):
-            continue
-        operator = graph.operators[instruction.op]
-        current = variant(operator, instruction.implementation)
-        room = None if budget_bytes is None else budget_bytes - rows[position]
-        first = current.workspace_bytes
-        for choice in operator.implementations:
-            other = variant(operator, choice.name)
-            same = set(other.reads) == set(current.reads) and other.writes == current.writes
-            fits = room is None or other.workspace_bytes - first <= room
-            over = instruction.in_place is None or instruction.in_place in other.in_place
-            if choice.exact and same and fits and over and other.time_s < current.time_s:
-                instructions[position] = replace(instruction, implementation=choice.name)
-                current = other
-    return Program(instructions)
+def counted_exactly(graph: Graph) -> bool:
+    """Whether what MONeT's and Checkmate's programs prove of a graph holds for all its programs
+    that run operators again in their way.
+
+    Both papers' operators write one tensor each, into a storage of its own, and all of them run.
+    Here, a program may do with less: it may run an operator with several outputs twice between two
+    others, once for each output; let an output take over the storage of what dies there; and leave
+    out operators whose results nothing needs. A plan of the programs is a plan in any case.
+    """
+    plain = all(
+        len(operator.writes) <= 1
+        and not operator.in_place
+        and not any(choice.in_place for choice in operator.implementations)
+        for operator in graph.operators
+    )
+    return plain and len(needed_operators(graph)) == len(graph.operators)
+
+
+def solution(
+    graph: Graph, program: Program, bound_s: float, proved: float, stats: dict[str, object]
+) -> Solution:
+    """Make the solution of a program: optimal where its gap is at most `proved`.
+
+    Args:
+        graph: the cost model.
+        program: within the budget.
+        bound_s: for the strategy's class; programs outside it may be faster.
+        proved: share of the bound.
+        stats: the solution's.
+    """
+    timeline = replay(graph, program)
+    bound_s = min(timeline.time_s, bound_s)
+    gap = (timeline.time_s - bound_s) / bound_s if bound_s > 0 else 0.0
+    return Solution(
+        Status.OPTIMAL if gap <= proved else Status.FEASIBLE,
+        program=program,
+        peak_bytes=timeline.peak_bytes,
+        time_s=timeline.time_s,
+        lower_bound_s=bound_s,
+        gap=gap,
+        stats=stats,
+    )
+
+
+def without_plan(
+    graph: Graph, smallest: Program, proved: bool, stats: dict[str, object]
+) -> Solution:
+    """Say that there is no program within the budget, proved or not; name the smallest known."""
+    least = solution(graph, smallest, time_lower_bound(graph), 0.0, {})
+    return Solution(
+        Status.INFEASIBLE if proved else Status.UNKNOWN,
+        smallest_budget_bytes=least.peak_bytes,
+        smallest=least,
+        stats=stats,
+    )

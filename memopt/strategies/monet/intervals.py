@@ -29,14 +29,16 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
 from memopt.programs.liveness import with_frees
 from memopt.strategies.base import Status
-from memopt.strategies.monet.moments import Allowed, choices_of
+from memopt.strategies.monet.binary_program import SolverOptions
+from memopt.strategies.monet.graph_model import Allowed, choices_of
+from memopt.strategies.monet.solvers import solve_with_cp_sat, whole_number_scale
 
 Runs = tuple[tuple[int, int, str | None], ...]
 """(stage, operator, implementation) of every run, in order; stage -1 is the forward."""
 
 
 def runs_of(graph: Graph, program: Program) -> Runs:
-    """The runs of a program: all that the interval program decides."""
+    """List the runs of a program: all that the interval program decides."""
     stage, found = 0, []
     for step in reversed(program.instructions):
         if isinstance(step, LossBoundary):
@@ -50,7 +52,7 @@ def runs_of(graph: Graph, program: Program) -> Runs:
 
 
 def program_of(graph: Graph, runs: Runs) -> Program:
-    """The program of runs; tensors are freed after their last reader, or overwritten by it."""
+    """Make the program of runs; tensors are freed after their last reader, or overwritten by it."""
     steps: list[Instruction] = [Compute(i, (), name) for stage, i, name in runs if stage < 0]
     if graph.tangents or graph.first_backward < len(graph.operators):
         steps.append(LossBoundary())
@@ -112,9 +114,7 @@ class IntervalModel:
             for (i, _), variables in self.x.items()
             for (_, choice), v in zip(self.choices[i], variables, strict=True)
         ]
-        total_s = sum(seconds for seconds, _ in cost)
-        in_whole_seconds = all(seconds == int(seconds) for seconds, _ in cost)
-        self.scale = 1.0 if in_whole_seconds and total_s < 2**40 else 2.0**32 / max(total_s, 1e-30)
+        self.scale = whole_number_scale(seconds for seconds, _ in cost)
         self.cost = sum(int(seconds * self.scale) * v for seconds, v in cost)
         self.model.minimize(self.cost)
 
@@ -125,7 +125,7 @@ class IntervalModel:
         return start + self.width * self.stage[i, run] + i if run else i
 
     def _copy(self, t: int, start: Any, written: Any, to_the_end: bool) -> None:
-        """A copy of a tensor and its interval."""
+        """Add a copy of a tensor and its interval."""
         model, size = self.model, self.graph.tensors[t].size_bytes
         last = self.end if to_the_end else model.new_int_var(0, self.end, "")
         self.copies[t].append(_Copy(start, last, written))
@@ -147,7 +147,7 @@ class IntervalModel:
             self.demands.append(graph.boundary_bytes)
 
     def _operator(self, i: int) -> None:
-        """The runs of an operator, its scratch memory, the copies it writes."""
+        """Add the runs of an operator, its scratch memory, the copies it writes."""
         model, operator = self.model, self.graph.operators[i]
         again = i < self.first and operator.recomputable
         parts = [set(choice.writes) < set(operator.writes) for _, choice in self.choices[i]]
@@ -190,7 +190,7 @@ class IntervalModel:
                     model.add_bool_or(written)
 
     def _any(self, literals: list[Any]) -> Any:
-        """A literal that is the sum of literals of which at most one holds."""
+        """Give a literal that is the sum of literals of which at most one holds."""
         if len(literals) == 1:
             return literals[0]
         either = self.model.new_bool_var("")
@@ -198,7 +198,7 @@ class IntervalModel:
         return either
 
     def _operands(self, i: int, run: int) -> None:
-        """Where a run's implementation finds what it reads."""
+        """Say where a run's implementation finds what it reads."""
         model, event = self.model, self._event(i, run)
         reads = dict.fromkeys(t for _, choice in self.choices[i] for t in choice.reads)
         for t in reads:
@@ -251,29 +251,21 @@ class IntervalModel:
     def solve(
         self, time_limit_s: float | None = None, seed: int = 0, below_s: float | None = None
     ) -> tuple[Status, Runs | None, float]:
-        """(status, the runs of the fastest program found, a bound in seconds for the class).
+        """Give (status, the runs of the fastest program found, a bound in seconds for the class).
 
         Args:
             time_limit_s: seconds at most.
             seed: the solver's.
             below_s: only look for programs that take less.
         """
-        from ortools.sat.python import cp_model
-
         if not self.possible:
             return Status.INFEASIBLE, None, float("inf")
         if below_s is not None:
             self.model.add(self.cost <= int(below_s * self.scale))
-        solver = cp_model.CpSolver()
-        solver.parameters.num_workers = 1
-        solver.parameters.random_seed = seed
-        # Or a Ctrl-C would end this solve, and nobody else would hear of it.
-        solver.parameters.catch_sigint_signal = False
-        if time_limit_s is not None:
-            solver.parameters.max_time_in_seconds = max(0.01, time_limit_s)
-        code = solver.status_name(solver.solve(self.model))
-        names = {status.name: status for status in Status}
-        status, bound = names.get(code, Status.UNKNOWN), solver.best_objective_bound / self.scale
+        limit_s = None if time_limit_s is None else max(0.01, time_limit_s)
+        options = SolverOptions(time_limit_s=limit_s, seed=seed)
+        status, solver = solve_with_cp_sat(self.model, self.scale, options)
+        bound = solver.best_objective_bound / self.scale
         if status not in (Status.OPTIMAL, Status.FEASIBLE):
             return status, None, bound
         runs = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,15 +10,21 @@ from typing import ClassVar
 from memopt.models.graph import Graph, Operator
 from memopt.models.variants import variant
 from memopt.programs.instructions import Program
-from memopt.programs.replay import replay
-from memopt.strategies.base import Features, Progress, Status, stops
-from memopt.strategies.monet.backend import Answer, Solver
+from memopt.reductions.linearize import linearize
+from memopt.reductions.stage_map import has_updates
+from memopt.strategies.base import Features, Progress, Status
+from memopt.strategies.monet.alternatives_table import SLOTS, AlternativesTable
+from memopt.strategies.monet.binary_program import Answer, Solver, SolverOptions
 from memopt.strategies.monet.checkmate import CheckmateModel
+from memopt.strategies.monet.deadline import Deadline
 from memopt.strategies.monet.graph_strategy import LEAST_S, LEAST_SHARE, GraphStrategy
 from memopt.strategies.monet.ilp import MonetModel
-from memopt.strategies.monet.incumbent import fastest_kernels
-from memopt.strategies.monet.moment_search import MomentSearch
-from memopt.strategies.monet.whole import search_whole
+from memopt.strategies.monet.incumbent import Incumbent, rotor_programs
+from memopt.strategies.monet.kernel_choice import fastest_kernels
+from memopt.strategies.monet.time_point_search import CLOSE, TimePointSearch
+from memopt.strategies.monet.window_search import search_windows
+
+RELAXATION_SHARE = 0.4
 
 MONET_PAPER = (
     "Shah, Wu, Mohan, Chidambaram, Krähenbühl: Memory Optimization for Deep Networks, 2021"
@@ -28,7 +33,7 @@ CHECKMATE_PAPER = "Jain et al.: Checkmate: Breaking the Memory Wall, MLSys 2020"
 
 
 class Choices(StrEnum):
-    """Which implementations the solver may choose (MONeT figure 4's ablation)."""
+    """Implementations that the solver may choose (MONeT figure 4's ablation)."""
 
     NONE = "none"
     CONV = "conv"
@@ -39,7 +44,7 @@ class Choices(StrEnum):
 
 @dataclass(frozen=True)
 class _SolvedExactly(GraphStrategy):
-    """Those whose 0-1 program is solved as it is.
+    """A strategy whose 0-1 program is solved as it is.
 
     Attributes:
         solver: who solves it: "cp-sat", "highs" or "scip".
@@ -53,36 +58,36 @@ class _SolvedExactly(GraphStrategy):
 
     @abstractmethod
     def model(self, graph: Graph) -> MonetModel | CheckmateModel:
-        """The 0-1 program of a graph."""
+        """Build the 0-1 program of a graph."""
 
     def search(
-        self, graph: Graph, budget_bytes: int, limit_s: float, progress: Progress | None
+        self, graph: Graph, budget_bytes: int, deadline: Deadline
     ) -> tuple[Status, Program | None, float | None]:
-        begin = time.monotonic()
         built = self.model(graph)
-        self.hint(built, graph, budget_bytes)
-        answer = built.model.solve(
-            budget_bytes - graph.resident_bytes,
-            time_limit_s=limit_s - (time.monotonic() - begin),
-            progress=progress,
+        start = rotor_programs(graph, budget_bytes)[0] if self.start else None
+        if start is not None:
+            built.hint(start)
+        options = SolverOptions(
+            self.solver,
+            deadline.left_s,
+            progress=deadline.progress,
             workers=self.workers,
             seed=self.seed,
-            solver=self.solver,
         )
+        answer = built.model.solve(budget_bytes - graph.resident_bytes, options)
         return answer.status, _program(built, answer), answer.bound
 
     def least(self, graph: Graph, limit_s: float, progress: Progress | None) -> Program | None:
         if limit_s < LEAST_S:
             return None
         built = self.model(graph)
-        answer = built.model.solve(
-            None,
+        options = SolverOptions(
             time_limit_s=limit_s / LEAST_SHARE,
             deterministic_s=limit_s,
             progress=progress,
             seed=self.seed,
         )
-        return _program(built, answer)
+        return _program(built, built.model.solve(None, options))
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ class Monet(_SolvedExactly):
         return _kind(operator, name) is self.choices
 
     def model(self, graph: Graph) -> MonetModel:
-        """The program of a graph under these choices."""
+        """Build the program of a graph under these choices."""
         return MonetModel(graph, self.allowed)
 
     def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
@@ -128,26 +133,35 @@ class Monet(_SolvedExactly):
         return program
 
     def whole(
-        self,
-        graph: Graph,
-        best: Program | None,
-        budget_bytes: int,
-        deadline: float,
-        stats: dict[str, object],
-        progress: Progress | None,
-    ) -> tuple[Program | None, float | None]:
-        return search_whole(graph, self.allowed, best, budget_bytes, deadline, stats, progress)
-
-    def bound(
-        self, graph: Graph, budget_bytes: int, deadline: float, progress: Progress | None
+        self, best: Incumbent, budget_bytes: int, deadline: Deadline, stats: dict[str, object]
     ) -> float | None:
-        search = MomentSearch(graph, self.allowed, budget_bytes, deadline, progress)
-        search.run()
-        return search.bound_s
+        graph = best.graph
+        until = deadline.within(RELAXATION_SHARE * deadline.left_s)
+        search = TimePointSearch(graph, self.allowed, budget_bytes, until).run()
+        stats["relaxation_rounds"] = search.rounds
+        stats["relaxation_infeasible"] = search.infeasible
+        if search.best.program is not None:
+            best.offer(search.best.program, "relaxation")
+        if not best.near(search.bound_s, CLOSE) and not has_updates(graph):
+            view = linearize(graph)
+            table = AlternativesTable(view, budget_bytes, SLOTS, deadline, self.allowed)
+            found = table.best(budget_bytes)[0] if table.complete else None
+            if found is not None:
+                best.offer(found, "rotor-menus")
+        if best.program is not None and not best.near(search.bound_s, CLOSE):
+            stats["windows"] = search_windows(
+                best, self.allowed, budget_bytes, deadline, search.bound_s
+            )
+        if best.source in ("relaxation", "rotor-menus", "windows"):
+            stats["whole"] = best.source
+        return search.bound_s or None
+
+    def bound(self, graph: Graph, budget_bytes: int, deadline: Deadline) -> float | None:
+        return TimePointSearch(graph, self.allowed, budget_bytes, deadline).run().bound_s
 
 
 def _kind(operator: Operator, name: str) -> Choices:
-    """Which of the ablation's options an implementation belongs to."""
+    """Tell which of the ablation's options an implementation belongs to."""
     choice = variant(operator, name)
     if "convolution" in operator.target:
         # One gradient alone is another algorithm, whatever it reads.
@@ -176,13 +190,13 @@ class Checkmate(_SolvedExactly):
     references: ClassVar[tuple[str, ...]] = (CHECKMATE_PAPER,)
 
     def model(self, graph: Graph) -> CheckmateModel:
-        """Checkmate's program of a graph."""
+        """Build Checkmate's program of a graph."""
         return CheckmateModel(graph)
 
     def search(
-        self, graph: Graph, budget_bytes: int, limit_s: float, progress: Progress | None
+        self, graph: Graph, budget_bytes: int, deadline: Deadline
     ) -> tuple[Status, Program | None, float | None]:
-        status, program, bound_s = super().search(graph, budget_bytes, limit_s, progress)
+        status, program, bound_s = super().search(graph, budget_bytes, deadline)
         # Kernels are chosen after the program: its bound is of the default ones.
         return status, program, None if self.fastest else bound_s
 
@@ -209,27 +223,19 @@ class CheckmateRounding(GraphStrategy):
     references: ClassVar[tuple[str, ...]] = (CHECKMATE_PAPER,)
 
     def search(
-        self, graph: Graph, budget_bytes: int, limit_s: float, progress: Progress | None
+        self, graph: Graph, budget_bytes: int, deadline: Deadline
     ) -> tuple[Status, Program | None, float | None]:
-        begin = time.monotonic()
         built = CheckmateModel(graph)
-        best: Program | None = None
-        best_s = float("inf")
+        best = Incumbent(graph, budget_bytes, tolerance=0.0)
         most_bytes = min(budget_bytes, 2**50) - graph.resident_bytes
         for share in self.shares:
-            left_s = limit_s - (time.monotonic() - begin)
-            if left_s <= 0:
+            if deadline.passed(1.0 - share, f"relaxation for {share:.0%} of the budget"):
                 break
-            if stops(progress, 1.0 - share, f"relaxation for {share:.0%} of the budget"):
-                break
-            values = built.model.relax(int(share * most_bytes), left_s)
-            if not values:
-                continue
-            program = built.rounded(values)
-            timeline = replay(graph, program)
-            if timeline.peak_bytes <= budget_bytes and timeline.time_s < best_s:
-                best, best_s = program, timeline.time_s
-        return (Status.UNKNOWN if best is None else Status.FEASIBLE), best, None
+            values = built.model.relax(int(share * most_bytes), deadline.left_s)
+            if values:
+                best.offer(built.rounded(values))
+        status = Status.UNKNOWN if best.program is None else Status.FEASIBLE
+        return status, best.program, None
 
     def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
         return fastest_kernels(graph, program, budget_bytes) if self.fastest else program

@@ -1,4 +1,4 @@
-"""A solver's call in a thread of its own, so that the caller can be told, and can interrupt."""
+"""Solvers run in a thread of their own, so that the caller can be told, and can interrupt."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from memopt.strategies.base import Progress, stops
 
 POLL_S = 0.1
 GRACE_S = 2.0
-"""A solver may look at its own clock so much too late."""
+"""Seconds by which a solver may look at its own clock too late."""
 
 T = TypeVar("T")
 
 
-def waited(
+def call_in_thread(
     call: Callable[[], T],
     progress: Progress | None,
     what: Callable[[], str],
@@ -24,7 +24,7 @@ def waited(
     limit_s: float | None = None,
     stop: Callable[[], None] | None = None,
 ) -> T | None:
-    """What `call` returns; None where it is not waited for any longer.
+    """Return what `call` returns; None where it is not waited for any longer.
 
     Without `stop`, a call that is interrupted, or that overruns, is left to itself: its thread
     ends at the solver's own time limit, or with the process.
@@ -32,7 +32,7 @@ def waited(
     Args:
         call: what to run; it must let other threads run.
         progress: called now and then, in this thread; KeyboardInterrupt ends the wait.
-        what: what to tell.
+        what: gives the text to report.
         limit_s: the solver's time limit, if it has one.
         stop: makes `call` return soon with what it has; it is then waited for.
 

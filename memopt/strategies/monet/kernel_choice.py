@@ -1,22 +1,46 @@
-"""Programs that need too much at some runs: the same runs by implementations that need less.
+"""Implementations chosen afterwards, for the runs of a finished program.
 
-The relaxation sees the memory of a run only at its moments. Elsewhere it takes the fastest kernels,
-and a batch norm's backward over its gradient, or a convolution's gradients one after the other,
-often make its program fit at little cost.
+The relaxation sees the memory of a run only at its time points. Elsewhere it takes the fastest
+kernels, and a batch norm's backward over its gradient, or a convolution's gradients one after the
+other, often make its program fit at little cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 from memopt.models.graph import Graph, Operator
+from memopt.models.variants import variant
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, Free, Instruction, LossBoundary, Program
 from memopt.programs.liveness import with_frees
 from memopt.programs.replay import replay
-from memopt.strategies.monet.moments import Allowed, Choice, choices_of
+from memopt.strategies.monet.graph_model import Allowed, Choice, choices_of
+
+
+def fastest_kernels(graph: Graph, program: Program, budget_bytes: int | None) -> Program:
+    """Give each run of an operator its fastest exact implementation of the same reads and writes
+    that the budget leaves room for (MONeT appendix D's post-optimisation, Checkmate-O)."""
+    instructions: list[Instruction] = list(program.instructions)
+    rows = replay(graph, program).step_bytes
+    for position, instruction in enumerate(instructions):
+        if not isinstance(instruction, Compute):
+            continue
+        operator = graph.operators[instruction.op]
+        current = variant(operator, instruction.implementation)
+        room = None if budget_bytes is None else budget_bytes - rows[position]
+        first = current.workspace_bytes
+        for choice in operator.implementations:
+            other = variant(operator, choice.name)
+            same = set(other.reads) == set(current.reads) and other.writes == current.writes
+            fits = room is None or other.workspace_bytes - first <= room
+            over = instruction.in_place is None or instruction.in_place in other.in_place
+            if choice.exact and same and fits and over and other.time_s < current.time_s:
+                instructions[position] = replace(instruction, implementation=choice.name)
+                current = other
+    return Program(instructions)
 
 
 @dataclass(frozen=True)
@@ -37,9 +61,11 @@ class _Run:
     before_bytes: int
 
 
-def fitted(graph: Graph, program: Program, budget_bytes: int, allowed: Allowed | None) -> Program:
-    """The program with other implementations where a run needs more than the budget: the fastest
-    that fit there, or else those that need least. They read nothing that the run does not.
+def smaller_implementations(
+    graph: Graph, program: Program, budget_bytes: int, allowed: Allowed | None
+) -> Program:
+    """Choose other implementations where a run needs more than the budget: the fastest that fit
+    there, or else those that need least. They read nothing that the run does not.
 
     Args:
         graph: the training step.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from random import Random
 
@@ -21,9 +20,11 @@ from memopt.reductions.linearize import linearize
 from memopt.reductions.validate_and_replay import judge
 from memopt.strategies import Rotor
 from memopt.strategies.base import Status
-from memopt.strategies.monet.menus import MenuTable, RotorMenus, Watch
-from memopt.strategies.monet.moment_search import MomentSearch
-from memopt.strategies.monet.stage_options import menus
+from memopt.strategies.monet.alternatives_table import AlternativesTable
+from memopt.strategies.monet.deadline import Deadline
+from memopt.strategies.monet.rotor_menus import RotorMenus
+from memopt.strategies.monet.stage_alternatives import stage_alternatives
+from memopt.strategies.monet.time_point_search import TimePointSearch
 from tests.models.training_graphs import drawing
 from tests.monet.graphs import training_graph, with_one_gradient_choices
 
@@ -76,12 +77,12 @@ def test_stopped_it_keeps_rotors_plan() -> None:
     assert recomputed > 5
 
 
-def tabled(seed: int, alternatives: bool) -> tuple[Graph, MenuTable]:
+def tabled(seed: int, alternatives: bool) -> tuple[Graph, AlternativesTable]:
     """The table of a random step's menus."""
     rng = Random(seed)
     graph = training_graph(rng, rng.randint(4, 9), alternatives)
     peak = replay(graph, store_all(graph)).peak_bytes
-    return graph, MenuTable(linearize(graph), peak, 200, Watch(float("inf"), None))
+    return graph, AlternativesTable(linearize(graph), peak, 200, Deadline())
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -101,12 +102,12 @@ def test_options_run_by_other_implementations_where_those_pay() -> None:
     chosen = 0
     for seed in range(12):
         table = tabled(seed, True)[1]
-        for menu in table.options:
+        for menu in table.alternatives:
             for option in menu[1:]:
                 runs = (*option.forward, *option.backward)
                 chosen += any(run.implementation is not None for run in runs)
                 assert {run.op for run in menu[0].backward} <= {run.op for run in option.backward}
-        none = menus(table.view, lambda operator, name: False)
+        none = stage_alternatives(table.view, lambda operator, name: False)
         plain = {run.implementation for menu in none for o in menu for run in o.backward}
         assert plain <= {None}
     assert chosen > 10
@@ -156,12 +157,11 @@ def test_programs_of_graphs_that_draw(seed: int) -> None:
         graph = replace(graph, operators=tuple(operators))
     view = linearize(graph)
     peak_bytes = replay(graph, store_all(graph)).peak_bytes
-    table = MenuTable(view, peak_bytes, 40, Watch(math.inf, None))
+    table = AlternativesTable(view, peak_bytes, 40, Deadline())
     for slots in (m for m in range(41) if table.table[1, len(view.chain), m] < math.inf):
         program = table.program(slots)
         assert validate(graph, program) is None
-    search = MomentSearch(graph, None, 2 * peak_bytes, time.monotonic() + 60)
-    search.run()
-    assert search.best is not None
-    assert validate(graph, search.best, 2 * peak_bytes) is None
+    search = TimePointSearch(graph, None, 2 * peak_bytes, Deadline().within(60)).run()
+    assert search.best.program is not None
+    assert validate(graph, search.best.program, 2 * peak_bytes) is None
     assert search.bound_s >= time_lower_bound(graph) * (1 - 1e-9)

@@ -1,46 +1,47 @@
-"""Menus: ways to save less of a stage, to run part of it again inside its backward, and to run its
-operators by other implementations.
+"""Alternatives of a stage: ways to save less of it, to run part of it again inside its backward,
+and to run its operators by other implementations.
 
-Each distinct stage is a small training step of its own, solved by the graph model (`moments`, at
-the stage's own boundary) for a handful of limits on what its forward saves. The stage's input
+Each distinct stage is a small training step of its own, solved by the graph model (`time_points`,
+at the stage's own boundary) for a handful of limits on what its forward saves. The stage's input
 a^{ℓ-1} and its output a^ℓ are there in any case.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from memopt.models.chain import Stage
 from memopt.models.graph import Graph, Implementation, Operator, Tensor, TensorKind
 from memopt.models.variants import Variant, variant
-from memopt.programs.instructions import Compute, LossBoundary, Program
+from memopt.programs.instructions import Compute, Instruction, LossBoundary
 from memopt.reductions.linearize import Linearization
 from memopt.reductions.stage_costs import running_peak_bytes
 from memopt.reductions.stage_map import StageOperators
-from memopt.strategies.monet.backend import Solver
-from memopt.strategies.monet.moments import Allowed, MomentModel
+from memopt.strategies.monet.binary_program import Solver, SolverOptions
+from memopt.strategies.monet.deadline import Deadline
+from memopt.strategies.monet.graph_model import Allowed
+from memopt.strategies.monet.time_points import TimePointModel
 
 MOST = 8
-"""Options of a stage beside the plain one."""
+"""Alternatives of a stage beside the plain one."""
 SOLVE_S = 2.0
 GAP = 1e-3
 TIE = 1e-6
-"""Share of the stage's time that all its bytes cost: of equally fast options the smallest."""
+"""Share of the stage's time that all its bytes cost: of equally fast alternatives the smallest."""
 
 Run = tuple[int, str | None]
 """(place of an operator in its stage, implementation)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class Alternative:
     """One way to keep a stage for its backward.
 
     Attributes:
         forward: the runs of F_all, operators that run only once left out.
         backward: those of B^ℓ, the ones that run again among them, in order.
-        saved_bytes, forward_time_s, backward_time_s: ω_ā, u_f of F_all and u_b under this option.
+        saved_bytes, forward_time_s, backward_time_s: ω_ā, u_f of F_all and u_b.
         forward_overhead_bytes, backward_overhead_bytes: o_f of F_all and o_b.
     """
 
@@ -55,30 +56,31 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """An option of all stages that are alike, in places within the stage."""
+    """An alternative of all stages that are alike, in places within the stage."""
 
     saved: frozenset[int]
     forward: tuple[Run, ...]
     backward: tuple[Run, ...]
 
 
-def menus(
-    view: Linearization, allowed: Allowed | None = None, deadline: float = float("inf")
-) -> list[list[Option]]:
-    """The options of every stage of the chain, the first of each being the plain one.
+def stage_alternatives(
+    view: Linearization, allowed: Allowed | None = None, deadline: Deadline | None = None
+) -> list[list[Alternative]]:
+    """Find the alternatives of every stage of the chain, the first of each being the plain one.
 
     Args:
         view: the graph as a chain.
         allowed: which implementations may be chosen; None: all.
-        deadline: on time.monotonic's clock; stages after it have the plain option only.
+        deadline: stages after it have the plain alternative only; None: none.
     """
     sizes = [tensor.size_bytes for tensor in view.graph.tensors]
+    deadline = deadline or Deadline()
     known: dict[object, tuple[Recipe, ...]] = {}
-    found: list[list[Option]] = []
+    found: list[list[Alternative]] = []
     for k, stage in enumerate(view.chain.stages):
         plain = _plain(view, k, stage)
         found.append([plain])
-        if k >= len(view.stages) or not view.stages[k].backward or time.monotonic() >= deadline:
+        if k >= len(view.stages) or not view.stages[k].backward or not deadline.left_s:
             continue
         work = _Stage(view, k, allowed, sizes)
         key = work.signature()
@@ -86,14 +88,14 @@ def menus(
             known[key] = work.recipes(plain.saved_bytes, deadline)
         best = [plain]
         for recipe in known[key]:
-            option = work.option(recipe)
-            if not any(_as_good(other, option) for other in best):
-                best.append(option)
+            alternative = work.alternative(recipe)
+            if not any(_as_good(other, alternative) for other in best):
+                best.append(alternative)
         found[-1] = best
     return found
 
 
-def _as_good(one: Option, other: Option) -> bool:
+def _as_good(one: Alternative, other: Alternative) -> bool:
     seconds = one.forward_time_s + one.backward_time_s
     return (
         seconds <= other.forward_time_s + other.backward_time_s
@@ -103,11 +105,11 @@ def _as_good(one: Option, other: Option) -> bool:
     )
 
 
-def _plain(view: Linearization, k: int, stage: Stage) -> Option:
+def _plain(view: Linearization, k: int, stage: Stage) -> Alternative:
     own = view.stages[k] if k < len(view.stages) else None
-    return Option(
-        tuple(Compute(i, ()) for i in own.rerun) if own else (),
-        tuple(Compute(i, ()) for i in own.backward) if own else (),
+    return Alternative(
+        plain_runs(own.rerun) if own else (),
+        plain_runs(own.backward) if own else (),
         stage.saved_bytes,
         stage.forward_time_s,
         stage.backward_time_s,
@@ -133,7 +135,7 @@ class _Stage:
         self.later = previous.gradients if previous is not None else frozenset()
         results = frozenset(t for after in view.stages[k + 1 :] for t in after.results)
         self.given = self.stage.gradients | results
-        """What the backward finds: δ^ℓ, and results of the step, which stay once they are there."""
+        """Tensors the backward finds: δ^ℓ, and results of the step, which stay once they are there."""
         self.operators = (*self.stage.rerun, *self.stage.backward)
         """Place → operator of the graph."""
         self.choices = self._implementations(allowed)
@@ -227,14 +229,15 @@ class _Stage:
         ends = (self.small.outputs, self.small.gradients, self.small.tangents)
         return nameless, sizes, kinds, ends
 
-    def recipes(self, most_bytes: int, deadline: float) -> tuple[Recipe, ...]:
-        """What to save and how to run, for limits from all of ω_ā down to the least."""
-        built = MomentModel(self.small)
+    def recipes(self, most_bytes: int, deadline: Deadline) -> tuple[Recipe, ...]:
+        """Choose what to save and how to run, for limits from all of ω_ā down to the least."""
+        built = TimePointModel(self.small)
         for variables in built.run[: built.first]:
             built.model.exactly_one(variables)
         total = sum(self.size(t) for t in built.s[0]) or 1
         price = TIE * (sum(built.model.costs.values()) or 1.0) / total
-        answer = built.model.solve(None, time_limit_s=SOLVE_S, solver=Solver.HIGHS)
+        options = SolverOptions(Solver.HIGHS, SOLVE_S)
+        answer = built.model.solve(None, options)
         if not answer.values:
             return ()
         least = self._held(built, answer.values)
@@ -244,9 +247,9 @@ class _Stage:
         limit = most_bytes
         for step in reversed(range(MOST)):
             limit = min(limit, least + (most_bytes - least) * step // (MOST - 1))
-            if limit < least or time.monotonic() >= deadline:
+            if limit < least or not deadline.left_s:
                 break
-            answer = built.model.solve(limit, time_limit_s=SOLVE_S, solver=Solver.HIGHS, gap=GAP)
+            answer = built.model.solve(limit, replace(options, gap=GAP))
             if not answer.values:
                 break
             found[self._recipe(built, answer.values)] = None
@@ -254,26 +257,20 @@ class _Stage:
         return tuple(found)
 
     def size(self, n: int) -> int:
-        """Of the tensor at a place, bytes."""
+        """Give the bytes of the tensor at a place."""
         return self.small.tensors[n].size_bytes
 
-    def _held(self, built: MomentModel, values: tuple[bool, ...]) -> int:
+    def _held(self, built: TimePointModel, values: tuple[bool, ...]) -> int:
         return sum(self.size(t) for t, v in built.s[0].items() if values[v])
 
-    def _recipe(self, built: MomentModel, values: tuple[bool, ...]) -> Recipe:
+    def _recipe(self, built: TimePointModel, values: tuple[bool, ...]) -> Recipe:
         saved = frozenset(t for t, v in built.s[0].items() if values[v])
-        program = built.program(values)
-        boundary = program.instructions.index(LossBoundary())
-        return Recipe(
-            saved,
-            *(
-                _runs(Program(part))
-                for part in (program.instructions[:boundary], program.instructions[boundary:])
-            ),
-        )
+        steps = built.program(values).instructions
+        boundary = steps.index(LossBoundary())
+        return Recipe(saved, _runs(steps[:boundary]), _runs(steps[boundary:]))
 
-    def option(self, recipe: Recipe) -> Option:
-        """The option's figures, by running the stage's own operators."""
+    def alternative(self, recipe: Recipe) -> Alternative:
+        """Work out an alternative's figures, by running the stage's own operators."""
         graph, stage, sizes = self.graph, self.stage, self.sizes
         kept = frozenset(self.tensors[n] for n in recipe.saved) - self.held | self.output
 
@@ -297,7 +294,7 @@ class _Stage:
         after = self.source | self.later | stage.results
         peak = running_peak_bytes(figures(backward), sizes, before, after)
         counted = (self.source, kept, stage.gradients, self.later, stage.results)
-        return Option(
+        return Alternative(
             forward,
             backward,
             total(kept),
@@ -308,14 +305,18 @@ class _Stage:
         )
 
 
+def plain_runs(operators: Iterable[int]) -> tuple[Compute, ...]:
+    """Run operators once each, by their default implementations."""
+    return tuple(Compute(i, ()) for i in operators)
+
+
 def first_run(stage: StageOperators, forward: Sequence[Compute]) -> list[Compute]:
-    """The runs of a stage's forward with those of the operators that run only once."""
-    once = [Compute(i, ()) for i in stage.once]
-    return sorted((*forward, *once), key=lambda run: run.op)
+    """List the runs of a stage's forward with those of the operators that run only once."""
+    return sorted((*forward, *plain_runs(stage.once)), key=lambda run: run.op)
 
 
-def _runs(program: Program) -> tuple[Run, ...]:
-    return tuple((x.op, x.implementation) for x in program if isinstance(x, Compute))
+def _runs(instructions: Iterable[Instruction]) -> tuple[Run, ...]:
+    return tuple((x.op, x.implementation) for x in instructions if isinstance(x, Compute))
 
 
 def _one(tensor: int | None) -> frozenset[int]:

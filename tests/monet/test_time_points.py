@@ -1,4 +1,5 @@
-"""The relaxation with moments against the exact programs, and the solvers against each other."""
+"""The relaxation with time points against the exact programs, and the solvers against each
+other."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import judge
 from memopt.strategies.base import Status
-from memopt.strategies.monet.backend import Solver
+from memopt.strategies.monet.binary_program import Solver, SolverOptions
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
-from memopt.strategies.monet.moments import MomentModel
 from memopt.strategies.monet.strategy import Monet
+from memopt.strategies.monet.time_points import TimePointModel
 from tests.monet.graphs import training_graph
 
 
@@ -27,7 +28,7 @@ def drawn(seed: int, alternatives: bool) -> tuple[Graph, int, Random]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_relaxation_is_a_bound_whatever_the_moments(seed: int) -> None:
+def test_the_relaxation_is_a_bound_whatever_the_time_points(seed: int) -> None:
     graph, budget, rng = drawn(seed, seed % 2 == 0)
     limit = budget - graph.resident_bytes
     exact = [MonetModel(graph).model.solve(limit)]
@@ -35,31 +36,31 @@ def test_the_relaxation_is_a_bound_whatever_the_moments(seed: int) -> None:
         exact.append(CheckmateModel(graph).model.solve(limit))
     backward = range(graph.first_backward, len(graph.operators))
     last = 0.0
-    for moments in ((), tuple(sorted(rng.sample(list(backward), 2))), tuple(backward)):
-        built = MomentModel(graph, None, moments)
+    for points in ((), tuple(sorted(rng.sample(list(backward), 2))), tuple(backward)):
+        built = TimePointModel(graph, None, points)
         answer = built.model.solve(limit)
         for other in exact:
             if other.status is Status.OPTIMAL:
                 assert answer.status is Status.OPTIMAL
                 assert answer.bound <= other.objective
-        if answer.status is Status.OPTIMAL and moments != ():
-            assert answer.objective >= last or len(moments) == 2
+        if answer.status is Status.OPTIMAL and points != ():
+            assert answer.objective >= last or len(points) == 2
         if answer.values:
             program = built.program(answer.values)
             peak = replay(graph, program).peak_bytes
             violation, figures = judge(graph, None, program, peak, None)
             assert violation is None
             assert figures.time_s <= answer.objective
-            last = answer.objective if not moments else last
+            last = answer.objective if not points else last
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_solvers_agree(seed: int) -> None:
     graph, budget, _ = drawn(seed, True)
     limit = budget - graph.resident_bytes
-    for built in (MonetModel(graph), MomentModel(graph)):
+    for built in (MonetModel(graph), TimePointModel(graph)):
         for limit_bytes in (limit, None):
-            answers = [built.model.solve(limit_bytes, solver=solver) for solver in Solver]
+            answers = [built.model.solve(limit_bytes, SolverOptions(solver)) for solver in Solver]
             assert len({answer.status for answer in answers}) == 1
             for answer in answers:
                 assert answer.objective == pytest.approx(answers[0].objective)
@@ -73,8 +74,7 @@ def test_monet_on_a_large_graph_has_a_bound_and_a_plan_within_the_budget(seed: i
     peak = replay(graph, store_all(graph)).peak_bytes
     budget = int(0.8 * peak)
     solution = Monet(max_operators=12).solve(graph, budget, time_limit_s=4.0)
-    if solution.program is None:
-        return
+    assert solution.program is not None
     assert solution.time_s is not None
     assert solution.lower_bound_s is not None
     violation, figures = judge(graph, None, solution.program, budget, None)
@@ -108,13 +108,13 @@ def test_what_reads_a_tensor_that_nothing_may_write_is_not_chosen():
     )
     graph = Graph((x, y, packed, z), operators, gradients=(3,))
     for names, time_s in (({"packed", "read"}, 0.0), ({"read"}, 2.0)):
-        built = MomentModel(graph, lambda _, name, names=names: name in names)
-        answer = built.model.solve(100, time_limit_s=5)
+        built = TimePointModel(graph, lambda _, name, names=names: name in names)
+        answer = built.model.solve(100, SolverOptions(time_limit_s=5))
         assert replay(graph, built.program(answer.values)).time_s == time_s
 
 
 def test_an_operator_that_an_implementation_makes_useless_bounds_nothing():
-    """A moment at its run, and the exact program, which runs each operator once."""
+    """A time point at its run, and the exact program, which runs each operator once."""
     x, a, dy, wide, z = (
         Tensor("x", 1, TensorKind.INPUT),
         Tensor("a", 2),
@@ -129,7 +129,7 @@ def test_an_operator_that_an_implementation_makes_useless_bounds_nothing():
         Operator("c", (3,), (4,), 1.0, phase=Phase.BACKWARD, implementations=(direct,)),
     )
     graph = Graph((x, a, dy, wide, z), operators, gradients=(4,), tangents=(2,))
-    answer = MomentModel(graph, None, (1,)).model.solve(10, time_limit_s=5)
+    answer = TimePointModel(graph, None, (1,)).model.solve(10, SolverOptions(time_limit_s=5))
     assert answer.objective == 4.0
     solution = Monet().solve(graph, 10 + graph.resident_bytes, time_limit_s=5)
     assert solution.time_s == solution.lower_bound_s == 4.0

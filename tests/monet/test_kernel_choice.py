@@ -14,7 +14,7 @@ from memopt.programs.instructions import Compute, Free
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
-from memopt.strategies.monet.fitting import fitted
+from memopt.strategies.monet.kernel_choice import smaller_implementations
 from tests.models.training_graphs import overwriting
 
 
@@ -46,16 +46,16 @@ def gradients() -> Graph:
 def test_the_fastest_that_fits_or_what_needs_least(budget, names, peak):
     graph = gradients()
     program = store_all(graph)
-    made = fitted(graph, program, budget, None)
+    made = smaller_implementations(graph, program, budget, None)
     assert validate(graph, made) is None
     assert replay(graph, made).peak_bytes == peak
     if names is not None:
         assert [s.implementation for s in made if isinstance(s, Compute)][1:] == names
-    assert fitted(graph, program, budget, lambda *_: False) == program
+    assert smaller_implementations(graph, program, budget, lambda *_: False) == program
 
 
 def test_in_two_runs_the_first_operand_goes_between():
-    made = fitted(gradients(), store_all(gradients()), 21, None)
+    made = smaller_implementations(gradients(), store_all(gradients()), 21, None)
     kinds = [type(step) for step in made]
     assert kinds == [Compute, Compute, Free, Compute, Free]
 
@@ -70,7 +70,7 @@ def test_laws_on_random_programs(seeds):
         program = with_in_place(graph, program)
         before = replay(graph, program)
         budget = rng.randint(before.peak_bytes // 2, before.peak_bytes)
-        made = fitted(graph, program, budget, None)
+        made = smaller_implementations(graph, program, budget, None)
         assert validate(graph, made) is None
         assert replay(graph, made).peak_bytes <= before.peak_bytes
         changed += made != program

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from memopt.strategies.monet.waiting import waited
+from memopt.strategies.monet.solver_thread import call_in_thread
 
 
 def interrupt(fraction: float, what: str) -> None:
@@ -22,9 +22,9 @@ def test_it_gives_the_answer_and_tells_meanwhile() -> None:
         told.append(what)
         enough.set()
 
-    assert waited(lambda: enough.wait(60.0), progress, lambda: "solving") is True
+    assert call_in_thread(lambda: enough.wait(60.0), progress, lambda: "solving") is True
     assert told[0] == "solving"
-    assert waited(lambda: 7, None, lambda: "") == 7
+    assert call_in_thread(lambda: 7, None, lambda: "") == 7
 
 
 def test_an_interrupt_stops_a_call_that_can_be_stopped() -> None:
@@ -34,14 +34,14 @@ def test_an_interrupt_stops_a_call_that_can_be_stopped() -> None:
         assert stopped.wait(60.0)
         return "the best so far"
 
-    assert waited(call, interrupt, lambda: "", stop=stopped.set) == "the best so far"
+    assert call_in_thread(call, interrupt, lambda: "", stop=stopped.set) == "the best so far"
 
 
 def test_a_call_that_cannot_be_stopped_is_left_to_itself() -> None:
     over = threading.Event()
-    assert waited(lambda: over.wait(60.0), interrupt, lambda: "") is None
+    assert call_in_thread(lambda: over.wait(60.0), interrupt, lambda: "") is None
     # It keeps no clock of its own: its limit is past, and so is the time of grace.
-    assert waited(lambda: over.wait(60.0), None, lambda: "", limit_s=-10.0) is None
+    assert call_in_thread(lambda: over.wait(60.0), None, lambda: "", limit_s=-10.0) is None
     over.set()
 
 
@@ -50,4 +50,4 @@ def test_errors_come_through() -> None:
         raise ValueError("no such parameter")
 
     with pytest.raises(ValueError, match="no such parameter"):
-        waited(call, None, lambda: "", limit_s=5.0)
+        call_in_thread(call, None, lambda: "", limit_s=5.0)

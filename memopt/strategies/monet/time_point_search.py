@@ -1,20 +1,22 @@
-"""Programs from the relaxation with moments: where one needs too much memory, a moment is put."""
+"""Programs from the relaxation with time points: one is added where a program needs too much."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, LossBoundary, Program
-from memopt.programs.replay import Timeline, replay
-from memopt.strategies.base import Progress, Status, stops
-from memopt.strategies.monet.backend import Solver
-from memopt.strategies.monet.fitting import fitted
-from memopt.strategies.monet.moments import Allowed, MomentModel
+from memopt.programs.replay import Timeline
+from memopt.strategies.base import Status
+from memopt.strategies.monet.binary_program import Solver, SolverOptions
+from memopt.strategies.monet.deadline import Deadline
+from memopt.strategies.monet.graph_model import Allowed
+from memopt.strategies.monet.incumbent import Incumbent
+from memopt.strategies.monet.kernel_choice import smaller_implementations
+from memopt.strategies.monet.time_points import TimePointModel
 
-MOST_MOMENTS = 4
+MOST_TIME_POINTS = 4
 MOST_MORE = 8
 """So many are added at most to raise the bound."""
 MOST_ROUNDS = 24
@@ -27,16 +29,15 @@ BOUNDARY = -1
 
 
 @dataclass
-class MomentSearch:
-    """Solves the relaxation again and again, with moments and slack where its program overflows.
+class TimePointSearch:
+    """Solves the relaxation again and again, with time points and slack where its program needs
+    too much memory.
 
     Attributes:
-        graph, allowed: as for `MomentModel`.
+        graph, allowed: as for `TimePointModel`.
         budget_bytes: total bytes.
-        deadline: on time.monotonic's clock.
-        progress: called before every solve; KeyboardInterrupt ends the search.
+        deadline: asked before every solve.
         best: the fastest program found within the budget.
-        best_s: its time, seconds.
         bound_s: what no program of the relaxation's class beats, seconds.
         infeasible: whether the relaxation proved that there is none.
     """
@@ -44,40 +45,41 @@ class MomentSearch:
     graph: Graph
     allowed: Allowed | None
     budget_bytes: int
-    deadline: float
-    progress: Progress | None = None
-    best: Program | None = None
-    best_s: float = float("inf")
+    deadline: Deadline
     bound_s: float = 0.0
     infeasible: bool = False
     rounds: int = 0
     slack: dict[int, int] = field(default_factory=lambda: {BOUNDARY: 0})
-    """Moment → bytes left free there; the boundary's key is BOUNDARY."""
+    """Time point → bytes left free there; the boundary's key is BOUNDARY."""
 
-    def run(self) -> None:
-        """Search until a program fits, or nothing more can be tried."""
+    def __post_init__(self) -> None:
+        self.best = Incumbent(self.graph, self.budget_bytes, tolerance=0.0)
+
+    def run(self) -> TimePointSearch:
+        """Search until a program fits, or nothing more can be tried; give this search."""
         while self.rounds < MOST_ROUNDS and not self._stopped():
             found = self._solved(self.slack)
             if found is None:
-                return
+                return self
             if found[1].peak_bytes <= self.budget_bytes:
                 break
             self._tighten(*found)
         self._raise_bound()
+        return self
 
     def _solved(self, slack: dict[int, int]) -> tuple[Program, Timeline] | None:
-        """The relaxation's program under moments and slack, kept if it is the best; its bound."""
+        """Solve the relaxation under time points and slack; keep its program and its bound."""
         keys = sorted(slack)
         free = tuple(slack[key] for key in keys)
-        built = MomentModel(self.graph, self.allowed, tuple(keys[1:]), free)
-        left_s = self.deadline - time.monotonic()
-        answer = built.model.solve(
-            self.budget_bytes - self.graph.resident_bytes,
+        built = TimePointModel(self.graph, self.allowed, tuple(keys[1:]), free)
+        left_s = self.deadline.left_s
+        options = SolverOptions(
+            Solver.HIGHS,
             time_limit_s=left_s if not self.rounds else max(1.0, ROUND_SHARE * left_s),
-            progress=self.progress,
-            solver=Solver.HIGHS,
+            progress=self.deadline.progress,
             gap=GAP,
         )
+        answer = built.model.solve(self.budget_bytes - self.graph.resident_bytes, options)
         self.rounds += 1
         if not any(free):
             self.bound_s = max(self.bound_s, answer.bound)
@@ -85,30 +87,28 @@ class MomentSearch:
         if not answer.values:
             return None
         program = with_in_place(self.graph, built.program(answer.values))
-        timeline = replay(self.graph, program)
+        timeline = self.best.offer(program)
         if timeline.peak_bytes > self.budget_bytes:
-            program = fitted(self.graph, program, self.budget_bytes, self.allowed)
-            timeline = replay(self.graph, program)
-        if timeline.peak_bytes <= self.budget_bytes and timeline.time_s < self.best_s:
-            self.best, self.best_s = program, timeline.time_s
+            program = smaller_implementations(self.graph, program, self.budget_bytes, self.allowed)
+            timeline = self.best.offer(program)
         return program, timeline
 
     def _raise_bound(self) -> None:
-        """More moments, nothing left free, while the bound is not close to the best program."""
-        moments = dict.fromkeys(self.slack, 0)
-        most = len(moments) + MOST_MORE
-        while len(moments) < most and self.best_s > self.bound_s * (1 + CLOSE):
-            found = None if self._stopped() else self._solved(moments)
+        """Add time points, nothing left free, while the bound is not close to the best program."""
+        points = dict.fromkeys(self.slack, 0)
+        most = len(points) + MOST_MORE
+        while len(points) < most and not self.best.near(self.bound_s, CLOSE):
+            found = None if self._stopped() else self._solved(points)
             if found is None or found[1].peak_bytes <= self.budget_bytes:
                 return
-            key = self._worst(*found, set(moments))
+            key = self._worst(*found, set(points))
             if key is None:
                 return
-            moments[key] = 0
+            points[key] = 0
 
     def _worst(self, program: Program, timeline: Timeline, known: set[int]) -> int | None:
-        """The backward operator, none of the known ones, before whose end a program overflows
-        most."""
+        """Find the backward operator, none of the known ones, before whose end a program needs
+        most memory beyond the budget."""
         worst, most, need = None, self.budget_bytes, 0
         after = False
         for step, size_bytes in zip(program, timeline.step_bytes, strict=True):
@@ -121,11 +121,12 @@ class MomentSearch:
         return worst
 
     def _stopped(self) -> bool:
-        what = f"monet: relaxation {self.rounds}, bound {self.bound_s:.6g} s"
-        return stops(self.progress, 0.3, what) or time.monotonic() >= self.deadline
+        return self.deadline.passed(
+            0.3, f"monet: relaxation {self.rounds}, bound {self.bound_s:.6g} s"
+        )
 
     def _tighten(self, program: Program, timeline: Timeline) -> None:
-        """A moment where the program needs most, or more slack at the one that is there."""
+        """Add a time point where the program needs most, or more slack at the one before."""
         peak = timeline.peak_instruction or 0
         excess = timeline.peak_bytes - self.budget_bytes
         key = BOUNDARY
@@ -133,7 +134,7 @@ class MomentSearch:
             later = (x.op for x in program.instructions[peak:] if isinstance(x, Compute))
             key = next((op for op in later if op >= self.graph.first_backward), BOUNDARY)
         small = 30 * excess < self.budget_bytes
-        if key not in self.slack and (small or len(self.slack) > MOST_MOMENTS):
+        if key not in self.slack and (small or len(self.slack) > MOST_TIME_POINTS):
             # What is left free at an operator that does not run has no effect.
             ran = {step.op for step in program if isinstance(step, Compute)} | {BOUNDARY}
             key = max(k for k in self.slack if k <= key and k in ran)

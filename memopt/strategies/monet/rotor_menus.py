@@ -1,0 +1,128 @@
+"""Rotor with stage alternatives: the whole step as one stage, and the chain's program with cheap
+recomputation inside each backward and a choice of implementations."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+from memopt.models.bounds import memory_lower_bound, time_lower_bound
+from memopt.models.device import Device
+from memopt.models.graph import Graph, Operator
+from memopt.programs.instructions import Program
+from memopt.reductions.linearize import Linearization, linearize
+from memopt.reductions.stage_map import has_updates
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
+from memopt.strategies.monet.alternatives_table import SLOTS, AlternativesTable
+from memopt.strategies.monet.deadline import Deadline
+from memopt.strategies.monet.incumbent import (
+    SAME,
+    Incumbent,
+    counted_exactly,
+    rotor_programs,
+    smaller,
+    solution,
+    without_plan,
+)
+from memopt.strategies.monet.time_point_search import TimePointSearch
+
+CLOSE = 1e-3
+"""Gap to the bound at which no alternatives are tried."""
+
+
+@dataclass(frozen=True)
+class RotorMenus(Strategy):
+    """Rotor's persistent program with several ways to save each stage; never worse than Rotor.
+
+    Attributes:
+        slots: memory is counted in so many slots of twice the budget, sizes rounded up.
+        exact_only: leave out implementations that change rounding.
+        merged_s: seconds for the whole step as one stage (`TimePointSearch`), which comes first:
+            it gives the bound, and for deep models, whose table takes long, most often the plan.
+    """
+
+    slots: int = SLOTS
+    exact_only: bool = True
+    merged_s: float = 30.0
+
+    name: ClassVar[str] = "rotor-menus"
+    needs: ClassVar[str] = "graph"
+    features: ClassVar[Features] = Features(recompute=True, implementations=True)
+
+    def only_exact_implementations(self) -> bool | None:
+        return self.exact_only
+
+    def why_not(self, cost_model: CostModel) -> str | None:
+        if isinstance(cost_model, Graph) and has_updates(cost_model):
+            return "rotor-menus plans steps without parameter updates: profile without optimizer"
+        return super().why_not(cost_model)
+
+    def solve(
+        self,
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
+        graph, begin = self.taken(cost_model, Graph), time.monotonic()
+        deadline = Deadline(begin + (math.inf if time_limit_s is None else time_limit_s), progress)
+        view = None if budget_bytes is None else linearize(graph)
+        program, smallest = rotor_programs(graph, budget_bytes, view)
+        best = Incumbent(graph, budget_bytes)
+        if program is not None:
+            best.offer(program)
+        stats: dict[str, object] = {"rotor_found": program is not None, "rotor_s": best.time_s}
+        least_s, searched, proved = time_lower_bound(graph), False, False
+        if view is not None and budget_bytes is not None and not best.near(least_s, SAME):
+            search = self._merged(graph, budget_bytes, deadline, stats)
+            if search is not None:
+                proved = search.infeasible and counted_exactly(graph)
+                proved = proved or memory_lower_bound(graph) > budget_bytes
+                least_s = max(least_s, search.bound_s)
+                if search.best.program is not None:
+                    stats["merged_s"] = best.offer(search.best.program).time_s
+            if not best.near(least_s, CLOSE):
+                found, least, searched = self._alternatives(view, budget_bytes, deadline, stats)
+                smallest = smallest if least is None else smaller(graph, smallest, least)
+                if found is not None:
+                    stats["menus_s"] = best.offer(found).time_s
+        stats["searched"] = searched
+        stats["solve_s"] = time.monotonic() - begin
+        if best.program is None:
+            return without_plan(graph, smallest, proved, stats)
+        return solution(graph, best.program, least_s, SAME, stats)
+
+    def allowed(self, operator: Operator, name: str) -> bool:
+        """Whether the plan may run `operator` by its implementation `name`."""
+        return not self.exact_only or next(
+            choice.exact for choice in operator.implementations if choice.name == name
+        )
+
+    def _alternatives(
+        self, view: Linearization, budget_bytes: int, deadline: Deadline, stats: dict[str, object]
+    ) -> tuple[Program | None, Program | None, bool]:
+        """Give the best program of the stages' alternatives, that of the smallest peak, and
+        whether the search ended."""
+        if deadline.passed(0.0, "stage menus"):
+            return None, None, False
+        stats["stages"] = len(view.chain)
+        table = AlternativesTable(view, budget_bytes, self.slots, deadline, self.allowed)
+        stats["options"] = sum(map(len, table.alternatives))
+        if not table.complete:
+            return None, None, False
+        return *table.best(budget_bytes), True
+
+    def _merged(
+        self, graph: Graph, budget_bytes: int, deadline: Deadline, stats: dict[str, object]
+    ) -> TimePointSearch | None:
+        """Plan the whole step as one stage, implementations included; None without time for it."""
+        if self.merged_s <= 0 or deadline.passed(0.9, "stage menus"):
+            return None
+        until = deadline.within(self.merged_s)
+        search = TimePointSearch(graph, self.allowed, budget_bytes, until).run()
+        stats["merged_rounds"] = search.rounds
+        return search
