@@ -135,7 +135,7 @@ class _Stage:
         self.later = previous.gradients if previous is not None else frozenset()
         results = frozenset(t for after in view.stages[k + 1 :] for t in after.results)
         self.given = self.stage.gradients | results
-        """Tensors the backward finds: δ^ℓ, and results of the step, which stay once they are there."""
+        """Tensors the backward finds: δ^ℓ, and results of the step, which stay once made."""
         self.operators = (*self.stage.rerun, *self.stage.backward)
         """Place → operator of the graph."""
         self.choices = self._implementations(allowed)
