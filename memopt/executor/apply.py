@@ -12,13 +12,14 @@ from torch import nn
 
 from memopt.errors import CaptureError, PlanFileError
 from memopt.executor.module import Otherwise, PlannedModule, install
-from memopt.executor.recaptured import BLOCK_BYTES, planned_lowering
+from memopt.executor.recaptured import planned_lowering
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Runtime
 from memopt.models.graph import Graph
 from memopt.models.record import difference
 from memopt.models.same_graph import as_captured, graph_difference
 from memopt.profiler.autocast import autocast_as, autocast_state
+from memopt.profiler.backend import backend_of
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call, to_call
@@ -138,7 +139,7 @@ def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowe
         # An estimate for CUDA counts in its blocks wherever it is applied.
         block_bytes = plan.record.block_bytes
     else:
-        block_bytes = BLOCK_BYTES.get(device.type, 1)
+        block_bytes = backend_of(device).block_bytes
     lowering = build(model, captured, block_bytes)
     _check_fingerprint(plan, lowering.graph, since)
     lowering = _with_implementations(plan, lowering, block_bytes)

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from memopt.executor.arena_lowered import EVERYWHERE, ON_CPU
+from memopt.profiler.backend import backend_of, estimated_backend
 from memopt.profiler.build import Lowering
 from memopt.profiler.eager_dropout import EAGER_DROPOUT
 from memopt.profiler.generator_state import with_state
@@ -119,7 +120,7 @@ def _form(target: Any, device: str) -> Form | None:
         if [(a.name, str(a.type)) for a in arguments if not a.is_out] != wanted:
             continue
         outs = tuple(a.name for a in arguments if a.is_out)
-        if outs and has_kernel(overload, device):
+        if outs and has_kernel(overload, backend_of(device).dispatch_key):
             return Form(overload, outs, lowered=False)
     return None
 
@@ -165,10 +166,10 @@ def forms_of(lowering: Lowering) -> dict[Node, Form]:
 
 def for_placing(profiled: Profiled) -> Profiled:
     """A profiled model whose graph says which tensors a placement must leave out."""
-    cuda = profiled.torch_device.type == "cuda"
+    backend = backend_of(profiled.torch_device)
     if profiled.record is not None and profiled.record.block_bytes > 1:
-        cuda = True  # an estimate
-    graph = with_state(profiled.graph, cuda=cuda, placed=True)
+        backend = estimated_backend(profiled.record.block_bytes)
+    graph = with_state(profiled.graph, backend, placed=True)
     return replace(profiled, graph=replace(graph, outside=outside_tensors(profiled.lowering)))
 
 

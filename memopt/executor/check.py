@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,12 @@ from torch import nn
 
 from memopt.executor.apply import apply_plan, planned_call
 from memopt.models.record import OutputGradients
+from memopt.profiler.backend import backend_of, timed
 from memopt.profiler.baseline import as_targets, differentiable
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import metered
 from memopt.profiler.output_views import dense_strides
-from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
+from memopt.profiler.session import device_of
 from memopt.profiler.untouched import untouched
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def metered_peak(
 def unmetered_bytes(plan: Plan, device: torch.device) -> int:
     """What a plan charges as resident and a metered step does not allocate. The loss and the
     runtime's token are charged, and metered: they count once."""
-    return plan.resident_bytes - plan.loss_bytes - STEP_SCALARS_BYTES[device.type]
+    return plan.resident_bytes - plan.loss_bytes - backend_of(device).step_scalars_bytes
 
 
 class _Sum(torch.autograd.Function):
@@ -123,14 +123,3 @@ def clear_gradients(model: nn.Module, inputs: list[torch.Tensor]) -> None:
     for tensor in (*model.parameters(), *inputs):
         if tensor.is_leaf:
             tensor.grad = None
-
-
-def timed(step: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one step, the device's queue emptied before and after."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begin

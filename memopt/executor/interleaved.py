@@ -14,9 +14,9 @@ from memopt.executor.check import (
     clear_gradients,
     loss_of,
     metered_peak,
-    timed,
     unmetered_bytes,
 )
+from memopt.profiler.backend import timed
 from memopt.profiler.session import device_of
 from memopt.profiler.untouched import untouched
 

@@ -20,8 +20,9 @@ from memopt.executor.random_state import RandomStates
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Installed, Runtime
 from memopt.executor.swap import ThreadSwap
-from memopt.executor.swap_streams import CudaStreams, StreamSwap
+from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.executor.values import Halves
+from memopt.profiler.backend import backend_of
 from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call, align
@@ -90,8 +91,8 @@ def _mover(
     halves: Halves, device: torch.device, recorder: Recorder | None
 ) -> ThreadSwap | StreamSwap:
     pool_bytes = halves.host_placement.extent_bytes
-    if device.type == "cuda" and pool_bytes:
-        return StreamSwap(CudaStreams(device, recorder), pool_bytes, recorder)
+    if not backend_of(device).on_host and pool_bytes:
+        return StreamSwap(DeviceStreams(device, recorder), pool_bytes, recorder)
     return ThreadSwap(recorder)
 
 

@@ -18,20 +18,17 @@ from memopt.executor.arena_forms import outside_tensors
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Phase
 from memopt.models.same_graph import graph_difference, with_figures, without_implementations
+from memopt.profiler.backend import LARGEST_BLOCK_BYTES, backend_of, estimated_backend
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.capture import Captured
 from memopt.profiler.measure import MeasureOptions, memory_of
-from memopt.profiler.session import STEP_SCALARS_BYTES
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.violations import Violation
 from memopt.reductions.validate_and_replay import judge
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
-
-BLOCK_BYTES = {"cpu": 1, "cuda": 512}
-"""The granularity of a device's allocator."""
 
 
 def planned_lowering(
@@ -77,9 +74,9 @@ def planned_lowering(
 
 def _with_scalars(plan: Plan, lowering: Lowering, device: torch.device) -> Lowering:
     """A lowering whose graph counts the scalars that every step holds, as priced graphs do."""
-    in_blocks = plan.record is not None and plan.record.block_bytes > 1
-    scalars_bytes = STEP_SCALARS_BYTES["cuda" if in_blocks else device.type]
-    extra_bytes = lowering.graph.extra_resident_bytes + scalars_bytes
+    block_bytes = plan.record.block_bytes if plan.record is not None else 1
+    backend = estimated_backend(block_bytes) if block_bytes > 1 else backend_of(device)
+    extra_bytes = lowering.graph.extra_resident_bytes + backend.step_scalars_bytes
     return replace(lowering, graph=replace(lowering.graph, extra_resident_bytes=extra_bytes))
 
 
@@ -106,7 +103,7 @@ def _wasteful(graph: Graph, program: Program | None) -> bool:
     sizes = [graph.tensors[tensor].size_bytes for _, tensor, _ in rows]
     ends = [offset + size for (_, _, offset), size in zip(rows, sizes, strict=True)]
     # Blocks of every allocator, CUDA's included.
-    return max(ends, default=0) > sum(in_blocks(size, max(BLOCK_BYTES.values())) for size in sizes)
+    return max(ends, default=0) > sum(in_blocks(size, LARGEST_BLOCK_BYTES) for size in sizes)
 
 
 def _is_measured_here(plan: Plan, device: torch.device) -> bool:
@@ -114,7 +111,7 @@ def _is_measured_here(plan: Plan, device: torch.device) -> bool:
     record = plan.record
     if plan.profiled is not None or record is None or plan.budget is None:
         return False
-    same = record.block_bytes == BLOCK_BYTES.get(device.type)
+    same = record.block_bytes == backend_of(device).block_bytes
     return plan.baseline.measured and same
 
 

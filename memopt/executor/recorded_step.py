@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from memopt.executor.apply import apply_plan, planned_call
-from memopt.executor.check import clear_gradients, loss_of, timed
+from memopt.executor.check import clear_gradients, loss_of
 from memopt.executor.recorder import recorder_for
 from memopt.models.recording import Recorded
+from memopt.profiler.backend import timed
 from memopt.profiler.session import device_of
 from memopt.profiler.untouched import untouched
 

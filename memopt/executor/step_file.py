@@ -14,12 +14,13 @@ from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph, Phase
 from memopt.models.record import ModelRecord, difference
 from memopt.models.same_graph import as_captured, graph_difference
+from memopt.profiler.backend import backend_of
 from memopt.profiler.baseline import Baseline, Loss
 from memopt.profiler.inputs import Call
 from memopt.profiler.misfit import diagnosed
 from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.record import example_call, record_of
-from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
+from memopt.profiler.session import device_of
 from memopt.profiler.step_capture import StepModule, capture_step, update_name, with_updates
 from memopt.profiler.step_optimizer import check_splittable
 from memopt.profiler.step_session import ProfiledStep, update_costs
@@ -60,7 +61,7 @@ def with_step(plan: Plan, model: nn.Module, loss_fn: Any, optimizer: torch.optim
             f"this plan is for another step: {differs.replace('model.', '')}. {_again(plan)}"
         )
     state = optimizer_state(optimizer, model.parameters(), record.block_bytes)
-    base_bytes = lowering.graph.extra_resident_bytes + STEP_SCALARS_BYTES[device.type]
+    base_bytes = lowering.graph.extra_resident_bytes + backend_of(device).step_scalars_bytes
     base_bytes += record.library_bytes
     stays_bytes = graph.extra_resident_bytes - base_bytes
     # State that is on the host between updates is charged to their workspace instead.

@@ -1,4 +1,4 @@
-"""Swapping on CUDA: two copy streams, events, and one pinned pool addressed by the plan.
+"""Swapping by two copy streams, events, and one pinned pool addressed by the plan.
 
 SwapOut: the device→host stream waits for an event recorded after the producer. Free: the compute
 stream waits for the copy's event, then the tensor is dropped: the caching allocator reuses its
@@ -20,8 +20,9 @@ from typing import Any, Protocol
 import torch
 
 from memopt.executor.forks import generation
-from memopt.executor.recorder import CudaClock, Recorder
+from memopt.executor.recorder import DeviceClock, Recorder
 from memopt.executor.swap import HostAccount
+from memopt.profiler.backend import backend_of
 
 
 class Streams(Protocol):
@@ -48,20 +49,20 @@ class Streams(Protocol):
         """New pinned host memory."""
 
 
-class CudaStreams:
-    """`Streams` of one CUDA device."""
+class DeviceStreams:
+    """`Streams` of one device that has them."""
 
     def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
         self._device = device
         self._recorder = recorder
-        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
-        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
+        self._runtime = backend_of(device).runtime
+        self._out, self._in = self._runtime.Stream(device), self._runtime.Stream(device)
 
     def here(self) -> Any:
-        return torch.cuda.current_stream(self._device)
+        return self._runtime.current_stream(self._device)
 
     def mark(self, home: Any) -> Any:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
+        event = self._runtime.Event()
         event.record(home)
         return event
 
@@ -72,9 +73,9 @@ class CudaStreams:
         for event in after:
             stream.wait_event(event)
         begin = self._moment(stream)
-        with torch.cuda.stream(stream):
+        with self._runtime.stream(stream):
             target.copy_(source, non_blocking=True)
-        end = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
+        end = self._runtime.Event()
         end.record(stream)
         if self._recorder is not None:
             self._recorder.copied(outward, begin, self._moment(stream))
@@ -82,7 +83,7 @@ class CudaStreams:
 
     def _moment(self, stream: Any) -> Any:
         """An event with a time, where the step is recorded."""
-        return None if self._recorder is None else CudaClock(self._device).on(stream)
+        return None if self._recorder is None else DeviceClock(self._device).on(stream)
 
     def wait(self, event: Any, home: Any) -> None:
         here = self.here()

@@ -6,7 +6,6 @@ Measuring leaves what the user owns as it was, see `memopt.profiler.untouched`.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memopt.models.record import ANY_LOSS, OutputGradients
+from memopt.profiler.backend import timed
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
 from memopt.profiler.output_views import gradients_of, in_memory_of_its_own, tangent_of
@@ -110,11 +110,6 @@ def backward(output: Any, loss: Loss | None) -> None:
     torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def measure_baseline(
     model: nn.Module, call: Call, loss: Loss | None, device: torch.device, resident_bytes: int
 ) -> Baseline:
@@ -169,11 +164,7 @@ def measure_steps(
     times: list[float] = []
     while len(times) < _MINIMUM_STEPS or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
         clear()
-        _synchronize(device)
-        begin = time.perf_counter()
-        step()
-        _synchronize(device)
-        times.append(time.perf_counter() - begin)
+        times.append(timed(step, device))
     clear()
     kept = library_bytes(device)
     peak_bytes = resident_bytes + use.peak_bytes

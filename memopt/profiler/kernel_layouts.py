@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from memopt.profiler import torch_private
+from memopt.profiler.backend import with_own_generators
 from memopt.profiler.inputs import Call
 from memopt.profiler.signature import ENDS_PROCESS, REFUSALS, Signature, StandIns, call_signature
 
@@ -127,8 +128,7 @@ def _measured(call: Signature, results: list[Any], device: torch.device) -> _Str
 
 def _run(call: Signature, device: torch.device) -> list[Any]:
     """The results of a call on stand-in data; [] if its kernel refuses them."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+    with torch.no_grad(), torch.random.fork_rng(devices=with_own_generators([device])):
         args, kwargs = StandIns(device).arguments(call)
         try:
             return pytree.tree_leaves(call.target(*args, **kwargs))

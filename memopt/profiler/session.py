@@ -15,6 +15,7 @@ from memopt.models.device import in_blocks
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
 from memopt.models.same_graph import resized
+from memopt.profiler.backend import backend_of
 from memopt.profiler.baseline import Baseline, Loss, LossUse, measure_baseline, measure_loss
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost, ProfileCache
@@ -31,9 +32,6 @@ from memopt.programs.replay import replay
 from memopt.programs.serialize import fingerprint
 
 Progress = Callable[[float, str], None]
-
-STEP_SCALARS_BYTES = {"cpu": 64, "cuda": 2048}
-"""The loss, its gradient and the runtime's token: small tensors that every step holds."""
 
 _SUSPICIOUS = 2.0
 """Kernels that add up to this many times the whole step were measured on a busy machine."""
@@ -86,12 +84,7 @@ def measured_device(model: nn.Module, call: Call) -> torch.device:
         ValueError: nothing can be measured there; or as `device_of`.
     """
     device = device_of(model, call)
-    if device.type not in STEP_SCALARS_BYTES:
-        raise ValueError(
-            f"the model is on {str(device)!r}, and memopt measures on cpu and cuda: move it there, "
-            'or plan for a device that is not here with mode="estimate" and device="H100" or '
-            "another preset"
-        )
+    backend_of(device)
     return device
 
 
@@ -155,6 +148,7 @@ def _profiled(
     report: Progress,
 ) -> Profiled:
     device = measured_device(model, call)
+    block_bytes = backend_of(device).block_bytes
     chosen = options or MeasureOptions(cache=ProfileCache())
     report(0.0, "capturing the model")
     check_arguments(model, call)
@@ -163,7 +157,6 @@ def _profiled(
     )
     with diagnosed(model, call):
         captured = capture(model, call, lambda: used().gradients)
-        block_bytes = 512 if device.type == "cuda" else 1
         lowering = build(model, captured, block_bytes)
 
     def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
@@ -187,7 +180,7 @@ def _profiled(
         loss_bytes=loss_bytes,
         library_bytes=step.library_bytes,
     )
-    extra_bytes = state.bytes_total + step.library_bytes + STEP_SCALARS_BYTES[device.type]
+    extra_bytes = state.bytes_total + step.library_bytes + backend_of(device).step_scalars_bytes
     graph = replace(
         graph,
         boundary_bytes=used().boundary_bytes,

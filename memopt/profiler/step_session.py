@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
 from memopt.models.record import ModelRecord
 from memopt.models.same_graph import resized
+from memopt.profiler.backend import backend_of, timed
 from memopt.profiler.baseline import Baseline, Loss, measure_steps
 from memopt.profiler.host_state import HostState
 from memopt.profiler.inputs import Call, to_call
@@ -24,7 +24,6 @@ from memopt.profiler.misfit import check_arguments, diagnosed
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.session import (
-    STEP_SCALARS_BYTES,
     Profiled,
     Progress,
     device_of,
@@ -97,7 +96,7 @@ def _profiled(
     chosen = options or MeasureOptions()
     report(0.0, "capturing the step")
     check_arguments(model, call)
-    block_bytes = 512 if device.type == "cuda" else 1
+    block_bytes = backend_of(device).block_bytes
     with diagnosed(model, call, loss):
         parts = capture_step(model, call, loss, optimizer, block_bytes)
     state = optimizer_state(optimizer, model.parameters(), block_bytes)
@@ -111,7 +110,7 @@ def _profiled(
         report(0.7, "measuring updates")
         costs = update_costs(parts, optimizer, device, offload_optimizer)
         _, lowering = with_updates(parts, replace(parts.lowering, graph=priced), costs)
-        graph = _with_resident(lowering.graph, stays_bytes + STEP_SCALARS_BYTES[device.type])
+        graph = _with_resident(lowering.graph, stays_bytes + backend_of(device).step_scalars_bytes)
         report(0.8, "measuring the unplanned step")
         # That step has its state on the device, wherever the plan keeps it.
         resident_bytes = graph.resident_bytes - stays_bytes + state.bytes_total
@@ -208,13 +207,7 @@ def _update_cost(
     update(stand_in, gradient)
     with metered(device) as use:
         update(stand_in, gradient)
-    times = []
-    for _ in range(_ROUNDS):
-        begin = time.perf_counter()
-        update(stand_in, gradient)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - begin)
+    times = [timed(partial(update, stand_in, gradient), device) for _ in range(_ROUNDS)]
     return statistics.median(times), max(0, use.peak_bytes - max(0, use.end_bytes))
 
 

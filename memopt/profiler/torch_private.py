@@ -365,13 +365,13 @@ def replace_functional(tensor: Any, value: Any) -> None:
     tensor.sync()
 
 
-def has_kernel(overload: Any, device_type: str) -> bool:
+def has_kernel(overload: Any, dispatch_key: str) -> bool:
     """Whether torch has a kernel of its own for an operator overload on a kind of device, not one
     composed of other operators."""
     find = _import("torch._C", "_dispatch_has_kernel_for_dispatch_key")
     schema = overload._schema
     name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-    return bool(find(name, {"cpu": "CPU", "cuda": "CUDA"}.get(device_type, device_type)))
+    return bool(find(name, dispatch_key))
 
 
 def storage_at(address: int, device: torch.device, size_bytes: int) -> torch.UntypedStorage:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from memopt.profiler.autocast import autocast_off
+from memopt.profiler.backend import with_own_generators
 from memopt.profiler.signature import (
     ENDS_PROCESS,
     REFUSALS,
@@ -113,7 +114,7 @@ def _results(call: Signature, arguments: Arguments, device: torch.device) -> lis
 
 def _same_draws(device: torch.device) -> AbstractContextManager[None]:
     """Each time it is entered the same random numbers come; afterwards it is as if none had."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    return torch.random.fork_rng(devices=with_own_generators([device]))
 
 
 def copied_as_laid_out(arguments: Arguments) -> Arguments:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memopt.profiler.backend import with_own_generators
 from memopt.profiler.inputs import Call
 
 _MOST_OBJECTS = 100_000
@@ -195,7 +196,7 @@ def untouched(model: nn.Module, call: Call, *others: Any) -> Iterator[Kept]:
     owners = [one for one in (model, *others) if isinstance(one, nn.Module)]
     for buffer in (b for owner in owners for b in owner.buffers()):
         kept.keep(buffer)
-    devices = sorted({t.get_device() for t in reached.tensors if t.is_cuda})
+    devices = with_own_generators(dict.fromkeys(t.device for t in reached.tensors))
     restore = _other_generators()
     dtype = torch.get_default_dtype()
     try:
