@@ -18,16 +18,16 @@ import torch
 from torch.fx import Node
 
 from memopt.executor.arena_lowered import EVERYWHERE, ON_CPU
+from memopt.profiler.as_eager.dropout import EAGER_DROPOUT
+from memopt.profiler.as_eager.updates import in_place_twin, written_into
 from memopt.profiler.backend import backend_of, estimated_backend
 from memopt.profiler.build import Lowering
-from memopt.profiler.eager_dropout import EAGER_DROPOUT
 from memopt.profiler.generator_state import with_state
 from memopt.profiler.in_place import fills_storage
 from memopt.profiler.session import Profiled
 from memopt.profiler.signature import Arguments, signature, values_of
 from memopt.profiler.torch_private import has_kernel
 from memopt.profiler.trial import poisoned, same_bits
-from memopt.profiler.update_layouts import in_place_twin, written_into
 
 
 @dataclass(frozen=True)

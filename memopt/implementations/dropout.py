@@ -9,7 +9,7 @@ import torch
 from memopt.implementations.bits import masks, pack, packed_bytes, unpack
 from memopt.implementations.kernel import Kernel, with_twin
 from memopt.implementations.site import Sites, value_of
-from memopt.profiler.eager_dropout import dropout
+from memopt.profiler.as_eager.dropout import dropout
 
 ATEN = torch.ops.aten
 

@@ -21,26 +21,21 @@ from torch.fx import GraphModule, Node
 from memopt.errors import CaptureError
 from memopt.models.record import OutputGradients
 from memopt.profiler import torch_private
-from memopt.profiler.draws import DrawsAsEager, with_own_names
-from memopt.profiler.eager_backward import backwards_as_eager
-from memopt.profiler.eager_dropout import dropout_as_eager
-from memopt.profiler.eager_vectors import values_alone
-from memopt.profiler.fake_results import correct_fake_results
-from memopt.profiler.hugging_face import as_eager, cache_remedy
+from memopt.profiler.as_eager.corrections import joint_as_eager, tracing_as_eager
+from memopt.profiler.as_eager.layouts import computing_device
 from memopt.profiler.inputs import Call
 from memopt.profiler.joint_split import Boxed, compiler, mutations, partitioner, split_joint
-from memopt.profiler.kernel_layouts import computing_device, layouts_of_kernels
 from memopt.profiler.leaf_gradients import gradients_as_kept
 from memopt.profiler.output_views import NO_OUTPUTS, OutputForms, hand_out, trace_apart
 from memopt.profiler.parameter_updates import without_zero_gradients
 from memopt.profiler.side_effects import check_side_effects
 from memopt.profiler.uncaptured import (
+    cache_remedy,
     check_effects,
     check_initialised,
     shape_from_data,
     why_not_captured,
 )
-from memopt.profiler.update_layouts import UpdatesAsEager
 from memopt.profiler.watches import Watches, digest
 
 _LOG = logging.getLogger(__name__)
@@ -166,28 +161,28 @@ def capture(
                 "strings, None and pytrees of them; keep other objects as attributes of the model"
             )
     device = computing_device(model, call)
-    with torch.enable_grad(), layouts_of_kernels(device):
-        traced, watches = _trace(model, call)
+    with tracing_as_eager(device) as tracing:
+        traced, watches = _trace(model, call, tracing)
         trace = digest(traced, model, watches)
         forms = trace_apart(traced, gradients())
-        values_alone(traced)
-        backwards_as_eager(traced)
         captured = _export(model, traced, call, watches, forms)
         return replace(captured, device=device, watches=watches, trace=trace)
 
 
 def traced_again(captured: Captured, model: nn.Module) -> Watches | None:
     """What a new trace of the model reads, as it is now; None if it gives another graph."""
-    with torch.enable_grad(), layouts_of_kernels(captured.device):
-        traced, watches = _trace(model, captured.call)
+    with tracing_as_eager(captured.device) as tracing:
+        traced, watches = _trace(model, captured.call, tracing)
     return watches if digest(traced, model, watches) == captured.trace else None
 
 
-def _trace(model: nn.Module, call: Call) -> tuple[Any, Watches]:
+def _trace(
+    model: nn.Module, call: Call, tracing: Callable[[Callable[[], Any]], Any]
+) -> tuple[Any, Watches]:
     from torch._dynamo.exc import TorchDynamoException
 
     try:
-        module, changed, guards = as_eager(
+        module, changed, guards = tracing(
             lambda: torch_private.dynamo_capture(model, call.args, call.kwargs)
         )
     except (TorchDynamoException, torch_private.shape_from_data_error()) as error:
@@ -212,28 +207,13 @@ def _export(
 ) -> Captured:
     hooks = Hooks()
     with contextlib.ExitStack() as stack:
-        try:
-            with DrawsAsEager(), UpdatesAsEager():
-                joint = torch_private.export_joint(stack, traced, call.args, call.kwargs)
-        except (RuntimeError, NotImplementedError, AssertionError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            where = shape_from_data(traced)
-            if where is not None:
-                raise CaptureError(
-                    f"a shape depends on the values of a tensor{where}: {first}. memopt needs the "
-                    "same shapes in every step: multiply by a mask or use torch.where instead of "
-                    "selecting by a condition (y[mask], nonzero, unique)"
-                ) from error
-            raise CaptureError(
-                f"the model's backward cannot be traced: {first}. Look for operators without a "
-                "derivative, in-place updates of leaf parameters, or double backward in the forward"
-            ) from error
+
+        def prepare(module: GraphModule) -> None:
+            check_effects(module)
+            hand_out(module, forms)
+
+        joint = joint_as_eager(traced, lambda: _joint(stack, traced, call), prepare)
         module: GraphModule = joint.graph_module
-        check_effects(module)
-        hand_out(module, forms)
-        with_own_names(module)
-        correct_fake_results(module)
-        dropout_as_eager(module)
         without_zero_gradients(module)
         gradients_as_kept(module, call)
         split = split_joint(module)
@@ -265,6 +245,29 @@ def _export(
         model=weakref.ref(model),
         forms=replace(forms, values=()),
     )
+
+
+def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
+    """AOTAutograd's joint graph of dynamo's.
+
+    Raises:
+        CaptureError: it cannot be made.
+    """
+    try:
+        return torch_private.export_joint(stack, traced, call.args, call.kwargs)
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        where = shape_from_data(traced)
+        if where is not None:
+            raise CaptureError(
+                f"a shape depends on the values of a tensor{where}: {first}. memopt needs the "
+                "same shapes in every step: multiply by a mask or use torch.where instead of "
+                "selecting by a condition (y[mask], nonzero, unique)"
+            ) from error
+        raise CaptureError(
+            f"the model's backward cannot be traced: {first}. Look for operators without a "
+            "derivative, in-place updates of leaf parameters, or double backward in the forward"
+        ) from error
 
 
 def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, torch.Tensor]]:

@@ -16,9 +16,9 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from memopt.profiler.as_eager.updates import in_place_twin
 from memopt.profiler.signature import Arguments, signature, values_of
 from memopt.profiler.trial import same_bits
-from memopt.profiler.update_layouts import in_place_twin
 
 _aten = torch.ops.aten
 

@@ -13,9 +13,9 @@ from torch.nn import functional
 from memopt.executor import arena_forms
 from memopt.executor.arena_forms import Form, form_of, outside_tensors
 from memopt.executor.arena_lowered import EVERYWHERE, ON_CPU
+from memopt.profiler.as_eager.dropout import EAGER_DROPOUT
 from memopt.profiler.build import build
 from memopt.profiler.capture import capture
-from memopt.profiler.eager_dropout import EAGER_DROPOUT
 from memopt.profiler.inputs import to_call
 from memopt.profiler.memory import metered_sections
 from memopt.profiler.signature import StandIns, signature, values_of

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from torch import nn
 from torch.fx import Node
 
 from memopt.models.locks import ForkedLock
@@ -27,18 +26,7 @@ class _PackedPositions(Exception):
     """The positions depend on the call's tensors: they may be those of packed sequences."""
 
 
-def cache_remedy(model: nn.Module) -> str | None:
-    """What to do about a result that is no pytree, where it is the model's cache."""
-    if not getattr(getattr(model, "config", None), "use_cache", False):
-        return None
-    return (
-        "The model is configured to return its key/value cache, which training does not need and "
-        "which would keep every layer's keys and values: set model.config.use_cache = False, or "
-        "pass use_cache=False among the inputs"
-    )
-
-
-def as_eager(trace: Callable[[], T]) -> T:
+def with_one_sequence(trace: Callable[[], T]) -> T:
     """What `trace` traces; decoders that count their positions themselves as eager runs them."""
     with _ONE_AT_A_TIME:
         try:
