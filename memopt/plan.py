@@ -162,7 +162,7 @@ class Plan:
             ValueError: the plan is of a bare Chain or Graph.
         """
         from memopt.executor.apply import apply_plan
-        from memopt.executor.otherwise import behaviour
+        from memopt.executor.on_mismatch import behaviour
 
         return apply_plan(
             self,

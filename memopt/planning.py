@@ -118,7 +118,7 @@ def plan(
 
             profiled = for_plan(profiled, chosen, target if mode == "estimate" else None, cache)
         if profiled is not None and (place or "place" in chosen.features):
-            from memopt.executor.arena_forms import for_placing
+            from memopt.executor.out_variants import for_placing
 
             profiled = for_placing(profiled)
         cost_model = profiled.graph if profiled is not None else model

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memopt.errors import CaptureError, PlanFileError
-from memopt.executor.module import Otherwise, PlannedModule, install
+from memopt.executor.module import OnMismatch, PlannedModule, install
 from memopt.executor.recaptured import planned_lowering
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Runtime
@@ -22,11 +22,11 @@ from memopt.profiler.autocast import autocast_as, autocast_state
 from memopt.profiler.backend import backend_of
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
+from memopt.profiler.dependencies.dependency import Dependency
+from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, to_call
-from memopt.profiler.misfit import diagnosed
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.session import device_of
-from memopt.profiler.watch import Watch
 from memopt.programs.instructions import Compute
 from memopt.programs.serialize import fingerprint
 from memopt.reductions.stage_map import has_updates
@@ -47,7 +47,7 @@ def apply_plan(
     inputs: Any = None,
     *,
     interpreted: bool = False,
-    otherwise: Otherwise | None = None,
+    otherwise: OnMismatch | None = None,
     checked: bool = False,
     recorder: Recorder | None = None,
 ) -> PlannedModule:
@@ -130,7 +130,7 @@ def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowe
     since = None
     if plan.profiled is not None and plan.profiled.captured.model() is model:
         # Of what has changed since then, some makes another graph and some the same.
-        since = plan.profiled.captured.watches.changed(model)
+        since = plan.profiled.captured.dependencies.changed(model)
         if since is None:
             return plan.profiled.captured, plan.profiled.lowering
     with _blaming_the_file(plan, inputs), diagnosed(model, call):
@@ -173,7 +173,7 @@ def _with_implementations(plan: Plan, lowering: Lowering, block_bytes: int) -> L
     )
 
 
-def _check_fingerprint(plan: Plan, graph: Graph, since: tuple[Watch, Any] | None) -> None:
+def _check_fingerprint(plan: Plan, graph: Graph, since: tuple[Dependency, Any] | None) -> None:
     found = fingerprint(graph)
     if plan.record is not None:
         planned = plan.record.fingerprint

@@ -15,9 +15,9 @@ from memopt.profiler.backend import backend_of, timed
 from memopt.profiler.baseline import as_targets, differentiable
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import metered
-from memopt.profiler.output_views import dense_strides
+from memopt.profiler.model_outputs import dense_strides
+from memopt.profiler.restored_state import state_restored
 from memopt.profiler.session import device_of
-from memopt.profiler.untouched import untouched
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -45,9 +45,9 @@ def measure_step(
         return output
 
     times: list[float] = []
-    with untouched(model, call, loss_fn, targets) as kept:
+    with state_restored(model, call, loss_fn, targets) as kept:
         clear_gradients(model, call.tensors())
-        with kept.watching():
+        with kept.first_run():
             step()
         clear_gradients(model, call.tensors())
         peak_bytes = metered_peak(plan, planned, model, call, loss_fn, targets)

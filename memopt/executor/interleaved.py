@@ -17,8 +17,8 @@ from memopt.executor.check import (
     unmetered_bytes,
 )
 from memopt.profiler.backend import timed
+from memopt.profiler.restored_state import state_restored
 from memopt.profiler.session import device_of
-from memopt.profiler.untouched import untouched
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -64,10 +64,10 @@ def measure_in_turn(
 
     peaks: list[int] = []
     times: list[list[float]] = [[] for _ in modules]
-    with untouched(model, call, loss_fn, targets) as kept:
+    with state_restored(model, call, loss_fn, targets) as kept:
         for module in modules:
             clear_gradients(model, call.tensors())
-            with kept.watching():
+            with kept.first_run():
                 step(module)
             peak_bytes = metered_peak(plans[0], module, model, call, loss_fn, targets)
             peaks.append(resident_bytes + peak_bytes)

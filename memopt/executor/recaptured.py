@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from memopt.errors import InvalidProgramError, PlanFileError
-from memopt.executor.arena_forms import outside_tensors
+from memopt.executor.out_variants import allocator_owned
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Phase
 from memopt.models.same_graph import graph_difference, with_figures, without_implementations
@@ -67,7 +67,7 @@ def planned_lowering(
                 workspaces[index, None] = (update_bytes or {})[operator.name]
     graph = with_figures(lowering.graph, planned, sizes, workspaces)
     if plan.program.offsets is not None:
-        graph = replace(graph, outside=outside_tensors(replace(lowering, graph=graph)))
+        graph = replace(graph, outside=allocator_owned(replace(lowering, graph=graph)))
     check_plan(plan, graph)
     return replace(lowering, graph=graph)
 

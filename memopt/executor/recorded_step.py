@@ -13,8 +13,8 @@ from memopt.executor.check import clear_gradients, loss_of
 from memopt.executor.recorder import recorder_for
 from memopt.models.recording import Recorded
 from memopt.profiler.backend import timed
+from memopt.profiler.restored_state import state_restored
 from memopt.profiler.session import device_of
-from memopt.profiler.untouched import untouched
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -43,10 +43,10 @@ def record_step(
         loss_of(output, loss_fn, targets, plan.output_gradients).backward()
 
     found: list[tuple[float, tuple[Recorded, ...]]] = []
-    with untouched(model, call, loss_fn, targets) as kept:
+    with state_restored(model, call, loss_fn, targets) as kept:
         for number in range(STEPS + 1):
             clear_gradients(model, call.tensors())
-            with nullcontext() if number else kept.watching():
+            with nullcontext() if number else kept.first_run():
                 seconds = timed(step, device)
             found.append((seconds, recorder.take()))
     rest = sorted(found[1:], key=lambda pair: pair[0])

@@ -16,8 +16,8 @@ from memopt.models.record import ModelRecord, difference
 from memopt.models.same_graph import as_captured, graph_difference
 from memopt.profiler.backend import backend_of
 from memopt.profiler.baseline import Baseline, Loss
+from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call
-from memopt.profiler.misfit import diagnosed
 from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.session import device_of

@@ -16,8 +16,8 @@ import torch
 
 from memopt.errors import ExecutionError
 from memopt.executor.forks import generation, tell_of_forks
-from memopt.executor.kept import Kept, keep
 from memopt.executor.recorder import Recorder
+from memopt.executor.tied_values import TiedValue, tie
 from memopt.executor.worker import Task, Worker
 
 
@@ -38,7 +38,7 @@ class HostAccount:
     """Bytes of host copies now and at the peak. Without locks: see `memopt.executor.forks`."""
 
     def __init__(self) -> None:
-        self._sizes: set[Kept[int]] = set()
+        self._sizes: set[TiedValue[int]] = set()
         self._totals = {0}
         """Every sum there has been after a copy was counted."""
 
@@ -54,7 +54,7 @@ class HostAccount:
 
     def add(self, copy: object, size_bytes: int) -> None:
         """Count a copy for as long as it lives."""
-        keep(self._sizes, copy, size_bytes)
+        tie(self._sizes, copy, size_bytes)
         self._totals.add(self.now_bytes)
 
 

@@ -1,6 +1,6 @@
 """The baseline: the unplanned step, measured. And the memory of the user's own loss.
 
-Measuring leaves what the user owns as it was, see `memopt.profiler.untouched`.
+Measuring leaves what the user owns as it was, see `memopt.profiler.restored_state`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.profiler.backend import timed
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
-from memopt.profiler.output_views import gradients_of, in_memory_of_its_own, tangent_of
+from memopt.profiler.model_outputs import gradients_of, in_memory_of_its_own, tangent_of
+from memopt.profiler.restored_state import state_restored
 from memopt.profiler.torch_private import backward_owns_tangents
-from memopt.profiler.untouched import untouched
 
 _MINIMUM_STEPS = 3
 _MOST_STEPS = 10
@@ -134,8 +134,8 @@ def measure_baseline(
             if tensor.is_leaf:
                 tensor.grad = None
 
-    with untouched(model, call, *(loss.parts if loss else ())) as kept:
-        return measure_steps(step, clear, device, resident_bytes, kept.watching())
+    with state_restored(model, call, *(loss.parts if loss else ())) as kept:
+        return measure_steps(step, clear, device, resident_bytes, kept.first_run())
 
 
 def measure_steps(
@@ -152,7 +152,7 @@ def measure_steps(
         clear: called before every step, not timed: drops gradients.
         device: where the model is.
         resident_bytes: added to the metered peak.
-        watching: entered around the first step (`Kept.watching`).
+        watching: entered around the first step (`StorageCopies.first_run`).
     """
     clear()
     with watching:
@@ -253,8 +253,8 @@ def _storage(value: torch.Tensor) -> tuple[int, int]:
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
     """Run the loss forward and backward on detached outputs of the model; not where no output
     has a gradient, which is the model's fault and `capture`'s to say."""
-    with untouched(model, call, *loss.parts) as kept:
-        with kept.watching():
+    with state_restored(model, call, *loss.parts) as kept:
+        with kept.first_run():
             output = model(*call.args, **call.kwargs)
         leaves, spec = pytree.tree_flatten(output)
         found = list(differentiable(output).values())
@@ -278,7 +278,7 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
                 again = [
                     leaf if i is None else cut[i] for leaf, i in zip(leaves, ranks, strict=True)
                 ]
-                with kept.watching():
+                with kept.first_run():
                     value = loss.value(pytree.tree_unflatten(again, spec))
                 value.backward()  # type: ignore[no-untyped-call]
         found_bytes = sum(g.numel() * g.element_size() for g in arrivals.gradients.values())

@@ -311,7 +311,7 @@ def _beside(builder: _Builder, captured: Captured) -> tuple[int, ...]:
     """Gradients that the loss hands to parameters and inputs themselves: autograd holds them from
     the loss boundary to the end."""
     first = len(builder.tensors)
-    for position, size_bytes in captured.forms.beside:
+    for position, size_bytes in captured.outputs.beside:
         size = builder.in_blocks(size_bytes)
         builder.tensors.append(Tensor(f"gradient of output {position}", size, TensorKind.GRADIENT))
     return tuple(range(first, len(builder.tensors)))

@@ -23,10 +23,11 @@ from memopt.models.record import OutputGradients
 from memopt.profiler import torch_private
 from memopt.profiler.as_eager.corrections import joint_as_eager, tracing_as_eager
 from memopt.profiler.as_eager.layouts import computing_device
+from memopt.profiler.dependencies.dependencies import Dependencies, digest
 from memopt.profiler.inputs import Call
 from memopt.profiler.joint_split import Boxed, compiler, mutations, partitioner, split_joint
 from memopt.profiler.leaf_gradients import gradients_as_kept
-from memopt.profiler.output_views import NO_OUTPUTS, OutputForms, hand_out, trace_apart
+from memopt.profiler.model_outputs import NO_OUTPUTS, TracedOutputs, hand_out, separate_outputs
 from memopt.profiler.parameter_updates import without_zero_gradients
 from memopt.profiler.side_effects import check_side_effects
 from memopt.profiler.uncaptured import (
@@ -36,7 +37,6 @@ from memopt.profiler.uncaptured import (
     shape_from_data,
     why_not_captured,
 )
-from memopt.profiler.watches import Watches, digest
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,12 +97,12 @@ class Captured:
         mutated: for each leading forward output, the index of the primal it updates.
         call: the example call that was captured.
         device: where its kernels run; None: they are not to be computed (an estimate).
-        watches: what the trace read beside the inputs, and relied on.
+        dependencies: what the trace read beside the inputs, and relied on.
         trace: names the forward's graph, as it was traced.
         compiled: `compiled(*parameters, *buffers, *args, **kwargs) -> output`; runs `hooks`.
         hooks: the forward and backward callables behind `compiled`.
         model: weak reference to the user's model.
-        forms: what is known of the leaves of the output.
+        outputs: what is known of the leaves of the output.
     """
 
     module: GraphModule
@@ -116,16 +116,16 @@ class Captured:
     hooks: Hooks
     model: weakref.ReferenceType[nn.Module]
     device: torch.device | None = None
-    watches: Watches = field(default_factory=Watches)
+    dependencies: Dependencies = field(default_factory=Dependencies)
     trace: str = ""
-    forms: OutputForms = NO_OUTPUTS
+    outputs: TracedOutputs = NO_OUTPUTS
 
     @property
     def leaves(self) -> tuple[int | None, ...]:
         """For each forward output, which leaf of the model's output it is; None: none."""
         mutated = len(self.mutated)
         return tuple(
-            i - mutated if mutated <= i < mutated + self.forms.count else None
+            i - mutated if mutated <= i < mutated + self.outputs.count else None
             for i in range(len(self.forward_outputs))
         )
 
@@ -162,23 +162,23 @@ def capture(
             )
     device = computing_device(model, call)
     with tracing_as_eager(device) as tracing:
-        traced, watches = _trace(model, call, tracing)
-        trace = digest(traced, model, watches)
-        forms = trace_apart(traced, gradients())
-        captured = _export(model, traced, call, watches, forms)
-        return replace(captured, device=device, watches=watches, trace=trace)
+        traced, dependencies = _trace(model, call, tracing)
+        trace = digest(traced, model, dependencies)
+        outputs = separate_outputs(traced, gradients())
+        captured = _export(model, traced, call, dependencies, outputs)
+        return replace(captured, device=device, dependencies=dependencies, trace=trace)
 
 
-def traced_again(captured: Captured, model: nn.Module) -> Watches | None:
+def traced_again(captured: Captured, model: nn.Module) -> Dependencies | None:
     """What a new trace of the model reads, as it is now; None if it gives another graph."""
     with tracing_as_eager(captured.device) as tracing:
-        traced, watches = _trace(model, captured.call, tracing)
-    return watches if digest(traced, model, watches) == captured.trace else None
+        traced, dependencies = _trace(model, captured.call, tracing)
+    return dependencies if digest(traced, model, dependencies) == captured.trace else None
 
 
 def _trace(
     model: nn.Module, call: Call, tracing: Callable[[Callable[[], Any]], Any]
-) -> tuple[Any, Watches]:
+) -> tuple[Any, Dependencies]:
     from torch._dynamo.exc import TorchDynamoException
 
     try:
@@ -193,7 +193,7 @@ def _trace(
             + (cache_remedy(model) or _PYTREES)
         ) from error
     check_side_effects(model, call, changed)
-    return module, Watches.of(model, guards, changed)
+    return module, Dependencies.of(model, guards, changed)
 
 
 _PYTREES = (
@@ -203,14 +203,14 @@ _PYTREES = (
 
 
 def _export(
-    model: nn.Module, traced: Any, call: Call, watches: Watches, forms: OutputForms
+    model: nn.Module, traced: Any, call: Call, dependencies: Dependencies, outputs: TracedOutputs
 ) -> Captured:
     hooks = Hooks()
     with contextlib.ExitStack() as stack:
 
         def prepare(module: GraphModule) -> None:
             check_effects(module)
-            hand_out(module, forms)
+            hand_out(module, outputs)
 
         joint = joint_as_eager(traced, lambda: _joint(stack, traced, call), prepare)
         module: GraphModule = joint.graph_module
@@ -230,7 +230,7 @@ def _export(
                 compiler(lambda: hooks.forward),
                 compiler(lambda: hooks.backward),
             )
-        primals = tuple(_primal(node, names, watches) for node in split.primals)
+        primals = tuple(_primal(node, names, dependencies) for node in split.primals)
     _LOG.debug("captured %s: %d nodes", type(model).__name__, len(module.graph.nodes))
     return Captured(
         module=module,
@@ -243,7 +243,7 @@ def _export(
         compiled=compiled,
         hooks=hooks,
         model=weakref.ref(model),
-        forms=replace(forms, values=()),
+        outputs=replace(outputs, values=()),
     )
 
 
@@ -287,7 +287,9 @@ def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, to
     return names
 
 
-def _primal(node: Node, names: dict[str, tuple[str, torch.Tensor]], watches: Watches) -> Primal:
+def _primal(
+    node: Node, names: dict[str, tuple[str, torch.Tensor]], dependencies: Dependencies
+) -> Primal:
     descriptor = node.meta["desc"]
     kind = type(descriptor).__name__
     if kind in ("ParamAOTInput", "BufferAOTInput"):
@@ -297,7 +299,7 @@ def _primal(node: Node, names: dict[str, tuple[str, torch.Tensor]], watches: Wat
             kind="parameter" if kind == "ParamAOTInput" else "buffer",
             name=name,
             constant=None if name else tensor,
-            reader=None if name else watches.reader_of(tensor),
+            reader=None if name else dependencies.reader_of(tensor),
         )
     if kind == "PlainAOTInput":
         return Primal(node=node, kind="input", name=f"input{descriptor.idx}", index=descriptor.idx)

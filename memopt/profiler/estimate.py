@@ -43,8 +43,8 @@ from memopt.profiler.flops import (
 from memopt.profiler.generator_state import with_state
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.measure import with_costs
+from memopt.profiler.model_outputs import gradients_of, is_dense
 from memopt.profiler.optimizer_state import optimizer_state
-from memopt.profiler.output_views import gradients_of, is_dense
 from memopt.profiler.record import record_of
 from memopt.profiler.session import Profiled, replayed_baseline
 from memopt.profiler.signature import Signature, describe_value, signature

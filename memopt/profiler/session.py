@@ -20,13 +20,13 @@ from memopt.profiler.baseline import Baseline, Loss, LossUse, measure_baseline, 
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured, capture
+from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.measure import MeasureOptions, environment, measure
-from memopt.profiler.misfit import check_arguments, diagnosed
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
+from memopt.profiler.restored_state import state_restored
 from memopt.profiler.signature import signature
-from memopt.profiler.untouched import untouched
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.serialize import fingerprint
@@ -89,7 +89,7 @@ def measured_device(model: nn.Module, call: Call) -> torch.device:
 
 
 def forward_only(progress: Progress | None) -> Progress:
-    """Progress that never goes back, where a part is done again (`quietly`). None: nothing."""
+    """Progress that never goes back, where a part is measured again. None: nothing."""
     most = 0.0
 
     def report(fraction: float, what: str) -> None:
@@ -132,7 +132,7 @@ def profile_model(
         CaptureError, ProfileError, ValueError: see `capture`, `measure`, `to_call`.
     """
     call = to_call(inputs)
-    with untouched(model, call, *(loss.parts if loss else ())):
+    with state_restored(model, call, *(loss.parts if loss else ())):
         return _profiled(
             model, call, loss, optimizer, options, output_gradients, forward_only(progress)
         )
@@ -166,7 +166,7 @@ def _profiled(
         report(0.8, "measuring the unplanned step")
         return graph, _baseline(model, call, loss, device, lowering, options)
 
-    graph, step, notes = quietly(measured, chosen)
+    graph, step, notes = measured_again_if_busy(measured, chosen)
     state = optimizer_state(optimizer, model.parameters(), block_bytes)
     loss_bytes = in_blocks(used().kept_bytes, block_bytes)
     record = record_of(
@@ -201,7 +201,7 @@ _BUSY = (
 )
 
 
-def quietly(
+def measured_again_if_busy(
     measured: Callable[[MeasureOptions], tuple[Graph, Baseline]], options: MeasureOptions
 ) -> tuple[Graph, Baseline, tuple[str, ...]]:
     """Kernels and the unplanned step, measured again if the kernels take far longer than the step.

@@ -17,24 +17,24 @@ from memopt.models.same_graph import resized
 from memopt.profiler.backend import backend_of, timed
 from memopt.profiler.baseline import Baseline, Loss, measure_steps
 from memopt.profiler.host_state import HostState
+from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.measure import MeasureOptions, measure
 from memopt.profiler.memory import metered
-from memopt.profiler.misfit import check_arguments, diagnosed
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
+from memopt.profiler.restored_state import state_restored
 from memopt.profiler.session import (
     Profiled,
     Progress,
     device_of,
     forward_only,
+    measured_again_if_busy,
     measured_device,
     part_of,
-    quietly,
 )
 from memopt.profiler.step_capture import StepParts, capture_step, with_updates
-from memopt.profiler.step_optimizer import check_splittable, optimizer_untouched, update_one
-from memopt.profiler.untouched import untouched
+from memopt.profiler.step_optimizer import check_splittable, optimizer_restored, update_one
 from memopt.programs.serialize import fingerprint
 
 _ROUNDS = 3
@@ -78,7 +78,7 @@ def profile_step(
     """
     check_splittable(optimizer, model)
     call = to_call(inputs)
-    with untouched(model, call, *loss.parts):
+    with state_restored(model, call, *loss.parts):
         report = forward_only(progress)
         return _profiled(model, call, loss, optimizer, options, report, offload_optimizer)
 
@@ -118,7 +118,7 @@ def _profiled(
         step = replace(step, peak_bytes=step.peak_bytes + step.library_bytes)
         return _with_resident(graph, step.library_bytes), step
 
-    graph, baseline, busy = quietly(measured, chosen)
+    graph, baseline, busy = measured_again_if_busy(measured, chosen)
     captured, unpriced = with_updates(parts, parts.lowering, {})
     report(1.0, "profiled")
     return ProfiledStep(
@@ -232,5 +232,5 @@ def measure_step_baseline(
             parameter.grad = None
 
     device = device_of(model, call)
-    with untouched(model, call, *loss.parts) as kept, optimizer_untouched(model, optimizer):
-        return measure_steps(step, clear, device, resident_bytes, kept.watching())
+    with state_restored(model, call, *loss.parts) as kept, optimizer_restored(model, optimizer):
+        return measure_steps(step, clear, device, resident_bytes, kept.first_run())

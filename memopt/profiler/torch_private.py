@@ -19,7 +19,7 @@ import torch
 
 from memopt.errors import CaptureError
 from memopt.models.locks import ForkedLock
-from memopt.profiler.dynamo_guards import TraceGuards, guards_heard
+from memopt.profiler.dependencies.dynamo_guards import TraceGuards, guards_heard
 
 _MOVED = (
     "this torch ({version}) has no {name}, which memopt needs; memopt supports torch 2.11 to 2.13"

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from memopt.executor.arena_forms import for_placing
+from memopt.executor.out_variants import for_placing
 from memopt.profiler.backend import backend_of
 from memopt.profiler.baseline import Loss
 from memopt.profiler.inputs import to_call
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.memory import metered
+from memopt.profiler.restored_state import state_restored
 from memopt.profiler.session import profile_model
-from memopt.profiler.untouched import untouched
 from memopt.programs.replay import replay
 from tests.executor.harness import PROGRAMS, Prepared
 
@@ -123,6 +123,6 @@ def measured_peak(module: nn.Module, x: Tensor, function: Callable[..., Tensor])
         del output
         return use.peak_bytes
 
-    with untouched(module, to_call(x)):
+    with state_restored(module, to_call(x)):
         step()
         return int(step())

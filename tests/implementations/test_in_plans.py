@@ -11,8 +11,8 @@ from torch import nn
 
 from memopt.executor.apply import runtime_of
 from memopt.executor.arena import arena_layout
-from memopt.executor.arena_forms import for_placing
 from memopt.executor.module import PlannedModule, install
+from memopt.executor.out_variants import for_placing
 from memopt.implementations import FAMILIES, with_implementations
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device

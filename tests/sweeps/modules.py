@@ -28,7 +28,7 @@ import memopt
 from memopt.executor.check import clear_gradients, unmetered_bytes
 from memopt.planning import plan
 from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
-from memopt.profiler.baseline import untouched
+from memopt.profiler.baseline import state_restored
 from memopt.profiler.inputs import to_call
 from memopt.profiler.memory import metered
 from memopt.strategies import Solution, Strategy, resolve
@@ -209,7 +209,7 @@ def measured_peak(
 ) -> int:
     """Total bytes of a second step, the first one's gradients dropped."""
     call = to_call(made.inputs())
-    with untouched(model, call):
+    with state_restored(model, call):
         for measured in (False, True):
             clear_gradients(model, call.tensors())
             if not measured:

@@ -42,7 +42,7 @@ def same(found: Any, planned: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Watch:
+class Dependency:
     """One thing that the trace read.
 
     Attributes:

@@ -151,12 +151,12 @@ def _pool_whole(x: Tensor, size: list[int], *, out: Tensor) -> Tensor:
     return torch.ops.aten.adaptive_avg_pool2d.out(x, size, out=out)  # type: ignore[no-any-return]
 
 
-Lowered = tuple[Callable[..., Any], tuple[str, ...]]
+Composed = tuple[Callable[..., Any], tuple[str, ...]]
 """The function, and the keyword of each result."""
 
 _ONE = ("out",)
 
-EVERYWHERE: dict[Any, Lowered] = {
+EVERYWHERE: dict[Any, Composed] = {
     _aten.clone.default: (_copy, _ONE),
     _aten._to_copy.default: (_copy, _ONE),
     _aten.mul.Scalar: (_mul, _ONE),
@@ -177,7 +177,7 @@ EVERYWHERE: dict[Any, Lowered] = {
     _aten._safe_softmax.default: (_safe_softmax, _ONE),
 }
 
-ON_CPU: dict[Any, Lowered] = {
+ON_CPU: dict[Any, Composed] = {
     _aten.relu.default: (_relu, _ONE),
     _aten.native_dropout.default: (_dropout, ("out", "mask")),
     EAGER_DROPOUT: (_eager_dropout, ("out", "mask")),
