@@ -326,7 +326,7 @@ class Plan:
 
         steps: tuple[StepLanes, ...] = (predicted_lanes(self),)
         if model is not None:
-            from memopt.executor.recorded_step import record_step
+            from memopt.executor.check import record_step
 
             steps += (measured_lanes(self, record_step(self, model, inputs, loss_fn, targets)),)
         write_trace(path, *steps)

@@ -12,12 +12,11 @@ from torch import nn
 
 from memopt.errors import CaptureError, PlanFileError
 from memopt.executor.module import OnMismatch, PlannedModule, install
-from memopt.executor.recaptured import planned_lowering
+from memopt.executor.recaptured import again, planned_lowering, where_graphs_differ
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Runtime
 from memopt.models.graph import Graph
 from memopt.models.record import difference
-from memopt.models.same_graph import as_captured, graph_difference
 from memopt.profiler.autocast import autocast_as, autocast_state
 from memopt.profiler.backend import backend_of
 from memopt.profiler.build import Lowering, build
@@ -143,10 +142,7 @@ def _captured(plan: Plan, model: nn.Module, inputs: Any) -> tuple[Captured, Lowe
     lowering = build(model, captured, block_bytes)
     _check_fingerprint(plan, lowering.graph, since)
     lowering = _with_implementations(plan, lowering, block_bytes)
-    try:
-        return captured, planned_lowering(plan, lowering, captured, device)
-    except PlanFileError as error:
-        raise PlanFileError(f"{error}. {again(plan)}") from None
+    return captured, planned_lowering(plan, lowering, captured, device)
 
 
 def _with_implementations(plan: Plan, lowering: Lowering, block_bytes: int) -> Lowering:
@@ -190,22 +186,11 @@ def _check_fingerprint(plan: Plan, graph: Graph, since: tuple[Dependency, Any] |
                 stacklevel=5,
             )
         return
-    reason = "the captured graphs differ although shapes and parameters are the same"
-    resized = plan.record.resized if plan.record is not None else ()
-    assert plan.graph is not None
-    where = graph_difference(as_captured(plan.graph, resized), graph)
-    if where is not None:
-        reason += f": {where}"
     if since is not None:
         reason = since[0].difference(since[1])
+    else:
+        reason = "the captured graphs differ although shapes and parameters are the same"
+        reason += where_graphs_differ(plan, graph)
     if other:
         reason += f" ({other})"
     raise PlanFileError(f"this plan was made for another model: {reason}. {again(plan)}")
-
-
-def again(plan: Plan) -> str:
-    """How to plan again, for messages."""
-    return (
-        f"Plan again: memopt.plan(model, inputs, budget={plan.budget}, "
-        f"strategy={plan.strategy.name!r})"
-    )

@@ -17,7 +17,12 @@ from memopt.errors import InvalidProgramError, PlanFileError
 from memopt.executor.out_variants import allocator_owned
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Phase
-from memopt.models.same_graph import graph_difference, with_figures, without_implementations
+from memopt.models.same_graph import (
+    as_captured,
+    graph_difference,
+    with_figures,
+    without_implementations,
+)
 from memopt.profiler.backend import LARGEST_BLOCK_BYTES, backend_of, estimated_backend
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
@@ -36,6 +41,7 @@ def planned_lowering(
     lowering: Lowering,
     captured: Captured,
     device: torch.device,
+    more: str = "",
     update_bytes: dict[str, int] | None = None,
 ) -> Lowering:
     """The lowering of a model that was captured anew, its graph with the plan's figures; the
@@ -46,6 +52,7 @@ def planned_lowering(
         lowering: of the captured model, with the alternatives that the plan knows.
         captured: the model.
         device: where it is.
+        more: for messages, see `again`.
         update_bytes: operator → workspace of each update, measured here.
 
     Raises:
@@ -57,7 +64,7 @@ def planned_lowering(
     lowering = _with_scalars(plan, lowering, device)
     differs = graph_difference(planned, lowering.graph)
     if differs is not None:
-        raise PlanFileError(f"this plan is not one of this model: {differs}")
+        raise PlanFileError(f"this plan is not one of this model: {differs}. {again(plan, more)}")
     sizes: dict[int, int] = {}
     workspaces: dict[tuple[int, str | None], int] = {}
     if _is_measured_here(plan, device):
@@ -68,7 +75,7 @@ def planned_lowering(
     graph = with_figures(lowering.graph, planned, sizes, workspaces)
     if plan.program.offsets is not None:
         graph = replace(graph, outside=allocator_owned(replace(lowering, graph=graph)))
-    check_plan(plan, graph)
+    _check_plan(plan, graph, more)
     return replace(lowering, graph=graph)
 
 
@@ -80,7 +87,7 @@ def _with_scalars(plan: Plan, lowering: Lowering, device: torch.device) -> Lower
     return replace(lowering, graph=replace(lowering.graph, extra_resident_bytes=extra_bytes))
 
 
-def check_plan(plan: Plan, graph: Graph) -> None:
+def _check_plan(plan: Plan, graph: Graph, more: str) -> None:
     """Validate and replay a plan's program on a graph.
 
     Raises:
@@ -94,7 +101,9 @@ def check_plan(plan: Plan, graph: Graph) -> None:
     if problem is None and _wasteful(graph, plan.program):
         problem = "its addresses leave more room than all its tensors together need"
     if problem is not None:
-        raise PlanFileError(f"this plan does not hold for this model: {problem}")
+        raise PlanFileError(
+            f"this plan does not hold for this model: {problem}. {again(plan, more)}"
+        )
 
 
 def _wasteful(graph: Graph, program: Program | None) -> bool:
@@ -141,3 +150,19 @@ def _measured(
             written = operators[call[0]].writes
             sizes |= {t: n for t, n in zip(held, cost.output_bytes, strict=True) if t in written}
     return sizes, workspaces
+
+
+def where_graphs_differ(plan: Plan, captured: Graph) -> str:
+    """ ": " and the first difference of a captured graph from the planned one; "" if none is found."""
+    assert plan.graph is not None
+    resized = plan.record.resized if plan.record is not None else ()
+    where = graph_difference(as_captured(plan.graph, resized), captured)
+    return "" if where is None else f": {where}"
+
+
+def again(plan: Plan, more: str = "") -> str:
+    """How to plan again, for messages; `more`: arguments beside the inputs, each with a comma."""
+    return (
+        f"Plan again: memopt.plan(model, inputs, {more}budget={plan.budget}, "
+        f"strategy={plan.strategy.name!r})"
+    )

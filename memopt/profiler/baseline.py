@@ -6,7 +6,7 @@ Measuring leaves what the user owns as it was, see `memopt.profiler.restored_sta
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,12 +130,17 @@ def measure_baseline(
         return output
 
     def clear() -> None:
-        for tensor in (*model.parameters(), *call.tensors()):
-            if tensor.is_leaf:
-                tensor.grad = None
+        clear_gradients(model, call.tensors())
 
     with state_restored(model, call, *(loss.parts if loss else ())) as kept:
         return measure_steps(step, clear, device, resident_bytes, kept.first_run())
+
+
+def clear_gradients(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> None:
+    """No gradients on parameters and inputs, as before a step."""
+    for tensor in (*model.parameters(), *inputs):
+        if tensor.is_leaf:
+            tensor.grad = None
 
 
 def measure_steps(
@@ -161,14 +166,22 @@ def measure_steps(
     with metered(device) as use:
         held = step()
     del held
+    time_s = median_step_s(step, clear, device)
+    clear()
+    kept = library_bytes(device)
+    peak_bytes = resident_bytes + use.peak_bytes
+    return Baseline(peak_bytes, time_s, measured=True, library_bytes=kept)
+
+
+def median_step_s(
+    step: Callable[[], object], clear: Callable[[], None], device: torch.device
+) -> float:
+    """Median seconds of a step that has run before: of a few, `clear` called before each."""
     times: list[float] = []
     while len(times) < _MINIMUM_STEPS or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
         clear()
         times.append(timed(step, device))
-    clear()
-    kept = library_bytes(device)
-    peak_bytes = resident_bytes + use.peak_bytes
-    return Baseline(peak_bytes, statistics.median(times), measured=True, library_bytes=kept)
+    return statistics.median(times)
 
 
 @dataclass(frozen=True)

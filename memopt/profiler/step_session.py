@@ -15,7 +15,7 @@ from memopt.models.graph import Graph
 from memopt.models.record import ModelRecord
 from memopt.models.same_graph import resized
 from memopt.profiler.backend import backend_of, timed
-from memopt.profiler.baseline import Baseline, Loss, measure_steps
+from memopt.profiler.baseline import Baseline, Loss, clear_gradients, measure_steps
 from memopt.profiler.host_state import HostState
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, to_call
@@ -227,10 +227,8 @@ def measure_step_baseline(
         type(optimizer).step(optimizer)
         optimizer.zero_grad(set_to_none=True)
 
-    def clear() -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-
     device = device_of(model, call)
     with state_restored(model, call, *loss.parts) as kept, optimizer_restored(model, optimizer):
-        return measure_steps(step, clear, device, resident_bytes, kept.first_run())
+        return measure_steps(
+            step, partial(clear_gradients, model), device, resident_bytes, kept.first_run()
+        )

@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import memopt
-from memopt.executor.check import clear_gradients, unmetered_bytes
+from memopt.executor.check import unmetered_bytes
 from memopt.planning import plan
 from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
-from memopt.profiler.baseline import state_restored
+from memopt.profiler.baseline import clear_gradients
 from memopt.profiler.inputs import to_call
 from memopt.profiler.memory import metered
+from memopt.profiler.restored_state import state_restored
 from memopt.strategies import Solution, Strategy, resolve
 from memopt.strategies.base import CostModel
 from tests.sweeps.grammar import RandomModule, loss_of, random_module

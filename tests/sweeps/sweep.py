@@ -28,9 +28,9 @@ from memopt.errors import CaptureError
 from memopt.executor.apply import apply_plan
 from memopt.executor.check import summed, unmetered_bytes
 from memopt.executor.out_variants import for_placing
-from memopt.profiler.baseline import state_restored
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.memory import metered
+from memopt.profiler.restored_state import state_restored
 from memopt.profiler.session import Profiled, profile_model
 from tests.executor.harness import Case, Record, _bits, run_steps
 from tests.sweeps import elementwise, networks, shaped
