@@ -153,7 +153,7 @@ def _measured(
 
 
 def where_graphs_differ(plan: Plan, captured: Graph) -> str:
-    """ ": " and the first difference of a captured graph from the planned one; "" if none is found."""
+    """For messages: where a captured graph first differs from the planned one, if that is found."""
     assert plan.graph is not None
     resized = plan.record.resized if plan.record is not None else ()
     where = graph_difference(as_captured(plan.graph, resized), captured)

@@ -63,7 +63,8 @@ def with_step(plan: Plan, model: nn.Module, loss_fn: Any, optimizer: torch.optim
             ) + where_graphs_differ(plan, lowering.graph)
     if differs is not None:
         raise PlanFileError(
-            f"this plan is for another step: {differs.replace('model.', '')}. {again(plan, _OF_A_STEP)}"
+            f"this plan is for another step: {differs.replace('model.', '')}. "
+            + again(plan, _OF_A_STEP)
         )
     state = optimizer_state(optimizer, model.parameters(), record.block_bytes)
     base_bytes = lowering.graph.extra_resident_bytes + backend_of(device).step_scalars_bytes

@@ -229,6 +229,5 @@ def measure_step_baseline(
 
     device = device_of(model, call)
     with state_restored(model, call, *loss.parts) as kept, optimizer_restored(model, optimizer):
-        return measure_steps(
-            step, partial(clear_gradients, model), device, resident_bytes, kept.first_run()
-        )
+        clear = partial(clear_gradients, model)
+        return measure_steps(step, clear, device, resident_bytes, kept.first_run())
