@@ -34,14 +34,6 @@ def _sub(x: Tensor, other: float, alpha: float = 1, *, out: Tensor) -> Tensor:
     return torch.sub(x, other, alpha=alpha, out=out)
 
 
-def _mul(x: Tensor, other: float, *, out: Tensor) -> Tensor:
-    return torch.mul(x, other, out=out)
-
-
-def _div(x: Tensor, other: float, *, out: Tensor) -> Tensor:
-    return torch.div(x, other, out=out)
-
-
 def _fill(_: Any, value: float, *, out: Tensor, **__: Any) -> Tensor:
     return out.fill_(value)
 
@@ -159,8 +151,8 @@ _ONE = ("out",)
 EVERYWHERE: dict[Any, Composed] = {
     _aten.clone.default: (_copy, _ONE),
     _aten._to_copy.default: (_copy, _ONE),
-    _aten.mul.Scalar: (_mul, _ONE),
-    _aten.div.Scalar: (_div, _ONE),
+    _aten.mul.Scalar: (torch.mul, _ONE),
+    _aten.div.Scalar: (torch.div, _ONE),
     _aten.add.Scalar: (_add, _ONE),
     _aten.sub.Scalar: (_sub, _ONE),
     _aten.full_like.default: (_fill, _ONE),

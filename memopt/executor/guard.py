@@ -14,8 +14,7 @@ from memopt.errors import CaptureError, GuardError
 from memopt.profiler.autocast import autocast_state
 from memopt.profiler.capture import Captured, traced_again
 from memopt.profiler.dependencies.dependencies import Dependencies
-from memopt.profiler.dependencies.dependency import Dependency, same
-from memopt.profiler.described import described, described_text
+from memopt.profiler.dependencies.dependency import Dependency, described, described_text, same
 from memopt.profiler.inputs import Call, repeated
 
 _LOG = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from memopt.profiler.as_eager.updates import in_place_twin, written_into
 from memopt.profiler.backend import backend_of, estimated_backend
 from memopt.profiler.build import Lowering
 from memopt.profiler.generator_state import with_state
-from memopt.profiler.in_place import fills_storage
+from memopt.profiler.memory_layout import fills_storage, storage_of
 from memopt.profiler.session import Profiled
 from memopt.profiler.signature import Arguments, signature, values_of
 from memopt.profiler.torch_private import has_kernel
@@ -94,7 +94,7 @@ def _possible(node: Node) -> OutVariant | None:
     values = values_of(node)
     if not all(isinstance(value, torch.Tensor) and _plain(value) for value in values):
         return None
-    if not _storages_apart(values):
+    if len(set(map(storage_of, values))) < len(values):
         return None
     device = values[0].device.type
     variant = _variant(node.target, device)
@@ -148,10 +148,6 @@ def _plain(value: torch.Tensor) -> bool:
     """Whether (address, shape, strides) is all there is to say of a result."""
     strided = value.layout is torch.strided and not (value.is_conj() or value.is_neg())
     return strided and fills_storage(value)
-
-
-def _storages_apart(values: tuple[Any, ...]) -> bool:
-    return len({value.untyped_storage()._cdata for value in values}) == len(values)
 
 
 def out_variants_of(lowering: Lowering) -> dict[Node, OutVariant]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -23,7 +22,6 @@ from torch.utils import _pytree as pytree
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.same_graph import resized
 from memopt.profiler.backend import estimated_backend
 from memopt.profiler.baseline import LARGEST_NUMBER_BYTES, Loss, LossUse, differentiable
 from memopt.profiler.build import Lowering, build
@@ -42,8 +40,9 @@ from memopt.profiler.flops import (
 )
 from memopt.profiler.generator_state import with_state
 from memopt.profiler.inputs import Call, to_call
-from memopt.profiler.measure import with_costs
-from memopt.profiler.model_outputs import gradients_of, is_dense
+from memopt.profiler.measure import Progress, with_costs
+from memopt.profiler.memory_layout import is_dense
+from memopt.profiler.model_outputs import gradients_of
 from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.session import Profiled, replayed_baseline
@@ -51,9 +50,6 @@ from memopt.profiler.signature import Signature, describe_value, signature
 from memopt.profiler.workspace import cublas_workspace_bytes, workspace_bytes
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.programs.serialize import fingerprint
-
-Progress = Callable[[float, str], None]
 
 _DENSE_KINDS = (MATMUL, CONVOLUTION, ATTENTION, "depthwise", "depthwise backward")
 _SUMMED_IN_PLACE = {
@@ -193,8 +189,7 @@ def estimate_model(
         fake_call,
         cpu,
         block_bytes=device.block_bytes,
-        fingerprint=fingerprint(lowering.graph),
-        resized=resized(lowering.graph, graph),
+        graphs=(lowering.graph, graph),
         output_gradients=used().gradients,
         loss_bytes=used().kept_bytes,
     )

@@ -15,7 +15,6 @@ as large as these through the backward. It still looks as eager's does, and refu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -26,6 +25,7 @@ from torch.utils import _pytree as pytree
 from memopt.errors import CaptureError, ExecutionError
 from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.profiler import torch_private
+from memopt.profiler.memory_layout import is_dense, storage_of
 
 _COPIED: dict[Any, int] = {torch.ops.aten.clone.default: 0, torch.ops.aten.copy.default: 1}
 """What makes a copy, and which argument is copied."""
@@ -114,17 +114,6 @@ def _copy(
     return graph.call_method("copy_", (empty, leaf))
 
 
-def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
-    """Whether elements have a place each, without gaps."""
-    sizes = zip(strides, shape, strict=True)
-    room = 1
-    for stride, size in sorted(pair for pair in sizes if pair[1] != 1):
-        if stride != room:
-            return False
-        room *= size
-    return True
-
-
 def tangent_of(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """An output's gradient as the planned backward gets it: as it is, or without its gaps."""
     if is_dense(gradient.shape, gradient.stride()):
@@ -178,7 +167,7 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
     given_storages: dict[int, torch.Tensor] = {}
     for value in inputs:
         if isinstance(value, torch.Tensor):
-            given_storages.setdefault(_storage(value), value)
+            given_storages.setdefault(storage_of(value), value)
     first: dict[int, int] = {}
     repeated, beside, copied = [], [], []
     members: defaultdict[int, list[int]] = defaultdict(list)
@@ -190,7 +179,7 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
             repeated.append((position, first[id(value)]))
             continue
         first[id(value)] = position
-        storage = _storage(value)
+        storage = storage_of(value)
         differentiable = value.requires_grad and position not in gradients.unused
         source = given_storages.get(storage)
         if source is not None:
@@ -223,10 +212,6 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
         shared=frozenset(shared),
         gradients=gradients,
     )
-
-
-def _storage(value: torch.Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -288,8 +273,8 @@ def hand_out(module: GraphModule, outputs: TracedOutputs) -> None:
         results[place[position]] = copy.args[_COPIED[copy.target]]
     storages: dict[int, int] = {}
     for position in outputs.copied:
-        found = _storage(results[place[position]].meta["val"])
-        if storages.setdefault(_storage(outputs.values[position]), found) != found:
+        found = storage_of(results[place[position]].meta["val"])
+        if storages.setdefault(storage_of(outputs.values[position]), found) != found:
             raise CaptureError(
                 f"output {position} of the model shares memory with another one, which the traced "
                 "model cannot do; return clone() of it"

@@ -14,7 +14,6 @@ from torch import nn
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
-from memopt.models.same_graph import resized
 from memopt.profiler.backend import backend_of
 from memopt.profiler.baseline import Baseline, Loss, LossUse, measure_baseline, measure_loss
 from memopt.profiler.build import Lowering, build
@@ -22,16 +21,13 @@ from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, to_call
-from memopt.profiler.measure import MeasureOptions, environment, measure
+from memopt.profiler.measure import MeasureOptions, Progress, environment, measure
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.signature import signature
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.programs.serialize import fingerprint
-
-Progress = Callable[[float, str], None]
 
 _SUSPICIOUS = 2.0
 """Kernels that add up to this many times the whole step were measured on a busy machine."""
@@ -174,8 +170,7 @@ def _profiled(
         call,
         device,
         block_bytes=block_bytes,
-        fingerprint=fingerprint(lowering.graph),
-        resized=resized(lowering.graph, graph),
+        graphs=(lowering.graph, graph),
         output_gradients=used().gradients,
         loss_bytes=loss_bytes,
         library_bytes=step.library_bytes,

@@ -12,21 +12,18 @@ from torch import nn
 
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
-from memopt.models.record import ModelRecord
-from memopt.models.same_graph import resized
 from memopt.profiler.backend import backend_of, timed
 from memopt.profiler.baseline import Baseline, Loss, clear_gradients, measure_steps
 from memopt.profiler.host_state import HostState
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, to_call
-from memopt.profiler.measure import MeasureOptions, measure
+from memopt.profiler.measure import MeasureOptions, Progress, measure
 from memopt.profiler.memory import metered
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.session import (
     Profiled,
-    Progress,
     device_of,
     forward_only,
     measured_again_if_busy,
@@ -35,7 +32,6 @@ from memopt.profiler.session import (
 )
 from memopt.profiler.step_capture import StepParts, capture_step, with_updates
 from memopt.profiler.step_optimizer import check_splittable, optimizer_restored, update_one
-from memopt.programs.serialize import fingerprint
 
 _ROUNDS = 3
 
@@ -127,8 +123,12 @@ def _profiled(
         captured,
         baseline,
         device,
-        record=replace(
-            _record(parts, device, block_bytes, unpriced.graph, graph),
+        record=record_of(
+            parts.module,
+            parts.call,
+            device,
+            block_bytes=block_bytes,
+            graphs=(unpriced.graph, graph),
             library_bytes=baseline.library_bytes,
         ),
         optimizer=replace(state, bytes_total=stays_bytes),
@@ -136,19 +136,6 @@ def _profiled(
         user_call=call,
         host_state_bytes=state.bytes_total - stays_bytes,
         notes=(*_where_the_state_is(state, offload_optimizer), *busy),
-    )
-
-
-def _record(
-    parts: StepParts, device: torch.device, block_bytes: int, captured: Graph, priced: Graph
-) -> ModelRecord:
-    return record_of(
-        parts.module,
-        parts.call,
-        device,
-        block_bytes=block_bytes,
-        fingerprint=fingerprint(captured),
-        resized=resized(captured, priced),
     )
 
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.profiler.autocast import autocast_off
 from memopt.profiler.backend import with_own_generators
+from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.signature import (
     ENDS_PROCESS,
     REFUSALS,
@@ -155,12 +156,7 @@ def _laid_out_like(value: Any, like: Tensor) -> bool:
         and value.dtype == like.dtype
         and value.storage_offset() == 0
         and value.untyped_storage().nbytes() == like.untyped_storage().nbytes()
-        and all(
-            size <= 1 or stride == planned
-            for size, stride, planned in zip(
-                value.shape, value.stride(), like.stride(), strict=True
-            )
-        )
+        and same_strides(value, like.stride())
     )
 
 

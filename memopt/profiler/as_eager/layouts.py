@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from memopt.profiler import torch_private
 from memopt.profiler.backend import with_own_generators
 from memopt.profiler.inputs import Call
+from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.signature import ENDS_PROCESS, REFUSALS, Signature, StandIns, call_signature
 
 _MOST_KNOWN = 20_000
@@ -144,13 +145,8 @@ def _restrided(result: Any, strides: _Strides) -> Any:
         return result
     made = [
         value.new_empty_strided(value.shape, wanted)
-        if wanted is not None and _differ(value, wanted)
+        if wanted is not None and not same_strides(value, wanted)
         else value
         for value, wanted in zip(leaves, strides, strict=True)
     ]
     return pytree.tree_unflatten(made, spec)
-
-
-def _differ(value: Tensor, wanted: tuple[int, ...]) -> bool:
-    pairs = zip(value.shape, value.stride(), wanted, strict=True)
-    return any(size > 1 and stride != other for size, stride, other in pairs)

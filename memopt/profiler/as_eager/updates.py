@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from memopt.profiler.as_eager.draws import row_major
 from memopt.profiler.as_eager.operators import CallsThrough, define, functional_name
+from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.torch_private import as_functional, is_functional, replace_functional
 
 _in_place: dict[Any, Any] = {}
@@ -92,7 +93,7 @@ class UpdatesAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
         # The arguments as they are before the update: some may share the tensor's memory.
         before, kept = tree_map(_value_now, (args, kwargs))
         result = func(*args, **kwargs)
-        if _same_layout(tensor, tensor.from_functional()):
+        if same_strides(tensor, tensor.from_functional().stride()):
             return result
         replace_functional(tensor, _functional(func)(*before, **kept))
         return result
@@ -100,9 +101,3 @@ class UpdatesAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
 
 def _value_now(value: Any) -> Any:
     return as_functional(value.from_functional()) if is_functional(value) else value
-
-
-def _same_layout(one: Tensor, other: Tensor) -> bool:
-    """Whether strides agree where they are more than a name for one element."""
-    pairs = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return all(size <= 1 or stride == wanted for size, stride, wanted in pairs)

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.profiler.dependencies.dependency import HOOKS, UNREADABLE, Dependency
+from memopt.profiler.dependencies.dependency import HOOKS, UNREADABLE, Dependency, described
 from memopt.profiler.dependencies.dynamo_guards import ROOT, DynamoGuard, TraceGuards
-from memopt.profiler.described import described
 
 _ITSELF = "{x}"
 
