@@ -21,7 +21,7 @@ import torch
 
 from memopt.executor.forks import generation
 from memopt.executor.recorder import DeviceClock, Recorder
-from memopt.executor.swap import HostAccount
+from memopt.executor.swap import HostAccount, StoredTensor, flat
 from memopt.profiler.backend import backend_of
 
 
@@ -117,25 +117,18 @@ class Lease:
             self.free.append((self.pool, self.streams.mark(self.home)))
 
 
-@dataclass
-class PooledCopy:
-    """A tensor's storage in the pool, with the shape to give it when it comes back."""
+@dataclass(kw_only=True)
+class PooledCopy(StoredTensor):
+    """A stored tensor in the pool, copied on streams."""
 
-    buffer: torch.Tensor
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
     streams: Streams
     lease: Lease | None
-    pending: Any = None
     stored: Any = None
     held: torch.Tensor | None = field(default=None, repr=False)
     """The device side of the transfer under way: alive until the compute stream has waited."""
     home: Any = None
     """The compute stream that made `held`. Its memory goes back to that stream's allocator, so
     that stream waits, too, if the copy dies elsewhere (in the garbage collector, say)."""
-    generation: int = field(default_factory=generation)
 
     def settle(self) -> None:
         """Let the compute stream wait for the transfer under way, if any."""
@@ -177,21 +170,13 @@ class StreamSwap:
     ) -> PooledCopy:
         """Start copying `tensor`'s storage to `address` of the lease's pool (without them: to
         host memory of its own)."""
-        source = _flat(tensor)
+        source = flat(tensor)
         count = source.numel()
         if lease is None or address is None:
             buffer = self._streams.host_bytes(count)
         else:
             buffer = lease.pool[address : address + count]
-        copy = PooledCopy(
-            buffer=buffer,
-            dtype=tensor.dtype,
-            size=tensor.size(),
-            stride=tensor.stride(),
-            offset=int(tensor.storage_offset()),
-            streams=self._streams,
-            lease=lease,
-        )
+        copy = PooledCopy.of(tensor, buffer, streams=self._streams, lease=lease)
         self.account.add(copy, count)
         copy.held, copy.home = source, self._streams.here()
         copy.pending = copy.stored = self._streams.copy(
@@ -204,26 +189,17 @@ class StreamSwap:
         start filling it; `wait` before the first read."""
         copy.settle()
         size_bytes = copy.buffer.numel()
-        flat = self._streams.device_bytes(size_bytes) if into is None else _flat(into)
-        tensor = torch.empty(0, dtype=copy.dtype, device=flat.device)
-        tensor.set_(flat.untyped_storage(), copy.offset, copy.size, copy.stride)
+        there = self._streams.device_bytes(size_bytes) if into is None else flat(into)
+        tensor = copy.made(there.untyped_storage())
         home = self._streams.here()
         copy.pending = self._streams.copy(
-            flat, copy.buffer, False, (self._streams.mark(home), copy.stored)
+            there, copy.buffer, False, (self._streams.mark(home), copy.stored)
         )
         copy.home = home
-        copy.held = flat  # only now: a copy that could not start must not keep device memory
+        copy.held = there  # only now: a copy that could not start must not keep device memory
         return tensor
 
     def wait(self, copy: PooledCopy) -> None:
         """Let the compute stream wait until the last transfer of `copy` has ended."""
         with self._recorder.waiting() if self._recorder else contextlib.nullcontext():
             copy.settle()
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's whole storage."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    flat.set_(storage, 0, torch.Size((storage.nbytes(),)))  # type: ignore[call-overload]  # torch accepts an UntypedStorage here
-    return flat

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 
 from memopt.implementations.kernel import writing
-from memopt.implementations.norms import channels, check_invertible, invertible, normalised
+from memopt.implementations.norms import (
+    add_from_output,
+    channels,
+    check_invertible,
+    normalised,
+    single_or_double,
+)
 from memopt.implementations.parts import PARTS, part_bytes, split
 from memopt.implementations.site import Sites, value_of
 
@@ -97,21 +103,12 @@ def attach(sites: Sites) -> None:
         if forward is None or str(forward.target) != FORWARD or not train:
             continue
         y = sites.result(forward, 0)
-        if y is None or value_of(y).dtype not in (torch.float32, torch.float64):
+        if not single_or_double(y):
             continue
         scratch = 2 * part_bytes(value_of(y), min(PARTS, len(value_of(y))))
         bias = forward.args[2]
-        like = ((backward, 1.3),)
-        sites.add(
-            backward,
-            "output",
-            OUTPUT,
-            (g, y, weight, bias, inverse, mask),
-            workspace_bytes=scratch,
-            exact=False,
-            like=like,
-            requires=(invertible, (weight, bias)),
-        )
+        args = (g, y, weight, bias, inverse, mask)
+        add_from_output(sites, backward, OUTPUT, args, scratch, (weight, bias))
         sites.add(
             backward,
             "input",
@@ -119,6 +116,6 @@ def attach(sites: Sites) -> None:
             (g, x, weight, mean, inverse, mask),
             workspace_bytes=scratch,
             exact=False,
-            like=like,
+            like=((backward, 1.3),),
         )
         sites.add(forward, "statistics", AGAIN, (x, weight, bias, mean, inverse), (y,), exact=False)
