@@ -77,9 +77,8 @@ def backend_of(device: torch.device | str) -> Backend:
     if found is None:
         raise ValueError(
             f"the model is on {str(device)!r}, and memopt measures on {' and '.join(BACKENDS)}: "
-            "move it there, "
-            'or plan for a device that is not here with mode="estimate" and device="H100" or '
-            "another preset"
+            'move it there, or plan for a device that is not here with mode="estimate" and '
+            'device="H100" or another preset'
         )
     return found
 

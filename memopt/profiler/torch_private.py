@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -274,12 +275,8 @@ def fake_results_through(change: Callable[[Any, Any, Any, Any], Any]) -> Iterato
         finally:
             inside = False
 
-    with _ONE_AT_A_TIME:
-        mode.dispatch = dispatch
-        try:
-            yield
-        finally:
-            mode.dispatch = asked
+    with _ONE_AT_A_TIME, mock.patch.object(mode, "dispatch", dispatch):
+        yield
 
 
 def compile_joint(

@@ -12,6 +12,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+from unittest import mock
 
 from torch.fx import Node
 
@@ -44,8 +45,7 @@ def _one_sequence() -> Iterator[None]:
         _PackedPositions: (after the trace) that depends on what the model is called with.
     """
     masking = sys.modules.get("transformers.masking_utils")
-    asked: Callable[..., Any] | None = getattr(masking, "find_packed_sequence_indices", None)
-    if masking is None or asked is None:
+    if not hasattr(masking, "find_packed_sequence_indices"):
         yield
         return
     from torch._dynamo.comptime import comptime
@@ -58,11 +58,8 @@ def _one_sequence() -> Iterator[None]:
     def none_packed(position_ids: Any) -> None:
         comptime(look)
 
-    masking.find_packed_sequence_indices = none_packed  # type: ignore[attr-defined]
-    try:
+    with mock.patch.object(masking, "find_packed_sequence_indices", none_packed):
         yield
-    finally:
-        masking.find_packed_sequence_indices = asked  # type: ignore[attr-defined]
     if any(given):
         raise _PackedPositions
 
