@@ -31,9 +31,10 @@ from memopt.api import planning
 from memopt.api.plan import Plan
 from memopt.implementations import with_implementations
 from memopt.models.device import Device
+from memopt.profiler.backend import backend_of
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.measure import MeasureOptions
-from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, profile_model
+from memopt.profiler.session import Profiled, profile_model
 from memopt.strategies.base import Strategy
 from memopt.strategies.monet.strategy import Monet
 from memopt.strategies.store_all import StoreAll
@@ -125,7 +126,7 @@ def measured(name: str, model: nn.Module, inputs: Any, plan: Plan, rounds: int) 
     difference = _difference(model, {way: steps[way] for way in ("eager", "memopt")})
     peaks = {way: peak_of(model, step, CPU) for way, step in steps.items()}
     times = interleaved(model, steps, rounds, CPU)
-    resident = plan.resident_bytes - STEP_SCALARS_BYTES["cpu"]
+    resident = plan.resident_bytes - backend_of("cpu").step_scalars_bytes
     return Row(
         name,
         _shapes(inputs),

@@ -25,8 +25,9 @@ import memopt
 from benchmarks.gpu.hooks import StreamedHooks
 from benchmarks.steps import Step, clear, interleaved, peak_of, ratio
 from memopt.profiler import Loss, profile_model
+from memopt.profiler.backend import backend_of
 from memopt.profiler.memory import library_bytes
-from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled
+from memopt.profiler.session import Profiled
 from tests.zoo import Family, call, get
 from tests.zoo.family import TINY_BATCH
 
@@ -164,7 +165,7 @@ def measure(
     )
     link = memopt.measure_device(device)
     profiled = profile_model(model, inputs, loss=Loss(family.loss))
-    resident_bytes = profiled.graph.resident_bytes - STEP_SCALARS_BYTES[device.type]
+    resident_bytes = profiled.graph.resident_bytes - backend_of(device).step_scalars_bytes
 
     def peak(step: Step) -> int:
         return total_peak_of(model, step, device, resident_bytes, before_bytes)

@@ -321,7 +321,7 @@ def _measured(
     progress: Progress,
 ) -> Comparison:
     """The comparison with what real steps need; each different program runs once per round."""
-    from memopt.executor.interleaved import measure_in_turn
+    from memopt.executor.check import measure_in_turn
 
     plans: list[Plan] = []
     number: dict[int, int] = {}

@@ -75,7 +75,7 @@ class Plan(PlanRecord):
             ValueError: the plan is of a bare Chain or Graph.
         """
         from memopt.executor.apply import apply_plan
-        from memopt.executor.otherwise import behaviour
+        from memopt.executor.on_mismatch import behaviour
 
         return apply_plan(
             self,
@@ -238,7 +238,7 @@ class Plan(PlanRecord):
 
         steps: tuple[StepLanes, ...] = (predicted_lanes(self),)
         if model is not None:
-            from memopt.executor.recorded_step import record_step
+            from memopt.executor.check import record_step
 
             steps += (measured_lanes(self, record_step(self, model, inputs, loss_fn, targets)),)
         write_trace(path, *steps)

@@ -96,7 +96,7 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
                 wanted.cache,
             )
         if profiled is not None and (wanted.place or chosen.features.place):
-            from memopt.executor.arena_forms import for_placing
+            from memopt.executor.out_variants import for_placing
 
             profiled = for_placing(profiled)
         cost_model = profiled.graph if profiled is not None else model

@@ -11,21 +11,21 @@ import torch
 from torch import nn
 
 from memopt.errors import CaptureError, PlanFileError
-from memopt.executor.module import Otherwise, PlannedModule, install
-from memopt.executor.recaptured import BLOCK_BYTES, planned_lowering
+from memopt.executor.module import OnMismatch, PlannedModule, install
+from memopt.executor.recaptured import again, planned_lowering, where_graphs_differ
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Runtime
 from memopt.models.graph import Graph
 from memopt.models.record import difference
-from memopt.models.same_graph import as_captured, graph_difference
 from memopt.profiler.autocast import autocast_as, autocast_state
+from memopt.profiler.backend import backend_of
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
+from memopt.profiler.dependencies.dependency import Dependency
+from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, to_call
-from memopt.profiler.misfit import diagnosed
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.session import device_of
-from memopt.profiler.watch import Watch
 from memopt.programs.instructions import Compute
 from memopt.programs.serialize import fingerprint
 from memopt.reductions.stage_map import has_updates
@@ -46,7 +46,7 @@ def apply_plan(
     inputs: Any = None,
     *,
     interpreted: bool = False,
-    otherwise: Otherwise | None = None,
+    otherwise: OnMismatch | None = None,
     checked: bool = False,
     recorder: Recorder | None = None,
 ) -> PlannedModule:
@@ -129,7 +129,7 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
     since = None
     if plan.profiled is not None and plan.profiled.captured.model() is model:
         # Of what has changed since then, some makes another graph and some the same.
-        since = plan.profiled.captured.watches.changed(model)
+        since = plan.profiled.captured.dependencies.changed(model)
         if since is None:
             return plan.profiled.captured, plan.profiled.lowering
     with _blaming_the_file(plan, inputs), diagnosed(model, call):
@@ -138,14 +138,11 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
         # An estimate for CUDA counts in its blocks wherever it is applied.
         block_bytes = plan.record.block_bytes
     else:
-        block_bytes = BLOCK_BYTES.get(device.type, 1)
+        block_bytes = backend_of(device).block_bytes
     lowering = build(model, captured, block_bytes)
     _check_fingerprint(plan, lowering.graph, since)
     lowering = _with_implementations(plan, lowering, block_bytes)
-    try:
-        return captured, planned_lowering(plan, lowering, captured, device)
-    except PlanFileError as error:
-        raise PlanFileError(f"{error}. {again(plan)}") from None
+    return captured, planned_lowering(plan, lowering, captured, device)
 
 
 def _with_implementations(plan: PlanRecord, lowering: Lowering, block_bytes: int) -> Lowering:
@@ -172,7 +169,9 @@ def _with_implementations(plan: PlanRecord, lowering: Lowering, block_bytes: int
     )
 
 
-def _check_fingerprint(plan: PlanRecord, graph: Graph, since: tuple[Watch, Any] | None) -> None:
+def _check_fingerprint(
+    plan: PlanRecord, graph: Graph, since: tuple[Dependency, Any] | None
+) -> None:
     found = fingerprint(graph)
     if plan.record is not None:
         planned = plan.record.fingerprint
@@ -189,22 +188,11 @@ def _check_fingerprint(plan: PlanRecord, graph: Graph, since: tuple[Watch, Any] 
                 stacklevel=5,
             )
         return
-    reason = "the captured graphs differ although shapes and parameters are the same"
-    resized = plan.record.resized if plan.record is not None else ()
-    assert plan.graph is not None
-    where = graph_difference(as_captured(plan.graph, resized), graph)
-    if where is not None:
-        reason += f": {where}"
     if since is not None:
         reason = since[0].difference(since[1])
+    else:
+        reason = "the captured graphs differ although shapes and parameters are the same"
+        reason += where_graphs_differ(plan, graph)
     if other:
         reason += f" ({other})"
     raise PlanFileError(f"this plan was made for another model: {reason}. {again(plan)}")
-
-
-def again(plan: PlanRecord) -> str:
-    """How to plan again, for messages."""
-    return (
-        f"Plan again: memopt.plan(model, inputs, budget={plan.budget}, "
-        f"strategy={plan.strategy.name!r})"
-    )

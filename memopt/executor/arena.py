@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from memopt.errors import InvalidProgramError
-from memopt.executor.arena_forms import Form, forms_of
+from memopt.executor.out_variants import OutVariant, out_variants_of
 from memopt.profiler.build import Lowering
 from memopt.profiler.signature import values_of
 from memopt.profiler.torch_private import profiler_looks_on, storage_at
@@ -56,7 +56,7 @@ class ArenaLayout:
     Attributes:
         slots: the lifetimes whose kernels can write at an address.
         at: (instruction, tensor) → index of its slot.
-        forms: how the kernel calls that have slots write there.
+        out_variants: how the kernel calls that have slots write there.
         lowering: the graph's map to FX nodes.
         extent_bytes: size of the arena.
         device: where it is.
@@ -64,7 +64,7 @@ class ArenaLayout:
 
     slots: tuple[Slot, ...]
     at: Mapping[tuple[int, int], int]
-    forms: Mapping[Node, Form]
+    out_variants: Mapping[Node, OutVariant]
     lowering: Lowering
     extent_bytes: int
     device: torch.device
@@ -87,12 +87,12 @@ def arena_layout(lowering: Lowering, program: Program, device: torch.device) -> 
     """
     if not program.offsets:
         return None
-    forms = forms_of(lowering)
+    out_variants = out_variants_of(lowering)
     results = lowering.graph.kept | set(lowering.graph.tangents)
     slots: list[Slot] = []
     at: dict[tuple[int, int], int] = {}
     for position, tensor, offset in program.offsets:
-        like = _like(lowering, program, forms, position, tensor)
+        like = _like(lowering, program, out_variants, position, tensor)
         if tensor in results or like is None or like.numel() == 0:
             continue
         if offset % ALIGNMENT_BYTES:
@@ -106,11 +106,15 @@ def arena_layout(lowering: Lowering, program: Program, device: torch.device) -> 
     if not slots:
         return None
     extent_bytes = max(slot.end_bytes for slot in slots)
-    return ArenaLayout(tuple(slots), at, forms, lowering, extent_bytes, device)
+    return ArenaLayout(tuple(slots), at, out_variants, lowering, extent_bytes, device)
 
 
 def _like(
-    lowering: Lowering, program: Program, forms: Mapping[Node, Form], position: int, tensor: int
+    lowering: Lowering,
+    program: Program,
+    out_variants: Mapping[Node, OutVariant],
+    position: int,
+    tensor: int,
 ) -> Tensor | None:
     """The fake tensor of a lifetime that can be written at an address, else None."""
     instruction = program.instructions[position]
@@ -121,7 +125,7 @@ def _like(
     if not isinstance(instruction, Compute) or instruction.in_place is not None:
         return None
     node = lowering.node_of(instruction.op, instruction.implementation)
-    if node not in forms:
+    if node not in out_variants:
         return None
     found: Tensor = values_of(node)[lowering.storages[node].index(tensor)]
     return found

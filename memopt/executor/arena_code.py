@@ -51,9 +51,9 @@ class ArenaWriter:
         where no result has a slot."""
         held = self.layout.lowering.storages[node]
         slots = [self.layout.at.get((position, t)) if t is not None else None for t in held]
-        if node not in self.layout.forms or all(slot is None for slot in slots):
+        if node not in self.layout.out_variants or all(slot is None for slot in slots):
             return None
-        form = self.layout.forms[node]
+        variant = self.layout.out_variants[node]
         arguments = [writer.argument(a) for a in node.args]
         arguments += [f"{k}={writer.argument(v)}" for k, v in node.kwargs.items()]
         kept = {p or 0: base for p, base, _ in unpacked(self.layout.lowering, node, outputs)}
@@ -63,10 +63,10 @@ class ArenaWriter:
                 name = writer.bind(kept[i])
                 writer.emit(f"{name} = {target}")
                 target = name
-            arguments.append(f"{form.names[i]}={target}")
-        writer.globals[form.label] = form.target
+            arguments.append(f"{variant.names[i]}={target}")
+        writer.globals[variant.label] = variant.target
         self._note(held, slots, set(outputs))
-        return f"{form.label}({', '.join(arguments)})"
+        return f"{variant.label}({', '.join(arguments)})"
 
     def _note(
         self, held: tuple[int | None, ...], slots: list[int | None], outputs: set[int]

@@ -1,30 +1,100 @@
-"""Measuring a planned step on the real model, which stays as it was."""
+"""Measuring planned steps on the real model, which stays as it was."""
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from memopt.executor.apply import apply_plan, planned_call
+from memopt.executor.recorder import recorder_for
 from memopt.models.record import OutputGradients
-from memopt.profiler.baseline import as_targets, differentiable
+from memopt.models.recording import Recorded
+from memopt.profiler.backend import backend_of, timed
+from memopt.profiler.baseline import (
+    as_targets,
+    clear_gradients,
+    differentiable,
+    median_step_s,
+)
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import metered
-from memopt.profiler.output_views import dense_strides
-from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
-from memopt.profiler.untouched import untouched
+from memopt.profiler.model_outputs import dense_strides
+from memopt.profiler.restored_state import StorageCopies, state_restored
+from memopt.profiler.session import device_of
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
 
-_MINIMUM_STEPS = 3
-_ENOUGH_S = 2.0
-_MOST_STEPS = 10
+RECORDED_STEPS = 5
+
+Measured = tuple[int, float]
+"""(total peak bytes, median seconds) of a step."""
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Steps of one model on its example call, planned or not.
+
+    Attributes:
+        plan: says how the backward begins, and what is resident.
+        model: the user's model.
+        call: the example call.
+        loss_fn: the user's loss; None: the sum of the outputs.
+        targets: what the loss takes beside the output.
+    """
+
+    plan: PlanRecord
+    model: nn.Module
+    call: Call
+    loss_fn: Callable[..., Any] | None
+    targets: tuple[Any, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where they run."""
+        return device_of(self.model, self.call)
+
+    def restored(self) -> AbstractContextManager[StorageCopies]:
+        """Context after which everything is what it was before."""
+        return state_restored(self.model, self.call, self.loss_fn, self.targets)
+
+    def clear(self) -> None:
+        """No gradients, as before a step."""
+        clear_gradients(self.model, self.call.tensors())
+
+    def run(self, module: nn.Module) -> Any:
+        """A step of `module`, which is `model` or planned; its output."""
+        output = module(*self.call.args, **self.call.kwargs)
+        loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients).backward()
+        return output
+
+    def seconds(self, module: nn.Module) -> float:
+        """Seconds of a step."""
+        self.clear()
+        return timed(partial(self.run, module), self.device)
+
+    def peak_bytes(self, module: nn.Module, kept: StorageCopies) -> int:
+        """Total peak bytes of a step that is not the first, which runs before. It holds its output
+        to its end and, while it makes its loss, the last step's."""
+        self.clear()
+        with kept.first_run():
+            self.run(module)
+        with metered(self.device) as use:
+            for _ in range(2 if self.plan.loss_bytes else 1):
+                self.clear()
+                output = None
+                output = module(*self.call.args, **self.call.kwargs)
+                loss = loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients)
+                loss.backward()
+            del output, loss
+        return unmetered_bytes(self.plan, self.device) + use.peak_bytes
 
 
 def measure_step(
@@ -33,56 +103,82 @@ def measure_step(
     inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     targets: tuple[Any, ...] = (),
-) -> tuple[int, float]:
-    """(total peak bytes, median seconds) of a step under the plan; see `Plan.check`."""
-    call = planned_call(plan, inputs).detached()
+) -> Measured:
+    """The peak and time of a step under the plan; see `Plan.check`."""
+    steps = _Steps(plan, model, planned_call(plan, inputs).detached(), loss_fn, targets)
     planned = apply_plan(plan, model, inputs)
-    device = device_of(model, call)
-
-    def step() -> Any:
-        output = planned(*call.args, **call.kwargs)
-        loss_of(output, loss_fn, targets, plan.output_gradients).backward()
-        return output
-
-    times: list[float] = []
-    with untouched(model, call, loss_fn, targets) as kept:
-        clear_gradients(model, call.tensors())
-        with kept.watching():
-            step()
-        clear_gradients(model, call.tensors())
-        peak_bytes = metered_peak(plan, planned, model, call, loss_fn, targets)
-        while len(times) < _MINIMUM_STEPS or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
-            clear_gradients(model, call.tensors())
-            times.append(timed(step, device))
-    return unmetered_bytes(plan, device) + peak_bytes, statistics.median(times)
+    with steps.restored() as kept:
+        peak_bytes = steps.peak_bytes(planned, kept)
+        run = partial(steps.run, planned)
+        return peak_bytes, median_step_s(run, steps.clear, steps.device)
 
 
-def metered_peak(
-    plan: PlanRecord,
-    module: nn.Module,
+def measure_in_turn(
+    plans: Sequence[PlanRecord],
     model: nn.Module,
-    call: Call,
-    loss_fn: Callable[..., Any] | None,
-    targets: tuple[Any, ...],
-) -> int:
-    """Peak bytes above its start of a step of `module`, which is `model` or planned, not its first.
-    It holds its output to its end and, while it makes its loss, the last step's."""
-    device = device_of(model, call)
-    with metered(device) as use:
-        for _ in range(2 if plan.loss_bytes else 1):
-            clear_gradients(model, call.tensors())
-            output = None
-            output = module(*call.args, **call.kwargs)
-            loss = loss_of(output, loss_fn, targets, plan.output_gradients)
-            loss.backward()
-        del output, loss
-    return use.peak_bytes
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    targets: tuple[Any, ...] = (),
+    rounds: int = 5,
+    progress: Callable[[float, str], None] | None = None,
+) -> tuple[Measured, tuple[Measured, ...]]:
+    """The unplanned step's peak and time, and each plan's, of the planned example inputs.
+
+    Every round runs each of them once, so that what disturbs the machine disturbs all alike. The
+    model's parameters, buffers, gradients and random state are left as they were.
+
+    Args:
+        plans: at least one, all of this model.
+        model: the planned module.
+        loss_fn: the loss, `loss_fn(output, *targets)`; None: the sum of the outputs.
+        targets: what the loss takes beside the output.
+        rounds: timed rounds, at least 1; a metered one, which also warms up, comes first.
+        progress: called after every step; may raise KeyboardInterrupt.
+    """
+    steps = _Steps(plans[0], model, planned_call(plans[0]).detached(), loss_fn, targets)
+    modules = [model, *(apply_plan(plan, model) for plan in plans)]
+    report = progress or (lambda _fraction, _what: None)
+    peaks: list[int] = []
+    times: list[list[float]] = [[] for _ in modules]
+    with steps.restored() as kept:
+        for module in modules:
+            peaks.append(steps.peak_bytes(module, kept))
+            report(len(peaks) / (len(modules) * (rounds + 1)), "measuring peaks")
+        for done in range(1, rounds + 1):
+            for seconds, module in zip(times, modules, strict=True):
+                seconds.append(steps.seconds(module))
+            report((done + 1) / (rounds + 1), "measuring step times")
+    medians = [statistics.median(seconds) for seconds in times]
+    baseline, *planned = zip(peaks, medians, strict=True)
+    return baseline, tuple(planned)
+
+
+def record_step(
+    plan: PlanRecord,
+    model: nn.Module,
+    inputs: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    targets: tuple[Any, ...] = (),
+) -> tuple[Recorded, ...]:
+    """What a step under the plan does when: the one of median time of RECORDED_STEPS, after a first
+    one. Arguments and errors are those of `Plan.check`."""
+    steps = _Steps(plan, model, planned_call(plan, inputs).detached(), loss_fn, targets)
+    recorder = recorder_for(steps.device)
+    module = apply_plan(plan, model, inputs, recorder=recorder)
+    found: list[tuple[float, tuple[Recorded, ...]]] = []
+    with steps.restored() as kept:
+        for number in range(RECORDED_STEPS + 1):
+            with nullcontext() if number else kept.first_run():
+                seconds = steps.seconds(module)
+            found.append((seconds, recorder.take()))
+    rest = sorted(found[1:], key=lambda pair: pair[0])
+    return rest[len(rest) // 2][1]
 
 
 def unmetered_bytes(plan: PlanRecord, device: torch.device) -> int:
     """What a plan charges as resident and a metered step does not allocate. The loss and the
     runtime's token are charged, and metered: they count once."""
-    return plan.resident_bytes - plan.loss_bytes - STEP_SCALARS_BYTES[device.type]
+    return plan.resident_bytes - plan.loss_bytes - backend_of(device).step_scalars_bytes
 
 
 class _Sum(torch.autograd.Function):
@@ -116,21 +212,3 @@ def summed(output: Any, gradients: OutputGradients) -> torch.Tensor:
         part: torch.Tensor = _Sum.apply(value, layout)  # type: ignore[no-untyped-call]  # torch's
         total = total.to(part.device) + part
     return total
-
-
-def clear_gradients(model: nn.Module, inputs: list[torch.Tensor]) -> None:
-    """No gradients on parameters and inputs, as before a step."""
-    for tensor in (*model.parameters(), *inputs):
-        if tensor.is_leaf:
-            tensor.grad = None
-
-
-def timed(step: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one step, the device's queue emptied before and after."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begin

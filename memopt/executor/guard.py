@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from memopt.errors import GuardError
-from memopt.executor.watching import REMEDY, Watching
+from memopt.errors import CaptureError, GuardError
 from memopt.profiler.autocast import autocast_state
-from memopt.profiler.capture import Captured
-from memopt.profiler.described import described, described_text
+from memopt.profiler.capture import Captured, traced_again
+from memopt.profiler.dependencies.dependencies import Dependencies
+from memopt.profiler.dependencies.dependency import Dependency, described, described_text, same
 from memopt.profiler.inputs import Call, repeated
-from memopt.profiler.watch import Watch
-from memopt.profiler.watches import Watches
 
+_LOG = logging.getLogger(__name__)
+
+REMEDY = "plan again for this call (memopt.plan), or call the original module"
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
@@ -61,7 +63,7 @@ def _registered(modules: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
     }
 
 
-def _structure(modules: dict[str, nn.Module]) -> list[Watch]:
+def _structure(modules: dict[str, nn.Module]) -> list[Dependency]:
     """The modules of a model, their types, modes and settings, and their tensors: what the guard
     finds out one by one where it has to say what differs, as looks."""
     looks: dict[str, Any] = {}
@@ -82,7 +84,7 @@ def _structure(modules: dict[str, nn.Module]) -> list[Watch]:
     if tensors:
         ids = ", ".join(f"id({source})" for source in tensors)
         looks[f"len({{{ids}}})"] = len({id(tensor) for tensor in tensors.values()})
-    return [Watch(look, look, look, planned) for look, planned in looks.items()]
+    return [Dependency(look, look, look, planned) for look, planned in looks.items()]
 
 
 def _ties(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -96,6 +98,59 @@ def _identities(leaves: list[Any], parameters: dict[int, str]) -> tuple[Any, ...
     """For each argument that is a parameter, its name; that is an earlier argument, its index."""
     earlier = repeated(leaves)
     return tuple(parameters.get(id(leaf), earlier.get(i)) for i, leaf in enumerate(leaves))
+
+
+class DependencyCheck:
+    """Looks at everything that one captured model's trace read.
+
+    Args:
+        captured: the captured model.
+        dependencies: what its trace read.
+        structure: what else must be as planned: modules, parameters and buffers.
+    """
+
+    def __init__(
+        self, captured: Captured, dependencies: Dependencies, structure: Sequence[Dependency]
+    ) -> None:
+        self._captured, self._dependencies, self._structure = captured, dependencies, structure
+        self._everything = dependencies.with_others(structure)
+        self._refused: tuple[Dependency, Any] | None = None
+
+    def unchanged(self, model: nn.Module) -> bool:
+        """Whether nothing has changed, the structure included."""
+        return self._everything.unchanged(model)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise GuardError, naming what changed and both values, unless all is as planned.
+
+        Dynamo asks for more than a graph needs where a global is concerned: a registry that has
+        grown fails its guards. Where only such things changed, the model is traced again, and what
+        gives the same graph is right.
+        """
+        changed = self._dependencies.changed(model)
+        if changed is None:
+            return
+        dependency, found = changed
+        difference = dependency.difference(found)
+        refused = self._refused
+        if dependency.shared and not (
+            refused and refused[0] is dependency and same(found, refused[1])
+        ):
+            _LOG.info("tracing again: %s", difference)
+            dependencies = self._traced_again(model)
+            if dependencies is not None:
+                self._dependencies = dependencies
+                self._everything = dependencies.with_others(self._structure)
+                return
+            # A trace takes seconds: not for every call.
+            self._refused = (dependency, found)
+        raise GuardError(f"{difference}; {REMEDY}")
+
+    def _traced_again(self, model: nn.Module) -> Dependencies | None:
+        try:
+            return traced_again(self._captured, model)
+        except (CaptureError, RuntimeError):
+            return None
 
 
 @dataclass(frozen=True)
@@ -113,7 +168,7 @@ class Guard:
         ties: (name, earlier name) of each parameter and buffer that is one with an earlier one.
         apart: names of those that must not become one with another, as the step updates them.
         autocast: its dtype on cpu and cuda.
-        watching: everything else that the trace relied on; None: not known.
+        dependencies: everything else that the trace relied on; None: not known.
     """
 
     spec: Any
@@ -126,14 +181,14 @@ class Guard:
     ties: tuple[tuple[str, str], ...]
     apart: frozenset[str]
     autocast: tuple[str | None, ...]
-    watching: Watching | None = None
+    dependencies: DependencyCheck | None = None
 
     @staticmethod
     def of(
         model: nn.Module,
         call: Call,
         captured: Captured | None = None,
-        watches: Watches | None = None,
+        dependencies: Dependencies | None = None,
         updated: Iterable[str] = (),
     ) -> Guard:
         """The guard of a model and its example call: as they are now, but for what the trace read.
@@ -142,16 +197,18 @@ class Guard:
             model: the user's model.
             call: the captured call.
             captured: the captured model, where a step of it is guarded.
-            watches: what the trace read; None: as it was captured.
+            dependencies: what the trace read; None: as it was captured.
             updated: names of parameters that the step updates.
         """
         modules = dict(model.named_modules())
         tensors = _registered(modules)
         named = list(tensors.items())
         mutated = [captured.primals[i] for i in captured.mutated] if captured is not None else []
-        watching = None
+        checked = None
         if captured is not None:
-            watching = Watching(captured, watches or captured.watches, _structure(modules))
+            checked = DependencyCheck(
+                captured, dependencies or captured.dependencies, _structure(modules)
+            )
         return Guard(
             spec=call.spec,
             text=_call_text(call),
@@ -165,7 +222,7 @@ class Guard:
             ties=tuple(_ties(tensors).items()),
             apart=frozenset((*updated, *(primal.name for primal in mutated))),
             autocast=autocast_state(),
-            watching=watching,
+            dependencies=checked,
         )
 
     def evaluating(self, model: nn.Module) -> bool:
@@ -187,7 +244,7 @@ class Guard:
             found = described(leaf)
             if found != planned:
                 raise GuardError(f"argument {i}: {_difference(planned, found)}; {REMEDY}")
-        as_planned = self.watching is not None and self.watching.unchanged(model)
+        as_planned = self.dependencies is not None and self.dependencies.unchanged(model)
         if not as_planned:
             modules = dict(model.named_modules())
             self._check_modules(modules)
@@ -200,8 +257,8 @@ class Guard:
                 f"autocast: planned {self.autocast}, got {autocast_state()} (on cpu, cuda); "
                 + REMEDY
             )
-        if self.watching is not None and not as_planned:
-            self.watching.check(model)
+        if self.dependencies is not None and not as_planned:
+            self.dependencies.check(model)
 
     def _check_modules(self, modules: dict[str, nn.Module]) -> None:
         for name, kind, training, constants in self.modules:

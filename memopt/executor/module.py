@@ -20,17 +20,18 @@ from memopt.executor.random_state import RandomStates
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Installed, Runtime
 from memopt.executor.swap import ThreadSwap
-from memopt.executor.swap_streams import CudaStreams, StreamSwap
+from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.executor.values import Halves
+from memopt.profiler.backend import backend_of
 from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured
+from memopt.profiler.dependencies.dependencies import Dependencies
 from memopt.profiler.inputs import Call, align
+from memopt.profiler.model_outputs import refusing_gradients
 from memopt.profiler.torch_private import captured_around
-from memopt.profiler.unused_outputs import refusing_gradients
-from memopt.profiler.watches import Watches
 from memopt.programs.instructions import Program
 
-Otherwise: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
+OnMismatch: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
 """(the user's model, a call that is not the planned one, what differs) → the module to call."""
 
 
@@ -90,8 +91,8 @@ def _mover(
     halves: Halves, device: torch.device, recorder: Recorder | None
 ) -> ThreadSwap | StreamSwap:
     pool_bytes = halves.host_placement.extent_bytes
-    if device.type == "cuda" and pool_bytes:
-        return StreamSwap(CudaStreams(device, recorder), pool_bytes, recorder)
+    if not backend_of(device).on_host and pool_bytes:
+        return StreamSwap(DeviceStreams(device, recorder), pool_bytes, recorder)
     return ThreadSwap(recorder)
 
 
@@ -119,16 +120,16 @@ class PlannedModule(nn.Module):
         captured: Captured,
         runtime: Runtime,
         program: Installed,
-        otherwise: Otherwise | None = None,
-        watches: Watches | None = None,
+        on_mismatch: OnMismatch | None = None,
+        dependencies: Dependencies | None = None,
     ) -> None:
         super().__init__()
         for name in _shared_names(model):
             self.__dict__[name] = model.__dict__[name]
         self.__dict__["_memopt"] = (model, captured, runtime, program)
-        self.__dict__["_memopt_otherwise"] = otherwise
+        self.__dict__["_memopt_on_mismatch"] = on_mismatch
         self.__dict__["_memopt_calls"] = Calls()
-        self.__dict__["_memopt_guard"] = Guard.of(model, captured.call, captured, watches)
+        self.__dict__["_memopt_guard"] = Guard.of(model, captured.call, captured, dependencies)
 
     @property
     def training(self) -> bool:
@@ -205,9 +206,9 @@ class PlannedModule(nn.Module):
                     "that the model does not register as parameter or buffer; copy "
                     "planned.original and plan the copy"
                 )
-        otherwise = self.__dict__["_memopt_otherwise"]
-        watches = captured.watches.of_copy(model, twin)
-        copied = PlannedModule(twin, captured, runtime, program, otherwise, watches)
+        on_mismatch = self.__dict__["_memopt_on_mismatch"]
+        dependencies = captured.dependencies.of_copy(model, twin)
+        copied = PlannedModule(twin, captured, runtime, program, on_mismatch, dependencies)
         memo[id(self)] = copied
         for name in self.__dict__.keys() - {*_OWN, *_shared_names(model)}:
             copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
@@ -252,10 +253,10 @@ class PlannedModule(nn.Module):
         try:
             guard.check(model, call)
         except GuardError as error:
-            otherwise: Otherwise | None = self.__dict__["_memopt_otherwise"]
-            if otherwise is None:
+            on_mismatch: OnMismatch | None = self.__dict__["_memopt_on_mismatch"]
+            if on_mismatch is None:
                 raise
-            instead = otherwise(model, call, error)
+            instead = on_mismatch(model, call, error)
             if instead is model:
                 self.calls.fall_back(model, str(error))
             else:
@@ -263,10 +264,12 @@ class PlannedModule(nn.Module):
             return instead(*args, **kwargs)
         self.calls.planned += 1
         held = [p.value(model, ()) for p in captured.primals if p.kind != "input"]
-        return refusing_gradients(runtime.run(program, held, call), captured.forms.gradients.unused)
+        return refusing_gradients(
+            runtime.run(program, held, call), captured.outputs.gradients.unused
+        )
 
 
-_OWN = ("_memopt", "_memopt_guard", "_memopt_otherwise", "_memopt_calls")
+_OWN = ("_memopt", "_memopt_guard", "_memopt_on_mismatch", "_memopt_calls")
 
 
 def _shared_names(model: nn.Module) -> list[str]:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from memopt.profiler.backend import backend_of
+
 _lock = threading.RLock()
 
 
@@ -32,10 +34,12 @@ _HERE = _Here()
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
+    runtime = backend_of(device).runtime
+    if runtime is None:
+        return torch.default_generator
+    index = runtime.current_device() if device.index is None else device.index
+    generator: torch.Generator = runtime.default_generators[index]
+    return generator
 
 
 class Replay:

@@ -14,15 +14,20 @@ import torch
 from torch.fx import Node
 
 from memopt.errors import InvalidProgramError, PlanFileError
-from memopt.executor.arena_forms import outside_tensors
+from memopt.executor.out_variants import allocator_owned
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Phase
-from memopt.models.same_graph import graph_difference, with_figures, without_implementations
+from memopt.models.same_graph import (
+    as_captured,
+    graph_difference,
+    with_figures,
+    without_implementations,
+)
+from memopt.profiler.backend import LARGEST_BLOCK_BYTES, backend_of, estimated_backend
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.capture import Captured
 from memopt.profiler.measure import MeasureOptions, memory_of
-from memopt.profiler.session import STEP_SCALARS_BYTES
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.violations import Violation
 from memopt.reductions.validate_and_replay import judge
@@ -30,15 +35,13 @@ from memopt.reductions.validate_and_replay import judge
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
 
-BLOCK_BYTES = {"cpu": 1, "cuda": 512}
-"""The granularity of a device's allocator."""
-
 
 def planned_lowering(
     plan: PlanRecord,
     lowering: Lowering,
     captured: Captured,
     device: torch.device,
+    more: str = "",
     update_bytes: dict[str, int] | None = None,
 ) -> Lowering:
     """The lowering of a model that was captured anew, its graph with the plan's figures; the
@@ -49,6 +52,7 @@ def planned_lowering(
         lowering: of the captured model, with the alternatives that the plan knows.
         captured: the model.
         device: where it is.
+        more: for messages, see `again`.
         update_bytes: operator → workspace of each update, measured here.
 
     Raises:
@@ -60,7 +64,7 @@ def planned_lowering(
     lowering = _with_scalars(plan, lowering, device)
     differs = graph_difference(planned, lowering.graph)
     if differs is not None:
-        raise PlanFileError(f"this plan is not one of this model: {differs}")
+        raise PlanFileError(f"this plan is not one of this model: {differs}. {again(plan, more)}")
     sizes: dict[int, int] = {}
     workspaces: dict[tuple[int, str | None], int] = {}
     if _is_measured_here(plan, device):
@@ -70,20 +74,20 @@ def planned_lowering(
                 workspaces[index, None] = (update_bytes or {})[operator.name]
     graph = with_figures(lowering.graph, planned, sizes, workspaces)
     if plan.program.offsets is not None:
-        graph = replace(graph, outside=outside_tensors(replace(lowering, graph=graph)))
-    check_plan(plan, graph)
+        graph = replace(graph, outside=allocator_owned(replace(lowering, graph=graph)))
+    _check_plan(plan, graph, more)
     return replace(lowering, graph=graph)
 
 
 def _with_scalars(plan: PlanRecord, lowering: Lowering, device: torch.device) -> Lowering:
     """A lowering whose graph counts the scalars that every step holds, as priced graphs do."""
-    in_blocks = plan.record is not None and plan.record.block_bytes > 1
-    scalars_bytes = STEP_SCALARS_BYTES["cuda" if in_blocks else device.type]
-    extra_bytes = lowering.graph.extra_resident_bytes + scalars_bytes
+    block_bytes = plan.record.block_bytes if plan.record is not None else 1
+    backend = estimated_backend(block_bytes) if block_bytes > 1 else backend_of(device)
+    extra_bytes = lowering.graph.extra_resident_bytes + backend.step_scalars_bytes
     return replace(lowering, graph=replace(lowering.graph, extra_resident_bytes=extra_bytes))
 
 
-def check_plan(plan: PlanRecord, graph: Graph) -> None:
+def _check_plan(plan: PlanRecord, graph: Graph, more: str) -> None:
     """Validate and replay a plan's program on a graph.
 
     Raises:
@@ -97,7 +101,9 @@ def check_plan(plan: PlanRecord, graph: Graph) -> None:
     if problem is None and _wasteful(graph, plan.program):
         problem = "its addresses leave more room than all its tensors together need"
     if problem is not None:
-        raise PlanFileError(f"this plan does not hold for this model: {problem}")
+        raise PlanFileError(
+            f"this plan does not hold for this model: {problem}. {again(plan, more)}"
+        )
 
 
 def _wasteful(graph: Graph, program: Program | None) -> bool:
@@ -106,7 +112,7 @@ def _wasteful(graph: Graph, program: Program | None) -> bool:
     sizes = [graph.tensors[tensor].size_bytes for _, tensor, _ in rows]
     ends = [offset + size for (_, _, offset), size in zip(rows, sizes, strict=True)]
     # Blocks of every allocator, CUDA's included.
-    return max(ends, default=0) > sum(in_blocks(size, max(BLOCK_BYTES.values())) for size in sizes)
+    return max(ends, default=0) > sum(in_blocks(size, LARGEST_BLOCK_BYTES) for size in sizes)
 
 
 def _is_measured_here(plan: PlanRecord, device: torch.device) -> bool:
@@ -114,7 +120,7 @@ def _is_measured_here(plan: PlanRecord, device: torch.device) -> bool:
     record = plan.record
     if plan.profiled is not None or record is None or plan.budget is None:
         return False
-    same = record.block_bytes == BLOCK_BYTES.get(device.type)
+    same = record.block_bytes == backend_of(device).block_bytes
     return plan.baseline.measured and same
 
 
@@ -144,3 +150,19 @@ def _measured(
             written = operators[call[0]].writes
             sizes |= {t: n for t, n in zip(held, cost.output_bytes, strict=True) if t in written}
     return sizes, workspaces
+
+
+def where_graphs_differ(plan: PlanRecord, captured: Graph) -> str:
+    """For messages: where a captured graph first differs from the planned one, if that is found."""
+    assert plan.graph is not None
+    resized = plan.record.resized if plan.record is not None else ()
+    where = graph_difference(as_captured(plan.graph, resized), captured)
+    return "" if where is None else f": {where}"
+
+
+def again(plan: PlanRecord, more: str = "") -> str:
+    """How to plan again, for messages; `more`: arguments beside the inputs, each with a comma."""
+    return (
+        f"Plan again: memopt.plan(model, inputs, {more}budget={plan.budget}, "
+        f"strategy={plan.strategy.name!r})"
+    )

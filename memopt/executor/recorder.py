@@ -1,6 +1,6 @@
 """Recording when the instructions, waits and copies of a step begin and end.
 
-On CPU a clock is read around each of them, copies on the thread that makes them. On CUDA events
+On CPU a clock is read around each of them, copies on the thread that makes them. Elsewhere events
 are recorded on the streams and read when the step is over, so that the host never waits.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from memopt.models.recording import Occupied, Recorded
+from memopt.profiler.backend import backend_of
 
 
 class Clock(Protocol):
@@ -36,18 +37,18 @@ class HostClock:
         return end - begin
 
 
-class CudaClock:
-    """Events of one CUDA device; resolution about half a microsecond."""
+class DeviceClock:
+    """Events of one device with streams; CUDA's resolution is about half a microsecond."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._runtime = device, backend_of(device).runtime
 
     def now(self) -> Any:
-        return self.on(torch.cuda.current_stream(self._device))
+        return self.on(self._runtime.current_stream(self._device))
 
     def on(self, stream: Any) -> Any:
         """This moment on a stream."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
+        event = self._runtime.Event(enable_timing=True)
         event.record(stream)
         return event
 
@@ -119,4 +120,4 @@ class Recorder:
 
 def recorder_for(device: torch.device) -> Recorder:
     """A recorder with the clock of a device."""
-    return Recorder(CudaClock(device) if device.type == "cuda" else HostClock())
+    return Recorder(HostClock() if backend_of(device).on_host else DeviceClock(device))

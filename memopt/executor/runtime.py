@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from memopt.errors import ExecutionError
-from memopt.executor.kept import Kept, keep
+from memopt.executor.tied_values import TiedValue, tie
 from memopt.profiler.autocast import autocast_off
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
-from memopt.profiler.output_views import in_memory_of_its_own, repeating
+from memopt.profiler.model_outputs import in_memory_of_its_own, repeating
 from memopt.profiler.torch_private import keeps_graph
 
 _KEYS = itertools.count(1)
@@ -67,7 +67,7 @@ class Runtime:
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self._local = threading.local()
-        self._states: set[Kept[_State]] = set()
+        self._states: set[TiedValue[_State]] = set()
         captured.hooks.forward = self._forward
         captured.hooks.backward = self._backward
         captured.hooks.owner = self
@@ -88,7 +88,7 @@ class Runtime:
         try:
             self._local.program = program
             output = self._captured.compiled(*held, *call.args, **call.kwargs)
-            return repeating(output, self._captured.forms)
+            return repeating(output, self._captured.outputs)
         finally:
             self._local.program = before
 
@@ -105,7 +105,7 @@ class Runtime:
         watched = [outputs[i].detach() for i in program.watched_outputs]
         output_versions = [value._version for value in watched]
         state = _State(key, program, primals, versions, watched, output_versions, saved)
-        keep(self._states, token, state)
+        tie(self._states, token, state)
         leaves = self._captured.leaves
         return [*map(self._handed_out, leaves, outputs), token]
 
@@ -117,7 +117,7 @@ class Runtime:
             return value
         return (
             torch.ops.aten.alias.default(value)
-            if leaf in self._captured.forms.shared
+            if leaf in self._captured.outputs.shared
             else value.detach()
         )
 

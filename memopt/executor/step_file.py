@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from memopt.errors import PlanFileError
-from memopt.executor.recaptured import planned_lowering
+from memopt.executor.recaptured import again, planned_lowering, where_graphs_differ
 from memopt.models.budget import format_bytes
-from memopt.models.graph import Graph, Phase
-from memopt.models.record import ModelRecord, difference
-from memopt.models.same_graph import as_captured, graph_difference
+from memopt.models.graph import Phase
+from memopt.models.record import difference
+from memopt.profiler.backend import backend_of
 from memopt.profiler.baseline import Baseline, Loss
+from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call
-from memopt.profiler.misfit import diagnosed
 from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.record import example_call, record_of
-from memopt.profiler.session import STEP_SCALARS_BYTES, device_of
+from memopt.profiler.session import device_of
 from memopt.profiler.step_capture import StepModule, capture_step, update_name, with_updates
 from memopt.profiler.step_optimizer import check_splittable
 from memopt.profiler.step_session import ProfiledStep, update_costs
@@ -28,6 +28,9 @@ from memopt.reductions.stage_map import has_updates
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
+
+
+_OF_A_STEP = "loss_fn=..., targets=..., optimizer=..., whole_step=True, "
 
 
 def with_step(
@@ -56,13 +59,17 @@ def with_step(
             parts = capture_step(model, user_call, loss, optimizer, record.block_bytes)
         captured, lowering = with_updates(parts, parts.lowering, {})
         if fingerprint(lowering.graph) != record.fingerprint:
-            differs = _other_step(graph, record, lowering.graph)
+            differs = (
+                "the captured steps differ (another loss, trained parameters or their order; "
+                f"planned with torch {record.torch_version}, this is {torch.__version__})"
+            ) + where_graphs_differ(plan, lowering.graph)
     if differs is not None:
         raise PlanFileError(
-            f"this plan is for another step: {differs.replace('model.', '')}. {_again(plan)}"
+            f"this plan is for another step: {differs.replace('model.', '')}. "
+            + again(plan, _OF_A_STEP)
         )
     state = optimizer_state(optimizer, model.parameters(), record.block_bytes)
-    base_bytes = lowering.graph.extra_resident_bytes + STEP_SCALARS_BYTES[device.type]
+    base_bytes = lowering.graph.extra_resident_bytes + backend_of(device).step_scalars_bytes
     base_bytes += record.library_bytes
     stays_bytes = graph.extra_resident_bytes - base_bytes
     # State that is on the host between updates is charged to their workspace instead.
@@ -72,7 +79,7 @@ def with_step(
     if stays_bytes not in (0, state.bytes_total) or hosted_bytes > charged_bytes:
         raise PlanFileError(
             f"this plan is for {format_bytes(stays_bytes)} of optimizer state, and this "
-            f"{state.name} keeps {format_bytes(state.bytes_total)}. {_again(plan)}"
+            f"{state.name} keeps {format_bytes(state.bytes_total)}. {again(plan, _OF_A_STEP)}"
         )
     update_bytes = {}
     if plan.budget is not None:
@@ -80,10 +87,7 @@ def with_step(
         update_bytes = {
             update_name(site): costs[site.name][1] for site in parts.sites if site.name in costs
         }
-    try:
-        lowering = planned_lowering(plan, lowering, captured, device, update_bytes)
-    except PlanFileError as error:
-        raise PlanFileError(f"{error}. {_again(plan)}") from None
+    lowering = planned_lowering(plan, lowering, captured, device, _OF_A_STEP, update_bytes)
     base = plan.baseline
     profiled = ProfiledStep(
         lowering.graph,
@@ -98,20 +102,3 @@ def with_step(
         host_state_bytes=hosted_bytes,
     )
     return replace(plan, profiled=profiled)
-
-
-def _other_step(graph: Graph, record: ModelRecord, captured: Graph) -> str:
-    """In what a captured step differs from the planned one."""
-    where = graph_difference(as_captured(graph, record.resized), captured)
-    return (
-        "the captured steps differ (another loss, trained parameters or their order; planned with "
-        f"torch {record.torch_version}, this is {torch.__version__})"
-        + (f": {where}" if where is not None else "")
-    )
-
-
-def _again(plan: PlanRecord) -> str:
-    return (
-        "Plan again: memopt.plan(model, inputs, loss_fn=..., targets=..., optimizer=..., "
-        f"whole_step=True, budget={plan.budget}, strategy={plan.strategy.name!r})"
-    )

@@ -9,36 +9,68 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from memopt.errors import ExecutionError
 from memopt.executor.forks import generation, tell_of_forks
-from memopt.executor.kept import Kept, keep
 from memopt.executor.recorder import Recorder
+from memopt.executor.tied_values import TiedValue, tie
 from memopt.executor.worker import Task, Worker
 
 
-@dataclass
-class HostCopy:
+@dataclass(kw_only=True)
+class StoredTensor:
     """A tensor's storage on the host, with the shape to give it when it comes back."""
 
-    buffer: np.ndarray
+    buffer: Any
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    pending: Task | None = None
+    pending: Any = None
     generation: int = field(default_factory=generation)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, buffer: Any, **more: Any) -> Self:
+        """A copy of `tensor` that will be in `buffer`."""
+        return cls(
+            buffer=buffer,
+            dtype=tensor.dtype,
+            size=tensor.size(),
+            stride=tensor.stride(),
+            offset=int(tensor.storage_offset()),
+            **more,
+        )
+
+    def made(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor again, over a storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(kw_only=True)
+class HostCopy(StoredTensor):
+    """A stored tensor that a worker thread copies, into an array of numpy's."""
+
+    buffer: np.ndarray
+    pending: Task | None = None
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's whole storage."""
+    storage = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(storage, 0, torch.Size((storage.nbytes(),)))  # type: ignore[call-overload,no-any-return]  # torch accepts an UntypedStorage here
 
 
 class HostAccount:
     """Bytes of host copies now and at the peak. Without locks: see `memopt.executor.forks`."""
 
     def __init__(self) -> None:
-        self._sizes: set[Kept[int]] = set()
+        self._sizes: set[TiedValue[int]] = set()
         self._totals = {0}
         """Every sum there has been after a copy was counted."""
 
@@ -54,15 +86,8 @@ class HostAccount:
 
     def add(self, copy: object, size_bytes: int) -> None:
         """Count a copy for as long as it lives."""
-        keep(self._sizes, copy, size_bytes)
+        tie(self._sizes, copy, size_bytes)
         self._totals.add(self.now_bytes)
-
-
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, torch.Size((storage.nbytes(),)))  # type: ignore[call-overload]  # torch accepts an UntypedStorage here
-    array: np.ndarray = flat.numpy()
-    return array
 
 
 def _fill(target: np.ndarray, cell: list[np.ndarray]) -> None:
@@ -96,14 +121,8 @@ class ThreadSwap:
 
     def out(self, tensor: torch.Tensor, address: int | None = None, lease: None = None) -> HostCopy:
         """Start copying `tensor`'s storage to the host; address and lease are not used."""
-        source = _bytes_of(tensor)
-        copy = HostCopy(
-            buffer=np.empty(source.nbytes, dtype=np.uint8),
-            dtype=tensor.dtype,
-            size=tensor.size(),
-            stride=tensor.stride(),
-            offset=int(tensor.storage_offset()),
-        )
+        source: np.ndarray = flat(tensor).numpy()
+        copy = HostCopy.of(tensor, np.empty(source.nbytes, dtype=np.uint8))
         self.account.add(copy, copy.buffer.nbytes)
         cell = [source]
         del source
@@ -118,9 +137,9 @@ class ThreadSwap:
             storage = torch.empty(copy.buffer.nbytes, dtype=torch.uint8).untyped_storage()
         else:
             storage = into.untyped_storage()
-        tensor = torch.empty(0, dtype=copy.dtype).set_(storage, copy.offset, copy.size, copy.stride)
+        tensor = copy.made(storage)
         copy.generation = generation()
-        copy.pending = self._submit(_empty_into, False, [_bytes_of(tensor)], copy.buffer)
+        copy.pending = self._submit(_empty_into, False, [flat(tensor).numpy()], copy.buffer)
         return tensor
 
     def wait(self, copy: HostCopy) -> None:

@@ -1,4 +1,4 @@
-"""Swapping on CUDA: two copy streams, events, and one pinned pool addressed by the plan.
+"""Swapping by two copy streams, events, and one pinned pool addressed by the plan.
 
 SwapOut: the device→host stream waits for an event recorded after the producer. Free: the compute
 stream waits for the copy's event, then the tensor is dropped: the caching allocator reuses its
@@ -20,8 +20,9 @@ from typing import Any, Protocol
 import torch
 
 from memopt.executor.forks import generation
-from memopt.executor.recorder import CudaClock, Recorder
-from memopt.executor.swap import HostAccount
+from memopt.executor.recorder import DeviceClock, Recorder
+from memopt.executor.swap import HostAccount, StoredTensor, flat
+from memopt.profiler.backend import backend_of
 
 
 class Streams(Protocol):
@@ -48,20 +49,20 @@ class Streams(Protocol):
         """New pinned host memory."""
 
 
-class CudaStreams:
-    """`Streams` of one CUDA device."""
+class DeviceStreams:
+    """`Streams` of one device that has them."""
 
     def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
         self._device = device
         self._recorder = recorder
-        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
-        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
+        self._runtime = backend_of(device).runtime
+        self._out, self._in = self._runtime.Stream(device), self._runtime.Stream(device)
 
     def here(self) -> Any:
-        return torch.cuda.current_stream(self._device)
+        return self._runtime.current_stream(self._device)
 
     def mark(self, home: Any) -> Any:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
+        event = self._runtime.Event()
         event.record(home)
         return event
 
@@ -72,9 +73,9 @@ class CudaStreams:
         for event in after:
             stream.wait_event(event)
         begin = self._moment(stream)
-        with torch.cuda.stream(stream):
+        with self._runtime.stream(stream):
             target.copy_(source, non_blocking=True)
-        end = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
+        end = self._runtime.Event()
         end.record(stream)
         if self._recorder is not None:
             self._recorder.copied(outward, begin, self._moment(stream))
@@ -82,7 +83,7 @@ class CudaStreams:
 
     def _moment(self, stream: Any) -> Any:
         """An event with a time, where the step is recorded."""
-        return None if self._recorder is None else CudaClock(self._device).on(stream)
+        return None if self._recorder is None else DeviceClock(self._device).on(stream)
 
     def wait(self, event: Any, home: Any) -> None:
         here = self.here()
@@ -116,25 +117,18 @@ class Lease:
             self.free.append((self.pool, self.streams.mark(self.home)))
 
 
-@dataclass
-class PooledCopy:
-    """A tensor's storage in the pool, with the shape to give it when it comes back."""
+@dataclass(kw_only=True)
+class PooledCopy(StoredTensor):
+    """A stored tensor in the pool, copied on streams."""
 
-    buffer: torch.Tensor
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
     streams: Streams
     lease: Lease | None
-    pending: Any = None
     stored: Any = None
     held: torch.Tensor | None = field(default=None, repr=False)
     """The device side of the transfer under way: alive until the compute stream has waited."""
     home: Any = None
     """The compute stream that made `held`. Its memory goes back to that stream's allocator, so
     that stream waits, too, if the copy dies elsewhere (in the garbage collector, say)."""
-    generation: int = field(default_factory=generation)
 
     def settle(self) -> None:
         """Let the compute stream wait for the transfer under way, if any."""
@@ -176,21 +170,13 @@ class StreamSwap:
     ) -> PooledCopy:
         """Start copying `tensor`'s storage to `address` of the lease's pool (without them: to
         host memory of its own)."""
-        source = _flat(tensor)
+        source = flat(tensor)
         count = source.numel()
         if lease is None or address is None:
             buffer = self._streams.host_bytes(count)
         else:
             buffer = lease.pool[address : address + count]
-        copy = PooledCopy(
-            buffer=buffer,
-            dtype=tensor.dtype,
-            size=tensor.size(),
-            stride=tensor.stride(),
-            offset=int(tensor.storage_offset()),
-            streams=self._streams,
-            lease=lease,
-        )
+        copy = PooledCopy.of(tensor, buffer, streams=self._streams, lease=lease)
         self.account.add(copy, count)
         copy.held, copy.home = source, self._streams.here()
         copy.pending = copy.stored = self._streams.copy(
@@ -203,26 +189,17 @@ class StreamSwap:
         start filling it; `wait` before the first read."""
         copy.settle()
         size_bytes = copy.buffer.numel()
-        flat = self._streams.device_bytes(size_bytes) if into is None else _flat(into)
-        tensor = torch.empty(0, dtype=copy.dtype, device=flat.device)
-        tensor.set_(flat.untyped_storage(), copy.offset, copy.size, copy.stride)
+        there = self._streams.device_bytes(size_bytes) if into is None else flat(into)
+        tensor = copy.made(there.untyped_storage())
         home = self._streams.here()
         copy.pending = self._streams.copy(
-            flat, copy.buffer, False, (self._streams.mark(home), copy.stored)
+            there, copy.buffer, False, (self._streams.mark(home), copy.stored)
         )
         copy.home = home
-        copy.held = flat  # only now: a copy that could not start must not keep device memory
+        copy.held = there  # only now: a copy that could not start must not keep device memory
         return tensor
 
     def wait(self, copy: PooledCopy) -> None:
         """Let the compute stream wait until the last transfer of `copy` has ended."""
         with self._recorder.waiting() if self._recorder else contextlib.nullcontext():
             copy.settle()
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's whole storage."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    flat.set_(storage, 0, torch.Size((storage.nbytes(),)))  # type: ignore[call-overload]  # torch accepts an UntypedStorage here
-    return flat

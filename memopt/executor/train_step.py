@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from memopt.errors import ExecutionError, GuardError
-from memopt.executor.finishing import finishing_at_ctrl_c
 from memopt.executor.guard import Guard
 from memopt.executor.input_gradients import check_behind, pass_on
+from memopt.executor.interrupts import ctrl_c_deferred
 from memopt.executor.module import install
 from memopt.executor.step_file import with_step
 from memopt.models.budget import format_bytes
@@ -141,7 +141,7 @@ class TrainStep:
         try:
             target.run = update
             # The casts are in the graph.
-            with finishing_at_ctrl_c() as begin, torch.no_grad(), autocast_off():
+            with ctrl_c_deferred() as begin, torch.no_grad(), autocast_off():
                 if host_state is not None:
                     host_state.leave()
                 return self._step(call, changes)

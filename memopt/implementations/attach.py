@@ -31,6 +31,7 @@ from memopt.implementations.site import Attach, Sites
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Tensor
 from memopt.models.variants import undominated
+from memopt.profiler.backend import backend_of, estimated_backend
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.estimate import work_time_s
@@ -97,14 +98,14 @@ def with_implementations(
     if device is not None:
         block_bytes = device.block_bytes
     else:
-        block_bytes = 512 if profiled.torch_device.type == "cuda" else 1
+        block_bytes = backend_of(profiled.torch_device).block_bytes
     lowering = attach(
         profiled.lowering, families=families, exact_only=exact_only, block_bytes=block_bytes
     )
     lowering = _allowed(lowering, profiled)
     figures = _figures(lowering, profiled.torch_device, device, options)
     graph = _priced(profiled.graph, lowering, figures, pruned=device is not None)
-    graph = with_state(graph, cuda=block_bytes > 1)
+    graph = with_state(graph, estimated_backend(block_bytes))
     return replace(profiled, graph=graph, lowering=lowering)
 
 

@@ -10,8 +10,14 @@ from typing import Any
 
 import torch
 
-from memopt.implementations.kernel import Kernel, with_twin
-from memopt.implementations.norms import channels, check_invertible, invertible, normalised
+from memopt.implementations.kernel import writing
+from memopt.implementations.norms import (
+    add_from_output,
+    channels,
+    check_invertible,
+    normalised,
+    single_or_double,
+)
 from memopt.implementations.parts import PARTS, part_bytes, split
 from memopt.implementations.site import Sites, value_of
 
@@ -75,11 +81,7 @@ def _from_input(
     return _gradients(g, x, find, _scale(inverse, weight), mask, result)
 
 
-def _again(x: torch.Tensor, weight: Any, bias: Any, mean: Any, inverse: Any) -> Any:
-    return _again_into(torch.empty_like(x), x, weight, bias, mean, inverse)
-
-
-def _again_into(
+def _again(
     result: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any, mean: Any, inverse: Any
 ) -> Any:
     scale = _scale(inverse, weight)
@@ -88,18 +90,9 @@ def _again_into(
     return (torch.addcmul(channels(shift, x), x, channels(scale, x), out=result),)
 
 
-def _kernel(name: str, into: Callable[..., Any]) -> Kernel:
-    """The kernel whose second argument is laid out as its first result, and its twin in place."""
-    return with_twin(
-        name,
-        lambda first, held, *rest: into(torch.empty_like(held), first, held, *rest),
-        lambda first, *rest: into(first, first, *rest),
-    )
-
-
-OUTPUT = _kernel("batch_norm_backward.output.3", _from_output)
-INPUT = _kernel("batch_norm_backward.input", _from_input)
-AGAIN = with_twin("batch_norm.statistics.3", _again, lambda x, *rest: _again_into(x, x, *rest))
+OUTPUT = writing("batch_norm_backward.output.3", _from_output, like=1)
+INPUT = writing("batch_norm_backward.input", _from_input, like=1)
+AGAIN = writing("batch_norm.statistics.3", _again)
 
 
 def attach(sites: Sites) -> None:
@@ -110,21 +103,12 @@ def attach(sites: Sites) -> None:
         if forward is None or str(forward.target) != FORWARD or not train:
             continue
         y = sites.result(forward, 0)
-        if y is None or value_of(y).dtype not in (torch.float32, torch.float64):
+        if not single_or_double(y):
             continue
         scratch = 2 * part_bytes(value_of(y), min(PARTS, len(value_of(y))))
         bias = forward.args[2]
-        like = ((backward, 1.3),)
-        sites.add(
-            backward,
-            "output",
-            OUTPUT,
-            (g, y, weight, bias, inverse, mask),
-            workspace_bytes=scratch,
-            exact=False,
-            like=like,
-            requires=(invertible, (weight, bias)),
-        )
+        args = (g, y, weight, bias, inverse, mask)
+        add_from_output(sites, backward, OUTPUT, args, scratch, (weight, bias))
         sites.add(
             backward,
             "input",
@@ -132,6 +116,6 @@ def attach(sites: Sites) -> None:
             (g, x, weight, mean, inverse, mask),
             workspace_bytes=scratch,
             exact=False,
-            like=like,
+            like=((backward, 1.3),),
         )
         sites.add(forward, "statistics", AGAIN, (x, weight, bias, mean, inverse), (y,), exact=False)

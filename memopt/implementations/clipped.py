@@ -5,62 +5,39 @@ Each writes over its first argument where a plan lets it (MONeT appendix C.1).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from memopt.implementations.bits import masks, pack_where, packed_bytes
-from memopt.implementations.kernel import Kernel, with_twin
+from memopt.implementations.kernel import Kernel, overwriting, with_twin
 from memopt.implementations.site import Sites, value_of
 
 ATEN = torch.ops.aten
 
 
-def _relu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _with_sign(ATEN.relu(x))
+def _with_bits(
+    name: str,
+    function: Callable[..., torch.Tensor],
+    over: Callable[..., torch.Tensor],
+    test: Callable[..., torch.Tensor],
+) -> Kernel:
+    """A kernel that returns a bit per element beside its result: what `test` says of that."""
+
+    def keeping(run: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+        def kept(x: torch.Tensor, *options: float) -> tuple[torch.Tensor, torch.Tensor]:
+            y = run(x, *options)
+            return y, pack_where(y, lambda part: test(part, *options))
+
+        return kept
+
+    return with_twin(name, keeping(function), keeping(over))
 
 
-def _relu_over(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _with_sign(ATEN.relu_(x))
-
-
-def _with_sign(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # A NaN passes its gradient on, as in threshold_backward: not (y <= 0).
-    return y, pack_where(y, lambda part: (part <= 0).logical_not_())
-
-
-def _hardtanh(
-    x: torch.Tensor, low: float = -1.0, high: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _with_inside(ATEN.hardtanh(x, low, high), low, high)
-
-
-def _hardtanh_over(
-    x: torch.Tensor, low: float = -1.0, high: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _with_inside(ATEN.hardtanh_(x, low, high), low, high)
-
-
-def _with_inside(y: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return y, pack_where(y, lambda part: ((part <= low) | (part >= high)).logical_not_())
-
-
-def _leaky(x: torch.Tensor, slope: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
-    return _with_positive(ATEN.leaky_relu(x, slope))
-
-
-def _leaky_over(x: torch.Tensor, slope: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
-    return _with_positive(ATEN.leaky_relu_(x, slope))
-
-
-def _with_positive(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # Where x is: the slope is positive.
-    return y, pack_where(y, lambda part: part > 0)
-
-
-def _masked(g: torch.Tensor, bits: torch.Tensor) -> Any:
-    return _masked_over(g.clone(), bits)
+def _inside(y: torch.Tensor, low: float = -1.0, high: float = 1.0) -> torch.Tensor:
+    return ((y <= low) | (y >= high)).logical_not_()
 
 
 def _masked_over(g: torch.Tensor, bits: torch.Tensor) -> Any:
@@ -68,10 +45,6 @@ def _masked_over(g: torch.Tensor, bits: torch.Tensor) -> Any:
     for place, mask in masks(bits, g.numel()):
         flat[place].masked_fill_(mask.logical_not_(), 0)
     return g
-
-
-def _scaled(g: torch.Tensor, bits: torch.Tensor, slope: float) -> Any:
-    return _scaled_over(g.clone(), bits, slope)
 
 
 def _scaled_over(g: torch.Tensor, bits: torch.Tensor, slope: float) -> Any:
@@ -82,45 +55,31 @@ def _scaled_over(g: torch.Tensor, bits: torch.Tensor, slope: float) -> Any:
     return g
 
 
-def _from_output(g: torch.Tensor, y: torch.Tensor, low: float, high: float) -> Any:
-    return ATEN.hardtanh_backward(g, y, low, high)
+def _gradient(name: str, run: Callable[..., Any]) -> Kernel:
+    """A backward of ATen's that can write over its first argument, by its overload for that."""
+    return with_twin(name, run, lambda g, *rest: run(g, *rest, grad_input=g))
 
 
-def _from_output_over(g: torch.Tensor, y: torch.Tensor, low: float, high: float) -> Any:
-    return ATEN.hardtanh_backward(g, y, low, high, grad_input=g)
-
-
-def _leaky_from_output(g: torch.Tensor, y: torch.Tensor, slope: float) -> Any:
-    return ATEN.leaky_relu_backward(g, y, slope, True)
-
-
-def _leaky_from_output_over(g: torch.Tensor, y: torch.Tensor, slope: float) -> Any:
-    return ATEN.leaky_relu_backward(g, y, slope, True, grad_input=g)
-
-
-def _relu_from_input(g: torch.Tensor, x: torch.Tensor) -> Any:
-    return ATEN.threshold_backward(g, x, 0)
-
-
-def _relu_from_input_over(g: torch.Tensor, x: torch.Tensor) -> Any:
-    return ATEN.threshold_backward(g, x, 0, grad_input=g)
-
-
-RELU = with_twin("relu.bitmask.2", _relu, _relu_over)
-HARDTANH = with_twin("hardtanh.bitmask.2", _hardtanh, _hardtanh_over)
-LEAKY = with_twin("leaky_relu.bitmask.2", _leaky, _leaky_over)
-MASKED = with_twin("masked_gradient.bitmask.2", _masked, _masked_over)
-SCALED = with_twin("scaled_gradient.bitmask.2", _scaled, _scaled_over)
-HARDTANH_OUTPUT = with_twin("hardtanh_backward.output", _from_output, _from_output_over)
-LEAKY_OUTPUT = with_twin("leaky_relu_backward.output", _leaky_from_output, _leaky_from_output_over)
-RELU_INPUT = with_twin("relu_backward.input", _relu_from_input, _relu_from_input_over)
+# A NaN passes its gradient on, as in threshold_backward: not (y <= 0).
+RELU = _with_bits("relu.bitmask.2", ATEN.relu, ATEN.relu_, lambda y, *_: (y <= 0).logical_not_())
+HARDTANH = _with_bits("hardtanh.bitmask.2", ATEN.hardtanh, ATEN.hardtanh_, _inside)
+# Where the input is above 0, the output is: the slope is positive.
+LEAKY = _with_bits("leaky_relu.bitmask.2", ATEN.leaky_relu, ATEN.leaky_relu_, lambda y, *_: y > 0)
+MASKED = overwriting("masked_gradient.bitmask.2", _masked_over)
+SCALED = overwriting("scaled_gradient.bitmask.2", _scaled_over)
+HARDTANH_OUTPUT = _gradient("hardtanh_backward.output", ATEN.hardtanh_backward)
+LEAKY_OUTPUT = _gradient(
+    "leaky_relu_backward.output",
+    lambda g, y, slope, **out: ATEN.leaky_relu_backward(g, y, slope, True, **out),
+)
+RELU_INPUT = _gradient(
+    "relu_backward.input", lambda g, x, **out: ATEN.threshold_backward(g, x, 0, **out)
+)
 
 
 def _bits(sites: Sites, forward: Node, kernel: Kernel) -> Node:
     y = value_of(forward)
-    bits = sites.extra(
-        f"{forward.name}__bits", y.new_empty((packed_bytes(y.numel()),), dtype=torch.uint8)
-    )
+    bits = sites.bits(forward, y)
     # An eighth's comparisons and their shifted bits.
     scratch = 3 * packed_bytes(y.numel())
     sites.add(forward, "bitmask", kernel, forward.args, (forward, bits), workspace_bytes=scratch)

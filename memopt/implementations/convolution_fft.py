@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Node
 from torch.nn import functional
 
-from memopt.implementations.convolution_gemm import both_gradients, plain
+from memopt.implementations.convolution_products import Products, Steps, attach_products
 from memopt.implementations.kernel import Kernel
 from memopt.implementations.site import Sites, value_of
 
@@ -39,14 +38,15 @@ def _padded(x: torch.Tensor, padding: Any) -> tuple[torch.Tensor, tuple[int, int
     return wide, (wide.shape[2], wide.shape[3])
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor, bias: Any, shape: Any, padding: Any) -> Any:
-    wide, size = _padded(x, padding)
+def _forward(x: torch.Tensor, weight: torch.Tensor, bias: Any, shape: Any, steps: Steps) -> Any:
+    wide, size = _padded(x, steps[1])
     filters = _spectrum(weight, size).conj().transpose(1, 2)
     found = _back(_spectrum(wide, size) @ filters, size)[..., : shape[2], : shape[3]]
     return found.contiguous() if bias is None else found + bias.view(-1, 1, 1)
 
 
-def _input_gradient(g: torch.Tensor, weight: torch.Tensor, shape: Any, padding: Any) -> Any:
+def _input_gradient(g: torch.Tensor, weight: torch.Tensor, shape: Any, steps: Steps) -> Any:
+    padding = steps[1]
     size = (shape[2] + 2 * padding[0], shape[3] + 2 * padding[1])
     found = _back(_spectrum(g, size) @ _spectrum(weight, size), size)
     rows = slice(padding[0], padding[0] + shape[2])
@@ -54,19 +54,14 @@ def _input_gradient(g: torch.Tensor, weight: torch.Tensor, shape: Any, padding: 
     return (found[..., rows, columns].contiguous(),)
 
 
-def _weight_gradient(bias: bool, g: torch.Tensor, x: torch.Tensor, shape: Any, padding: Any) -> Any:
-    wide, size = _padded(x, padding)
+def _weight_gradient(bias: bool, g: torch.Tensor, x: torch.Tensor, shape: Any, steps: Steps) -> Any:
+    wide, size = _padded(x, steps[1])
     left = _spectrum(g, size).conj().transpose(1, 2)
     found = _back(left @ _spectrum(wide, size), size)[..., : shape[2], : shape[3]].contiguous()
     return (found, g.sum((0, 2, 3))) if bias else (found,)
 
 
-FORWARD = Kernel("convolution.fft", _forward)
-INPUT = Kernel("convolution_backward.input.fft", _input_gradient)
-WEIGHT = Kernel("convolution_backward.weight.fft", _weight_gradient)
-
-
-def fits(x: Any, weight: Any, steps: tuple[Any, Any, Any]) -> bool:
+def _fits(x: Any, weight: Any, steps: Steps) -> bool:
     """Stride and dilation 1, single or double precision, a window worth it."""
     stride, _, dilation = steps
     return bool(
@@ -77,64 +72,27 @@ def fits(x: Any, weight: Any, steps: tuple[Any, Any, Any]) -> bool:
     )
 
 
-def spectra_bytes(x: Any, weight: Any, y: Any, padding: Any) -> int:
-    """Of the three spectra: a complex number for two padded positions of every plane."""
+def _scratch_bytes(x: Any, weight: Any, y: Any, steps: Steps) -> tuple[int, int]:
+    """Three spectra, a complex number for two padded positions of every plane, and a copy of each
+    in the order of frequencies."""
+    padding = steps[1]
     rows, columns = x.shape[2] + 2 * padding[0], x.shape[3] + 2 * padding[1]
     planes = x.shape[0] * x.shape[1] + weight.shape[0] * weight.shape[1] + y.shape[0] * y.shape[1]
-    return int(planes * rows * (columns // 2 + 1) * 2 * x.element_size())
+    spectra = int(planes * rows * (columns // 2 + 1) * 2 * x.element_size())
+    return 2 * spectra, 4 * spectra
+
+
+FFT = Products(
+    "fft",
+    Kernel("convolution.fft", _forward),
+    Kernel("convolution_backward.input.fft", _input_gradient),
+    Kernel("convolution_backward.weight.fft", _weight_gradient),
+    _fits,
+    _scratch_bytes,
+    sums_images=False,
+)
 
 
 def attach(sites: Sites) -> None:
     """Plain two-dimensional convolutions of stride 1 and windows of at least 3 × 3."""
-    for forward in sites.calls("aten.convolution.default"):
-        x, weight, bias, stride, padding, dilation, transposed, _, groups = forward.args
-        steps = (stride, padding, dilation)
-        if not plain(x, weight, transposed, groups) or not fits(x, weight, steps):
-            continue
-        if not value_of(forward).is_contiguous():
-            continue
-        spectra = spectra_bytes(value_of(x), value_of(weight), value_of(forward), padding)
-        sites.add(
-            forward,
-            "fft",
-            FORWARD,
-            (x, weight, bias, tuple(value_of(forward).shape), padding),
-            # Each spectrum and its copy in the order of frequencies.
-            workspace_bytes=2 * spectra,
-            exact=False,
-            like=((forward, 1.0),),
-            moved_bytes=4 * spectra,
-        )
-    for backward in sites.calls("aten.convolution_backward.default"):
-        _attach_backward(sites, backward)
-
-
-def _attach_backward(sites: Sites, backward: Node) -> None:
-    call = both_gradients(sites, backward)
-    if call is None or not fits(call.x, call.weight, call.steps):
-        return
-    g, x, weight, results, padding = call.g, call.x, call.weight, call.results, call.steps[1]
-    spectra = spectra_bytes(value_of(x), value_of(weight), value_of(g), padding)
-    half = ((backward, 0.5),)
-    sites.add(
-        backward,
-        "weight gradient fft",
-        WEIGHT,
-        (call.bias, g, x, tuple(value_of(weight).shape), padding),
-        (results[1], results[2]) if call.bias else (results[1],),
-        workspace_bytes=2 * spectra,
-        exact=False,
-        like=half,
-        moved_bytes=4 * spectra,
-    )
-    sites.add(
-        backward,
-        "input gradient fft",
-        INPUT,
-        (g, weight, tuple(value_of(x).shape), padding),
-        (results[0],),
-        workspace_bytes=2 * spectra,
-        exact=False,
-        like=half,
-        moved_bytes=4 * spectra,
-    )
+    attach_products(sites, FFT)

@@ -1,16 +1,15 @@
 """Convolutions as matrix products (im2col), image by image: scratch memory is the columns of one
-image. Forward, input gradient and weight gradient are alternatives of their own."""
+image."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
 
+from memopt.implementations.convolution_products import Products, attach_products
 from memopt.implementations.kernel import Kernel
-from memopt.implementations.site import Sites, value_of
+from memopt.implementations.site import Sites
 
 ATEN = torch.ops.aten
 
@@ -59,101 +58,23 @@ def _weight_gradient(
     return (found, g.sum((0, 2, 3))) if bias else (found,)
 
 
-FORWARD = Kernel("convolution.gemm", _forward)
-INPUT = Kernel("convolution_backward.input.gemm", _input_gradient)
-WEIGHT = Kernel("convolution_backward.weight.gemm", _weight_gradient)
+def _scratch_bytes(x: Any, weight: Any, y: Any, _: Any) -> tuple[int, int]:
+    """One image's columns: a row per weight of a filter, a column per output position."""
+    columns = int(weight[0].numel() * y[0, 0].numel() * y.element_size())
+    return columns, 2 * columns * x.shape[0]
 
 
-def plain(x: Any, weight: Any, transposed: Any, groups: Any) -> bool:
-    """Two-dimensional, contiguous, of one group and not transposed."""
-    values = (value_of(x), value_of(weight))
-    return bool(
-        groups == 1
-        and not transposed
-        and all(v.ndim == 4 and v.is_contiguous() and v.is_floating_point() for v in values)
-    )
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """A backward call of a plain convolution that gives both gradients, contiguous."""
-
-    g: Any
-    x: Any
-    weight: Any
-    steps: tuple[Any, Any, Any]
-    """(stride, padding, dilation)."""
-    bias: bool
-    results: tuple[Node | None, Node | None, Node | None]
-
-
-def both_gradients(sites: Sites, backward: Node) -> Gradients | None:
-    """What a convolution's backward call is given; None if it is not of this kind."""
-    g, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = backward.args
-    needs: list[bool] = list(mask)  # type: ignore[arg-type]  # a list of booleans
-    if not (needs[0] and needs[1]) or not plain(x, weight, transposed, groups):
-        return None
-    if not value_of(g).is_contiguous():
-        return None
-    first, second, third = (sites.result(backward, i) for i in range(3))
-    steps = (stride, padding, dilation)
-    return Gradients(g, x, weight, steps, needs[2], (first, second, third))
-
-
-def columns_bytes(weight: Any, image: Any) -> int:
-    """Of one image's columns: a row per weight of a filter, a column per output position."""
-    return int(weight[0].numel() * image[0, 0].numel() * image.element_size())
+GEMM = Products(
+    "gemm",
+    Kernel("convolution.gemm", _forward),
+    Kernel("convolution_backward.input.gemm", _input_gradient),
+    Kernel("convolution_backward.weight.gemm", _weight_gradient),
+    fits=lambda *_: True,
+    scratch_bytes=_scratch_bytes,
+    sums_images=True,
+)
 
 
 def attach(sites: Sites) -> None:
     """Plain two-dimensional convolutions."""
-    for forward in sites.calls("aten.convolution.default"):
-        x, weight, bias, stride, padding, dilation, transposed, _, groups = forward.args
-        if plain(x, weight, transposed, groups) and value_of(forward).is_contiguous():
-            columns = columns_bytes(value_of(weight), value_of(forward))
-            steps = (stride, padding, dilation)
-            shape = tuple(value_of(forward).shape)
-            sites.add(
-                forward,
-                "gemm",
-                FORWARD,
-                (x, weight, bias, shape, steps),
-                workspace_bytes=columns,
-                exact=False,
-                like=((forward, 1.0),),
-                moved_bytes=2 * columns * value_of(x).shape[0],
-            )
-    for backward in sites.calls("aten.convolution_backward.default"):
-        _attach_backward(sites, backward)
-
-
-def _attach_backward(sites: Sites, backward: Node) -> None:
-    call = both_gradients(sites, backward)
-    if call is None:
-        return
-    g, x, weight, results = call.g, call.x, call.weight, call.results
-    columns = columns_bytes(value_of(weight), value_of(g))
-    half = ((backward, 0.5),)
-    moved = 2 * columns * value_of(x).shape[0]
-    sites.add(
-        backward,
-        "weight gradient gemm",
-        WEIGHT,
-        (call.bias, g, x, tuple(value_of(weight).shape), call.steps),
-        (results[1], results[2]) if call.bias else (results[1],),
-        workspace_bytes=columns + 2 * value_of(weight).untyped_storage().nbytes(),
-        exact=False,
-        like=half,
-        moved_bytes=moved,
-    )
-    sites.add(
-        backward,
-        "input gradient gemm",
-        INPUT,
-        (g, weight, tuple(value_of(x).shape), call.steps),
-        (results[0],),
-        workspace_bytes=columns,
-        exact=False,
-        like=half,
-        moved_bytes=moved,
-    )
+    attach_products(sites, GEMM)

@@ -7,6 +7,7 @@ runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,14 +18,12 @@ from memopt.implementations.site import Sites, value_of
 ATEN = torch.ops.aten
 
 
-def _native(*arguments: Any) -> Any:
-    with torch.backends.mkldnn.flags(enabled=False):
-        return ATEN.convolution(*arguments)
+def _native(operator: Any) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        with torch.backends.mkldnn.flags(enabled=False):
+            return operator(*arguments)
 
-
-def _native_backward(*arguments: Any) -> Any:
-    with torch.backends.mkldnn.flags(enabled=False):
-        return ATEN.convolution_backward(*arguments)
+    return run
 
 
 def _cudnn(benchmark: bool, deterministic: bool, backward: bool, *arguments: Any) -> Any:
@@ -33,8 +32,8 @@ def _cudnn(benchmark: bool, deterministic: bool, backward: bool, *arguments: Any
         return operator(*arguments)
 
 
-NATIVE = Kernel("convolution.native", _native)
-NATIVE_BACKWARD = Kernel("convolution_backward.native", _native_backward)
+NATIVE = Kernel("convolution.native", _native(ATEN.convolution))
+NATIVE_BACKWARD = Kernel("convolution_backward.native", _native(ATEN.convolution_backward))
 CUDNN = Kernel("convolution.cudnn", _cudnn)
 
 

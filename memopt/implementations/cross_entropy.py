@@ -82,16 +82,8 @@ def _loss(
     return loss, count, *(None if x is None else x.to(hidden.dtype) for x in made)
 
 
-def _scaled(made: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    return made * g
-
-
-def _scaled_over(made: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    return made.mul_(g)
-
-
 LOSS = Kernel("cross_entropy.chunked.2", _loss)
-SCALED = with_twin("cross_entropy_gradient.chunked", _scaled, _scaled_over)
+SCALED = with_twin("cross_entropy_gradient.chunked", torch.mul, torch.Tensor.mul_)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,9 @@ an eighth of the rows at a time. The same kernels on the same rows: exact.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from memopt.implementations.kernel import with_twin
+from memopt.implementations.kernel import writing
 from memopt.implementations.parts import part_bytes, split
 from memopt.implementations.site import Sites, value_of
 
@@ -36,15 +34,7 @@ def _into(
     return result
 
 
-def _backward(logs: torch.Tensor, *more: Any) -> torch.Tensor:
-    return _into(torch.empty_like(logs), logs, *more)
-
-
-def _backward_over(logs: torch.Tensor, *more: Any) -> torch.Tensor:
-    return _into(logs, logs, *more)
-
-
-BACKWARD = with_twin("cross_entropy_backward.rows", _backward, _backward_over)
+BACKWARD = writing("cross_entropy_backward.rows", _into)
 
 
 def attach(sites: Sites) -> None:

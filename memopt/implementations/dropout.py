@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from memopt.implementations.bits import masks, pack, packed_bytes, unpack
+from memopt.implementations.bits import masks, pack, unpack
 from memopt.implementations.kernel import Kernel, with_twin
 from memopt.implementations.site import Sites, value_of
-from memopt.profiler.eager_dropout import dropout
+from memopt.profiler.as_eager.dropout import dropout
 
 ATEN = torch.ops.aten
 
@@ -50,10 +50,7 @@ def attach(sites: Sites) -> None:
         held = value_of(forward)[1]
         if result is None or not held.is_contiguous():
             continue
-        bits = sites.extra(
-            f"{forward.name}__bits",
-            held.new_empty((packed_bytes(held.numel()),), dtype=torch.uint8),
-        )
+        bits = sites.bits(forward, held)
         size = held.numel()
         value_bytes = value_of(result).untyped_storage().nbytes()
         sites.add(

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from memopt.implementations.kernel import Kernel
-from memopt.implementations.norms import channels, check_invertible, invertible, normalised
+from memopt.implementations.norms import (
+    add_from_output,
+    channels,
+    check_invertible,
+    normalised,
+    single_or_double,
+)
 from memopt.implementations.site import Sites, value_of
 
 ATEN = torch.ops.aten
@@ -49,19 +55,10 @@ def attach(sites: Sites) -> None:
         g, x, mean, inverse, weight, *more = backward.args
         forward = sites.producer(mean)
         y = None if forward is None else sites.result(forward, 0)
-        if forward is None or y is None or not value_of(x).is_contiguous():
-            continue
-        if value_of(y).dtype not in (torch.float32, torch.float64):
+        if forward is None or not value_of(x).is_contiguous() or not single_or_double(y):
             continue
         bias = forward.args[2]
-        sites.add(
-            backward,
-            "output",
-            OUTPUT,
-            (g, y, inverse, weight, bias, *more),
-            workspace_bytes=value_of(y).untyped_storage().nbytes(),
-            exact=False,
-            like=((backward, 1.3),),
-            requires=(invertible, (weight, bias)),
-        )
+        args = (g, y, inverse, weight, bias, *more)
+        size = value_of(y).untyped_storage().nbytes()
+        add_from_output(sites, backward, OUTPUT, args, size, (weight, bias))
         sites.add(forward, "statistics", AGAIN, (x, weight, bias, mean, inverse), (y,), exact=False)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -38,3 +40,23 @@ class Kernel:
 def with_twin(name: str, function: Callable[..., Any], over: Callable[..., Any]) -> Kernel:
     """A kernel, and the function that does the same over its first argument (`Kernel.over`)."""
     return Kernel(name, function, Kernel(f"{name}.over", over))
+
+
+def overwriting(name: str, over: Callable[..., Any]) -> Kernel:
+    """A kernel that copies its first argument and overwrites the copy, and its twin `over`."""
+    return with_twin(name, lambda first, *rest: over(first.clone(), *rest), over)
+
+
+def writing(name: str, write: Callable[..., Any], like: int = 0) -> Kernel:
+    """A kernel that writes to a new tensor, and its twin that writes to its first argument.
+
+    Args:
+        name: the kernel's.
+        write: `write(result, *args)`.
+        like: the position of the argument as which the new tensor is laid out.
+    """
+    return with_twin(
+        name,
+        lambda *args: write(torch.empty_like(args[like]), *args),
+        lambda *args: write(args[0], *args),
+    )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from memopt.errors import ExecutionError
 from memopt.implementations.kernel import Kernel
@@ -72,23 +73,35 @@ def _layer_backward(
 LAYER_OUTPUT = Kernel("layer_norm_backward.output.2", _layer_backward)
 
 
+def add_from_output(
+    sites: Sites, backward: Node, kernel: Kernel, args: tuple[Any, ...], scratch_bytes: int,
+    weights: tuple[Any, Any],
+) -> None:  # fmt: skip
+    """A backward that reads the output; `weights`: weight and bias, which must allow it."""
+    sites.add(
+        backward,
+        "output",
+        kernel,
+        args,
+        workspace_bytes=scratch_bytes,
+        exact=False,
+        like=((backward, 1.3),),
+        requires=(invertible, weights),
+    )
+
+
+def single_or_double(node: Any) -> bool:
+    """Whether a value is there, in float32 or float64."""
+    return node is not None and value_of(node).dtype in (torch.float32, torch.float64)
+
+
 def attach(sites: Sites) -> None:
     """Layer norm, in float32 and float64."""
     for backward in sites.calls("aten.native_layer_norm_backward.default"):
         g, _, shape, mean, inverse, weight, bias, mask = backward.args
         forward = sites.producer(mean)
         y = None if forward is None else sites.result(forward, 0)
-        if y is None or value_of(y).dtype not in (torch.float32, torch.float64):
-            continue
-        size = value_of(y).untyped_storage().nbytes()
-        args = (g, y, shape, inverse, weight, bias, mask)
-        sites.add(
-            backward,
-            "output",
-            LAYER_OUTPUT,
-            args,
-            workspace_bytes=size,
-            exact=False,
-            like=((backward, 1.3),),
-            requires=(invertible, (weight, bias)),
-        )
+        if single_or_double(y):
+            args = (g, y, shape, inverse, weight, bias, mask)
+            size = value_of(y).untyped_storage().nbytes()
+            add_from_output(sites, backward, LAYER_OUTPUT, args, size, (weight, bias))

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
+from memopt.implementations.bits import packed_bytes
 from memopt.implementations.kernel import Kernel
 from memopt.models.device import in_blocks
 from memopt.models.graph import Implementation, Tensor
@@ -92,6 +93,11 @@ class Sites:
         self._bases[len(self._tensors)] = node
         self._tensors.append(Tensor(name, in_blocks(size, self._block_bytes)))
         return node
+
+    def bits(self, forward: Node, value: torch.Tensor) -> Node:
+        """An extra tensor with a bit for each element of `value`, made by `forward`."""
+        packed = value.new_empty((packed_bytes(value.numel()),), dtype=torch.uint8)
+        return self.extra(f"{forward.name}__bits", packed)
 
     def add(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memopt.implementations.bits import pack, packed_bytes, unpack
+from memopt.implementations.bits import pack, unpack
 from memopt.implementations.kernel import Kernel
 from memopt.implementations.site import Sites, value_of
 
@@ -76,9 +76,7 @@ def attach(sites: Sites) -> None:
         if forward is None or not _dense(g, forward):
             continue
         y = value_of(forward)
-        bits = sites.extra(
-            f"{forward.name}__bits", y.new_empty((packed_bytes(y.numel()),), dtype=torch.uint8)
-        )
+        bits = sites.bits(forward, y)
         scratch = 3 * y.numel()
         sites.add(forward, "bitmask", HARDSIGMOID, (x,), (forward, bits), workspace_bytes=scratch)
         scratch = y.numel() + 2 * y.untyped_storage().nbytes()

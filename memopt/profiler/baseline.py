@@ -1,13 +1,12 @@
 """The baseline: the unplanned step, measured. And the memory of the user's own loss.
 
-Measuring leaves what the user owns as it was, see `memopt.profiler.untouched`.
+Measuring leaves what the user owns as it was, see `memopt.profiler.restored_state`.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +16,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memopt.models.record import ANY_LOSS, OutputGradients
+from memopt.profiler.backend import timed
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
-from memopt.profiler.output_views import gradients_of, in_memory_of_its_own, tangent_of
+from memopt.profiler.model_outputs import gradients_of, in_memory_of_its_own, tangent_of
+from memopt.profiler.restored_state import state_restored
 from memopt.profiler.torch_private import backward_owns_tangents
-from memopt.profiler.untouched import untouched
 
 _MINIMUM_STEPS = 3
 _MOST_STEPS = 10
@@ -110,11 +110,6 @@ def backward(output: Any, loss: Loss | None) -> None:
     torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def measure_baseline(
     model: nn.Module, call: Call, loss: Loss | None, device: torch.device, resident_bytes: int
 ) -> Baseline:
@@ -135,12 +130,17 @@ def measure_baseline(
         return output
 
     def clear() -> None:
-        for tensor in (*model.parameters(), *call.tensors()):
-            if tensor.is_leaf:
-                tensor.grad = None
+        clear_gradients(model, call.tensors())
 
-    with untouched(model, call, *(loss.parts if loss else ())) as kept:
-        return measure_steps(step, clear, device, resident_bytes, kept.watching())
+    with state_restored(model, call, *(loss.parts if loss else ())) as kept:
+        return measure_steps(step, clear, device, resident_bytes, kept.first_run())
+
+
+def clear_gradients(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> None:
+    """No gradients on parameters and inputs, as before a step."""
+    for tensor in (*model.parameters(), *inputs):
+        if tensor.is_leaf:
+            tensor.grad = None
 
 
 def measure_steps(
@@ -157,7 +157,7 @@ def measure_steps(
         clear: called before every step, not timed: drops gradients.
         device: where the model is.
         resident_bytes: added to the metered peak.
-        watching: entered around the first step (`Kept.watching`).
+        watching: entered around the first step (`StorageCopies.first_run`).
     """
     clear()
     with watching:
@@ -166,18 +166,22 @@ def measure_steps(
     with metered(device) as use:
         held = step()
     del held
-    times: list[float] = []
-    while len(times) < _MINIMUM_STEPS or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
-        clear()
-        _synchronize(device)
-        begin = time.perf_counter()
-        step()
-        _synchronize(device)
-        times.append(time.perf_counter() - begin)
+    time_s = median_step_s(step, clear, device)
     clear()
     kept = library_bytes(device)
     peak_bytes = resident_bytes + use.peak_bytes
-    return Baseline(peak_bytes, statistics.median(times), measured=True, library_bytes=kept)
+    return Baseline(peak_bytes, time_s, measured=True, library_bytes=kept)
+
+
+def median_step_s(
+    step: Callable[[], object], clear: Callable[[], None], device: torch.device
+) -> float:
+    """Median seconds of a step that has run before: of a few, `clear` called before each."""
+    times: list[float] = []
+    while len(times) < _MINIMUM_STEPS or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
+        clear()
+        times.append(timed(step, device))
+    return statistics.median(times)
 
 
 @dataclass(frozen=True)
@@ -262,8 +266,8 @@ def _storage(value: torch.Tensor) -> tuple[int, int]:
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
     """Run the loss forward and backward on detached outputs of the model; not where no output
     has a gradient, which is the model's fault and `capture`'s to say."""
-    with untouched(model, call, *loss.parts) as kept:
-        with kept.watching():
+    with state_restored(model, call, *loss.parts) as kept:
+        with kept.first_run():
             output = model(*call.args, **call.kwargs)
         leaves, spec = pytree.tree_flatten(output)
         found = list(differentiable(output).values())
@@ -287,7 +291,7 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
                 again = [
                     leaf if i is None else cut[i] for leaf, i in zip(leaves, ranks, strict=True)
                 ]
-                with kept.watching():
+                with kept.first_run():
                     value = loss.value(pytree.tree_unflatten(again, spec))
                 value.backward()  # type: ignore[no-untyped-call]
         found_bytes = sum(g.numel() * g.element_size() for g in arrivals.gradients.values())

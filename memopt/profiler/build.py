@@ -22,6 +22,7 @@ from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.profiler.capture import Captured
 from memopt.profiler.in_place import overwritable, same_bits_in_place
+from memopt.profiler.memory_layout import storage_of
 from memopt.profiler.names import module_paths
 from memopt.profiler.nodes import is_random, overload_of
 from memopt.profiler.signature import values_of
@@ -311,7 +312,7 @@ def _beside(builder: _Builder, captured: Captured) -> tuple[int, ...]:
     """Gradients that the loss hands to parameters and inputs themselves: autograd holds them from
     the loss boundary to the end."""
     first = len(builder.tensors)
-    for position, size_bytes in captured.forms.beside:
+    for position, size_bytes in captured.outputs.beside:
         size = builder.in_blocks(size_bytes)
         builder.tensors.append(Tensor(f"gradient of output {position}", size, TensorKind.GRADIENT))
     return tuple(range(first, len(builder.tensors)))
@@ -370,11 +371,11 @@ def _untouched_bytes(builder: _Builder, model: nn.Module, captured: Captured) ->
     untouched: dict[int, torch.Tensor] = {}
     for _, tensor in _named_tensors(model):
         if id(tensor) not in touched:
-            untouched[int(tensor.untyped_storage()._cdata)] = tensor
+            untouched[storage_of(tensor)] = tensor
     read = {p.index for p in captured.primals if p.kind == "input"}
     for position, leaf in enumerate(captured.call.leaves):
         if isinstance(leaf, torch.Tensor) and position not in read:
-            untouched[int(leaf.untyped_storage()._cdata)] = leaf
+            untouched[storage_of(leaf)] = leaf
     return sum(builder.size_of(tensor) for tensor in untouched.values())
 
 

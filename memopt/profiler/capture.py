@@ -21,27 +21,22 @@ from torch.fx import GraphModule, Node
 from memopt.errors import CaptureError
 from memopt.models.record import OutputGradients
 from memopt.profiler import torch_private
-from memopt.profiler.draws import DrawsAsEager, with_own_names
-from memopt.profiler.eager_backward import backwards_as_eager
-from memopt.profiler.eager_dropout import dropout_as_eager
-from memopt.profiler.eager_vectors import values_alone
-from memopt.profiler.fake_results import correct_fake_results
-from memopt.profiler.hugging_face import as_eager, cache_remedy
+from memopt.profiler.as_eager.corrections import joint_as_eager, tracing_as_eager
+from memopt.profiler.as_eager.layouts import computing_device
+from memopt.profiler.dependencies.dependencies import Dependencies, digest
 from memopt.profiler.inputs import Call
 from memopt.profiler.joint_split import Boxed, compiler, mutations, partitioner, split_joint
-from memopt.profiler.kernel_layouts import computing_device, layouts_of_kernels
 from memopt.profiler.leaf_gradients import gradients_as_kept
-from memopt.profiler.output_views import NO_OUTPUTS, OutputForms, hand_out, trace_apart
+from memopt.profiler.model_outputs import NO_OUTPUTS, TracedOutputs, hand_out, separate_outputs
 from memopt.profiler.parameter_updates import without_zero_gradients
 from memopt.profiler.side_effects import check_side_effects
 from memopt.profiler.uncaptured import (
+    cache_remedy,
     check_effects,
     check_initialised,
     shape_from_data,
     why_not_captured,
 )
-from memopt.profiler.update_layouts import UpdatesAsEager
-from memopt.profiler.watches import Watches, digest
 
 _LOG = logging.getLogger(__name__)
 
@@ -102,12 +97,12 @@ class Captured:
         mutated: for each leading forward output, the index of the primal it updates.
         call: the example call that was captured.
         device: where its kernels run; None: they are not to be computed (an estimate).
-        watches: what the trace read beside the inputs, and relied on.
+        dependencies: what the trace read beside the inputs, and relied on.
         trace: names the forward's graph, as it was traced.
         compiled: `compiled(*parameters, *buffers, *args, **kwargs) -> output`; runs `hooks`.
         hooks: the forward and backward callables behind `compiled`.
         model: weak reference to the user's model.
-        forms: what is known of the leaves of the output.
+        outputs: what is known of the leaves of the output.
     """
 
     module: GraphModule
@@ -121,16 +116,16 @@ class Captured:
     hooks: Hooks
     model: weakref.ReferenceType[nn.Module]
     device: torch.device | None = None
-    watches: Watches = field(default_factory=Watches)
+    dependencies: Dependencies = field(default_factory=Dependencies)
     trace: str = ""
-    forms: OutputForms = NO_OUTPUTS
+    outputs: TracedOutputs = NO_OUTPUTS
 
     @property
     def leaves(self) -> tuple[int | None, ...]:
         """For each forward output, which leaf of the model's output it is; None: none."""
         mutated = len(self.mutated)
         return tuple(
-            i - mutated if mutated <= i < mutated + self.forms.count else None
+            i - mutated if mutated <= i < mutated + self.outputs.count else None
             for i in range(len(self.forward_outputs))
         )
 
@@ -166,28 +161,28 @@ def capture(
                 "strings, None and pytrees of them; keep other objects as attributes of the model"
             )
     device = computing_device(model, call)
-    with torch.enable_grad(), layouts_of_kernels(device):
-        traced, watches = _trace(model, call)
-        trace = digest(traced, model, watches)
-        forms = trace_apart(traced, gradients())
-        values_alone(traced)
-        backwards_as_eager(traced)
-        captured = _export(model, traced, call, watches, forms)
-        return replace(captured, device=device, watches=watches, trace=trace)
+    with tracing_as_eager(device) as tracing:
+        traced, dependencies = _trace(model, call, tracing)
+        trace = digest(traced, model, dependencies)
+        outputs = separate_outputs(traced, gradients())
+        captured = _export(model, traced, call, dependencies, outputs)
+        return replace(captured, device=device, dependencies=dependencies, trace=trace)
 
 
-def traced_again(captured: Captured, model: nn.Module) -> Watches | None:
+def traced_again(captured: Captured, model: nn.Module) -> Dependencies | None:
     """What a new trace of the model reads, as it is now; None if it gives another graph."""
-    with torch.enable_grad(), layouts_of_kernels(captured.device):
-        traced, watches = _trace(model, captured.call)
-    return watches if digest(traced, model, watches) == captured.trace else None
+    with tracing_as_eager(captured.device) as tracing:
+        traced, dependencies = _trace(model, captured.call, tracing)
+    return dependencies if digest(traced, model, dependencies) == captured.trace else None
 
 
-def _trace(model: nn.Module, call: Call) -> tuple[Any, Watches]:
+def _trace(
+    model: nn.Module, call: Call, tracing: Callable[[Callable[[], Any]], Any]
+) -> tuple[Any, Dependencies]:
     from torch._dynamo.exc import TorchDynamoException
 
     try:
-        module, changed, guards = as_eager(
+        module, changed, guards = tracing(
             lambda: torch_private.dynamo_capture(model, call.args, call.kwargs)
         )
     except (TorchDynamoException, torch_private.shape_from_data_error()) as error:
@@ -198,7 +193,7 @@ def _trace(model: nn.Module, call: Call) -> tuple[Any, Watches]:
             + (cache_remedy(model) or _PYTREES)
         ) from error
     check_side_effects(model, call, changed)
-    return module, Watches.of(model, guards, changed)
+    return module, Dependencies.of(model, guards, changed)
 
 
 _PYTREES = (
@@ -208,32 +203,17 @@ _PYTREES = (
 
 
 def _export(
-    model: nn.Module, traced: Any, call: Call, watches: Watches, forms: OutputForms
+    model: nn.Module, traced: Any, call: Call, dependencies: Dependencies, outputs: TracedOutputs
 ) -> Captured:
     hooks = Hooks()
     with contextlib.ExitStack() as stack:
-        try:
-            with DrawsAsEager(), UpdatesAsEager():
-                joint = torch_private.export_joint(stack, traced, call.args, call.kwargs)
-        except (RuntimeError, NotImplementedError, AssertionError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            where = shape_from_data(traced)
-            if where is not None:
-                raise CaptureError(
-                    f"a shape depends on the values of a tensor{where}: {first}. memopt needs the "
-                    "same shapes in every step: multiply by a mask or use torch.where instead of "
-                    "selecting by a condition (y[mask], nonzero, unique)"
-                ) from error
-            raise CaptureError(
-                f"the model's backward cannot be traced: {first}. Look for operators without a "
-                "derivative, in-place updates of leaf parameters, or double backward in the forward"
-            ) from error
+
+        def prepare(module: GraphModule) -> None:
+            check_effects(module)
+            hand_out(module, outputs)
+
+        joint = joint_as_eager(traced, lambda: _joint(stack, traced, call), prepare)
         module: GraphModule = joint.graph_module
-        check_effects(module)
-        hand_out(module, forms)
-        with_own_names(module)
-        correct_fake_results(module)
-        dropout_as_eager(module)
         without_zero_gradients(module)
         gradients_as_kept(module, call)
         split = split_joint(module)
@@ -250,7 +230,7 @@ def _export(
                 compiler(lambda: hooks.forward),
                 compiler(lambda: hooks.backward),
             )
-        primals = tuple(_primal(node, names, watches) for node in split.primals)
+        primals = tuple(_primal(node, names, dependencies) for node in split.primals)
     _LOG.debug("captured %s: %d nodes", type(model).__name__, len(module.graph.nodes))
     return Captured(
         module=module,
@@ -263,8 +243,31 @@ def _export(
         compiled=compiled,
         hooks=hooks,
         model=weakref.ref(model),
-        forms=replace(forms, values=()),
+        outputs=replace(outputs, values=()),
     )
+
+
+def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
+    """AOTAutograd's joint graph of dynamo's.
+
+    Raises:
+        CaptureError: it cannot be made.
+    """
+    try:
+        return torch_private.export_joint(stack, traced, call.args, call.kwargs)
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        where = shape_from_data(traced)
+        if where is not None:
+            raise CaptureError(
+                f"a shape depends on the values of a tensor{where}: {first}. memopt needs the "
+                "same shapes in every step: multiply by a mask or use torch.where instead of "
+                "selecting by a condition (y[mask], nonzero, unique)"
+            ) from error
+        raise CaptureError(
+            f"the model's backward cannot be traced: {first}. Look for operators without a "
+            "derivative, in-place updates of leaf parameters, or double backward in the forward"
+        ) from error
 
 
 def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, torch.Tensor]]:
@@ -284,7 +287,9 @@ def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, to
     return names
 
 
-def _primal(node: Node, names: dict[str, tuple[str, torch.Tensor]], watches: Watches) -> Primal:
+def _primal(
+    node: Node, names: dict[str, tuple[str, torch.Tensor]], dependencies: Dependencies
+) -> Primal:
     descriptor = node.meta["desc"]
     kind = type(descriptor).__name__
     if kind in ("ParamAOTInput", "BufferAOTInput"):
@@ -294,7 +299,7 @@ def _primal(node: Node, names: dict[str, tuple[str, torch.Tensor]], watches: Wat
             kind="parameter" if kind == "ParamAOTInput" else "buffer",
             name=name,
             constant=None if name else tensor,
-            reader=None if name else watches.reader_of(tensor),
+            reader=None if name else dependencies.reader_of(tensor),
         )
     if kind == "PlainAOTInput":
         return Primal(node=node, kind="input", name=f"input{descriptor.idx}", index=descriptor.idx)

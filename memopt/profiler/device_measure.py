@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memopt.models.device import Device
+from memopt.profiler.backend import backend_of, timed
 from memopt.profiler.measure import environment
 
 _BUDGET_S = 0.05
@@ -47,7 +48,7 @@ def measure_device(device: torch.device | str | None = None) -> Device:
             flops_per_s=_rates(place),
             memory_bytes_per_s=_bandwidth(place),
             launch_latency_s=_launch(place),
-            block_bytes=512 if place.type == "cuda" else 1,
+            block_bytes=backend_of(place).block_bytes,
             source="measured by memopt.measure_device",
         )
 
@@ -58,11 +59,7 @@ def best_s(place: torch.device, run: Run, budget_s: float = _BUDGET_S) -> float:
     run()
     best, begin = float("inf"), time.perf_counter()
     while time.perf_counter() - begin < budget_s:
-        _wait(place)
-        start = time.perf_counter()
-        run()
-        _wait(place)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, timed(run, place))
     return best
 
 
@@ -74,37 +71,33 @@ def _settle_allocator(place: torch.device) -> None:
         torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
-def _wait(place: torch.device) -> None:
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
-
-
 def _capacity(place: torch.device) -> int | None:
-    if place.type != "cuda":
+    runtime = backend_of(place).runtime
+    if runtime is None:
         return None
-    free, _ = torch.cuda.mem_get_info(place)
-    return int(free) + torch.cuda.memory_reserved(place)
+    free, _ = runtime.mem_get_info(place)
+    return int(free) + int(runtime.memory_reserved(place))
 
 
 def _link(place: torch.device) -> tuple[float, float, bool]:
     """Bytes per second to and from the host, and whether both directions overlap."""
-    cuda = place.type == "cuda"
+    runtime = backend_of(place).runtime
+    queued = runtime is not None
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=place)
-    here = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=cuda)
+    here = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=queued)
     here.fill_(1)
     there.copy_(here)
-    out_s = best_s(place, lambda: here.copy_(there, non_blocking=cuda))
-    in_s = best_s(place, lambda: there.copy_(here, non_blocking=cuda))
-    if not cuda:
+    out_s = best_s(place, lambda: here.copy_(there, non_blocking=queued))
+    in_s = best_s(place, lambda: there.copy_(here, non_blocking=queued))
+    if runtime is None:
         return _COPY_BYTES / out_s, _COPY_BYTES / in_s, True
     other_here, other_there = here.clone().pin_memory(), there.clone()
-    outward = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
-    inward = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
+    outward, inward = runtime.Stream(place), runtime.Stream(place)
 
     def both() -> None:
-        with torch.cuda.stream(outward):
+        with runtime.stream(outward):
             here.copy_(there, non_blocking=True)
-        with torch.cuda.stream(inward):
+        with runtime.stream(inward):
             other_there.copy_(other_here, non_blocking=True)
 
     return _COPY_BYTES / out_s, _COPY_BYTES / in_s, best_s(place, both) < 0.75 * (out_s + in_s)
@@ -113,7 +106,7 @@ def _link(place: torch.device) -> tuple[float, float, bool]:
 def _bandwidth(place: torch.device) -> float:
     """Bytes per second of adding tensors of a usual size, many in turn and the results kept, as in
     a step: together they are more than any cache holds."""
-    elements = _STREAM_ELEMENTS * (16 if place.type == "cuda" else 1)
+    elements = _STREAM_ELEMENTS * (1 if backend_of(place).on_host else 16)
     left = [torch.rand(elements, device=place) for _ in range(_STREAMS)]
     right = [torch.rand(elements, device=place) for _ in range(_STREAMS)]
     moved = 12 * elements * _STREAMS
@@ -142,14 +135,14 @@ def _rates(place: torch.device) -> dict[str, float]:
 
 
 def _matmul_rate(place: torch.device, dtype: torch.dtype) -> float:
-    size = _SQUARE * (8 if place.type == "cuda" else 1)
+    size = _SQUARE * (1 if backend_of(place).on_host else 8)
     left = torch.rand(size, size, device=place).to(dtype)
     return 2 * size**3 / best_s(place, lambda: left @ left)
 
 
 def _probes(place: torch.device) -> dict[str, tuple[float, Run]]:
     """Kind of operator → operations of a run (as `flops.work` counts them) and the run."""
-    scale = 8 if place.type == "cuda" else 1
+    scale = 1 if backend_of(place).on_host else 8
     return {
         **_convolution_probes(place, scale),
         **_image_probes(place, scale),

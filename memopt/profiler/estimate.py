@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -23,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.same_graph import resized
+from memopt.profiler.backend import estimated_backend
 from memopt.profiler.baseline import LARGEST_NUMBER_BYTES, Loss, LossUse, differentiable
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost
@@ -41,18 +40,16 @@ from memopt.profiler.flops import (
 )
 from memopt.profiler.generator_state import with_state
 from memopt.profiler.inputs import Call, to_call
-from memopt.profiler.measure import with_costs
+from memopt.profiler.measure import Progress, with_costs
+from memopt.profiler.memory_layout import is_dense
+from memopt.profiler.model_outputs import gradients_of
 from memopt.profiler.optimizer_state import optimizer_state
-from memopt.profiler.output_views import gradients_of, is_dense
 from memopt.profiler.record import record_of
-from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, replayed_baseline
+from memopt.profiler.session import Profiled, replayed_baseline
 from memopt.profiler.signature import Signature, describe_value, signature
 from memopt.profiler.workspace import cublas_workspace_bytes, workspace_bytes
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.programs.serialize import fingerprint
-
-Progress = Callable[[float, str], None]
 
 _DENSE_KINDS = (MATMUL, CONVOLUTION, ATTENTION, "depthwise", "depthwise backward")
 _SUMMED_IN_PLACE = {
@@ -165,7 +162,8 @@ def estimate_model(
     """
     report = progress or (lambda _fraction, _what: None)
     report(0.0, "capturing the model with fake tensors")
-    cuda = device.block_bytes > 1
+    backend = estimated_backend(device.block_bytes)
+    cuda = not backend.on_host
     call, fakes = to_call(inputs), Fakes()
     stand_in, fake_call = fakes.model(model), fakes.call(call)
     used = cache(lambda: _loss_use(fakes, stand_in, fake_call, loss, device) if loss else LossUse())
@@ -173,7 +171,7 @@ def estimate_model(
         captured = capture(stand_in, fake_call, lambda: used().gradients)
     lowering = build(stand_in, captured, device.block_bytes)
     report(0.8, f"pricing operators for {device.name}")
-    graph = with_state(with_costs(lowering, estimate_costs(lowering, device)), cuda=cuda)
+    graph = with_state(with_costs(lowering, estimate_costs(lowering, device)), backend)
     state = optimizer_state(optimizer, model.parameters(), device.block_bytes)
     graph = replace(
         graph,
@@ -181,7 +179,7 @@ def estimate_model(
         extra_resident_bytes=graph.extra_resident_bytes
         + state.bytes_total
         + used().kept_bytes
-        + STEP_SCALARS_BYTES["cuda" if cuda else "cpu"]
+        + backend.step_scalars_bytes
         + (cublas_workspace_bytes(device.name) if cuda else 0),
     )
     held = real_call(call)
@@ -191,8 +189,7 @@ def estimate_model(
         fake_call,
         cpu,
         block_bytes=device.block_bytes,
-        fingerprint=fingerprint(lowering.graph),
-        resized=resized(lowering.graph, graph),
+        graphs=(lowering.graph, graph),
         output_gradients=used().gradients,
         loss_bytes=used().kept_bytes,
     )

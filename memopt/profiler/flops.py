@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from memopt.profiler.signature import Signature, TensorArgument
 
 MATMUL, CONVOLUTION, ATTENTION = "", "convolution", "attention"
@@ -229,8 +227,3 @@ def _causal(call: Signature, backward: bool) -> bool:
     if position is not None and position < len(call.args):
         return bool(call.args[position])
     return bool(call.kwargs.get("is_causal", False))
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """`float32` → torch.float32."""
-    return getattr(torch, name)  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from memopt.models.graph import Graph, Implementation, Operator, Tensor
+from memopt.profiler.backend import Backend
 
 
 @functools.cache
@@ -24,15 +25,15 @@ def state_bytes() -> int:
     return torch.Generator().get_state().nbytes
 
 
-def with_state(graph: Graph, *, cuda: bool, placed: bool = False) -> Graph:
+def with_state(graph: Graph, backend: Backend, *, placed: bool = False) -> Graph:
     """The graph whose random operators that may run again have the state in their workspace.
 
     Args:
         graph: priced.
-        cuda: the step runs on CUDA.
+        backend: where the step runs.
         placed: the operators' results may be in an arena, which is there before they are.
     """
-    if cuda:
+    if not backend.on_host:
         return graph
     operators = [
         _charged(one, graph.tensors, placed) if one.random and one.recomputable else one

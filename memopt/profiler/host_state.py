@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from memopt.profiler.backend import backend_of
 from memopt.profiler.step_optimizer import update_one
 
 
@@ -62,8 +63,10 @@ class HostState:
 
     def settle(self) -> None:
         """Wait until what has been written back can be read."""
-        for device in {p.device for p, _ in self._hosted if p.device.type == "cuda"}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {parameter.device for parameter, _ in self._hosted}:
+            runtime = backend_of(device).runtime
+            if runtime is not None:
+                runtime.current_stream(device).synchronize()
 
     def come_back(self) -> None:
         """Put all state on its parameter's device again, for `optimizer.step()`."""
@@ -106,7 +109,7 @@ class HostState:
 
 def _host_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Host memory for a tensor of a device: pinned, or for CPU not of torch's allocator."""
-    if device.type != "cpu":
+    if not backend_of(device).on_host:
         return torch.empty_strided(
             value.size(), value.stride(), dtype=value.dtype, device="cpu", pin_memory=True
         )

@@ -16,9 +16,10 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from memopt.profiler.as_eager.updates import in_place_twin
+from memopt.profiler.memory_layout import fills_storage, storage_of
 from memopt.profiler.signature import Arguments, signature, values_of
 from memopt.profiler.trial import same_bits
-from memopt.profiler.update_layouts import in_place_twin
 
 _aten = torch.ops.aten
 
@@ -95,8 +96,10 @@ def overwritable(node: Node) -> tuple[Node, ...]:
         beside = (*node.args[:position], *node.args[position + 1 :], *node.kwargs.values())
         others = [a for a in tree_leaves(beside) if isinstance(a, Node)]
         if isinstance(argument, Node) and _alike(argument.meta.get("val"), result):
-            storage = argument.meta["val"].untyped_storage()._cdata
-            if all(_storage(other) != storage for other in others):
+            storage = storage_of(argument.meta["val"])
+            values = [other.meta.get("val") for other in others]
+            tensors = [v for v in values if isinstance(v, torch.Tensor)]
+            if all(storage_of(value) != storage for value in tensors):
                 found.append(argument)
     return tuple(found)
 
@@ -141,17 +144,6 @@ def same_bits_in_place(node: Node, taken: Node, device: torch.device) -> bool:
         return results
 
     return same_bits(signature(node), values_of(node), device, (target, position), over)
-
-
-def _storage(node: Node) -> int | None:
-    value = node.meta.get("val")
-    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
-
-
-def fills_storage(value: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage, without gaps."""
-    size_bytes = value.numel() * value.element_size()
-    return value.storage_offset() == 0 and value.untyped_storage().nbytes() == size_bytes
 
 
 def _whole(value: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.profiler.inputs import Call
 from memopt.profiler.joint_split import split_joint
-from memopt.profiler.output_views import is_dense
+from memopt.profiler.memory_layout import is_dense
 
 _ATEN = torch.ops.aten
 

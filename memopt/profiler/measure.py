@@ -16,6 +16,7 @@ from torch.fx import Node
 from memopt.errors import ProfileError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Tensor
+from memopt.profiler.backend import backend_of
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured
@@ -50,8 +51,9 @@ class MeasureOptions:
 
 def environment(device: torch.device) -> str:
     """What a cost depends on besides the call: device, threads, torch version."""
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}|torch {torch.__version__}"
+    runtime = backend_of(device).runtime
+    if runtime is not None:
+        return f"{runtime.get_device_name(device)}|torch {torch.__version__}"
     threads = torch.get_num_threads()
     return f"cpu {platform.machine()} {_processor()}|{threads} threads|torch {torch.__version__}"
 
@@ -86,7 +88,7 @@ def measure(
         ProfileError: a kernel refuses its data.
     """
     costs = costs_of(lowering.nodes, device, options, progress, captured)
-    return with_state(with_costs(lowering, costs), cuda=device.type == "cuda")
+    return with_state(with_costs(lowering, costs), backend_of(device))
 
 
 def costs_of(
@@ -233,7 +235,7 @@ def _ready(one: Signature, stand_ins: StandIns) -> Callable[[], object]:
 
 def _output_bytes(result: object, device: torch.device) -> tuple[int, ...]:
     values = result if isinstance(result, (tuple, list)) else (result,)
-    block = 512 if device.type == "cuda" else 1
+    block = backend_of(device).block_bytes
     return tuple(
         in_blocks(v.untyped_storage().nbytes(), block)
         for v in values
@@ -245,9 +247,9 @@ def _sample(one: Signature, stand_ins: StandIns, device: torch.device, repeats: 
     """Mean seconds of one call over `repeats` calls in a row."""
     args, kwargs = stand_ins.arguments(one)
     target = one.target
-    if device.type == "cuda":
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    runtime = backend_of(device).runtime
+    if runtime is not None:
+        start, end = runtime.Event(enable_timing=True), runtime.Event(enable_timing=True)
         start.record()
         for _ in range(repeats):
             target(*args, **kwargs)

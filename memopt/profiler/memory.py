@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from memopt.profiler.torch_private import allocations, give_back_workspaces
+from memopt.profiler.backend import backend_of
+from memopt.profiler.torch_private import allocations
 
 
 @dataclass
@@ -42,14 +43,15 @@ def metered(device: torch.device) -> Iterator[MemoryUse]:
     from before the block that is freed inside does not lower the level.
     """
     use = MemoryUse()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        start = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    runtime = backend_of(device).runtime
+    if runtime is not None:
+        runtime.synchronize(device)
+        start = runtime.memory_allocated(device)
+        runtime.reset_peak_memory_stats(device)
         yield use
-        torch.cuda.synchronize(device)
-        use.peak_bytes = torch.cuda.max_memory_allocated(device) - start
-        use.end_bytes = torch.cuda.memory_allocated(device) - start
+        runtime.synchronize(device)
+        use.peak_bytes = runtime.max_memory_allocated(device) - start
+        use.end_bytes = runtime.memory_allocated(device) - start
         return
     with _cpu_profile() as profiler:
         yield use
@@ -67,12 +69,13 @@ def library_bytes(device: torch.device) -> int:
     their own) and stream that has multiplied matrices; the next product takes its own again. What
     they are is what the allocator counts less once they are given back. 0 on CPU.
     """
-    if device.type != "cuda":
+    backend = backend_of(device)
+    if backend.give_back_libraries is None:
         return 0
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    give_back_workspaces()
-    return max(0, before - torch.cuda.memory_allocated(device))
+    backend.synchronize(device)
+    before = int(backend.runtime.memory_allocated(device))
+    backend.give_back_libraries()
+    return max(0, before - int(backend.runtime.memory_allocated(device)))
 
 
 @contextmanager
@@ -112,7 +115,7 @@ def metered_sections(
     Returns:
         One MemoryUse per section, relative to its block's own start.
     """
-    if device.type == "cuda":
+    if not backend_of(device).on_host:
         uses = []
         for prepare in sections:
             block = prepare()

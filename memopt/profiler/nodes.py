@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from memopt.profiler.eager_dropout import EagerDropout
-from memopt.profiler.fake_results import InGradMode
+from memopt.profiler.as_eager.operators import Substitute
 
 _NEVER_DRAWS = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
 """Tagged as random, like its relatives, but without dropout: it refuses any."""
@@ -28,4 +27,4 @@ def is_random(node: Node) -> bool:
 def overload_of(node: Node) -> Any:
     """A node's target; the operator that it stands for, if it is memopt's own form of one."""
     target = node.target
-    return target.overload if isinstance(target, (InGradMode, EagerDropout)) else target
+    return target.function if isinstance(target, Substitute) else target

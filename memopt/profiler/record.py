@@ -10,9 +10,12 @@ from torch.utils import _pytree as pytree
 
 from memopt.errors import PlanFileError
 from memopt.models.arguments import Argument, Nest, Opaque, Plain, TensorSpec
+from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
+from memopt.models.same_graph import resized
 from memopt.profiler.autocast import autocast_state
 from memopt.profiler.inputs import Call, repeated
+from memopt.programs.serialize import fingerprint
 
 _LARGEST_EXAMPLE_BYTES = 2**44
 """Of one tensor of an example call; larger ones are not even reserved."""
@@ -24,10 +27,9 @@ def record_of(
     device: torch.device,
     *,
     block_bytes: int = 1,
-    fingerprint: str = "",
+    graphs: tuple[Graph, Graph] | None = None,
     output_gradients: OutputGradients = ANY_LOSS,
     loss_bytes: int = 0,
-    resized: tuple[tuple[int, int], ...] = (),
     library_bytes: int = 0,
 ) -> ModelRecord:
     """The record of a model in its present mode, and of its example call.
@@ -37,9 +39,9 @@ def record_of(
         call: its example call.
         device: where both are.
         block_bytes: the allocator's granularity in the captured graph.
-        fingerprint: of the captured graph, if it was captured.
+        graphs: as captured and as priced, if it was captured.
         output_gradients: what the captured loss does with the model's output.
-        loss_bytes, resized, library_bytes: see `ModelRecord`.
+        loss_bytes, library_bytes: see `ModelRecord`.
     """
     named = (*model.named_parameters(), *model.named_buffers())
     return ModelRecord(
@@ -54,11 +56,11 @@ def record_of(
         autocast=autocast_state(),
         torch_version=str(torch.__version__),
         block_bytes=block_bytes,
-        fingerprint=fingerprint,
+        fingerprint=fingerprint(graphs[0]) if graphs else "",
         output_gradients=output_gradients,
         loss_bytes=loss_bytes,
         repeated=tuple(repeated(call.leaves).items()),
-        resized=resized,
+        resized=resized(*graphs) if graphs else (),
         library_bytes=library_bytes,
     )
 

@@ -14,26 +14,20 @@ from torch import nn
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
-from memopt.models.same_graph import resized
+from memopt.profiler.backend import backend_of
 from memopt.profiler.baseline import Baseline, Loss, LossUse, measure_baseline, measure_loss
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured, capture
+from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, to_call
-from memopt.profiler.measure import MeasureOptions, environment, measure
-from memopt.profiler.misfit import check_arguments, diagnosed
+from memopt.profiler.measure import MeasureOptions, Progress, environment, measure
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
+from memopt.profiler.restored_state import state_restored
 from memopt.profiler.signature import signature
-from memopt.profiler.untouched import untouched
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.programs.serialize import fingerprint
-
-Progress = Callable[[float, str], None]
-
-STEP_SCALARS_BYTES = {"cpu": 64, "cuda": 2048}
-"""The loss, its gradient and the runtime's token: small tensors that every step holds."""
 
 _SUSPICIOUS = 2.0
 """Kernels that add up to this many times the whole step were measured on a busy machine."""
@@ -86,17 +80,12 @@ def measured_device(model: nn.Module, call: Call) -> torch.device:
         ValueError: nothing can be measured there; or as `device_of`.
     """
     device = device_of(model, call)
-    if device.type not in STEP_SCALARS_BYTES:
-        raise ValueError(
-            f"the model is on {str(device)!r}, and memopt measures on cpu and cuda: move it there, "
-            'or plan for a device that is not here with mode="estimate" and device="H100" or '
-            "another preset"
-        )
+    backend_of(device)
     return device
 
 
 def forward_only(progress: Progress | None) -> Progress:
-    """Progress that never goes back, where a part is done again (`quietly`). None: nothing."""
+    """Progress that never goes back, where a part is measured again. None: nothing."""
     most = 0.0
 
     def report(fraction: float, what: str) -> None:
@@ -139,7 +128,7 @@ def profile_model(
         CaptureError, ProfileError, ValueError: see `capture`, `measure`, `to_call`.
     """
     call = to_call(inputs)
-    with untouched(model, call, *(loss.parts if loss else ())):
+    with state_restored(model, call, *(loss.parts if loss else ())):
         return _profiled(
             model, call, loss, optimizer, options, output_gradients, forward_only(progress)
         )
@@ -155,6 +144,7 @@ def _profiled(
     report: Progress,
 ) -> Profiled:
     device = measured_device(model, call)
+    block_bytes = backend_of(device).block_bytes
     chosen = options or MeasureOptions(cache=ProfileCache())
     report(0.0, "capturing the model")
     check_arguments(model, call)
@@ -163,7 +153,6 @@ def _profiled(
     )
     with diagnosed(model, call):
         captured = capture(model, call, lambda: used().gradients)
-        block_bytes = 512 if device.type == "cuda" else 1
         lowering = build(model, captured, block_bytes)
 
     def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
@@ -173,7 +162,7 @@ def _profiled(
         report(0.8, "measuring the unplanned step")
         return graph, _baseline(model, call, loss, device, lowering, options)
 
-    graph, step, notes = quietly(measured, chosen)
+    graph, step, notes = measured_again_if_busy(measured, chosen)
     state = optimizer_state(optimizer, model.parameters(), block_bytes)
     loss_bytes = in_blocks(used().kept_bytes, block_bytes)
     record = record_of(
@@ -181,13 +170,12 @@ def _profiled(
         call,
         device,
         block_bytes=block_bytes,
-        fingerprint=fingerprint(lowering.graph),
-        resized=resized(lowering.graph, graph),
+        graphs=(lowering.graph, graph),
         output_gradients=used().gradients,
         loss_bytes=loss_bytes,
         library_bytes=step.library_bytes,
     )
-    extra_bytes = state.bytes_total + step.library_bytes + STEP_SCALARS_BYTES[device.type]
+    extra_bytes = state.bytes_total + step.library_bytes + backend_of(device).step_scalars_bytes
     graph = replace(
         graph,
         boundary_bytes=used().boundary_bytes,
@@ -208,7 +196,7 @@ _BUSY = (
 )
 
 
-def quietly(
+def measured_again_if_busy(
     measured: Callable[[MeasureOptions], tuple[Graph, Baseline]], options: MeasureOptions
 ) -> tuple[Graph, Baseline, tuple[str, ...]]:
     """Kernels and the unplanned step, measured again if the kernels take far longer than the step.

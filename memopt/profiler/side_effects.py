@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
 from memopt.profiler.inputs import Call
-from memopt.profiler.untouched import untouched
+from memopt.profiler.restored_state import state_restored
 
 _ROOT = "L['self']._modules['_export_root']"
 _BUFFERS = "._buffers"
@@ -66,7 +66,7 @@ def _assigned_buffers(model: nn.Module, call: Call) -> list[str]:
             fakes[id(value)] = mode.from_tensor(value)
         return fakes[id(value)]
 
-    with untouched(model, call):
+    with state_restored(model, call):
         for _, buffers in modules:
             buffers.update({name: fake(value) for name, value in buffers.items()})
         given = [dict(buffers) for _, buffers in modules]

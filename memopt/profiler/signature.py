@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from memopt.profiler.eager_backward import dearest_values, is_eager_backward
+from memopt.profiler.as_eager.backward import dearest_values, is_eager_backward
 
 ENDS_PROCESS = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
 """Kernels that end the process on data that does not fit."""

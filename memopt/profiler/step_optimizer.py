@@ -130,7 +130,7 @@ class Touch:
 
 
 @contextmanager
-def optimizer_untouched(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def optimizer_restored(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Put parameters, their gradients and the optimizer's state back afterwards, in place."""
     parameters = [(p, p.detach().clone(), p.grad) for p in model.parameters()]
     states: dict[torch.Tensor, dict[str, tuple[Any, Any]]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,30 +12,26 @@ from torch import nn
 
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
-from memopt.models.record import ModelRecord
-from memopt.models.same_graph import resized
-from memopt.profiler.baseline import Baseline, Loss, measure_steps
+from memopt.profiler.backend import backend_of, timed
+from memopt.profiler.baseline import Baseline, Loss, clear_gradients, measure_steps
 from memopt.profiler.host_state import HostState
+from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, to_call
-from memopt.profiler.measure import MeasureOptions, measure
+from memopt.profiler.measure import MeasureOptions, Progress, measure
 from memopt.profiler.memory import metered
-from memopt.profiler.misfit import check_arguments, diagnosed
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
+from memopt.profiler.restored_state import state_restored
 from memopt.profiler.session import (
-    STEP_SCALARS_BYTES,
     Profiled,
-    Progress,
     device_of,
     forward_only,
+    measured_again_if_busy,
     measured_device,
     part_of,
-    quietly,
 )
 from memopt.profiler.step_capture import StepParts, capture_step, with_updates
-from memopt.profiler.step_optimizer import check_splittable, optimizer_untouched, update_one
-from memopt.profiler.untouched import untouched
-from memopt.programs.serialize import fingerprint
+from memopt.profiler.step_optimizer import check_splittable, optimizer_restored, update_one
 
 _ROUNDS = 3
 
@@ -79,7 +74,7 @@ def profile_step(
     """
     check_splittable(optimizer, model)
     call = to_call(inputs)
-    with untouched(model, call, *loss.parts):
+    with state_restored(model, call, *loss.parts):
         report = forward_only(progress)
         return _profiled(model, call, loss, optimizer, options, report, offload_optimizer)
 
@@ -97,7 +92,7 @@ def _profiled(
     chosen = options or MeasureOptions()
     report(0.0, "capturing the step")
     check_arguments(model, call)
-    block_bytes = 512 if device.type == "cuda" else 1
+    block_bytes = backend_of(device).block_bytes
     with diagnosed(model, call, loss):
         parts = capture_step(model, call, loss, optimizer, block_bytes)
     state = optimizer_state(optimizer, model.parameters(), block_bytes)
@@ -111,7 +106,7 @@ def _profiled(
         report(0.7, "measuring updates")
         costs = update_costs(parts, optimizer, device, offload_optimizer)
         _, lowering = with_updates(parts, replace(parts.lowering, graph=priced), costs)
-        graph = _with_resident(lowering.graph, stays_bytes + STEP_SCALARS_BYTES[device.type])
+        graph = _with_resident(lowering.graph, stays_bytes + backend_of(device).step_scalars_bytes)
         report(0.8, "measuring the unplanned step")
         # That step has its state on the device, wherever the plan keeps it.
         resident_bytes = graph.resident_bytes - stays_bytes + state.bytes_total
@@ -119,7 +114,7 @@ def _profiled(
         step = replace(step, peak_bytes=step.peak_bytes + step.library_bytes)
         return _with_resident(graph, step.library_bytes), step
 
-    graph, baseline, busy = quietly(measured, chosen)
+    graph, baseline, busy = measured_again_if_busy(measured, chosen)
     captured, unpriced = with_updates(parts, parts.lowering, {})
     report(1.0, "profiled")
     return ProfiledStep(
@@ -128,8 +123,12 @@ def _profiled(
         captured,
         baseline,
         device,
-        record=replace(
-            _record(parts, device, block_bytes, unpriced.graph, graph),
+        record=record_of(
+            parts.module,
+            parts.call,
+            device,
+            block_bytes=block_bytes,
+            graphs=(unpriced.graph, graph),
             library_bytes=baseline.library_bytes,
         ),
         optimizer=replace(state, bytes_total=stays_bytes),
@@ -137,19 +136,6 @@ def _profiled(
         user_call=call,
         host_state_bytes=state.bytes_total - stays_bytes,
         notes=(*_where_the_state_is(state, offload_optimizer), *busy),
-    )
-
-
-def _record(
-    parts: StepParts, device: torch.device, block_bytes: int, captured: Graph, priced: Graph
-) -> ModelRecord:
-    return record_of(
-        parts.module,
-        parts.call,
-        device,
-        block_bytes=block_bytes,
-        fingerprint=fingerprint(captured),
-        resized=resized(captured, priced),
     )
 
 
@@ -208,13 +194,7 @@ def _update_cost(
     update(stand_in, gradient)
     with metered(device) as use:
         update(stand_in, gradient)
-    times = []
-    for _ in range(_ROUNDS):
-        begin = time.perf_counter()
-        update(stand_in, gradient)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - begin)
+    times = [timed(partial(update, stand_in, gradient), device) for _ in range(_ROUNDS)]
     return statistics.median(times), max(0, use.peak_bytes - max(0, use.end_bytes))
 
 
@@ -234,10 +214,7 @@ def measure_step_baseline(
         type(optimizer).step(optimizer)
         optimizer.zero_grad(set_to_none=True)
 
-    def clear() -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-
     device = device_of(model, call)
-    with untouched(model, call, *loss.parts) as kept, optimizer_untouched(model, optimizer):
-        return measure_steps(step, clear, device, resident_bytes, kept.watching())
+    with state_restored(model, call, *loss.parts) as kept, optimizer_restored(model, optimizer):
+        clear = partial(clear_gradients, model)
+        return measure_steps(step, clear, device, resident_bytes, kept.first_run())

@@ -14,12 +14,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 
 from memopt.errors import CaptureError
 from memopt.models.locks import ForkedLock
-from memopt.profiler.dynamo_guards import TraceGuards, guards_heard
+from memopt.profiler.dependencies.dynamo_guards import TraceGuards, guards_heard
 
 _MOVED = (
     "this torch ({version}) has no {name}, which memopt needs; memopt supports torch 2.11 to 2.13"
@@ -274,12 +275,8 @@ def fake_results_through(change: Callable[[Any, Any, Any, Any], Any]) -> Iterato
         finally:
             inside = False
 
-    with _ONE_AT_A_TIME:
-        mode.dispatch = dispatch
-        try:
-            yield
-        finally:
-            mode.dispatch = asked
+    with _ONE_AT_A_TIME, mock.patch.object(mode, "dispatch", dispatch):
+        yield
 
 
 def compile_joint(
@@ -365,13 +362,13 @@ def replace_functional(tensor: Any, value: Any) -> None:
     tensor.sync()
 
 
-def has_kernel(overload: Any, device_type: str) -> bool:
+def has_kernel(overload: Any, dispatch_key: str) -> bool:
     """Whether torch has a kernel of its own for an operator overload on a kind of device, not one
     composed of other operators."""
     find = _import("torch._C", "_dispatch_has_kernel_for_dispatch_key")
     schema = overload._schema
     name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-    return bool(find(name, {"cpu": "CPU", "cuda": "CUDA"}.get(device_type, device_type)))
+    return bool(find(name, dispatch_key))
 
 
 def storage_at(address: int, device: torch.device, size_bytes: int) -> torch.UntypedStorage:

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from memopt.profiler.autocast import autocast_off
+from memopt.profiler.backend import with_own_generators
+from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.signature import (
     ENDS_PROCESS,
     REFUSALS,
@@ -113,7 +115,7 @@ def _results(call: Signature, arguments: Arguments, device: torch.device) -> lis
 
 def _same_draws(device: torch.device) -> AbstractContextManager[None]:
     """Each time it is entered the same random numbers come; afterwards it is as if none had."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    return torch.random.fork_rng(devices=with_own_generators([device]))
 
 
 def copied_as_laid_out(arguments: Arguments) -> Arguments:
@@ -154,12 +156,7 @@ def _laid_out_like(value: Any, like: Tensor) -> bool:
         and value.dtype == like.dtype
         and value.storage_offset() == 0
         and value.untyped_storage().nbytes() == like.untyped_storage().nbytes()
-        and all(
-            size <= 1 or stride == planned
-            for size, stride, planned in zip(
-                value.shape, value.stride(), like.stride(), strict=True
-            )
-        )
+        and same_strides(value, like.stride())
     )
 
 

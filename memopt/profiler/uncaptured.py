@@ -74,6 +74,17 @@ def _backward_hooks(model: nn.Module) -> str | None:
     return None
 
 
+def cache_remedy(model: nn.Module) -> str | None:
+    """What to do about a result that is no pytree, where it is the model's cache."""
+    if not getattr(getattr(model, "config", None), "use_cache", False):
+        return None
+    return (
+        "The model is configured to return its key/value cache, which training does not need and "
+        "which would keep every layer's keys and values: set model.config.use_cache = False, or "
+        "pass use_cache=False among the inputs"
+    )
+
+
 def check_effects(module: GraphModule) -> None:
     """Refuse operators whose order among themselves is an effect (checks for errors, prints)."""
     for node in module.graph.nodes:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from memopt.executor.apply import runtime_of
-from memopt.executor.arena_forms import outside_tensors
 from memopt.executor.module import PlannedModule, install
+from memopt.executor.out_variants import allocator_owned
 from memopt.models.graph import Graph
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
@@ -146,7 +146,7 @@ def prepare(model: nn.Module, inputs: Any) -> Prepared:
     """Capture a model for a call; nothing is measured."""
     captured = capture(model, to_call(inputs))
     lowering = build(model, captured)
-    graph = replace(lowering.graph, outside=outside_tensors(lowering))
+    graph = replace(lowering.graph, outside=allocator_owned(lowering))
     return Prepared(model, captured, replace(lowering, graph=graph))
 
 

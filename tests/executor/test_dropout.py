@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import memopt
-from memopt.profiler.eager_dropout import dropout, kept_scale
+from memopt.profiler.as_eager.dropout import dropout, kept_scale
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

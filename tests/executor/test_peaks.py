@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from memopt.executor.arena_forms import for_placing
+from memopt.executor.out_variants import for_placing
+from memopt.profiler.backend import backend_of
 from memopt.profiler.baseline import Loss
 from memopt.profiler.inputs import to_call
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.memory import metered
-from memopt.profiler.session import STEP_SCALARS_BYTES, profile_model
-from memopt.profiler.untouched import untouched
+from memopt.profiler.restored_state import state_restored
+from memopt.profiler.session import profile_model
 from memopt.programs.replay import replay
 from tests.executor.harness import PROGRAMS, Prepared
 
@@ -98,7 +99,7 @@ def test_predicted_is_measured(case: str) -> None:
     profiled = for_placing(profile_model(model, x, loss=Loss(function), options=options))
     graph = replace(profiled.lowering.graph, outside=profiled.graph.outside)
     prepared = Prepared(model, profiled.captured, replace(profiled.lowering, graph=graph))
-    resident = profiled.graph.resident_bytes - STEP_SCALARS_BYTES["cpu"]
+    resident = profiled.graph.resident_bytes - backend_of("cpu").step_scalars_bytes
     for name, make_program in PROGRAMS.items():
         program = make_program(profiled.graph)
         timeline = replay(profiled.graph, program)
@@ -122,6 +123,6 @@ def measured_peak(module: nn.Module, x: Tensor, function: Callable[..., Tensor])
         del output
         return use.peak_bytes
 
-    with untouched(module, to_call(x)):
+    with state_restored(module, to_call(x)):
         step()
         return int(step())

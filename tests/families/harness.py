@@ -15,8 +15,8 @@ import memopt
 from memopt.api.plan import Plan
 from memopt.errors import InfeasibleBudgetError
 from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
+from memopt.profiler.backend import backend_of
 from memopt.profiler.memory import metered
-from memopt.profiler.session import STEP_SCALARS_BYTES
 from tests.zoo import Family, call
 
 STEPS = 3
@@ -109,7 +109,7 @@ def check(one: Subject, plan: Plan, interpreted: bool = False) -> None:
     trace = train(one.family, planned)
     compare(one.reference, trace)
     # The step's own scalars are charged as resident, and metered: count them once.
-    measured = plan.resident_bytes - STEP_SCALARS_BYTES["cpu"] + trace.peak_bytes
+    measured = plan.resident_bytes - backend_of("cpu").step_scalars_bytes + trace.peak_bytes
     if interpreted:
         return
     assert plan.budget is None or measured <= plan.budget, (measured, plan.budget)

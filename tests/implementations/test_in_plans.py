@@ -11,15 +11,16 @@ from torch import nn
 
 from memopt.executor.apply import runtime_of
 from memopt.executor.arena import arena_layout
-from memopt.executor.arena_forms import for_placing
 from memopt.executor.module import PlannedModule, install
+from memopt.executor.out_variants import for_placing
 from memopt.implementations import FAMILIES, with_implementations
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
+from memopt.profiler.backend import backend_of
 from memopt.profiler.estimate import estimate_model
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.memory import metered
-from memopt.profiler.session import STEP_SCALARS_BYTES, Profiled, profile_model
+from memopt.profiler.session import Profiled, profile_model
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, LossBoundary, Program
 from memopt.programs.liveness import computes, with_frees
@@ -178,7 +179,7 @@ def test_memory_is_as_replayed(make: Callable[[], tuple[nn.Module, torch.Tensor]
         with metered(torch.device("cpu")) as use:
             y = step()
         del y
-        resident = profiled.graph.resident_bytes - STEP_SCALARS_BYTES["cpu"]
+        resident = profiled.graph.resident_bytes - backend_of("cpu").step_scalars_bytes
         predicted = replay(profiled.graph, program).peak_bytes
         assert abs(resident + use.peak_bytes - predicted) <= 0.01 * predicted, wanted
 

@@ -12,8 +12,9 @@ from torch import nn
 
 import memopt
 from memopt.implementations import FAMILIES, with_implementations
+from memopt.profiler.backend import backend_of
 from memopt.profiler.memory import metered
-from memopt.profiler.session import STEP_SCALARS_BYTES, profile_model
+from memopt.profiler.session import profile_model
 from memopt.programs.instructions import Compute
 from memopt.strategies import Monet
 from tests.implementations.test_in_plans import QUICK, three_steps
@@ -55,7 +56,9 @@ def test_monet_chooses_alternatives_below_rotors_floor_and_trains_exactly() -> N
     with metered(torch.device("cpu")) as use:
         y = module(x)
         y.backward(torch.ones_like(y))
-    assert plan.resident_bytes - STEP_SCALARS_BYTES["cpu"] + use.peak_bytes <= plan.budget
+    assert (
+        plan.resident_bytes - backend_of("cpu").step_scalars_bytes + use.peak_bytes <= plan.budget
+    )
 
 
 def test_other_strategies_and_defaults_stay_exact() -> None:

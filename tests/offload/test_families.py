@@ -12,7 +12,7 @@ from memopt.executor.apply import runtime_of
 from memopt.executor.module import PlannedModule, install
 from memopt.executor.swap import ThreadSwap
 from memopt.models.device import Device
-from memopt.profiler.session import STEP_SCALARS_BYTES
+from memopt.profiler.backend import backend_of
 from memopt.programs.instructions import SwapOut
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
@@ -39,7 +39,7 @@ def check_offloaded(one: Subject, plan: Plan) -> None:
     trace = train(one.family, planned)
     compare(one.reference, trace)
     gc.collect()
-    measured = plan.resident_bytes - STEP_SCALARS_BYTES["cpu"] + trace.peak_bytes
+    measured = plan.resident_bytes - backend_of("cpu").step_scalars_bytes + trace.peak_bytes
     assert plan.budget is not None
     assert measured <= plan.budget
     assert abs(measured - plan.peak_bytes) <= PEAK_TOLERANCE * plan.peak_bytes

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import memopt
 from benchmarks.gpu.offload import limited, standing_bytes, stepper, total_peak_of
 from memopt.profiler import Loss, profile_model
-from memopt.profiler.session import STEP_SCALARS_BYTES
+from memopt.profiler.backend import backend_of
 from memopt.report.lanes import Lane
 from tests.zoo import get
 from tests.zoo.family import TINY_BATCH
@@ -74,7 +74,7 @@ def test_peak_gradients_and_time(name: str, device_name: str) -> None:
         scale = max(float(expected.abs().max()), 1e-12)
         noise = float((gradients["eager again"][key] - expected).abs().max()) / scale
         assert float((found - expected).abs().max()) / scale <= max(1e-4, 10 * noise)
-    resident_bytes = plan.resident_bytes - STEP_SCALARS_BYTES[device.type]
+    resident_bytes = plan.resident_bytes - backend_of(device).step_scalars_bytes
     with limited(device, before_bytes + FRAGMENTATION * plan.budget):
         measured = total_peak_of(model, steps["memopt"], device, resident_bytes, before_bytes)
     assert measured <= plan.budget

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import memopt
 from memopt.models.presets import CPU_CORE
+from memopt.profiler.backend import backend_of
 from memopt.profiler.memory import metered
-from memopt.profiler.session import STEP_SCALARS_BYTES
 
 CPU = torch.device("cpu")
 INPUTS = torch.randn(4, 3, 32, 32)
@@ -58,7 +58,12 @@ def loop_peak_bytes(plan: memopt.Plan, loss: Callable[..., Tensor]) -> int:
             value = loss(output, TARGETS)
             value.backward()  # type: ignore[no-untyped-call]
     assert value is not None
-    return plan.resident_bytes - plan.loss_bytes - STEP_SCALARS_BYTES["cpu"] + use.peak_bytes
+    return (
+        plan.resident_bytes
+        - plan.loss_bytes
+        - backend_of("cpu").step_scalars_bytes
+        + use.peak_bytes
+    )
 
 
 @pytest.mark.parametrize("name", LARGE)

@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import memopt
+from memopt.profiler.as_eager.layouts import computing_device
 from memopt.profiler.capture import capture
 from memopt.profiler.fake import Fakes
 from memopt.profiler.inputs import to_call
-from memopt.profiler.kernel_layouts import computing_device
 from tests.executor.harness import Case, check
 
 

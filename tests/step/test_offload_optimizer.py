@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.errors import ExecutionError, PlanFileError
+from memopt.profiler.backend import backend_of
 from memopt.profiler.host_state import HostState
 from memopt.profiler.memory import metered
-from memopt.profiler.session import STEP_SCALARS_BYTES
 from memopt.profiler.step_session import ProfiledStep
 from tests.step.test_train_step import MAKES, assert_same, batches, eager, planned, run
 
@@ -65,9 +65,9 @@ def test_the_state_is_not_resident_and_the_peak_is_as_predicted() -> None:
     step(x, targets=(y,))
     with metered(CPU) as use:
         step(x2, targets=(y2,))
-    peak_bytes = plan.resident_bytes - STEP_SCALARS_BYTES["cpu"] + use.peak_bytes
+    peak_bytes = plan.resident_bytes - backend_of("cpu").step_scalars_bytes + use.peak_bytes
     assert peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
-    assert use.end_bytes <= STEP_SCALARS_BYTES["cpu"]
+    assert use.end_bytes <= backend_of("cpu").step_scalars_bytes
 
 
 def test_a_failing_update_leaves_its_state() -> None:

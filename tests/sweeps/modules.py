@@ -26,11 +26,12 @@ from torch.utils import _pytree as pytree
 
 import memopt
 from memopt.api.planning import plan
-from memopt.executor.check import clear_gradients, unmetered_bytes
+from memopt.executor.check import unmetered_bytes
 from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
-from memopt.profiler.baseline import untouched
+from memopt.profiler.baseline import clear_gradients
 from memopt.profiler.inputs import to_call
 from memopt.profiler.memory import metered
+from memopt.profiler.restored_state import state_restored
 from memopt.strategies import Solution, Strategy, resolve
 from memopt.strategies.base import CostModel
 from tests.sweeps.grammar import RandomModule, loss_of, random_module
@@ -209,7 +210,7 @@ def measured_peak(
 ) -> int:
     """Total bytes of a second step, the first one's gradients dropped."""
     call = to_call(made.inputs())
-    with untouched(model, call):
+    with state_restored(model, call):
         for measured in (False, True):
             clear_gradients(model, call.tensors())
             if not measured:

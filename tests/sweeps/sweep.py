@@ -26,11 +26,11 @@ import torch
 import memopt
 from memopt.errors import CaptureError
 from memopt.executor.apply import apply_plan
-from memopt.executor.arena_forms import for_placing
 from memopt.executor.check import summed, unmetered_bytes
-from memopt.profiler.baseline import untouched
+from memopt.executor.out_variants import for_placing
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.memory import metered
+from memopt.profiler.restored_state import state_restored
 from memopt.profiler.session import Profiled, profile_model
 from tests.executor.harness import Case, Record, _bits, run_steps
 from tests.sweeps import elementwise, networks, shaped
@@ -131,7 +131,7 @@ def apart(cases: Sequence[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], l
 
 def _peak(plan: memopt.Plan, planned: Any, model: Together) -> int:
     x = inputs()
-    with untouched(model, plan.profiled.captured.call):
+    with state_restored(model, plan.profiled.captured.call):
         for parameter in model.parameters():
             parameter.grad = None
         with metered(torch.device("cpu")) as use:

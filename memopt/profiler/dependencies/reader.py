@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.profiler.described import described
-from memopt.profiler.dynamo_guards import ROOT, DynamoGuard, TraceGuards
-from memopt.profiler.watch import HOOKS, UNREADABLE, Watch
+from memopt.profiler.dependencies.dependency import HOOKS, UNREADABLE, Dependency, described
+from memopt.profiler.dependencies.dynamo_guards import ROOT, DynamoGuard, TraceGuards
 
 _ITSELF = "{x}"
 
@@ -80,7 +79,7 @@ class TraceReader:
     """Reads what the guards of one trace are about, as it is now.
 
     Attributes:
-        names: what the expressions of the watches call.
+        names: what the expressions of the dependencies call.
         tensors: expression → tensor that was read there.
     """
 
@@ -93,7 +92,7 @@ class TraceReader:
         self._root = getattr(type(model), "in_messages", "model")
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def watches(self, changed: tuple[str, ...]) -> list[Watch]:
+    def dependencies(self, changed: tuple[str, ...]) -> list[Dependency]:
         """Everything that was read but `changed`, expressions of what the forward itself changes;
         what other things are found through comes first."""
         told = [
@@ -103,17 +102,17 @@ class TraceReader:
             and not _ELSEWHERE.search(guard.name)
             and not guard.name.startswith(changed or ("\0",))
         ]
-        found = [watch for guard in told if (watch := self._watch(guard)) is not None]
+        found = [dependency for guard in told if (dependency := self._watch(guard)) is not None]
         found += [*self._methods(found), *self._aliased(), *self._settings()]
-        return list({watch.look: watch for watch in reversed(found)}.values())[::-1]
+        return list({dependency.look: dependency for dependency in reversed(found)}.values())[::-1]
 
     def unregistered(self) -> tuple[tuple[str, torch.Tensor], ...]:
         """The tensors that the model does not register, and where they were read."""
         found = self.tensors.items()
         return tuple((s, t) for s, t in found if id(t) not in self._registered)
 
-    def _watch(self, guard: DynamoGuard) -> Watch | None:
-        """The watch of a guard; None if there is nothing to look at, or others do."""
+    def _watch(self, guard: DynamoGuard) -> Dependency | None:
+        """The dependency of a guard; None if there is nothing to look at, or others do."""
         source = self._expression(guard.name)
         template = _LOOKS.get(guard.kind, "type({x})")
         if HOOKS.search(source):
@@ -144,16 +143,16 @@ class TraceReader:
         shown, shared = self._shown(source), "model" not in _words(look)
         if guard.kind == "DUPLICATE_INPUT":
             shown += f" and {self._shown(detail)}"
-        return Watch(shown, source, look, planned, identity, shared)
+        return Dependency(shown, source, look, planned, identity, shared)
 
-    def _settings(self) -> Iterator[Watch]:
+    def _settings(self) -> Iterator[Dependency]:
         for setting in _SETTINGS:
             source = setting.removeprefix("tuple(").removesuffix(".values())")
-            yield Watch(source, source, setting, self._read(setting))
+            yield Dependency(source, source, setting, self._read(setting))
 
-    def _methods(self, watches: list[Watch]) -> Iterator[Watch]:
+    def _methods(self, dependencies: list[Dependency]) -> Iterator[Dependency]:
         """The traced functions in the classes of what was read: a class may get another one."""
-        classes = {one.planned for one in watches if one.look == f"type({one.source})"}
+        classes = {one.planned for one in dependencies if one.look == f"type({one.source})"}
         owners = {base for one in classes for base in one.__mro__ if base is not object}
         for owner in sorted(owners, key=lambda one: one.__qualname__):
             for name, value in list(vars(owner).items()):
@@ -161,16 +160,16 @@ class TraceReader:
                 if getattr(function, "__code__", None) in self._guards.code:
                     source = f"{self._bound(owner)}.__dict__[{name!r}]"
                     shown = f"{owner.__qualname__}.{name}"
-                    yield Watch(shown, source, source, value, identity=True)
+                    yield Dependency(shown, source, source, value, identity=True)
 
-    def _aliased(self) -> Iterator[Watch]:
+    def _aliased(self) -> Iterator[Dependency]:
         """Tensors that were read in several places and were one."""
         first: dict[int, str] = {}
         for source, tensor in self.tensors.items():
             other = first.setdefault(id(tensor), source)
             if other != source:
                 shown = f"{self._shown(source)} and {self._shown(other)}"
-                yield Watch(shown, source, f"{source} is {other}", True)
+                yield Dependency(shown, source, f"{source} is {other}", True)
 
     def _read(self, expression: str) -> Any:
         return read(expression, self._model, self.names)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from memopt.profiler.as_eager.operators import CallsThrough, define, functional_name
 from memopt.profiler.torch_private import is_functional, replace_functional
 
 _ATEN = torch.ops.aten
@@ -38,7 +38,6 @@ _IN_PLACE = (
     getattr(_ATEN.random_, "from"),
 )
 _LAYOUT = "int[] size, int[] stride, ScalarType dtype, Device device"
-_LIBRARY: Any = torch.library.Library("memopt", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _kernel(overload: Any) -> Callable[..., torch.Tensor]:
@@ -70,15 +69,10 @@ def gapless(tensor: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _functional(overload: Any) -> Any:
     """memopt's operator in place of one that draws in place; made once in a process."""
-    schema = overload._schema
-    name = schema.name.removeprefix("aten::").rstrip("_")
-    form = f".{schema.overload_name}" if schema.overload_name else ""
     given = [f"{a.type} {a.name}" for a in _options(overload)]
-    text = f"{name}{form}({', '.join([_LAYOUT, *given])}) -> Tensor"
-    _LIBRARY.define(text, tags=(torch.Tag.nondeterministic_seeded,))
-    _LIBRARY.impl(f"{name}{form}", _kernel(overload), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"memopt::{name}{form}", _described, lib=_LIBRARY)
-    return getattr(getattr(torch.ops.memopt, name), schema.overload_name or "default")
+    schema = f"{functional_name(overload)}({', '.join([_LAYOUT, *given])}) -> Tensor"
+    random = (torch.Tag.nondeterministic_seeded,)
+    return define(schema, _kernel(overload), _described, random)
 
 
 def _options(overload: Any) -> list[Any]:
@@ -108,12 +102,8 @@ _MISDESCRIBED: dict[Any, Callable[..., torch.Tensor]] = {
 @functools.cache
 def _described_rightly(overload: Any) -> Any:
     """An operator that is traced in place of one whose result torch describes wrongly."""
-    schema = overload._schema
-    name = schema.name.removeprefix("aten::")
-    _LIBRARY.define(str(schema).removeprefix("aten::"))
-    _LIBRARY.impl(name, overload, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"memopt::{name}", _MISDESCRIBED[overload], lib=_LIBRARY)
-    return getattr(torch.ops.memopt, name).default
+    schema = str(overload._schema).removeprefix("aten::")
+    return define(schema, overload, _MISDESCRIBED[overload])
 
 
 def with_own_names(module: GraphModule) -> None:
@@ -130,32 +120,24 @@ def row_major(tensor: Any) -> bool:
     return bool(tensor.is_contiguous() and tensor.from_functional().is_contiguous())
 
 
-class DrawsAsEager(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DrawsAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's own
     """While a model is traced: draws in place into tensors that are not row-major become memopt's
     operators, which give the tensor its new value; backwards of random operators get eager's
     strides (`with_own_names` afterwards)."""
 
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        options = dict(kwargs or {})
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _MISDESCRIBED and args[0].device.type == "cpu":
-            return _described_rightly(func)(*args, **options)
+            return _described_rightly(func)(*args, **kwargs)
         if func is _ATEN.rrelu_with_noise.default and args[0].device.type == "cpu":
             # Its functional form keeps the input's layout; eager's result is row-major.
-            return func(args[0].contiguous(), *args[1:], **options)
+            return func(args[0].contiguous(), *args[1:], **kwargs)
         if func not in _IN_PLACE or not is_functional(args[0]) or row_major(args[0]):
-            return func(*args, **options)
-        if options.get("generator") is not None:
-            return func(*args, **options)
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
         tensor, *given = args
         for option in _options(func)[len(given) :]:
-            given.append(options.get(option.name, option.default_value))
+            given.append(kwargs.get(option.name, option.default_value))
         layout = (list(tensor.shape), list(tensor.stride()), tensor.dtype, tensor.device)
         replace_functional(tensor, _functional(func)(*layout, *given))
         return tensor

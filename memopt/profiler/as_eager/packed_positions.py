@@ -12,8 +12,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+from unittest import mock
 
-from torch import nn
 from torch.fx import Node
 
 from memopt.models.locks import ForkedLock
@@ -27,18 +27,7 @@ class _PackedPositions(Exception):
     """The positions depend on the call's tensors: they may be those of packed sequences."""
 
 
-def cache_remedy(model: nn.Module) -> str | None:
-    """What to do about a result that is no pytree, where it is the model's cache."""
-    if not getattr(getattr(model, "config", None), "use_cache", False):
-        return None
-    return (
-        "The model is configured to return its key/value cache, which training does not need and "
-        "which would keep every layer's keys and values: set model.config.use_cache = False, or "
-        "pass use_cache=False among the inputs"
-    )
-
-
-def as_eager(trace: Callable[[], T]) -> T:
+def with_one_sequence(trace: Callable[[], T]) -> T:
     """What `trace` traces; decoders that count their positions themselves as eager runs them."""
     with _ONE_AT_A_TIME:
         try:
@@ -56,8 +45,7 @@ def _one_sequence() -> Iterator[None]:
         _PackedPositions: (after the trace) that depends on what the model is called with.
     """
     masking = sys.modules.get("transformers.masking_utils")
-    asked: Callable[..., Any] | None = getattr(masking, "find_packed_sequence_indices", None)
-    if masking is None or asked is None:
+    if not hasattr(masking, "find_packed_sequence_indices"):
         yield
         return
     from torch._dynamo.comptime import comptime
@@ -70,11 +58,8 @@ def _one_sequence() -> Iterator[None]:
     def none_packed(position_ids: Any) -> None:
         comptime(look)
 
-    masking.find_packed_sequence_indices = none_packed  # type: ignore[attr-defined]
-    try:
+    with mock.patch.object(masking, "find_packed_sequence_indices", none_packed):
         yield
-    finally:
-        masking.find_packed_sequence_indices = asked  # type: ignore[attr-defined]
     if any(given):
         raise _PackedPositions
 

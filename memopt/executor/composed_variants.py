@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.profiler.eager_dropout import EAGER_DROPOUT, noise_of, rounded
+from memopt.profiler.as_eager.dropout import EAGER_DROPOUT, noise_of, rounded
 
 _aten = torch.ops.aten
 
@@ -32,14 +32,6 @@ def _add(x: Tensor, other: float, alpha: float = 1, *, out: Tensor) -> Tensor:
 
 def _sub(x: Tensor, other: float, alpha: float = 1, *, out: Tensor) -> Tensor:
     return torch.sub(x, other, alpha=alpha, out=out)
-
-
-def _mul(x: Tensor, other: float, *, out: Tensor) -> Tensor:
-    return torch.mul(x, other, out=out)
-
-
-def _div(x: Tensor, other: float, *, out: Tensor) -> Tensor:
-    return torch.div(x, other, out=out)
 
 
 def _fill(_: Any, value: float, *, out: Tensor, **__: Any) -> Tensor:
@@ -151,16 +143,16 @@ def _pool_whole(x: Tensor, size: list[int], *, out: Tensor) -> Tensor:
     return torch.ops.aten.adaptive_avg_pool2d.out(x, size, out=out)  # type: ignore[no-any-return]
 
 
-Lowered = tuple[Callable[..., Any], tuple[str, ...]]
+Composed = tuple[Callable[..., Any], tuple[str, ...]]
 """The function, and the keyword of each result."""
 
 _ONE = ("out",)
 
-EVERYWHERE: dict[Any, Lowered] = {
+EVERYWHERE: dict[Any, Composed] = {
     _aten.clone.default: (_copy, _ONE),
     _aten._to_copy.default: (_copy, _ONE),
-    _aten.mul.Scalar: (_mul, _ONE),
-    _aten.div.Scalar: (_div, _ONE),
+    _aten.mul.Scalar: (torch.mul, _ONE),
+    _aten.div.Scalar: (torch.div, _ONE),
     _aten.add.Scalar: (_add, _ONE),
     _aten.sub.Scalar: (_sub, _ONE),
     _aten.full_like.default: (_fill, _ONE),
@@ -177,7 +169,7 @@ EVERYWHERE: dict[Any, Lowered] = {
     _aten._safe_softmax.default: (_safe_softmax, _ONE),
 }
 
-ON_CPU: dict[Any, Lowered] = {
+ON_CPU: dict[Any, Composed] = {
     _aten.relu.default: (_relu, _ONE),
     _aten.native_dropout.default: (_dropout, ("out", "mask")),
     EAGER_DROPOUT: (_eager_dropout, ("out", "mask")),

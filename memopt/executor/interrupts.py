@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def finishing_at_ctrl_c() -> Iterator[Callable[[], None]]:
+def ctrl_c_deferred() -> Iterator[Callable[[], None]]:
     """Once the yielded function has been called, Ctrl-C raises KeyboardInterrupt only at the end
     of the block, which finishes first; a second Ctrl-C raises at once.
 

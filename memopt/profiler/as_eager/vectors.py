@@ -7,14 +7,14 @@ with other last bits. A tensor that is traced always looks as if it had a backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from memopt.profiler.as_eager.operators import CallsThrough, Substitute
 
 _ATEN = torch.ops.aten
 _VECTORS: dict[Any, tuple[int, str]] = {
@@ -37,38 +37,25 @@ _COMPOSED = frozenset(
 """Names of the functions that ask for vectors if there is a backward."""
 
 
-class _ValuesAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = dict(kwargs or {})
+class _ValuesAlone(CallsThrough):  # type: ignore[no-untyped-call]  # torch's own
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _VECTORS:
             position, name = _VECTORS[func]
-            args, given[name] = args[:position], False
-        return func(*args, **given)
+            args, kwargs = args[:position], {**kwargs, name: False}
+        return func(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class ValuesAlone:
-    """A function called so that factorisations in it make no vectors."""
-
-    function: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
-        with _ValuesAlone():  # type: ignore[no-untyped-call]  # torch's own
-            return self.function(*args, **kwargs)
-
-    @property
-    def __name__(self) -> str:
-        return str(self.function.__name__)
+def _without_vectors(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function so that factorisations in it make no vectors."""
+    with _ValuesAlone():
+        return function(*args, **kwargs)
 
 
 def values_alone(traced: GraphModule) -> None:
     """Let the calls of a dynamo graph whose results need no gradient make no vectors."""
     found = [node for node in traced.graph.nodes if _asks_in_vain(node)]
     for node in found:
-        node.target = ValuesAlone(_function(node))
+        node.target = Substitute(_function(node), _without_vectors)
         node.op = "call_function"
     if found:
         traced.recompile()

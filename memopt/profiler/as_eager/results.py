@@ -9,13 +9,14 @@ the statistics, so that nothing else in the graph depends on what the tracer bel
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
+
+from memopt.profiler.as_eager.operators import Substitute
 
 _ATEN = torch.ops.aten
 # Operator → positions of the other tensors it normalises with, and of the statistics it returns.
@@ -32,25 +33,12 @@ _AS_ARGUMENT: dict[Any, tuple[tuple[int, int], ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class InGradMode:
-    """An operator called with gradients enabled, for which alone it does its whole work. Steps run
-    without: their backward is in the graph."""
-
-    overload: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it on detached tensors, so that autograd records, and keeps, nothing."""
-        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
-        with torch.enable_grad():
-            return self.overload(*args, **kwargs)
-
-    def __str__(self) -> str:
-        return str(self.overload)
-
-    @property
-    def __name__(self) -> str:
-        return str(self.overload.__name__)
+def _in_grad_mode(overload: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator that does its whole work only with gradients enabled; a step runs without,
+    since its backward is in the graph. Autograd records, and keeps, nothing of detached tensors."""
+    args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+    with torch.enable_grad():
+        return overload(*args, **kwargs)
 
 
 # LSTMs on the CPU leave their backward's workspace only in grad mode.
@@ -63,7 +51,7 @@ def correct_fake_results(module: GraphModule) -> None:
         if node.op != "call_function":
             continue
         if node.target in _IN_GRAD_MODE:
-            node.target = InGradMode(node.target)
+            node.target = Substitute(node.target, _in_grad_mode)
         dtypes = _dtypes(node)
         if dtypes:
             _retype(node, dtypes)

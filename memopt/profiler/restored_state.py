@@ -6,8 +6,8 @@ random generators. Other objects' attributes are left alone, but for the tensors
 may belong to running threads, such as a data loader's.
 
 Values are copied before they are first written to, so that a model that updates few tensors costs
-few copies: a watched run (`Kept.watching`) finds them. Buffers are copied beforehand, for kernels
-may write to running statistics without saying so.
+few copies: a watched run (`StorageCopies.first_run`) finds them. Buffers are copied beforehand,
+for kernels may write to running statistics without saying so.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memopt.profiler.backend import with_own_generators
 from memopt.profiler.inputs import Call
 
 _MOST_OBJECTS = 100_000
@@ -32,7 +33,7 @@ _MOST_OBJECTS = 100_000
 _WRITTEN_UNSAID = ("running_mean", "running_var")
 
 
-class Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies of the storages of a user's tensors, each made before it is first written to."""
 
     supports_higher_order_operators = True
@@ -43,7 +44,7 @@ class Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages = {int(s._cdata): s for s in found if s is not None}
         self._copies: dict[int, Any] = {}
 
-    def watching(self) -> Kept:
+    def first_run(self) -> StorageCopies:
         """Context of a run; what it writes to, later runs may write to without being watched."""
         return self
 
@@ -180,7 +181,7 @@ def _contents(cells: Iterable[types.CellType]) -> Iterator[Any]:
 
 
 @contextmanager
-def untouched(model: nn.Module, call: Call, *others: Any) -> Iterator[Kept]:
+def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[StorageCopies]:
     """Put everything back afterwards, whatever happens inside.
 
     Args:
@@ -188,14 +189,14 @@ def untouched(model: nn.Module, call: Call, *others: Any) -> Iterator[Kept]:
         others: a loss, its targets: whatever else runs or is read.
 
     Yields:
-        What copies values: the first run inside is to be `watching()`.
+        What copies values: the first run inside is to be `first_run()`.
     """
     reached = _Reached((model, call.args, call.kwargs, *others))
-    kept = Kept(reached.tensors)
+    kept = StorageCopies(reached.tensors)
     owners = [one for one in (model, *others) if isinstance(one, nn.Module)]
     for buffer in (b for owner in owners for b in owner.buffers()):
         kept.keep(buffer)
-    devices = sorted({t.get_device() for t in reached.tensors if t.is_cuda})
+    devices = with_own_generators(dict.fromkeys(t.device for t in reached.tensors))
     restore = _other_generators()
     dtype = torch.get_default_dtype()
     try:

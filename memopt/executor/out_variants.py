@@ -1,10 +1,10 @@
-"""How a kernel call writes its results at given addresses: its form.
+"""How a kernel call writes its results at given addresses: its out variant.
 
-A native form is the `out=` overload of the same operator, where the device has a kernel for it
+A native variant is the `out=` overload of the same operator, where the device has a kernel for it
 (the overloads that torch generates compute first and then copy, which costs the tensor again).
-A lowered form is written with other kernels, see `arena_lowered`. A form is used where it has
-written, on stand-in data in the call's own layouts, what the kernel returns, bit for bit
-(`memopt.profiler.trial`). Results without a form are allocated by their kernel.
+A composed variant is written with other kernels, see `composed_variants`. A variant is used where
+it has written, on stand-in data in the call's own layouts, what the kernel returns, bit for bit
+(`memopt.profiler.trial`). Results without a variant are allocated by their kernel.
 """
 
 from __future__ import annotations
@@ -17,56 +17,57 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from memopt.executor.arena_lowered import EVERYWHERE, ON_CPU
+from memopt.executor.composed_variants import EVERYWHERE, ON_CPU
+from memopt.profiler.as_eager.dropout import EAGER_DROPOUT
+from memopt.profiler.as_eager.updates import in_place_twin, written_into
+from memopt.profiler.backend import backend_of, estimated_backend
 from memopt.profiler.build import Lowering
-from memopt.profiler.eager_dropout import EAGER_DROPOUT
 from memopt.profiler.generator_state import with_state
-from memopt.profiler.in_place import fills_storage
+from memopt.profiler.memory_layout import fills_storage, storage_of
 from memopt.profiler.session import Profiled
 from memopt.profiler.signature import Arguments, signature, values_of
 from memopt.profiler.torch_private import has_kernel
 from memopt.profiler.trial import poisoned, same_bits
-from memopt.profiler.update_layouts import in_place_twin, written_into
 
 
 @dataclass(frozen=True)
-class Form:
+class OutVariant:
     """A call that writes into given tensors: `target(*args, **kwargs, **{name: tensor})`.
 
     Attributes:
         target: what to call, with the kernel call's own arguments.
         names: the keyword of each tensor to write to, by position in the kernel's result.
-        lowered: whether it is memopt's own form of the kernel, else torch's `out=` overload.
+        composed: whether it is memopt's own way to run the kernel, else torch's `out=` overload.
     """
 
     target: Callable[..., Any]
     names: tuple[str, ...]
-    lowered: bool
+    composed: bool
 
     @property
     def label(self) -> str:
         """A Python name for generated code."""
-        if self.lowered:
+        if self.composed:
             return f"into_{self.target.__name__.strip('_')}"
         return "".join(c if c.isalnum() else "_" for c in str(self.target))
 
 
-def form_of(node: Node, device: torch.device | None) -> Form | None:
-    """The form of a kernel call; None if its kernel allocates its results itself.
+def out_variant_of(node: Node, device: torch.device | None) -> OutVariant | None:
+    """The variant of a kernel call; None if its kernel allocates its results itself.
 
     Args:
         node: the call.
-        device: where the model runs, and the form is tried; None: nothing may be computed.
+        device: where the model runs, and the variant is tried; None: nothing may be computed.
     """
-    form = _possible(node)
-    if form is None or device is None:
-        return form
-    return form if _gives_the_same(form, node, device) else None
+    variant = _possible(node)
+    if variant is None or device is None:
+        return variant
+    return variant if _gives_the_same(variant, node, device) else None
 
 
-def _gives_the_same(form: Form, node: Node, device: torch.device) -> bool:
-    """Whether a form writes what the kernel returns, tried on stand-in data. An overload of torch's
-    is first given empty tensors, which it resizes: where it makes them larger than the result is
+def _gives_the_same(variant: OutVariant, node: Node, device: torch.device) -> bool:
+    """Whether a variant writes what the kernel returns, tried on stand-in data. torch's overload is
+    first given empty tensors, which it resizes: where it makes them larger than the result is
     (losses that write what they sum up), it would resize a slot, too."""
     call, likes = signature(node), values_of(node)
 
@@ -74,10 +75,10 @@ def _gives_the_same(form: Form, node: Node, device: torch.device) -> bool:
         def written(arguments: Arguments) -> list[torch.Tensor]:
             args, kwargs = arguments
             into = make()
-            form.target(*args, **kwargs, **dict(zip(form.names, into, strict=True)))
+            variant.target(*args, **kwargs, **dict(zip(variant.names, into, strict=True)))
             return into
 
-        return same_bits(call, likes, device, (form.target, make.__name__), written)
+        return same_bits(call, likes, device, (variant.target, make.__name__), written)
 
     def empty() -> list[torch.Tensor]:
         return [torch.empty(0, dtype=like.dtype, device=device) for like in likes]
@@ -85,31 +86,31 @@ def _gives_the_same(form: Form, node: Node, device: torch.device) -> bool:
     def slots() -> list[torch.Tensor]:
         return poisoned(likes, device)
 
-    return (form.lowered or writes_the_same(empty)) and writes_the_same(slots)
+    return (variant.composed or writes_the_same(empty)) and writes_the_same(slots)
 
 
-def _possible(node: Node) -> Form | None:
-    """The form that a kernel call may have, by its kind."""
+def _possible(node: Node) -> OutVariant | None:
+    """The variant that a kernel call may have, by its kind."""
     values = values_of(node)
     if not all(isinstance(value, torch.Tensor) and _plain(value) for value in values):
         return None
-    if not _storages_apart(values):
+    if len(set(map(storage_of, values))) < len(values):
         return None
     device = values[0].device.type
-    form = _form(node.target, device)
-    if form is None or len(form.names) != len(values):
+    variant = _variant(node.target, device)
+    if variant is None or len(variant.names) != len(values):
         return None
-    return form if _suits(node) else None
+    return variant if _suits(node) else None
 
 
 @functools.cache
-def _form(target: Any, device: str) -> Form | None:
-    lowered = EVERYWHERE.get(target) or (ON_CPU.get(target) if device == "cpu" else None)
-    if lowered is not None:
-        return Form(lowered[0], lowered[1], lowered=True)
+def _variant(target: Any, device: str) -> OutVariant | None:
+    composed = EVERYWHERE.get(target) or (ON_CPU.get(target) if device == "cpu" else None)
+    if composed is not None:
+        return OutVariant(composed[0], composed[1], composed=True)
     twin = in_place_twin(target)
     if twin is not None:
-        return Form(written_into(twin), ("out",), lowered=True)
+        return OutVariant(written_into(twin), ("out",), composed=True)
     if not isinstance(target, torch._ops.OpOverload):
         return None
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
@@ -119,13 +120,13 @@ def _form(target: Any, device: str) -> Form | None:
         if [(a.name, str(a.type)) for a in arguments if not a.is_out] != wanted:
             continue
         outs = tuple(a.name for a in arguments if a.is_out)
-        if outs and has_kernel(overload, device):
-            return Form(overload, outs, lowered=False)
+        if outs and has_kernel(overload, backend_of(device).dispatch_key):
+            return OutVariant(overload, outs, composed=False)
     return None
 
 
 def _suits(node: Node) -> bool:
-    """What the lowered forms do not do: dropout that keeps everything, half-precision batch
+    """What the composed variants do not do: dropout that keeps everything, half-precision batch
     norm with statistics of another dtype."""
     if node.target in (torch.ops.aten.native_dropout.default, EAGER_DROPOUT):
         return node.args[2] is not False and _tensor(node, 0).numel() > 0
@@ -149,35 +150,31 @@ def _plain(value: torch.Tensor) -> bool:
     return strided and fills_storage(value)
 
 
-def _storages_apart(values: tuple[Any, ...]) -> bool:
-    return len({value.untyped_storage()._cdata for value in values}) == len(values)
-
-
-def forms_of(lowering: Lowering) -> dict[Node, Form]:
-    """The forms of all kernel calls that have one, alternatives of operators included."""
-    forms = {}
+def out_variants_of(lowering: Lowering) -> dict[Node, OutVariant]:
+    """The variants of all kernel calls that have one, alternatives of operators included."""
+    variants = {}
     for node in (*lowering.nodes, *lowering.alternatives.values()):
-        form = form_of(node, lowering.device) if len(lowering.storages[node]) else None
-        if form is not None:
-            forms[node] = form
-    return forms
+        variant = out_variant_of(node, lowering.device) if len(lowering.storages[node]) else None
+        if variant is not None:
+            variants[node] = variant
+    return variants
 
 
 def for_placing(profiled: Profiled) -> Profiled:
     """A profiled model whose graph says which tensors a placement must leave out."""
-    cuda = profiled.torch_device.type == "cuda"
+    backend = backend_of(profiled.torch_device)
     if profiled.record is not None and profiled.record.block_bytes > 1:
-        cuda = True  # an estimate
-    graph = with_state(profiled.graph, cuda=cuda, placed=True)
-    return replace(profiled, graph=replace(graph, outside=outside_tensors(profiled.lowering)))
+        backend = estimated_backend(profiled.record.block_bytes)
+    graph = with_state(profiled.graph, backend, placed=True)
+    return replace(profiled, graph=replace(graph, outside=allocator_owned(profiled.lowering)))
 
 
-def outside_tensors(lowering: Lowering) -> tuple[int, ...]:
+def allocator_owned(lowering: Lowering) -> tuple[int, ...]:
     """Computed tensors that no placement can give an address, ascending: their kernel (under some
-    implementation) has no form, or they leave the step (results), or another tensor is a view of
+    implementation) has no variant, or they leave the step (results), or another tensor is a view of
     the same storage by a kernel's hand."""
     graph = lowering.graph
-    forms = forms_of(lowering)
+    variants = out_variants_of(lowering)
     outside = set(graph.outputs) | set(graph.gradients)
     for index, operator in enumerate(graph.operators):
         choices = [(lowering.nodes[index], operator.writes)]
@@ -186,6 +183,6 @@ def outside_tensors(lowering: Lowering) -> tuple[int, ...]:
             if node is not None and choice.writes is not None:
                 choices.append((node, choice.writes))
         for node, writes in choices:
-            if node not in forms or set(writes) != set(lowering.storages[node]):
+            if node not in variants or set(writes) != set(lowering.storages[node]):
                 outside.update(writes)
     return tuple(sorted(outside & graph.computed))

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from memopt.profiler.as_eager.operators import Substitute, define
 from memopt.profiler.torch_private import autograd_in_kernels
 
 _FUNCTIONS: dict[str, Any] = {"prod": torch.prod, "cumprod": torch.cumprod}
@@ -29,14 +30,11 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 @functools.cache
 def operator() -> Any:
     """`memopt::eager_backward(function, arguments, gradient, given)`: the gradient of `given`."""
-    library: Any = torch.library.Library("memopt", "FRAGMENT")  # type: ignore[no-untyped-call]
-    library.define(
-        "eager_backward(str function, str arguments, Tensor gradient, Tensor given) -> Tensor"
+    return define(
+        "eager_backward(str function, str arguments, Tensor gradient, Tensor given) -> Tensor",
+        _backward,
+        _described,
     )
-    library.impl("eager_backward", _backward, "CompositeExplicitAutograd")
-    torch.library.register_fake("memopt::eager_backward", _described, lib=library)
-    operator.library = library  # type: ignore[attr-defined]  # it lives as long as the process
-    return torch.ops.memopt.eager_backward.default
 
 
 def _backward(function: str, arguments: str, gradient: Tensor, given: Tensor) -> Tensor:
@@ -110,28 +108,20 @@ class _AsEager(torch.autograd.Function):
         return operator()(*ctx.call, gradients[0], given), None, None
 
 
-@dataclass(frozen=True)
-class EagerBackward:
-    """A function of `_FUNCTIONS` with eager's backward."""
-
-    function: str
-
-    def __call__(self, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run it."""
-        arguments = json.dumps((args, kwargs))
-        result: Tensor = _AsEager.apply(given, self.function, arguments)  # type: ignore[no-untyped-call]
-        return result
-
-    @property
-    def __name__(self) -> str:
-        return self.function
+def _with_eager_backward(
+    function: Callable[..., Tensor], given: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Call one of `_FUNCTIONS` with eager's backward."""
+    arguments = json.dumps((args, kwargs))
+    result: Tensor = _AsEager.apply(given, function.__name__, arguments)  # type: ignore[no-untyped-call]
+    return result
 
 
 def backwards_as_eager(traced: GraphModule) -> None:
     """Give a dynamo graph's calls whose backward looks at the data eager's backward."""
     found = [node for node in traced.graph.nodes if _looks(node)]
     for node in found:
-        node.target = EagerBackward(_name(node))
+        node.target = Substitute(_FUNCTIONS[_name(node)], _with_eager_backward)
         node.op = "call_function"
     if found:
         operator()

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 V = TypeVar("V")
 
 
-class Kept(weakref.ref[Any], Generic[V]):
+class TiedValue(weakref.ref[Any], Generic[V]):
     """A value kept for an object that may die at any time.
 
     Attributes:
@@ -29,9 +29,9 @@ class Kept(weakref.ref[Any], Generic[V]):
     __hash__ = object.__hash__
 
 
-def keep(kept: set[Kept[V]], owner: object, value: V) -> Kept[V]:
+def tie(tied: set[TiedValue[V]], owner: object, value: V) -> TiedValue[V]:
     """Keep `value` in a set until `owner` dies."""
-    reference: Kept[V] = Kept(owner, kept.discard)
+    reference: TiedValue[V] = TiedValue(owner, tied.discard)
     reference.value = value
-    kept.add(reference)
+    tied.add(reference)
     return reference

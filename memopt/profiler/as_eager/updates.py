@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from memopt.profiler.draws import row_major
+from memopt.profiler.as_eager.draws import row_major
+from memopt.profiler.as_eager.operators import CallsThrough, define, functional_name
+from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.torch_private import as_functional, is_functional, replace_functional
 
-_LIBRARY: Any = torch.library.Library("memopt", "FRAGMENT")  # type: ignore[no-untyped-call]
 _in_place: dict[Any, Any] = {}
 """memopt's operator → the overload that it runs on a copy of its first argument."""
 
@@ -42,13 +42,9 @@ def written_into(overload: Any) -> Callable[..., Tensor]:
         return out
 
     # Generated code calls it by this name.
-    update.__name__ = f"{_name(overload)}_{overload._schema.overload_name or 'default'}"
+    name, _, form = functional_name(overload).partition(".")
+    update.__name__ = f"{name}_{form or 'default'}"
     return update
-
-
-def _name(overload: Any) -> str:
-    name: str = overload._schema.name
-    return name.removeprefix("aten::").rstrip("_")
 
 
 def _described(given: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -63,14 +59,8 @@ def _functional(overload: Any) -> Any:
     def kernel(given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return written_into(overload)(given, *args, out=_described(given), **kwargs)
 
-    schema = overload._schema
-    name = _name(overload)
-    form = f".{schema.overload_name}" if schema.overload_name else ""
-    _, _, signature = str(schema).replace("(a!)", "").partition("(")
-    _LIBRARY.define(f"{name}{form}({signature}")
-    _LIBRARY.impl(f"{name}{form}", kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"memopt::{name}{form}", _described, lib=_LIBRARY)
-    made = getattr(getattr(torch.ops.memopt, name), schema.overload_name or "default")
+    _, _, arguments = str(overload._schema).replace("(a!)", "").partition("(")
+    made = define(f"{functional_name(overload)}({arguments}", kernel, _described)
     _in_place[made] = overload
     return made
 
@@ -92,26 +82,18 @@ def _updates(func: Any) -> bool:
     )
 
 
-class UpdatesAsEager(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class UpdatesAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's own
     """While a model is traced: updates in place whose functional form would change the tensor's
     strides become memopt's operators."""
 
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        options = dict(kwargs or {})
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _updates(func) or not is_functional(args[0]) or row_major(args[0]):
-            return func(*args, **options)
+            return func(*args, **kwargs)
         tensor = args[0]
         # The arguments as they are before the update: some may share the tensor's memory.
-        before, kept = tree_map(_value_now, (args, options))
-        result = func(*args, **options)
-        if _same_layout(tensor, tensor.from_functional()):
+        before, kept = tree_map(_value_now, (args, kwargs))
+        result = func(*args, **kwargs)
+        if same_strides(tensor, tensor.from_functional().stride()):
             return result
         replace_functional(tensor, _functional(func)(*before, **kept))
         return result
@@ -119,9 +101,3 @@ class UpdatesAsEager(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _value_now(value: Any) -> Any:
     return as_functional(value.from_functional()) if is_functional(value) else value
-
-
-def _same_layout(one: Tensor, other: Tensor) -> bool:
-    """Whether strides agree where they are more than a name for one element."""
-    pairs = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return all(size <= 1 or stride == wanted for size, stride, wanted in pairs)

@@ -12,8 +12,8 @@ from torch import nn
 
 from memopt.profiler.baseline import Loss
 from memopt.profiler.inputs import Call
+from memopt.profiler.restored_state import state_restored
 from memopt.profiler.uncaptured import check_initialised
-from memopt.profiler.untouched import untouched
 
 _LOGGER = "torch._subclasses.fake_tensor"
 _REMEDY = (
@@ -84,7 +84,7 @@ def _failure(model: nn.Module, call: Call, loss: Loss | None = None) -> str | No
     """What the model, or its loss, raises when it is simply called; None if it works."""
     try:
         parts = loss.parts if loss is not None else ()
-        with untouched(model, call, *parts) as kept, torch.no_grad(), kept.watching():
+        with state_restored(model, call, *parts) as kept, torch.no_grad(), kept.first_run():
             output = model(*call.args, **call.kwargs)
             if loss is not None:
                 loss.function(output, *loss.targets)

@@ -21,7 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from memopt.profiler import torch_private
+from memopt.profiler.backend import with_own_generators
 from memopt.profiler.inputs import Call
+from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.signature import ENDS_PROCESS, REFUSALS, Signature, StandIns, call_signature
 
 _MOST_KNOWN = 20_000
@@ -127,8 +129,7 @@ def _measured(call: Signature, results: list[Any], device: torch.device) -> _Str
 
 def _run(call: Signature, device: torch.device) -> list[Any]:
     """The results of a call on stand-in data; [] if its kernel refuses them."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+    with torch.no_grad(), torch.random.fork_rng(devices=with_own_generators([device])):
         args, kwargs = StandIns(device).arguments(call)
         try:
             return pytree.tree_leaves(call.target(*args, **kwargs))
@@ -144,13 +145,8 @@ def _restrided(result: Any, strides: _Strides) -> Any:
         return result
     made = [
         value.new_empty_strided(value.shape, wanted)
-        if wanted is not None and _differ(value, wanted)
+        if wanted is not None and not same_strides(value, wanted)
         else value
         for value, wanted in zip(leaves, strides, strict=True)
     ]
     return pytree.tree_unflatten(made, spec)
-
-
-def _differ(value: Tensor, wanted: tuple[int, ...]) -> bool:
-    pairs = zip(value.shape, value.stride(), wanted, strict=True)
-    return any(size > 1 and stride != other for size, stride, other in pairs)

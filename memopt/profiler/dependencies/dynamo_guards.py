@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -80,11 +81,8 @@ def guards_heard() -> Iterator[Callable[[], TraceGuards]]:
             ) from error
         return result
 
-    home.fullgraph_capture = listening  # type: ignore[attr-defined]
-    try:
+    with mock.patch.object(home, "fullgraph_capture", listening):
         yield lambda: heard
-    finally:
-        home.fullgraph_capture = captured  # type: ignore[attr-defined]
 
 
 def _heard(output: Any) -> TraceGuards:

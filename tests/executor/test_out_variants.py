@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.nn import functional
 
-from memopt.executor import arena_forms
-from memopt.executor.arena_forms import Form, form_of, outside_tensors
-from memopt.executor.arena_lowered import EVERYWHERE, ON_CPU
+from memopt.executor import out_variants
+from memopt.executor.composed_variants import EVERYWHERE, ON_CPU
+from memopt.executor.out_variants import OutVariant, allocator_owned, out_variant_of
+from memopt.profiler.as_eager.dropout import EAGER_DROPOUT
 from memopt.profiler.build import build
 from memopt.profiler.capture import capture
-from memopt.profiler.eager_dropout import EAGER_DROPOUT
 from memopt.profiler.inputs import to_call
 from memopt.profiler.memory import metered_sections
 from memopt.profiler.signature import StandIns, signature, values_of
@@ -91,7 +91,7 @@ def as_list(result: Any) -> list[Tensor]:
     return list(result) if isinstance(result, (list, tuple)) else [result]
 
 
-def places(form: Form, node: Node) -> dict[str, Tensor]:
+def places(form: OutVariant, node: Node) -> dict[str, Tensor]:
     """Tensors as the node's results are, full of rubbish."""
     given = {}
     for name, like in zip(form.names, values_of(node), strict=True):
@@ -107,7 +107,7 @@ def bits(value: Tensor) -> Tensor:
     return value.contiguous().reshape(-1).view(torch.uint8)
 
 
-def assert_same(form: Form, node: Node, args: Any, kwargs: Any) -> None:
+def assert_same(form: OutVariant, node: Node, args: Any, kwargs: Any) -> None:
     torch.manual_seed(3)
     wanted = as_list(node.target(*args, **kwargs))  # type: ignore[operator]
     random_state = torch.random.get_rng_state()
@@ -129,9 +129,9 @@ def assert_same(form: Form, node: Node, args: Any, kwargs: Any) -> None:
 def test_lowered_forms(call: tuple[Any, tuple[Any, ...]]) -> None:
     target, args = call
     node = node_of(target, args)
-    form = form_of(node, CPU)
+    form = out_variant_of(node, CPU)
     assert form is not None
-    assert form.lowered
+    assert form.composed
     assert_same(form, node, args, {})
 
 
@@ -142,24 +142,27 @@ def test_every_lowered_form_is_compared() -> None:
 def test_what_has_no_form() -> None:
     x, weight = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
     args = (x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    assert form_of(node_of(aten.convolution.default, args), CPU) is None
+    assert out_variant_of(node_of(aten.convolution.default, args), CPU) is None
     # torch's generated out= overloads compute first and copy then.
-    assert form_of(node_of(aten.native_layer_norm.default, (x, [5], None, None, 1e-5)), CPU) is None
+    assert (
+        out_variant_of(node_of(aten.native_layer_norm.default, (x, [5], None, None, 1e-5)), CPU)
+        is None
+    )
     # A result that does not fill its storage has no address of its own.
-    assert form_of(node_of(aten.expand.default, (torch.randn(1, 3), [4, 3])), CPU) is None
-    assert form_of(node_of(aten.native_dropout.default, (x, 0.1, False)), CPU) is None
+    assert out_variant_of(node_of(aten.expand.default, (torch.randn(1, 3), [4, 3])), CPU) is None
+    assert out_variant_of(node_of(aten.native_dropout.default, (x, 0.1, False)), CPU) is None
 
 
 def test_forms_that_write_something_else_are_not_used() -> None:
     a, b = torch.randn(4, 5), torch.randn(4, 5)
     # These make what they are given as large as what they sum up.
     for loss in (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default):
-        assert form_of(node_of(loss, (a, b, 0)), CPU) is not None
-        assert form_of(node_of(loss, (a, b, 1)), CPU) is None
+        assert out_variant_of(node_of(loss, (a, b, 0)), CPU) is not None
+        assert out_variant_of(node_of(loss, (a, b, 1)), CPU) is None
     # torch's out= form of batch norm leaves some of its outputs unwritten here.
     for x in (IMAGES.transpose(2, 3), IMAGES[..., ::2]):
         norm = aten._native_batch_norm_legit_functional.default
-        assert form_of(node_of(norm, (x, *STATISTICS, True, 0.1, 1e-5)), CPU) is None
+        assert out_variant_of(node_of(norm, (x, *STATISTICS, True, 0.1, 1e-5)), CPU) is None
 
 
 def test_forms_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,13 +176,13 @@ def test_forms_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     node = node_of(aten.mul.Scalar, (torch.randn(7, 11), 0.37))
-    assert form_of(node, CPU) is not None
+    assert out_variant_of(node, CPU) is not None
     for wrong in (rounds, in_part):
         monkeypatch.setitem(EVERYWHERE, aten.mul.Scalar, (wrong, ("out",)))
-        arena_forms._form.cache_clear()
-        assert form_of(node, CPU) is None
+        out_variants._variant.cache_clear()
+        assert out_variant_of(node, CPU) is None
     monkeypatch.undo()
-    arena_forms._form.cache_clear()
+    out_variants._variant.cache_clear()
 
 
 class Auxiliary(nn.Module):
@@ -215,7 +218,7 @@ def test_forms_of_all_calls(family: zoo.Family) -> None:
     stand_ins = StandIns(CPU)
     seen: set[str] = set()
     for node in lowering.nodes:
-        form, one = form_of(node, CPU), signature(node)
+        form, one = out_variant_of(node, CPU), signature(node)
         if form is None or one.text in seen:
             continue
         seen.add(one.text)
@@ -225,7 +228,7 @@ def test_forms_of_all_calls(family: zoo.Family) -> None:
         def own(node: Node = node, args: Any = args, kwargs: Any = kwargs) -> Any:
             return lambda: node.target(*args, **kwargs)  # type: ignore[operator]
 
-        def into(form: Form = form, args: Any = args, kwargs: Any = filled) -> Any:
+        def into(form: OutVariant = form, args: Any = args, kwargs: Any = filled) -> Any:
             return lambda: form.target(*args, **kwargs)
 
         with torch.no_grad():
@@ -239,7 +242,7 @@ def test_forms_of_all_calls(family: zoo.Family) -> None:
 def test_results_and_formless_kernels_are_outside() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
     lowering = build(model, capture(model, to_call(torch.randn(2, 3, 5, 5))))
-    outside = set(outside_tensors(lowering))
+    outside = set(allocator_owned(lowering))
     graph = lowering.graph
     by_target = {operator.target: operator.writes for operator in graph.operators}
     assert set(by_target["aten.convolution.default"]) <= outside

@@ -19,27 +19,27 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from memopt.profiler.dynamo_guards import TraceGuards
-from memopt.profiler.trace_reader import TraceReader, read
-from memopt.profiler.watch import GONE, UNREADABLE, Watch, same
+from memopt.profiler.dependencies.dependency import GONE, UNREADABLE, Dependency, same
+from memopt.profiler.dependencies.dynamo_guards import TraceGuards
+from memopt.profiler.dependencies.reader import TraceReader, read
 
 
 @dataclass(frozen=True, eq=False)
-class Watches:
+class Dependencies:
     """All that a captured graph depends on beside its inputs.
 
     Attributes:
-        watches: the things, those that others are found through first.
+        items: the things, those that others are found through first.
         names: what their expressions call.
         tensors: where a tensor was read that the model does not register, and the tensor.
     """
 
-    watches: tuple[Watch, ...] = ()
+    items: tuple[Dependency, ...] = ()
     names: tuple[tuple[str, Any], ...] = ()
     tensors: tuple[tuple[str, torch.Tensor], ...] = ()
 
     @staticmethod
-    def of(model: nn.Module, guards: TraceGuards, changed: Iterable[str] = ()) -> Watches:
+    def of(model: nn.Module, guards: TraceGuards, changed: Iterable[str] = ()) -> Dependencies:
         """What the guards of a trace are about, as it is now.
 
         Args:
@@ -48,8 +48,8 @@ class Watches:
             changed: expressions of what the forward itself changes: that is not looked at.
         """
         reader = TraceReader(model, guards)
-        watches = tuple(reader.watches(tuple(changed)))
-        return Watches(watches, tuple(reader.names.items()), reader.unregistered())
+        dependencies = tuple(reader.dependencies(tuple(changed)))
+        return Dependencies(dependencies, tuple(reader.names.items()), reader.unregistered())
 
     def unchanged(self, model: nn.Module) -> bool:
         """Whether everything is as it was."""
@@ -58,36 +58,36 @@ class Watches:
         except UNREADABLE:
             return False
 
-    def changed(self, model: nn.Module) -> tuple[Watch, Any] | None:
+    def changed(self, model: nn.Module) -> tuple[Dependency, Any] | None:
         """The first thing that is not as it was, and what is there now."""
         names = dict(self.names)
-        for watch in self.watches:
+        for dependency in self.items:
             try:
-                found = read(watch.look, model, names)
+                found = read(dependency.look, model, names)
             except UNREADABLE:
-                return watch, GONE
-            if watch.differs(found):
-                return watch, found
+                return dependency, GONE
+            if dependency.differs(found):
+                return dependency, found
         return None
 
-    def with_others(self, others: Iterable[Watch]) -> Watches:
-        """These watches and others; of two looks that are one, these."""
-        every = {watch.look: watch for watch in (*others, *self.watches)}
-        return replace(self, watches=tuple(every.values()))
+    def with_others(self, others: Iterable[Dependency]) -> Dependencies:
+        """These and others; of two looks that are one, these."""
+        every = {dependency.look: dependency for dependency in (*others, *self.items)}
+        return replace(self, items=tuple(every.values()))
 
-    def of_copy(self, model: nn.Module, copied: nn.Module) -> Watches:
-        """The watches for a deep copy of the model: the model's own objects are the copy's."""
+    def of_copy(self, model: nn.Module, copied: nn.Module) -> Dependencies:
+        """Those of a deep copy of the model: the model's own objects are the copy's."""
         names = dict(self.names)
 
-        def moved(watch: Watch) -> Watch:
+        def moved(dependency: Dependency) -> Dependency:
             try:
-                if not watch.differs(read(watch.look, model, names)):
-                    return replace(watch, planned=read(watch.look, copied, names))
+                if not dependency.differs(read(dependency.look, model, names)):
+                    return replace(dependency, planned=read(dependency.look, copied, names))
             except UNREADABLE:
                 pass
-            return watch
+            return dependency
 
-        return replace(self, watches=tuple(map(moved, self.watches)))
+        return replace(self, items=tuple(map(moved, self.items)))
 
     def reader_of(self, tensor: torch.Tensor) -> Callable[[nn.Module], Any] | None:
         """Reads a tensor that the model does not register from where the forward does; None if
@@ -102,16 +102,16 @@ class Watches:
 
     @cached_property
     def _all_as_planned(self) -> Callable[[nn.Module], bool]:
-        return _generate(self.watches, dict(self.names))
+        return _generate(self.items, dict(self.names))
 
 
-def digest(traced: GraphModule, model: nn.Module, watches: Watches) -> str:
+def digest(traced: GraphModule, model: nn.Module, dependencies: Dependencies) -> str:
     """Names a traced graph of a model: two with one name compute the same."""
     found = hashlib.sha256()
     for name, module in traced.named_modules():
         if isinstance(module, GraphModule):
             found.update(f"{name}: {module.code}".encode())
-    known = {id(tensor) for _, tensor in watches.tensors}
+    known = {id(tensor) for _, tensor in dependencies.tensors}
     known |= {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, tensor in (*traced.named_parameters(), *traced.named_buffers()):
         if id(tensor) not in known:
@@ -127,21 +127,21 @@ class _Looks:
         self._names = names
         self._known: dict[str, str] = {}
 
-    def take(self, watch: Watch) -> None:
+    def take(self, dependency: Dependency) -> None:
         """Look, and return False if what was planned is not there."""
-        look = ast.parse(watch.look, mode="eval").body
+        look = ast.parse(dependency.look, mode="eval").body
         planned = f"planned_{len(self._names)}"
-        self._names[planned] = watch.planned
+        self._names[planned] = dependency.planned
         match look:
             case ast.Call(func=ast.Name(id="described"), args=[tensor]) if (
-                watch.planned[0] == "tensor"
+                dependency.planned[0] == "tensor"
             ):
-                self._take_tensor(self.reduced(tensor), watch.planned)
+                self._take_tensor(self.reduced(tensor), dependency.planned)
                 return
             case ast.Call(
                 func=ast.Name(id="tuple"),
                 args=[ast.Call(func=ast.Attribute(value=hooks, attr="values"))],
-            ) if not watch.planned:
+            ) if not dependency.planned:
                 self._refuse_if(self.reduced(hooks))
                 return
         found = self.reduced(look)
@@ -149,7 +149,7 @@ class _Looks:
             self.lines.append(f"    found = {found}")
             found = "found"
         test = f"{found} is not {planned}"
-        self._refuse_if(test if watch.identity else f"{test} and not same({found}, {planned})")
+        self._refuse_if(test if dependency.identity else f"{test} and not same({found}, {planned})")
 
     def _take_tensor(self, tensor: str, planned: tuple[Any, ...]) -> None:
         _, shape, stride, dtype, device, requires_grad = planned
@@ -187,13 +187,15 @@ class _Looks:
         return self._known[text]
 
 
-def _generate(watches: tuple[Watch, ...], names: dict[str, Any]) -> Callable[[nn.Module], bool]:
+def _generate(
+    dependencies: tuple[Dependency, ...], names: dict[str, Any]
+) -> Callable[[nn.Module], bool]:
     """One function that takes all looks, reading every object on the way once."""
     names["same"] = same
     looks = _Looks(names)
-    for watch in watches:
-        looks.take(watch)
+    for dependency in dependencies:
+        looks.take(dependency)
     source = "\n".join(["def look(model):", *looks.lines, "    return True"])
-    exec(compile(source, "<memopt watches>", "exec"), names)
+    exec(compile(source, "<memopt dependencies>", "exec"), names)
     look: Callable[[nn.Module], bool] = names["look"]
     return look

@@ -6,29 +6,33 @@ into the view's own memory layout, gaps included, which loses all but one part o
 the view overlaps itself (`unfold`). So a copy of each output is traced in its place: its gradient
 is a tensor without gaps, and what becomes of the gradients of several views is in the graph, in
 eager's order. After tracing the copies go: the step hands out the views themselves.
+
+An output that the user's loss does not use is traced, and handed out, without a gradient: a Hugging
+Face model given `labels` returns its loss and its logits, and autograd would carry a zero gradient
+as large as these through the backward. It still looks as eager's does, and refuses a gradient.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from memopt.errors import CaptureError
+from memopt.errors import CaptureError, ExecutionError
 from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.profiler import torch_private
+from memopt.profiler.memory_layout import is_dense, storage_of
 
 _COPIED: dict[Any, int] = {torch.ops.aten.clone.default: 0, torch.ops.aten.copy.default: 1}
 """What makes a copy, and which argument is copied."""
 
 
 @dataclass(frozen=True)
-class OutputForms:
+class TracedOutputs:
     """What is known of the leaves of a model's output. Numbers are positions among them.
 
     Attributes:
@@ -55,10 +59,10 @@ class OutputForms:
     gradients: OutputGradients = ANY_LOSS
 
 
-NO_OUTPUTS = OutputForms()
+NO_OUTPUTS = TracedOutputs()
 
 
-def trace_apart(traced: GraphModule, gradients: OutputGradients) -> OutputForms:
+def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedOutputs:
     """Let the outputs of a dynamo graph be copies, each with a gradient of its own; in place.
 
     Args:
@@ -78,9 +82,9 @@ def trace_apart(traced: GraphModule, gradients: OutputGradients) -> OutputForms:
             f"{last + 1} when its loss was measured; memopt needs the same in every step"
         )
     inputs = [n for n in traced.graph.nodes if n.op in ("placeholder", "get_attr")]
-    forms = _forms([_value(leaf) for leaf in leaves], [_value(n) for n in inputs], gradients)
+    outputs = _outputs([_value(leaf) for leaf in leaves], [_value(n) for n in inputs], gradients)
     strides = dict(gradients.strides)
-    earlier = dict(forms.repeated)
+    earlier = dict(outputs.repeated)
     with traced.graph.inserting_before(output):
         for position, leaf in enumerate(leaves):
             if position in earlier:
@@ -88,12 +92,12 @@ def trace_apart(traced: GraphModule, gradients: OutputGradients) -> OutputForms:
                 continue
             if position in gradients.unused:
                 leaf = traced.graph.call_method("detach", (leaf,))
-            if position in forms.copied:
-                leaf = _copy(traced, leaf, forms.values[position], strides.get(position))
+            if position in outputs.copied:
+                leaf = _copy(traced, leaf, outputs.values[position], strides.get(position))
             leaves[position] = leaf
     output.args = (tuple(leaves),)
     traced.recompile()
-    return forms
+    return outputs
 
 
 def _copy(
@@ -108,17 +112,6 @@ def _copy(
         return graph.call_function(torch.clone, (leaf,))
     empty = graph.call_method("new_empty_strided", (leaf, tuple(value.shape), strides))
     return graph.call_method("copy_", (empty, leaf))
-
-
-def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
-    """Whether elements have a place each, without gaps."""
-    sizes = zip(strides, shape, strict=True)
-    room = 1
-    for stride, size in sorted(pair for pair in sizes if pair[1] != 1):
-        if stride != room:
-            return False
-        room *= size
-    return True
 
 
 def tangent_of(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -170,11 +163,11 @@ def _value(leaf: Any) -> Any:
     return leaf.meta.get("example_value", leaf.meta.get("val"))
 
 
-def _forms(values: list[Any], inputs: list[Any], gradients: OutputGradients) -> OutputForms:
+def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -> TracedOutputs:
     given_storages: dict[int, torch.Tensor] = {}
     for value in inputs:
         if isinstance(value, torch.Tensor):
-            given_storages.setdefault(_storage(value), value)
+            given_storages.setdefault(storage_of(value), value)
     first: dict[int, int] = {}
     repeated, beside, copied = [], [], []
     members: defaultdict[int, list[int]] = defaultdict(list)
@@ -186,7 +179,7 @@ def _forms(values: list[Any], inputs: list[Any], gradients: OutputGradients) -> 
             repeated.append((position, first[id(value)]))
             continue
         first[id(value)] = position
-        storage = _storage(value)
+        storage = storage_of(value)
         differentiable = value.requires_grad and position not in gradients.unused
         source = given_storages.get(storage)
         if source is not None:
@@ -210,7 +203,7 @@ def _forms(values: list[Any], inputs: list[Any], gradients: OutputGradients) -> 
                     shared.update((one, other))
     if gradients.held_bytes:
         beside.append((len(values), gradients.held_bytes))
-    return OutputForms(
+    return TracedOutputs(
         count=len(values),
         values=tuple(values),
         copied=tuple(copied),
@@ -219,10 +212,6 @@ def _forms(values: list[Any], inputs: list[Any], gradients: OutputGradients) -> 
         shared=frozenset(shared),
         gradients=gradients,
     )
-
-
-def _storage(value: torch.Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -258,12 +247,12 @@ def _extent(value: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in pairs)
 
 
-def hand_out(module: GraphModule, forms: OutputForms) -> None:
+def hand_out(module: GraphModule, outputs: TracedOutputs) -> None:
     """Let a joint graph return its outputs themselves where it returns copies of them; in place.
 
     Args:
         module: the joint graph.
-        forms: how its outputs were traced.
+        outputs: how its outputs were traced.
 
     Raises:
         CaptureError: outputs that share memory would not share it any more.
@@ -273,7 +262,7 @@ def hand_out(module: GraphModule, forms: OutputForms) -> None:
     plain = torch_private.descriptor_types().PlainAOTOutput
     place = {d.idx: i for i, d in enumerate(output.meta["desc"]) if isinstance(d, plain)}
     copies = []
-    for position in forms.copied:
+    for position in outputs.copied:
         copy = results[place[position]]
         if not isinstance(copy, Node) or copy.target not in _COPIED:
             raise CaptureError(
@@ -283,9 +272,9 @@ def hand_out(module: GraphModule, forms: OutputForms) -> None:
         copies.append(copy)
         results[place[position]] = copy.args[_COPIED[copy.target]]
     storages: dict[int, int] = {}
-    for position in forms.copied:
-        found = _storage(results[place[position]].meta["val"])
-        if storages.setdefault(_storage(forms.values[position]), found) != found:
+    for position in outputs.copied:
+        found = storage_of(results[place[position]].meta["val"])
+        if storages.setdefault(storage_of(outputs.values[position]), found) != found:
             raise CaptureError(
                 f"output {position} of the model shares memory with another one, which the traced "
                 "model cannot do; return clone() of it"
@@ -304,11 +293,43 @@ def dense_strides(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(value, device="meta").stride())
 
 
-def repeating(output: Any, forms: OutputForms) -> Any:
+def repeating(output: Any, outputs: TracedOutputs) -> Any:
     """A model's output with the tensors that are in it more than once."""
-    if not forms.repeated:
+    if not outputs.repeated:
         return output
     leaves, spec = pytree.tree_flatten(output)
-    for position, earlier in forms.repeated:
+    for position, earlier in outputs.repeated:
         leaves[position] = leaves[earlier]
+    return pytree.tree_unflatten(leaves, spec)
+
+
+class _Refusing(torch.autograd.Function):
+    """The value itself, with a backward that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, _reached: torch.Tensor) -> torch.Tensor:
+        alias: torch.Tensor = torch.ops.aten.alias.default(value)
+        return alias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise ExecutionError(
+            "this output of the planned model has no gradient: the loss that the plan was made for "
+            "does not use it. Plan again with the loss that you train with "
+            "(memopt.plan(..., loss_fn=...)), or without loss_fn= for any"
+        )
+
+
+def refusing_gradients(output: Any, positions: tuple[int, ...]) -> Any:
+    """A planned model's output; its leaves at `positions` raise ExecutionError in a backward."""
+    if not positions or not torch.is_grad_enabled():
+        return output
+    leaves, spec = pytree.tree_flatten(output)
+    made: dict[int, torch.Tensor] = {}
+    for position in positions:
+        value = leaves[position]
+        if id(value) not in made:
+            reached = torch.empty(0, requires_grad=True)
+            made[id(value)] = _Refusing.apply(value, reached)  # type: ignore[no-untyped-call]
+        leaves[position] = made[id(value)]
     return pytree.tree_unflatten(leaves, spec)

@@ -7,7 +7,7 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-from memopt.profiler.described import described_text
+import torch
 
 HOOKS = re.compile(r"\._(?:global_)?((?:forward|backward)(?:_pre)?)_hooks$")
 """An expression that reads the hooks of a module, or of all."""
@@ -42,7 +42,7 @@ def same(found: Any, planned: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Watch:
+class Dependency:
     """One thing that the trace read.
 
     Attributes:
@@ -112,3 +112,28 @@ def _name(value: Any) -> str:
         name = getattr(value, "__qualname__", code.co_qualname)
         return f"{name} ({code.co_filename}:{code.co_firstlineno})"
     return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def described(value: Any) -> tuple[Any, ...]:
+    """What must be equal for two values to be the same to a captured graph."""
+    if isinstance(value, torch.Tensor):
+        return (
+            "tensor",
+            tuple(value.shape),
+            value.stride(),
+            value.dtype,
+            value.device,
+            value.requires_grad,
+        )
+    # NaN is no reason to refuse: it is compared by its text.
+    return ("value", type(value), value if value == value else repr(value))
+
+
+def described_text(description: tuple[Any, ...]) -> str:
+    """A description for people."""
+    if description[0] == "tensor":
+        _, shape, stride, dtype, device, grad = description
+        suffix = ", requires_grad" if grad else ""
+        name = str(dtype).removeprefix("torch.")
+        return f"{name}{list(shape)} stride {stride} on {device}{suffix}"
+    return repr(description[2])

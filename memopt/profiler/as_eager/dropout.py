@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+
+from memopt.profiler.as_eager.operators import Substitute
 
 _ATEN = torch.ops.aten
 
@@ -53,27 +54,13 @@ def dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor
     return x.mul(noise), noise.to(torch.bool)
 
 
-@dataclass(frozen=True)
-class EagerDropout:
-    """`native_dropout` with eager's bits, under the operator's name."""
-
-    overload: Any = _ATEN.native_dropout.default
-
-    def __call__(
-        self, x: torch.Tensor, p: float, train: bool | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run it."""
-        return dropout(x, p, train)
-
-    def __str__(self) -> str:
-        return str(self.overload)
-
-    @property
-    def __name__(self) -> str:
-        return str(self.overload.__name__)
+def _as_eager(
+    _: Any, x: torch.Tensor, p: float, train: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return dropout(x, p, train)
 
 
-EAGER_DROPOUT = EagerDropout()
+EAGER_DROPOUT = Substitute(_ATEN.native_dropout.default, _as_eager)
 
 
 def dropout_as_eager(module: GraphModule) -> None:

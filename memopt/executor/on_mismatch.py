@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import nn
 
 from memopt.errors import GuardError
-from memopt.executor.module import Otherwise, PlannedModule
+from memopt.executor.module import OnMismatch, PlannedModule
 from memopt.profiler.inputs import Call
 
 _LOG = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 CHOICES = ("error", "original", "replan")
 
 
-def behaviour(choice: str, replan: Callable[[nn.Module, Call], nn.Module]) -> Otherwise | None:
+def behaviour(choice: str, replan: Callable[[nn.Module, Call], nn.Module]) -> OnMismatch | None:
     """The behaviour of a name.
 
     Args:

@@ -17,7 +17,7 @@ import memopt
 from memopt.errors import GuardError
 from memopt.executor.module import PlannedModule
 from memopt.profiler.capture import Captured, traced_again
-from memopt.profiler.watches import Watches
+from memopt.profiler.dependencies.dependencies import Dependencies
 from tests.executor.harness import prepare
 
 X = torch.randn(4, 6, generator=torch.manual_seed(0))
@@ -262,12 +262,12 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether the model, traced again, gave the planned graph, each time."""
     found: list[bool] = []
 
-    def counted(captured: Captured, model: nn.Module) -> Watches | None:
+    def counted(captured: Captured, model: nn.Module) -> Dependencies | None:
         watches = traced_again(captured, model)
         found.append(watches is not None)
         return watches
 
-    monkeypatch.setattr("memopt.executor.watching.traced_again", counted)
+    monkeypatch.setattr("memopt.executor.guard.traced_again", counted)
     return found
 
 

@@ -1,0 +1,84 @@
+"""Operators and calls of memopt's own, which stand in a traced graph for what eager runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_LIBRARY: Any = torch.library.Library("memopt", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def define(
+    schema: str,
+    kernel: Callable[..., Any],
+    described: Callable[..., Any],
+    tags: tuple[torch.Tag, ...] = (),
+) -> Any:
+    """Make an operator of memopt's own; once in a process for each schema.
+
+    Args:
+        schema: "name.form(arguments) -> results", or without a form.
+        kernel: computes it; no autograd.
+        described: its fake kernel: the results without their values.
+        tags: torch's tags of it.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=tags)
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"memopt::{name}", described, lib=_LIBRARY)
+    packet, _, form = name.partition(".")
+    return getattr(getattr(torch.ops.memopt, packet), form or "default")
+
+
+def functional_name(overload: Any) -> str:
+    """The name, and form, of an operator that does on a copy what `overload` does in place:
+    "masked_fill.Scalar"."""
+    schema = overload._schema
+    name = schema.name.removeprefix("aten::").rstrip("_")
+    return f"{name}.{schema.overload_name}" if schema.overload_name else str(name)
+
+
+@dataclass(frozen=True)
+class Substitute:
+    """A function called in another way, under its own name.
+
+    Attributes:
+        function: an operator overload or a function of torch.
+        way: runs it: `way(function, *args, **kwargs)`.
+    """
+
+    function: Any
+    way: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        return self.way(self.function, *args, **kwargs)
+
+    def __str__(self) -> str:
+        return str(self.function)
+
+    @property
+    def __name__(self) -> str:
+        return str(self.function.__name__)
+
+
+class CallsThrough(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """A mode in which every operator is called by `call(operator, args, kwargs)`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.call(func, args, kwargs or {})

@@ -1,0 +1,104 @@
+"""What differs between the kinds of devices that memopt runs on, in one table (BACKENDS).
+
+Everything else asks here; docs/adding.md says how to add a row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memopt.profiler.torch_private import give_back_workspaces
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One kind of device.
+
+    Attributes:
+        kind: torch's name for it, `device.type`.
+        dispatch_key: torch's name for its kernels.
+        block_bytes: the granularity of its allocator.
+        step_scalars_bytes: the loss, its gradient and the runtime's token: small tensors that every
+            step holds.
+        runtime: torch's module for the device, with its streams, events, allocator statistics and
+            random generators; None: kernels run in host memory on the thread that calls them, and
+            torch's profiler counts their memory.
+        give_back_libraries: lets libraries return what they keep on the device between steps;
+            None: they keep nothing there.
+    """
+
+    kind: str
+    dispatch_key: str
+    block_bytes: int
+    step_scalars_bytes: int
+    runtime: Any = None
+    give_back_libraries: Callable[[], None] | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the device's memory is the host's."""
+        return self.runtime is None
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until a device of this kind has done what it was given."""
+        if self.runtime is not None:
+            self.runtime.synchronize(device)
+
+
+BACKENDS = {
+    row.kind: row
+    for row in (
+        Backend("cpu", "CPU", block_bytes=1, step_scalars_bytes=64),
+        Backend(
+            "cuda",
+            "CUDA",
+            block_bytes=512,
+            step_scalars_bytes=2048,
+            runtime=torch.cuda,
+            give_back_libraries=give_back_workspaces,
+        ),
+    )
+}
+LARGEST_BLOCK_BYTES = max(one.block_bytes for one in BACKENDS.values())
+
+
+def backend_of(device: torch.device | str) -> Backend:
+    """The kind of a device.
+
+    Raises:
+        ValueError: memopt does not run on such devices.
+    """
+    found = BACKENDS.get(torch.device(device).type)
+    if found is None:
+        raise ValueError(
+            f"the model is on {str(device)!r}, and memopt measures on {' and '.join(BACKENDS)}: "
+            'move it there, or plan for a device that is not here with mode="estimate" and '
+            'device="H100" or another preset'
+        )
+    return found
+
+
+def estimated_backend(block_bytes: int) -> Backend:
+    """The kind of device whose rules an estimate follows, by the blocks that it counts in: the
+    CPU's for single bytes, else CUDA's."""
+    return BACKENDS["cuda" if block_bytes > 1 else "cpu"]
+
+
+def with_own_generators(devices: Iterable[torch.device]) -> list[torch.device]:
+    """The devices that draw random numbers from a generator of their own, for `fork_rng`."""
+    return [d for d in devices if d.type in BACKENDS and not BACKENDS[d.type].on_host]
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds that something takes, the device's queue emptied before and after."""
+    backend = backend_of(device)
+    backend.synchronize(device)
+    begin = time.perf_counter()
+    run()
+    backend.synchronize(device)
+    return time.perf_counter() - begin
