@@ -69,9 +69,8 @@ def with_step(
             + again(plan, _OF_A_STEP)
         )
     state = optimizer_state(optimizer, model.parameters(), record.block_bytes)
-    base_bytes = lowering.graph.extra_resident_bytes + backend_of(device).step_scalars_bytes
-    base_bytes += record.library_bytes
-    stays_bytes = graph.extra_resident_bytes - base_bytes
+    own_bytes = backend_of(device).step_scalars_bytes + record.library_bytes
+    stays_bytes = graph.extra_resident_bytes - lowering.graph.extra_resident_bytes - own_bytes
     # State that is on the host between updates is charged to their workspace instead.
     updates = [one for one in graph.operators if one.phase is Phase.UPDATE]
     hosted_bytes = state.bytes_total - stays_bytes
