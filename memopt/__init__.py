@@ -13,6 +13,8 @@ from memopt.api.plan import load as load
 from memopt.api.planning import plan as plan
 from memopt.api.planning import profile as profile
 from memopt.api.planning import strategies as strategies
+from memopt.api.wrap import unwrap as unwrap
+from memopt.api.wrap import wrap as wrap
 from memopt.errors import CaptureError as CaptureError
 from memopt.errors import ExecutionError as ExecutionError
 from memopt.errors import GuardError as GuardError

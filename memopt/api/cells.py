@@ -85,7 +85,7 @@ class CellCache:
         self._folder = (folder or default_directory()) / "cells-v1"
         self._kind = "graph" if isinstance(cost_model, Graph) else "chain"
         self._encoded = codec.encode(cost_model)
-        whole = [_code_digest(), self._encoded, codec.encode(device), repr(time_limit_s)]
+        whole = [code_digest(), self._encoded, codec.encode(device), repr(time_limit_s)]
         self._key = hashlib.sha256(canonical(whole)).hexdigest()
 
     def load(self, strategy: Strategy, label: str, budget: int | str | None) -> Cell | None:
@@ -153,7 +153,7 @@ class CellCache:
 
 
 @functools.cache
-def _code_digest() -> str:
+def code_digest() -> str:
     """Of memopt's Python files: another version of a solver makes other plans."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()

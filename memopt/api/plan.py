@@ -136,6 +136,7 @@ class Plan(PlanRecord):
             device=self.device,
             order=bool(self.stats.get("pass_order")),
             place=bool(self.stats.get("pass_place")),
+            accumulate=self.record is not None and self.record.accumulated_bytes > 0,
             progress=False,
         )
         return Plan.of(make_plan(replace(profiled, graph=graph), None, request)).apply(model)

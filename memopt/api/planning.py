@@ -38,6 +38,7 @@ def plan(
     place: bool = False,
     whole_step: bool | None = None,
     offload_optimizer: bool = False,
+    accumulate: bool = False,
     time_limit_s: float | None = None,
     cache: bool = True,
     progress: bool | Progress = True,
@@ -70,6 +71,8 @@ def plan(
             "store-all", "offload-graph"). None: where these last ones are given both.
         offload_optimizer: keep the optimizer's state on the host; each update brings its
             parameter's state and takes it back. Plans the whole step.
+        accumulate: charge gradients that are there when a step begins: those of the micro-batches
+            before, or zeroed ones that were not set to None.
         time_limit_s: stop the solver after so many seconds with its best plan and bound; each of
             `order` and `place` likewise.
         cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
@@ -97,6 +100,7 @@ def plan(
                 place=place,
                 whole_step=whole_step,
                 offload_optimizer=offload_optimizer,
+                accumulate=accumulate,
                 time_limit_s=time_limit_s,
                 cache=cache,
                 progress=progress,

@@ -56,6 +56,7 @@ class PlanRequest:
     place: bool = False
     whole_step: bool | None = None
     offload_optimizer: bool = False
+    accumulate: bool = False
     time_limit_s: float | None = None
     cache: bool = True
     progress: bool | Progress = True
@@ -83,6 +84,10 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
             whole and wanted.offload_optimizer,
         )
         profiled = profiled_for(model, inputs, request, report)
+        if wanted.accumulate:
+            from memopt.profiler.accumulation import accumulating
+
+            profiled = accumulating(profiled, whole_step=whole)
         if wanted.offload_optimizer:
             host_bytes = left_on_host(host_bytes, profiled, whole_step=whole)
             chosen = with_host_budget(chosen, host_bytes)
@@ -290,6 +295,7 @@ def _notes(cost_model: Chain | Graph, profiled: Profiled | None) -> tuple[str, .
     if profiled is None:
         return ()
     from memopt.profiler.loss_notes import loss_notes
+    from memopt.profiler.training_call import call_notes
 
     notes = profiled.notes
     state = profiled.optimizer
@@ -297,7 +303,9 @@ def _notes(cost_model: Chain | Graph, profiled: Profiled | None) -> tuple[str, .
         notes = (f"Resident: {format_bytes(state.bytes_total)} of {state.name} state.", *notes)
     whole = isinstance(cost_model, Graph) and has_updates(cost_model)
     charged = isinstance(cost_model, Graph) and cost_model.boundary_bytes > 0
-    return (*loss_notes(profiled.captured, covered=whole or charged), *notes)
+    captured = profiled.captured
+    told = call_notes(captured.model(), captured.call)
+    return (*loss_notes(captured, covered=whole or charged), *told, *notes)
 
 
 def _link_notes(program: Program | None, device: Device) -> tuple[str, ...]:

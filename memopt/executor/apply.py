@@ -23,9 +23,10 @@ from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.dependencies.dependency import Dependency
 from memopt.profiler.input_errors import diagnosed
-from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.inputs import Call
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.session import device_of
+from memopt.profiler.training_call import training_call
 from memopt.programs.instructions import Compute
 from memopt.programs.serialize import fingerprint
 from memopt.reductions.stage_map import has_updates
@@ -76,7 +77,22 @@ def apply_plan(
             checked=checked,
             recorder=recorder,
         )
-        return PlannedModule(model, captured, runtime_of(captured), installed, otherwise)
+        return PlannedModule(
+            model,
+            captured,
+            runtime_of(captured),
+            installed,
+            otherwise,
+            spare_bytes=_spare_bytes(plan),
+        )
+
+
+def _spare_bytes(plan: PlanRecord) -> int | None:
+    """What gradients may take that are there when a step begins; None: as much as there is."""
+    if plan.budget is None:
+        return None
+    charged_bytes = plan.record.accumulated_bytes if plan.record is not None else 0
+    return plan.budget - plan.peak_bytes + charged_bytes
 
 
 def _as_planned(plan: PlanRecord) -> AbstractContextManager[object]:
@@ -87,14 +103,14 @@ def _as_planned(plan: PlanRecord) -> AbstractContextManager[object]:
     return autocast_as(plan.record.autocast)
 
 
-def planned_call(plan: PlanRecord, inputs: Any = None) -> Call:
+def planned_call(plan: PlanRecord, model: nn.Module, inputs: Any = None) -> Call:
     """The user's inputs as a call; without them the example call, zeros if it comes from a file.
 
     Raises:
         ValueError: there is no example call to take.
     """
     if inputs is not None:
-        return to_call(inputs)
+        return training_call(model, inputs)
     if plan.profiled is not None:
         return plan.profiled.captured.call
     if plan.record is None:
@@ -118,7 +134,7 @@ def _blaming_the_file(plan: PlanRecord, inputs: Any) -> Iterator[None]:
 
 def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured, Lowering]:
     """The planned model's capture, or another one's if its graph is the planned one."""
-    call = planned_call(plan, inputs)
+    call = planned_call(plan, model, inputs)
     with _blaming_the_file(plan, inputs):
         device = device_of(model, call)
     if plan.record is not None:

@@ -105,7 +105,7 @@ def measure_step(
     targets: tuple[Any, ...] = (),
 ) -> Measured:
     """The peak and time of a step under the plan; see `Plan.check`."""
-    steps = _Steps(plan, model, planned_call(plan, inputs).detached(), loss_fn, targets)
+    steps = _Steps(plan, model, planned_call(plan, model, inputs).detached(), loss_fn, targets)
     planned = apply_plan(plan, model, inputs)
     with steps.restored() as kept:
         peak_bytes = steps.peak_bytes(planned, kept)
@@ -135,7 +135,7 @@ def measure_in_turn(
         rounds: timed rounds, at least 1; a metered one, which also warms up, comes first.
         progress: called after every step; may raise KeyboardInterrupt.
     """
-    steps = _Steps(plans[0], model, planned_call(plans[0]).detached(), loss_fn, targets)
+    steps = _Steps(plans[0], model, planned_call(plans[0], model).detached(), loss_fn, targets)
     modules = [model, *(apply_plan(plan, model) for plan in plans)]
     report = progress or (lambda _fraction, _what: None)
     peaks: list[int] = []
@@ -162,7 +162,7 @@ def record_step(
 ) -> tuple[Recorded, ...]:
     """What a step under the plan does when: the one of median time of RECORDED_STEPS, after a first
     one. Arguments and errors are those of `Plan.check`."""
-    steps = _Steps(plan, model, planned_call(plan, inputs).detached(), loss_fn, targets)
+    steps = _Steps(plan, model, planned_call(plan, model, inputs).detached(), loss_fn, targets)
     recorder = recorder_for(steps.device)
     module = apply_plan(plan, model, inputs, recorder=recorder)
     found: list[tuple[float, tuple[Recorded, ...]]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ from memopt.executor.runtime import Installed, Runtime
 from memopt.executor.swap import ThreadSwap
 from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.executor.values import Halves
+from memopt.models.budget import format_bytes
 from memopt.profiler.backend import backend_of
 from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured
@@ -29,6 +31,7 @@ from memopt.profiler.dependencies.dependencies import Dependencies
 from memopt.profiler.inputs import Call, align
 from memopt.profiler.model_outputs import refusing_gradients
 from memopt.profiler.torch_private import captured_around
+from memopt.profiler.training_call import as_planned
 from memopt.programs.instructions import Program
 
 OnMismatch: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
@@ -122,6 +125,7 @@ class PlannedModule(nn.Module):
         program: Installed,
         on_mismatch: OnMismatch | None = None,
         dependencies: Dependencies | None = None,
+        spare_bytes: int | None = None,
     ) -> None:
         super().__init__()
         for name in _shared_names(model):
@@ -129,6 +133,7 @@ class PlannedModule(nn.Module):
         self.__dict__["_memopt"] = (model, captured, runtime, program)
         self.__dict__["_memopt_on_mismatch"] = on_mismatch
         self.__dict__["_memopt_calls"] = Calls()
+        self.__dict__["_memopt_spare"] = spare_bytes
         self.__dict__["_memopt_guard"] = Guard.of(model, captured.call, captured, dependencies)
 
     @property
@@ -146,6 +151,10 @@ class PlannedModule(nn.Module):
         """How many calls ran under the plan, as the original, or under another plan."""
         calls: Calls = self.__dict__["_memopt_calls"]
         return calls
+
+    def count_in(self, calls: Calls) -> None:
+        """Count the calls elsewhere from now on."""
+        self.__dict__["_memopt_calls"] = calls
 
     @property
     def original(self) -> nn.Module:
@@ -208,7 +217,10 @@ class PlannedModule(nn.Module):
                 )
         on_mismatch = self.__dict__["_memopt_on_mismatch"]
         dependencies = captured.dependencies.of_copy(model, twin)
-        copied = PlannedModule(twin, captured, runtime, program, on_mismatch, dependencies)
+        spare_bytes = self.__dict__["_memopt_spare"]
+        copied = PlannedModule(
+            twin, captured, runtime, program, on_mismatch, dependencies, spare_bytes
+        )
         memo[id(self)] = copied
         for name in self.__dict__.keys() - {*_OWN, *_shared_names(model)}:
             copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
@@ -226,7 +238,8 @@ class PlannedModule(nn.Module):
         model, captured = self.__dict__["_memopt"][:2]
         guard: Guard = self.__dict__["_memopt_guard"]
         try:
-            guard.check(model, align(model, captured.call, call.args, call.kwargs))
+            kwargs = as_planned(captured.call, call.kwargs)
+            guard.check(model, align(model, captured.call, call.args, kwargs))
         except GuardError:
             return False
         return True
@@ -249,7 +262,7 @@ class PlannedModule(nn.Module):
         if guard.evaluating(model):
             self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
             return model(*args, **kwargs)
-        call = align(model, captured.call, args, kwargs)
+        call = align(model, captured.call, args, as_planned(captured.call, kwargs))
         try:
             guard.check(model, call)
         except GuardError as error:
@@ -263,13 +276,30 @@ class PlannedModule(nn.Module):
                 self.calls.replanned += 1
             return instead(*args, **kwargs)
         self.calls.planned += 1
+        if self.__dict__["_memopt_spare"] is not None:
+            self._warn_of_gradients(self.__dict__["_memopt_spare"])
         held = [p.value(model, ()) for p in captured.primals if p.kind != "input"]
         return refusing_gradients(
             runtime.run(program, held, call), captured.outputs.gradients.unused
         )
 
+    def _warn_of_gradients(self, spare_bytes: int) -> None:
+        """Say, once, that gradients are there for which the budget has no room."""
+        held = (p.grad for p in self.original.parameters())
+        held_bytes = sum(g.untyped_storage().nbytes() for g in held if g is not None)
+        if held_bytes <= spare_bytes:
+            return
+        self.__dict__["_memopt_spare"] = None
+        warnings.warn(
+            f"gradients of {format_bytes(held_bytes)} were there when a planned step began, which "
+            "the plan does not charge: it may exceed its budget by "
+            f"{format_bytes(held_bytes - spare_bytes)}. Plan with accumulate=True, or set "
+            "gradients to None before each step",
+            stacklevel=3,
+        )
 
-_OWN = ("_memopt", "_memopt_guard", "_memopt_on_mismatch", "_memopt_calls")
+
+_OWN = ("_memopt", "_memopt_guard", "_memopt_on_mismatch", "_memopt_calls", "_memopt_spare")
 
 
 def _shared_names(model: nn.Module) -> list[str]:

@@ -24,6 +24,7 @@ from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.parameter_updates import unit_tangents
 from memopt.profiler.step_optimizer import Touch, check_splittable, update_one
 from memopt.profiler.step_session import ProfiledStep
+from memopt.profiler.training_call import as_planned
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -91,7 +92,7 @@ class TrainStep:
         """
         model = self._parts.module.model
         assert self._user_call is not None
-        call = align(model, self._user_call, args, kwargs)
+        call = align(model, self._user_call, args, as_planned(self._user_call, kwargs))
         call = Call((as_targets(targets), *call.args), call.kwargs)
         self._parts.module.training = model.training
         self._guard.check(self._parts.module, call)

@@ -157,10 +157,10 @@ def _check_graph(graph: Graph | None, record: ModelRecord) -> None:
         found = "" if graph is None else fingerprint(as_captured(graph, record.resized))
     except ValueError as error:
         raise PlanFileError(f"plan file.record.resized: {error}") from error
-    own_bytes = record.loss_bytes + record.library_bytes
+    own_bytes = record.loss_bytes + record.library_bytes + record.accumulated_bytes
     if graph is not None and own_bytes > graph.extra_resident_bytes:
         raise PlanFileError(
-            "the file's loss and libraries take more than all that is resident; plan again"
+            "the file's loss, libraries and gradients take more than is resident; plan again"
         )
     if found != record.fingerprint or not found:
         raise PlanFileError(

@@ -78,6 +78,7 @@ class ModelRecord:
         library_bytes: what libraries keep on the device from step to step, charged as resident.
         resized: (tensor, its size as captured) of the graph's tensors that profiling found to
             have another size.
+        accumulated_bytes: of gradients that are there when a step begins, charged as resident.
         repeated: (position, earlier position) of each flat argument that is the same tensor as an
             earlier one.
     """
@@ -99,6 +100,7 @@ class ModelRecord:
         default=(), metadata=SPARSE
     )
     library_bytes: Natural = field(default=0, metadata=SPARSE)
+    accumulated_bytes: Natural = field(default=0, metadata=SPARSE)
 
 
 def difference(planned: ModelRecord, found: ModelRecord) -> str | None:

@@ -263,6 +263,16 @@ def _storage(value: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
+def loss_text(loss: Loss) -> str | None:
+    """What tells a loss from another one; None if nothing does (closures, partials...)."""
+    if isinstance(loss.function, nn.Module):
+        return repr(loss)
+    code = getattr(loss.function, "__code__", None)
+    if code is None or getattr(loss.function, "__closure__", None):
+        return None
+    return f"{code.co_code.hex()} {code.co_consts!r} {code.co_names!r}"
+
+
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
     """Run the loss forward and backward on detached outputs of the model; not where no output
     has a gradient, which is the model's fault and `capture`'s to say."""

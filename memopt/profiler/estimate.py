@@ -39,7 +39,7 @@ from memopt.profiler.flops import (
     work,
 )
 from memopt.profiler.generator_state import with_state
-from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.inputs import Call
 from memopt.profiler.measure import Progress, with_costs
 from memopt.profiler.memory_layout import is_dense
 from memopt.profiler.model_outputs import gradients_of
@@ -47,6 +47,7 @@ from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.session import Profiled, replayed_baseline
 from memopt.profiler.signature import Signature, describe_value, signature
+from memopt.profiler.training_call import training_call
 from memopt.profiler.workspace import cublas_workspace_bytes, workspace_bytes
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
@@ -164,7 +165,7 @@ def estimate_model(
     report(0.0, "capturing the model with fake tensors")
     backend = estimated_backend(device.block_bytes)
     cuda = not backend.on_host
-    call, fakes = to_call(inputs), Fakes()
+    call, fakes = training_call(model, inputs), Fakes()
     stand_in, fake_call = fakes.model(model), fakes.call(call)
     used = cache(lambda: _loss_use(fakes, stand_in, fake_call, loss, device) if loss else LossUse())
     with fused_attention() if cuda else contextlib.nullcontext():

@@ -15,17 +15,25 @@ from memopt.models.device import in_blocks
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
 from memopt.profiler.backend import backend_of
-from memopt.profiler.baseline import Baseline, Loss, LossUse, measure_baseline, measure_loss
+from memopt.profiler.baseline import (
+    Baseline,
+    Loss,
+    LossUse,
+    loss_text,
+    measure_baseline,
+    measure_loss,
+)
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.input_errors import check_arguments, diagnosed
-from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.inputs import Call
 from memopt.profiler.measure import MeasureOptions, Progress, environment, measure
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.signature import signature
+from memopt.profiler.training_call import training_call
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 
@@ -127,7 +135,7 @@ def profile_model(
     Raises:
         CaptureError, ProfileError, ValueError: see `capture`, `measure`, `to_call`.
     """
-    call = to_call(inputs)
+    call = training_call(model, inputs)
     with state_restored(model, call, *(loss.parts if loss else ())):
         return _profiled(
             model, call, loss, optimizer, options, output_gradients, forward_only(progress)
@@ -242,14 +250,9 @@ def _baseline(
 
 def _baseline_key(lowering: Lowering, device: torch.device, loss: Loss | None) -> str | None:
     """None when two losses could not be told apart (closures, partials...)."""
-    function = ""
-    if isinstance(loss.function if loss else None, nn.Module):
-        function = repr(loss)
-    elif loss is not None:
-        code = getattr(loss.function, "__code__", None)
-        if code is None or getattr(loss.function, "__closure__", None):
-            return None
-        function = f"{code.co_code.hex()} {code.co_consts!r} {code.co_names!r}"
+    function = "" if loss is None else loss_text(loss)
+    if function is None:
+        return None
     text = "\n".join([function, *(signature(node).text for node in lowering.nodes)])
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f"{environment(device)}|baseline {digest}"

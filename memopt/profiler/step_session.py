@@ -16,7 +16,7 @@ from memopt.profiler.backend import backend_of, timed
 from memopt.profiler.baseline import Baseline, Loss, clear_gradients, measure_steps
 from memopt.profiler.host_state import HostState
 from memopt.profiler.input_errors import check_arguments, diagnosed
-from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.inputs import Call
 from memopt.profiler.measure import MeasureOptions, Progress, measure
 from memopt.profiler.memory import metered
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
@@ -32,6 +32,7 @@ from memopt.profiler.session import (
 )
 from memopt.profiler.step_capture import StepParts, capture_step, with_updates
 from memopt.profiler.step_optimizer import check_splittable, optimizer_restored, update_one
+from memopt.profiler.training_call import training_call
 
 _ROUNDS = 3
 
@@ -73,7 +74,7 @@ def profile_step(
         ValueError: the optimizer cannot be split (named), or the inputs do not fit.
     """
     check_splittable(optimizer, model)
-    call = to_call(inputs)
+    call = training_call(model, inputs)
     with state_restored(model, call, *loss.parts):
         report = forward_only(progress)
         return _profiled(model, call, loss, optimizer, options, report, offload_optimizer)

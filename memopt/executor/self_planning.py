@@ -1,0 +1,137 @@
+"""A model that runs its training calls under plans, made when a kind of call is first met.
+
+The model stays the object that it is: its class, forward, attributes, files and copies. torch asks
+`_compiled_call_impl` before a module's own call (`nn.Module.compile` sets it); so does this. It is
+left out of copies and pickles, which are plain models.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+
+from memopt.errors import GuardError
+from memopt.executor.calls import Calls
+from memopt.executor.module import PlannedModule
+from memopt.models.locks import ForkedLock
+from memopt.profiler.autocast import autocast_state
+from memopt.profiler.dependencies.dependency import described
+from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.torch_private import captured_around
+
+Made: TypeAlias = tuple[PlannedModule, "PlanRecord"]
+Planner: TypeAlias = Callable[[nn.Module, Call, bool, "SelfPlanning"], Made | None]
+"""(the model, a call of it, whether its parameters hold gradients, who asks) → the model under a
+plan for such calls, which hands others to `SelfPlanning.instead`, and that plan; None: such calls
+run unplanned."""
+
+if TYPE_CHECKING:
+    from memopt.plan_record import PlanRecord
+
+_LOG = logging.getLogger(__name__)
+
+_CALL = "_compiled_call_impl"
+
+
+class SelfPlanning:
+    """What makes a model plan its own training calls; `remove()` makes it what it was.
+
+    Args:
+        model: the model. Its calls go through here from now on.
+        planner: makes plans.
+        most_plans: how many kinds of calls stay ready to run; of more, those go that were not
+            called for longest.
+
+    Attributes:
+        model: the model.
+        calls: how many calls ran in which way.
+
+    Raises:
+        ValueError: the model's calls go elsewhere already (`model.compile()`, another wrap).
+    """
+
+    def __init__(self, model: nn.Module, planner: Planner, most_plans: int) -> None:
+        if getattr(model, _CALL, None) is not None:
+            raise ValueError(
+                "the model's calls are taken already: wrap it before model.compile(), or not "
+                "twice (memopt.unwrap(model) undoes it)"
+            )
+        self.model, self.calls = model, Calls()
+        self._planner, self._most = planner, most_plans
+        self._ready: OrderedDict[Any, Made] = OrderedDict()
+        self._inside = threading.local()
+        self._planning = ForkedLock()
+        setattr(model, _CALL, torch.compiler.disable(self._call))
+
+    @property
+    def plans(self) -> tuple[PlanRecord, ...]:
+        """The plans that are ready to run, the one that ran last at the end."""
+        return tuple(plan for _, plan in self._ready.values())
+
+    def count_in(self, calls: Calls) -> None:
+        """Count the calls elsewhere from now on."""
+        self.calls = calls
+        for one, _ in self._ready.values():
+            one.count_in(calls)
+
+    def remove(self) -> None:
+        """The model runs as before."""
+        setattr(self.model, _CALL, None)
+
+    def prepare(self, inputs: Any) -> None:
+        """Plan for calls such as `inputs` now."""
+        call = to_call(inputs)
+        self._planned(Call(call.args, dict(sorted(call.kwargs.items()))))
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.model
+        unplanned = model._call_impl
+        if getattr(self._inside, "running", False) or captured_around():
+            return unplanned(*args, **kwargs)
+        if not (model.training and torch.is_grad_enabled()):
+            self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
+            return unplanned(*args, **kwargs)
+        self._inside.running = True
+        try:
+            planned = self._planned(Call(args, dict(sorted(kwargs.items()))))
+            return (planned or unplanned)(*args, **kwargs)
+        finally:
+            self._inside.running = False
+
+    def _kind(self, call: Call) -> Any:
+        """What calls that one plan may serve have in common."""
+        holding = any(p.grad is not None for p in self.model.parameters())
+        return call.spec, tuple(map(described, call.leaves)), autocast_state(), holding
+
+    def _planned(self, call: Call) -> PlannedModule | None:
+        """The model under a plan for calls such as this one, made now if there is none. That
+        module looks whether all else is as planned."""
+        kind = self._kind(call)
+        if kind in self._ready:
+            self._ready.move_to_end(kind)
+            return self._ready[kind][0]
+        return self._made(kind, call)
+
+    def _made(self, kind: Any, call: Call) -> PlannedModule | None:
+        with self._planning:
+            made = self._planner(self.model, call, kind[-1], self)
+        if made is None:
+            self.calls.fall_back(self.model, "calls of this kind are not planned")
+            return None
+        made[0].count_in(self.calls)
+        self._ready[kind] = made
+        while len(self._ready) > self._most:
+            self._ready.popitem(last=False)
+        return made[0]
+
+    def instead(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
+        """What a planned module does where something beside the call has changed since it was
+        planned (an `OnMismatch`): a new plan takes its place."""
+        _LOG.info("planning again: %s", error)
+        return self._made(self._kind(call), call) or model

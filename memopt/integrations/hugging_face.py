@@ -1,0 +1,56 @@
+"""Hugging Face's Trainer: `Trainer(..., callbacks=[MemoptCallback("20GiB")])`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from memopt.api.wrap import unwrap, wrap
+from memopt.executor.calls import Calls
+from memopt.strategies import Strategy
+
+
+class MemoptCallback(TrainerCallback):
+    """Plans the model's training steps while a Trainer trains: `memopt.wrap` when training begins
+    and `memopt.unwrap` when it ends.
+
+    Args:
+        budget, strategy: as for `memopt.plan`.
+        options: further arguments of `memopt.wrap`.
+
+    Attributes:
+        calls: how many calls of the model ran in which way, of the last training.
+    """
+
+    def __init__(
+        self,
+        budget: int | float | str | None = None,
+        strategy: str | Strategy = "rotor",
+        **options: Any,
+    ) -> None:
+        self._options = {"budget": budget, "strategy": strategy, **options}
+        self.calls = Calls()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Plan from the first step on.
+
+        Raises:
+            ValueError: gradient checkpointing is on, which memopt replaces.
+        """
+        model = kwargs["model"]
+        if getattr(args, "gradient_checkpointing", False):
+            raise ValueError(
+                "switch gradient_checkpointing off in the TrainingArguments: memopt replaces it"
+            )
+        options = dict(self._options)
+        options.setdefault("optimizer", kwargs.get("optimizer"))
+        if not getattr(args, "disable_tqdm", False):
+            options.setdefault("progress", False)
+        wrap(model, **options)
+        self.calls = model.memopt.calls
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The model is as it was."""
+        if "memopt" in kwargs["model"].__dict__:
+            unwrap(kwargs["model"])

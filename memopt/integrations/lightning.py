@@ -1,0 +1,77 @@
+"""Lightning: `Trainer(callbacks=[MemoptCallback("20GiB")])`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback, LightningModule
+except ImportError:
+    from pytorch_lightning import Callback, LightningModule
+from torch import nn
+
+from memopt.api.wrap import unwrap, wrap
+from memopt.executor.calls import Calls
+from memopt.strategies import Strategy
+
+
+class MemoptCallback(Callback):
+    """Plans a model's training steps while Lightning fits it: `memopt.wrap` when fitting begins
+    and `memopt.unwrap` when it ends.
+
+    Args:
+        budget, strategy: as for `memopt.plan`.
+        module: the name of the sub-module that `training_step` calls ("model"); None: the
+            LightningModule itself where it has a forward, and its only sub-module with
+            parameters.
+        options: further arguments of `memopt.wrap`.
+
+    Attributes:
+        calls: how many calls ran in which way, of the last fit.
+    """
+
+    def __init__(
+        self,
+        budget: int | float | str | None = None,
+        strategy: str | Strategy = "rotor",
+        *,
+        module: str | None = None,
+        **options: Any,
+    ) -> None:
+        self._module = module
+        self._options = {"budget": budget, "strategy": strategy, "progress": False, **options}
+        self._wrapped: list[nn.Module] = []
+        self.calls = Calls()
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Plan from the first training step on.
+
+        Raises:
+            ValueError: it cannot be told which module `training_step` calls.
+        """
+        self.calls = Calls()
+        for module in self._planned(pl_module):
+            wrap(module, **self._options)
+            self._wrapped.append(module)
+            module.memopt.count_in(self.calls)
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """The modules are as they were, after errors, too."""
+        while self._wrapped:
+            unwrap(self._wrapped.pop())
+
+    def _planned(self, pl_module: LightningModule) -> list[nn.Module]:
+        if self._module is not None:
+            return [pl_module.get_submodule(self._module)]
+        inner = {
+            name: module
+            for name, module in pl_module.named_children()
+            if any(p.requires_grad for p in module.parameters())
+        }
+        if len(inner) > 1 and type(pl_module).forward is LightningModule.forward:
+            raise ValueError(
+                f"which of {', '.join(inner)} does training_step call? Name one: "
+                'MemoptCallback(..., module="...")'
+            )
+        own = [] if type(pl_module).forward is LightningModule.forward else [pl_module]
+        return own + (list(inner.values()) if len(inner) == 1 else [])

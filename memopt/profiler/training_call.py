@@ -1,0 +1,64 @@
+"""What a model of Hugging Face's is told when it trains, beside the user's own arguments.
+
+A model that is configured to generate returns its keys and values although nobody asked for them,
+which a training step does not need and which would keep every layer's; gradient checkpointing
+switches that off likewise.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.profiler.inputs import Call, to_call
+
+_LOG = logging.getLogger(__name__)
+
+
+def training_call(model: nn.Module, inputs: Any) -> Call:
+    """A user's `inputs` as the call to plan: `to_call`, and what a training loop would add."""
+    call = to_call(inputs)
+    settle_problem_type(model, call)
+    config = getattr(model, "config", None)
+    if not model.training or not getattr(config, "use_cache", False):
+        return call
+    names = list(inspect.signature(model.forward).parameters)
+    if "use_cache" in call.kwargs or "use_cache" not in names[len(call.args) :]:
+        return call
+    return Call(call.args, {**call.kwargs, "use_cache": False})
+
+
+def as_planned(planned: Call, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a call with what `training_call` has added to the planned one."""
+    if "use_cache" in planned.kwargs and "use_cache" not in kwargs:
+        return {**kwargs, "use_cache": planned.kwargs["use_cache"]}
+    return kwargs
+
+
+def call_notes(model: nn.Module, call: Call) -> tuple[str, ...]:
+    """What a user should know of the call that is planned."""
+    config = getattr(model, "config", None)
+    if call.kwargs.get("use_cache") is not False or not getattr(config, "use_cache", False):
+        return ()
+    return ("Planned with use_cache=False: a training step returns no keys and values.",)
+
+
+def settle_problem_type(model: nn.Module, call: Call) -> None:
+    """Set `config.problem_type` of a classifier that has labels and no problem type, to what its
+    own first call would set it to. A planned step cannot: it changes nothing but tensors."""
+    config, labels = getattr(model, "config", None), call.kwargs.get("labels")
+    if not isinstance(labels, torch.Tensor) or getattr(config, "problem_type", "") is not None:
+        return
+    classes = getattr(model, "num_labels", getattr(config, "num_labels", 0))
+    if classes == 1:
+        chosen = "regression"
+    elif labels.dtype in (torch.long, torch.int):
+        chosen = "single_label_classification"
+    else:
+        chosen = "multi_label_classification"
+    _LOG.info("config.problem_type is %s from now on, as the model's first call sets it", chosen)
+    config.problem_type = chosen  # type: ignore[union-attr]  # it has the attribute
