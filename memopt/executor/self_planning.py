@@ -67,7 +67,8 @@ class SelfPlanning:
         self._ready: OrderedDict[Any, Made] = OrderedDict()
         self._inside = threading.local()
         self._planning = ForkedLock()
-        setattr(model, _CALL, torch.compiler.disable(self._call))
+        self._run = torch.compiler.disable(self._running)
+        setattr(model, _CALL, self._call)
 
     @property
     def plans(self) -> tuple[PlanRecord, ...]:
@@ -90,9 +91,15 @@ class SelfPlanning:
         self._planned(Call(call.args, dict(sorted(call.kwargs.items()))))
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        # This much dynamo sees, while it captures the model or one around it.
+        if captured_around():
+            return self.model._call_impl(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _running(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
         unplanned = model._call_impl
-        if getattr(self._inside, "running", False) or captured_around():
+        if getattr(self._inside, "running", False):
             return unplanned(*args, **kwargs)
         if not (model.training and torch.is_grad_enabled()):
             self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")

@@ -44,7 +44,8 @@ class MemoptCallback(TrainerCallback):
                 "switch gradient_checkpointing off in the TrainingArguments: memopt replaces it"
             )
         options = dict(self._options)
-        options.setdefault("optimizer", kwargs.get("optimizer"))
+        optimizer = kwargs.get("optimizer")
+        options.setdefault("optimizer", getattr(optimizer, "optimizer", optimizer))
         if not getattr(args, "disable_tqdm", False):
             options.setdefault("progress", False)
         wrap(model, **options)

@@ -187,7 +187,7 @@ class TraceReader:
 
     def _shown(self, source: str) -> str:
         cell = _CELL.match(source)
-        if cell is not None:
+        if cell is not None and cell[1].count("(") == cell[1].count(")"):
             name = self._read(cell[1]).__code__.co_freevars[int(cell[2])]
             return f"{self._shown(cell[1])}'s {name}{source[cell.end() :]}"
         text = _REGISTERED.sub(r".\1", source)
