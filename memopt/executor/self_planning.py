@@ -7,10 +7,11 @@ left out of copies and pickles, which are plain models.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -37,6 +38,18 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _CALL = "_compiled_call_impl"
+_INSIDE = threading.local()
+"""Whether this thread is inside a call of a wrapped model: those within it run plainly."""
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    before = getattr(_INSIDE, "running", False)
+    _INSIDE.running = True
+    try:
+        yield
+    finally:
+        _INSIDE.running = before
 
 
 class SelfPlanning:
@@ -65,7 +78,6 @@ class SelfPlanning:
         self.model, self.calls = model, Calls()
         self._planner, self._most = planner, most_plans
         self._ready: OrderedDict[Any, Made] = OrderedDict()
-        self._inside = threading.local()
         self._planning = ForkedLock()
         self._run = torch.compiler.disable(self._running)
         setattr(model, _CALL, self._call)
@@ -88,7 +100,8 @@ class SelfPlanning:
     def prepare(self, inputs: Any) -> None:
         """Plan for calls such as `inputs` now."""
         call = to_call(inputs)
-        self._planned(Call(call.args, dict(sorted(call.kwargs.items()))))
+        with _inside():
+            self._planned(Call(call.args, dict(sorted(call.kwargs.items()))))
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         # This much dynamo sees, while it captures the model or one around it.
@@ -99,17 +112,14 @@ class SelfPlanning:
     def _running(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
         unplanned = model._call_impl
-        if getattr(self._inside, "running", False):
+        if getattr(_INSIDE, "running", False):
             return unplanned(*args, **kwargs)
-        if not (model.training and torch.is_grad_enabled()):
-            self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
-            return unplanned(*args, **kwargs)
-        self._inside.running = True
-        try:
+        with _inside():
+            if not (model.training and torch.is_grad_enabled()):
+                self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
+                return unplanned(*args, **kwargs)
             planned = self._planned(Call(args, dict(sorted(kwargs.items()))))
             return (planned or unplanned)(*args, **kwargs)
-        finally:
-            self._inside.running = False
 
     def _kind(self, call: Call) -> Any:
         """What calls that one plan may serve have in common."""
