@@ -251,6 +251,16 @@ class Plan(PlanRecord):
 
         return plan_summary(self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        """A plan never changes: the plan itself."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its file: without the captured model, which `apply` captures again."""
+        from memopt.files import to_bytes
+
+        return _unpickled, (to_bytes(self),)
+
     def _repr_html_(self) -> str:
         from memopt.report.html import plan_html
 
@@ -284,3 +294,9 @@ def load(path: str | PathLike[str]) -> Plan:
     from memopt.files import load as read
 
     return Plan.of(read(path))
+
+
+def _unpickled(data: bytes) -> Plan:
+    from memopt.files import from_bytes
+
+    return Plan.of(from_bytes(data))

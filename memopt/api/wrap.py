@@ -80,6 +80,7 @@ def wrap(
     """
     from torch import nn
 
+    from memopt.executor.calls import Calls
     from memopt.executor.self_planning import SelfPlanning
 
     if not isinstance(model, nn.Module):
@@ -99,10 +100,11 @@ def wrap(
         cache=cache,
         progress=progress,
     )
-    planner = _Planner(request, loss_fn, targets, on_mismatch)
-    made = SelfPlanning(model, planner, most_plans)
+    planner = _Planner(request, loss_fn, targets)
+    made = SelfPlanning(model, planner, most_plans, on_mismatch)
     model.__dict__["memopt"] = made
-    model.__dict__.setdefault("calls", made.calls)
+    if isinstance(model.__dict__.get("calls", made.calls), Calls):
+        model.__dict__["calls"] = made.calls
     for inputs in shapes:
         made.prepare(inputs)
     return model
@@ -131,22 +133,13 @@ class _Planner:
     request: PlanRequest
     loss_fn: Callable[..., Any] | None
     targets: tuple[Any, ...] | Callable[..., tuple[Any, ...]]
-    on_mismatch: Mismatch
 
     def __call__(
         self, model: nn.Module, call: Call, holding: bool, asking: SelfPlanning
-    ) -> tuple[PlannedModule, Plan] | None:
+    ) -> tuple[PlannedModule, Plan]:
         """See `memopt.executor.self_planning.Planner`."""
-        from memopt.errors import GuardError
         from memopt.executor.apply import apply_plan
 
-        if asking.plans and self.on_mismatch != "plan":
-            if self.on_mismatch == "original":
-                return None
-            raise GuardError(
-                "the wrapped model has no plan for this kind of call; pass shapes= to wrap, or "
-                'on_mismatch="plan" or "original"'
-            )
         request = self._request(call, holding)
         store = PlanStore() if request.cache else None
         key = None if store is None else _key(model, call, request)

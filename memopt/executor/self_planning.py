@@ -27,10 +27,14 @@ from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.torch_private import captured_around
 
 Made: TypeAlias = tuple[PlannedModule, "PlanRecord"]
-Planner: TypeAlias = Callable[[nn.Module, Call, bool, "SelfPlanning"], Made | None]
+Planner: TypeAlias = Callable[[nn.Module, Call, bool, "SelfPlanning"], Made]
 """(the model, a call of it, whether its parameters hold gradients, who asks) → the model under a
-plan for such calls, which hands others to `SelfPlanning.instead`, and that plan; None: such calls
-run unplanned."""
+plan for such calls, which hands others to `SelfPlanning.instead`, and that plan."""
+
+_NO_PLAN = (
+    "the wrapped model has no plan for this kind of call; pass an example of it in shapes= of "
+    'memopt.wrap, or on_mismatch="plan" or "original"'
+)
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -40,6 +44,13 @@ _LOG = logging.getLogger(__name__)
 _CALL = "_compiled_call_impl"
 _INSIDE = threading.local()
 """Whether this thread is inside a call of a wrapped model: those within it run plainly."""
+
+
+def _opaque(_model: nn.Module, _args: Any) -> None:
+    """Under `torch.compile` of the model or of one around it: the model runs as it is called, not
+    as a part of that graph. Dynamo sees hooks, and not `_compiled_call_impl`."""
+    if torch.compiler.is_dynamo_compiling() and not captured_around():
+        torch._dynamo.graph_break()
 
 
 @contextlib.contextmanager
@@ -60,6 +71,7 @@ class SelfPlanning:
         planner: makes plans.
         most_plans: how many kinds of calls stay ready to run; of more, those go that were not
             called for longest.
+        on_mismatch: what kinds of calls do that come after the first: "plan", "original", "error".
 
     Attributes:
         model: the model.
@@ -69,18 +81,26 @@ class SelfPlanning:
         ValueError: the model's calls go elsewhere already (`model.compile()`, another wrap).
     """
 
-    def __init__(self, model: nn.Module, planner: Planner, most_plans: int) -> None:
+    def __init__(
+        self, model: nn.Module, planner: Planner, most_plans: int, on_mismatch: str = "plan"
+    ) -> None:
         if getattr(model, _CALL, None) is not None:
             raise ValueError(
                 "the model's calls are taken already: wrap it before model.compile(), or not "
                 "twice (memopt.unwrap(model) undoes it)"
             )
         self.model, self.calls = model, Calls()
-        self._planner, self._most = planner, most_plans
+        self._planner, self._most, self._on_mismatch = planner, most_plans, on_mismatch
         self._ready: OrderedDict[Any, Made] = OrderedDict()
         self._planning = ForkedLock()
         self._run = torch.compiler.disable(self._running)
         setattr(model, _CALL, self._call)
+        # First, so that dynamo stops before the other hooks.
+        self._hook = model.register_forward_pre_hook(_opaque, prepend=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nothing, in a copy or a pickle of the model: that one is a plain model."""
+        return type(None), ()
 
     @property
     def plans(self) -> tuple[PlanRecord, ...]:
@@ -96,12 +116,14 @@ class SelfPlanning:
     def remove(self) -> None:
         """The model runs as before."""
         setattr(self.model, _CALL, None)
+        self._hook.remove()
 
     def prepare(self, inputs: Any) -> None:
         """Plan for calls such as `inputs` now."""
         call = to_call(inputs)
         with _inside():
-            self._planned(Call(call.args, dict(sorted(call.kwargs.items()))))
+            call = Call(call.args, dict(sorted(call.kwargs.items())))
+            self._made(self._kind(call), call)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         # This much dynamo sees, while it captures the model or one around it.
@@ -133,14 +155,16 @@ class SelfPlanning:
         if kind in self._ready:
             self._ready.move_to_end(kind)
             return self._ready[kind][0]
-        return self._made(kind, call)
-
-    def _made(self, kind: Any, call: Call) -> PlannedModule | None:
-        with self._planning:
-            made = self._planner(self.model, call, kind[-1], self)
-        if made is None:
+        if self._ready and self._on_mismatch == "error":
+            raise GuardError(_NO_PLAN)
+        if self._ready and self._on_mismatch == "original":
             self.calls.fall_back(self.model, "calls of this kind are not planned")
             return None
+        return self._made(kind, call)
+
+    def _made(self, kind: Any, call: Call) -> PlannedModule:
+        with self._planning:
+            made = self._planner(self.model, call, kind[-1], self)
         made[0].count_in(self.calls)
         self._ready[kind] = made
         while len(self._ready) > self._most:
@@ -151,4 +175,4 @@ class SelfPlanning:
         """What a planned module does where something beside the call has changed since it was
         planned (an `OnMismatch`): a new plan takes its place."""
         _LOG.info("planning again: %s", error)
-        return self._made(self._kind(call), call) or model
+        return self._made(self._kind(call), call)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from memopt.errors import InvalidProgramError, PlanFileError
-from memopt.files.envelope import pack, read_plan, write_atomically
+from memopt.files.envelope import pack, read_plan, unpack, write_atomically
 from memopt.files.strategy_record import StrategyRecord
 from memopt.models import codec
 from memopt.models.chain import Chain
@@ -88,7 +88,17 @@ _SHARED = tuple(one.name for one in fields(_Content) if one.name != "figures")
 
 def save(plan: PlanRecord, path: FileName) -> None:
     """Write a plan file; see `Plan.save`."""
-    write_atomically(Path(path), pack(encode(plan)))
+    write_atomically(Path(path), to_bytes(plan))
+
+
+def to_bytes(plan: PlanRecord) -> bytes:
+    """What a plan's file holds."""
+    return pack(encode(plan))
+
+
+def from_bytes(data: bytes) -> PlanRecord:
+    """The plan of `to_bytes`; raises as `load`."""
+    return decode(unpack(data))
 
 
 def load(path: FileName) -> PlanRecord:

@@ -82,13 +82,17 @@ def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterato
 
 def _failure(model: nn.Module, call: Call, loss: Loss | None = None) -> str | None:
     """What the model, or its loss, raises when it is simply called; None if it works."""
-    try:
-        parts = loss.parts if loss is not None else ()
-        with state_restored(model, call, *parts) as kept, torch.no_grad(), kept.first_run():
-            output = model(*call.args, **call.kwargs)
-            if loss is not None:
-                loss.function(output, *loss.targets)
-    except Exception as error:  # noqa: BLE001  # a user's model may raise anything
-        lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {lines[0]}"
-    return None
+    reason = None
+    # A forward that differentiates something needs gradients; without them it takes less memory.
+    for gradients in (torch.no_grad, torch.enable_grad):
+        try:
+            parts = loss.parts if loss is not None else ()
+            with state_restored(model, call, *parts) as kept, gradients(), kept.first_run():
+                output = model(*call.args, **call.kwargs)
+                if loss is not None:
+                    loss.function(output, *loss.targets)
+            return None
+        except Exception as error:  # noqa: BLE001  # a user's model may raise anything
+            lines = str(error).strip().splitlines() or [""]
+            reason = reason or f"{type(error).__name__}: {lines[0]}"
+    return reason

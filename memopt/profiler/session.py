@@ -159,7 +159,7 @@ def _profiled(
     used = cache(
         lambda: measure_loss(model, call, loss, device) if loss else LossUse(0, output_gradients)
     )
-    with diagnosed(model, call):
+    with diagnosed(model, call, loss):
         captured = capture(model, call, lambda: used().gradients)
         lowering = build(model, captured, block_bytes)
 

@@ -42,9 +42,12 @@ def as_planned(planned: Call, kwargs: dict[str, Any]) -> dict[str, Any]:
 def call_notes(model: nn.Module, call: Call) -> tuple[str, ...]:
     """What a user should know of the call that is planned."""
     config = getattr(model, "config", None)
-    if call.kwargs.get("use_cache") is not False or not getattr(config, "use_cache", False):
-        return ()
-    return ("Planned with use_cache=False: a training step returns no keys and values.",)
+    notes = []
+    if not model.training and any(type(m).__name__.startswith("Dropout") for m in model.modules()):
+        notes.append("Planned in eval mode, without dropout; to train, call model.train() first.")
+    if call.kwargs.get("use_cache") is False and getattr(config, "use_cache", False):
+        notes.append("Planned with use_cache=False: a training step returns no keys and values.")
+    return tuple(notes)
 
 
 def settle_problem_type(model: nn.Module, call: Call) -> None:

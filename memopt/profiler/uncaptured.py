@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from memopt.errors import CaptureError
+from memopt.profiler.remedies import known_remedy
 
 
 def check_initialised(model: nn.Module) -> None:
@@ -31,7 +32,7 @@ def check_initialised(model: nn.Module) -> None:
 
 def why_not_captured(model: nn.Module, error: Exception) -> str:
     """What dynamo refused in a model's forward, where, and what to do about it."""
-    known = _cumulative_average(model)
+    known = _cumulative_average(model) or known_remedy(model, error)
     if known is not None:
         return known
     hooked = _backward_hooks(model)

@@ -1,0 +1,90 @@
+"""Why a model of a known kind cannot be captured, each with what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+_GRAD = ("autograd.grad", "requires_grad_()", "does not require grad")
+
+
+def known_remedy(model: nn.Module, error: Exception) -> str | None:
+    """The sentence for a model that could not be captured; None if it is of no known kind."""
+    for cause in _CAUSES:
+        found = cause(model, str(error))
+        if found is not None:
+            return found
+    return None
+
+
+def _wrapped(model: nn.Module, _text: str) -> str | None:
+    kinds = {kind.__name__ for kind in type(model).__mro__}
+    if kinds & {"DistributedDataParallel", "DataParallel"}:
+        return (
+            f"the model is a {type(model).__name__} already, which exchanges gradients outside of "
+            "any graph: plan first, then wrap "
+            "(DistributedDataParallel(memopt.wrap(model, budget=...)))"
+        )
+    if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+        return (
+            "the model's parameters are sharded, and gathered by hooks that no plan holds: plan "
+            "the model as it was before fully_shard, and train it with DistributedDataParallel "
+            "around memopt.wrap(model, budget=...)"
+        )
+    return None
+
+
+def _checkpointed(model: nn.Module, _text: str) -> str | None:
+    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return None
+    undo = "model.gradient_checkpointing_disable()"
+    if any(_asks_for_gradients(model)):
+        undo += " and model.disable_input_require_grads()"
+    return f"switch gradient checkpointing off ({undo}): memopt replaces it, within your budget"
+
+
+def _asks_for_gradients(model: nn.Module) -> Iterator[bool]:
+    for module in model.modules():
+        for hook in module._forward_hooks.values():
+            yield "make_inputs_require_grads" in getattr(hook, "__qualname__", "")
+
+
+def _inputs_require_gradients(model: nn.Module, _text: str) -> str | None:
+    if not any(_asks_for_gradients(model)):
+        return None
+    return (
+        "a hook lets the embeddings' output require gradients, which gradient checkpointing needs "
+        "and memopt, which replaces it, does not: call model.disable_input_require_grads()"
+    )
+
+
+def _records_outputs(model: nn.Module, _text: str) -> str | None:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for name in ("output_hidden_states", "output_attentions"):
+            if getattr(config, name, False) is True:
+                return (
+                    f"the model is configured with {name}=True, which it keeps by hooks, and which "
+                    f"would hold every layer's results: set model.config.{name} = False, or take "
+                    "the ones you need from the layers in a forward of your own"
+                )
+    return None
+
+
+def _differentiates(_model: nn.Module, text: str) -> str | None:
+    if not any(words in text for words in _GRAD):
+        return None
+    return (
+        "the forward calls torch.autograd.grad (or backward) itself, which one graph cannot hold: "
+        "use torch.func.grad or torch.func.vjp there, or plan the sub-modules that it calls"
+    )
+
+
+_CAUSES: tuple[Callable[[nn.Module, str], str | None], ...] = (
+    _wrapped,
+    _checkpointed,
+    _inputs_require_gradients,
+    _records_outputs,
+    _differentiates,
+)

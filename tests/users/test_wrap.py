@@ -1,0 +1,215 @@
+"""memopt.wrap: a model that plans its own training calls."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from memopt.api import wrap as wrap_module
+from memopt.errors import GuardError, InfeasibleBudgetError
+from memopt.profiler.memory import metered
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+    return nn.Sequential(*blocks, nn.BatchNorm1d(32))
+
+
+def trained(model: nn.Module, batches: tuple[int, ...], accumulated: int = 1) -> list[float]:
+    """Losses of a training with validation between the steps."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for step, batch in enumerate(batches):
+        model.train()
+        loss = model(torch.randn(batch, 32)).square().mean()
+        loss.backward()
+        if step % accumulated == accumulated - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(4, 32))
+    return losses
+
+
+def test_the_same_losses_bit_for_bit_and_every_step_planned() -> None:
+    plain, planned = network(), memopt.wrap(network(), "min", progress=False)
+    batches = (16, 8, 16, 8, 16)
+    assert trained(planned, batches) == trained(plain, batches)
+    assert (planned.calls.planned, planned.calls.original) == (5, 5)
+    assert len(planned.memopt.plans) == 2
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, planned.state_dict()[name]), name
+
+
+def test_the_model_stays_the_object_that_it_is() -> None:
+    model = network()
+    names = set(model.state_dict())
+    wrapped = memopt.wrap(model, "min", progress=False)
+    assert wrapped is model
+    assert set(model.state_dict()) == names
+    twin = copy.deepcopy(model)
+    assert twin._compiled_call_impl is None
+    assert pickle.loads(pickle.dumps(model))._compiled_call_impl is None
+    memopt.unwrap(model)
+    assert model._compiled_call_impl is None
+    assert not hasattr(model, "calls")
+    with pytest.raises(ValueError, match="not wrapped"):
+        memopt.unwrap(model)
+
+
+def test_accumulated_gradients_are_charged_and_the_budget_kept() -> None:
+    plain = network()
+    planned = memopt.wrap(network(), "min", loss_fn=lambda y: y.square().mean(), progress=False)
+    assert trained(planned, (16,) * 6, accumulated=3) == trained(plain, (16,) * 6, accumulated=3)
+    first, later = sorted(planned.memopt.plans, key=lambda plan: plan.peak_bytes)
+    gradient_bytes = sum(p.numel() * 4 for p in planned.parameters())
+    assert later.peak_bytes == first.peak_bytes + gradient_bytes
+    inputs = torch.randn(16, 32)
+    planned.train()
+    planned(inputs).square().mean().backward()
+    resident = sum(t.numel() * t.element_size() for t in [*planned.state_dict().values(), inputs])
+    with metered(torch.device("cpu")) as used:
+        planned(inputs).square().mean().backward()
+    assert resident + gradient_bytes + used.peak_bytes <= later.peak_bytes
+
+
+def test_a_changed_setting_is_planned_again() -> None:
+    model = memopt.wrap(network(), "min", progress=False)
+    plain = network()
+    trained(model, (8,))
+    trained(plain, (8,))
+    for one in (model, plain):
+        one[0][2].p = 0.5
+    assert trained(model, (8, 8)) == trained(plain, (8, 8))
+    assert model.calls.replanned == 1
+    assert model.calls.planned == 3
+
+
+def test_a_restart_does_not_solve_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = trained(memopt.wrap(network(), "min", progress=False), (16, 8))
+
+    def no_solve(*_args: Any) -> Any:
+        raise AssertionError("solved again")
+
+    monkeypatch.setattr(wrap_module, "make_plan", no_solve)
+    assert trained(memopt.wrap(network(), "min", progress=False), (16, 8)) == losses
+    with pytest.raises(AssertionError, match="solved again"):
+        trained(memopt.wrap(network(), "min", progress=False), (12,))
+
+
+def test_plans_that_go_come_back_from_disk_without_being_solved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = memopt.wrap(network(), "min", most_plans=1, progress=False)
+    plain = network()
+    solved = []
+    make = wrap_module.make_plan
+    monkeypatch.setattr(wrap_module, "make_plan", lambda *args: solved.append(1) or make(*args))
+    assert trained(model, (16, 8, 16, 8)) == trained(plain, (16, 8, 16, 8))
+    assert len(model.memopt.plans) == 1
+    assert len(solved) == 2
+
+
+def test_shapes_are_planned_ahead() -> None:
+    model = memopt.wrap(
+        network(),
+        "min",
+        shapes=[torch.randn(16, 32), torch.randn(8, 32)],
+        on_mismatch="error",
+        progress=False,
+    )
+    assert len(model.memopt.plans) == 2
+    model(torch.randn(8, 32)).sum().backward()
+    model.zero_grad()
+    with pytest.raises(GuardError, match="no plan for this kind of call"):
+        model(torch.randn(4, 32))
+
+
+def test_other_calls_run_unplanned_where_asked_and_say_so() -> None:
+    model = memopt.wrap(network(), "min", on_mismatch="original", progress=False)
+    model(torch.randn(16, 32)).sum().backward()
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="without its plan"):
+        model(torch.randn(4, 32)).sum().backward()
+    assert (model.calls.planned, model.calls.original) == (1, 1)
+
+
+def test_a_wrapped_part_of_a_wrapped_model_is_planned_with_it() -> None:
+    model, plain = network(), network()
+    memopt.wrap(model[0], "min", progress=False)
+    memopt.wrap(model, "min", progress=False)
+    assert trained(model, (16, 16)) == trained(plain, (16, 16))
+    assert model.calls.planned == 2
+    assert model[0].calls.planned == 0
+
+
+def test_torch_compile_of_a_model_around_runs_it_under_its_plan() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = memopt.wrap(network(), "min", progress=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) + 1
+
+    model, plain = Around(), network()
+    torch.manual_seed(2)
+    found = torch.compile(model, backend="eager")(torch.ones(8, 32))
+    torch.manual_seed(2)
+    assert torch.equal(found, plain(torch.ones(8, 32)) + 1)
+    assert model.inner.calls.planned == 1
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"nn\.Module"):
+        memopt.wrap(3, "min")  # type: ignore[type-var]
+    with pytest.raises(ValueError, match="on_mismatch"):
+        memopt.wrap(network(), "min", on_mismatch="never")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot read the budget"):
+        memopt.wrap(network(), "many")
+    model = memopt.wrap(network(), 1000, progress=False)
+    with pytest.raises(ValueError, match="taken already"):
+        memopt.wrap(model, "min")
+    with pytest.raises(InfeasibleBudgetError, match="smallest feasible budget"):
+        model(torch.randn(8, 32))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradients_that_a_plan_does_not_charge_are_warned_of_once() -> None:
+    model = network()
+    planned = memopt.plan(model, torch.randn(8, 32), budget="min", progress=False).apply(model)
+    planned(torch.randn(8, 32)).sum().backward()
+    with pytest.warns(UserWarning, match="accumulate=True"):
+        planned(torch.randn(8, 32)).sum().backward()
+    charged = memopt.plan(model, torch.randn(8, 32), budget="min", accumulate=True, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        planned(torch.randn(8, 32)).sum().backward()
+        charged.apply(model)(torch.randn(8, 32)).sum().backward()
+
+
+def test_a_plan_is_pickled_as_its_file() -> None:
+    model = network()
+    plan = memopt.plan(model, torch.randn(8, 32), budget="min", progress=False)
+    again = pickle.loads(pickle.dumps(plan))
+    assert again.program == plan.program
+    assert again.peak_bytes == plan.peak_bytes
+    again.apply(model)(torch.randn(8, 32)).sum().backward()
+    assert copy.deepcopy(plan) is plan
