@@ -11,12 +11,13 @@ from memopt.api.planning import solve
 from memopt.api.solving import baseline_figures
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.files.plan_file import encode
+from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.steps import has_transfers
 from memopt.programs.validate import memory_use, validate
 from memopt.reductions.chain_replay import replay_chain
-from memopt.reductions.offload_replay import has_transfers
 from memopt.reductions.validate_chain import validate_chain
 from memopt.reductions.validate_offload import validate_offload
 from memopt.strategies import Strategy
@@ -58,17 +59,17 @@ def check_plan(plan: Plan, model: Chain | Graph, folder: Path) -> None:
     assert plan.host_budget is None or plan.host_peak_bytes <= plan.host_budget
     assert 0 <= plan.lower_bound_s <= plan.step_time_s
     assert plan.gap >= 0
-    limits = plan.budget, plan.host_peak_bytes
+    limits = Budget(plan.budget, plan.host_peak_bytes)
     if isinstance(model, Graph):
         assert plan.program is not None
-        assert validate(model, plan.program, *limits) is None
+        assert validate(model, plan.program, limits) is None
         use = memory_use(model, plan.program)
         assert use.host_peak == plan.host_peak_bytes
         assert use.peak == plan.peak_bytes or plan.program.offsets is not None
     else:
         assert plan.chain_steps is not None
         if has_transfers(plan.chain_steps):
-            assert validate_offload(model, plan.chain_steps, *limits) is None
+            assert validate_offload(model, plan.chain_steps, limits) is None
         else:
             assert validate_chain(model, plan.chain_steps, plan.budget) is None
             assert replay_chain(model, plan.chain_steps).peak_bytes == plan.peak_bytes

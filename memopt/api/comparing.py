@@ -15,7 +15,7 @@ from memopt.api.planning import solve
 from memopt.api.side_by_side import Finished, default_workers, run_all
 from memopt.api.solving import Mode, Request, baseline_figures, planned_device, profiled_for
 from memopt.errors import InfeasibleBudgetError, MemoptError
-from memopt.models.budget import MINIMUM, parse_budget
+from memopt.models.budget import MINIMUM, WrittenBudget, parse_budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -45,14 +45,12 @@ FAST = (
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """The default budgets: so far from the smallest feasible one to the baseline's peak."""
 
-Budget = int | float | str | None
-
 
 def compare(
     model: Any,
     inputs: Any = None,
     *,
-    budgets: Sequence[Budget] | None = None,
+    budgets: Sequence[WrittenBudget] | None = None,
     strategies: Sequence[str | Strategy] | None = None,
     run: bool = False,
     loss_fn: Callable[..., Any] | None = None,
@@ -170,7 +168,7 @@ class _Table:
         refers = (profiled, self.baseline)
         self.cache = CellCache(cost_model, own, device, time_limit_s, *refers) if cache else None
 
-    def fill(self, budgets: Sequence[Budget] | None, progress: Progress) -> Comparison:
+    def fill(self, budgets: Sequence[WrittenBudget] | None, progress: Progress) -> Comparison:
         """Every cell; those done when interrupted."""
         found = Finished[Cell](complete=False)
         sizes = self._budgets(budgets, progress)
@@ -187,7 +185,7 @@ class _Table:
         )
 
     def _budgets(
-        self, budgets: Sequence[Budget] | None, progress: Progress
+        self, budgets: Sequence[WrittenBudget] | None, progress: Progress
     ) -> list[int | None] | None:
         """In bytes; None if interrupted."""
         peak = self.baseline.peak_bytes

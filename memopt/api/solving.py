@@ -11,7 +11,7 @@ from memopt.api.refusal import infeasible
 from memopt.api.whole_step import left_on_host, takes_whole_step
 from memopt.errors import InvalidProgramError, MemoptError
 from memopt.models.bounds import time_lower_bound
-from memopt.models.budget import MINIMUM, format_bytes, parse_budget
+from memopt.models.budget import MINIMUM, Budget, WrittenBudget, format_bytes, parse_budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -44,7 +44,7 @@ Mode: TypeAlias = Literal["measure", "estimate"]
 class PlanRequest:
     """What `memopt.plan` is asked for beside the model and its inputs; its arguments, which see."""
 
-    budget: int | float | str | None = None
+    budget: WrittenBudget = None
     strategy: str | Strategy = "rotor"
     host_budget: int | str | None = None
     loss_fn: Callable[..., Any] | None = None
@@ -180,7 +180,7 @@ def profiled_for(model: Any, inputs: Any, request: Request, report: Progress) ->
 
 def solve(
     cost_model: Chain | Graph,
-    budget: int | float | str | None,
+    budget: WrittenBudget,
     strategy: Strategy,
     *,
     device: Device,
@@ -223,16 +223,16 @@ def solve(
         solution = attempts.within(budget_bytes)
     if not solution.plans:
         raise infeasible(solution, budget_bytes, strategy, cost_model, profiled)
-    limits = budget_bytes, host_limit(strategy, host_budget_bytes)
+    limit = Budget(budget_bytes, host_limit(strategy, host_budget_bytes))
     if (order or place) and isinstance(cost_model, Graph):
         from memopt.strategies.olla.order_and_place import ordered_and_placed
 
         lower = target.view.lower if target.view is not None else None
         passes = {"order": order, "place": place}
         solution = ordered_and_placed(
-            cost_model, solution, lower, limits, device, passes, time_limit_s
+            cost_model, solution, lower, limit, device, passes, time_limit_s
         )
-    return _wrap(target, solution, limits, baseline, device, profiled)
+    return _wrap(target, solution, limit, baseline, device, profiled)
 
 
 def baseline_figures(cost_model: Chain | Graph, profiled: Profiled | None) -> BaselineFigures:
@@ -250,14 +250,14 @@ def baseline_figures(cost_model: Chain | Graph, profiled: Profiled | None) -> Ba
 def _wrap(
     target: Target,
     solution: Solution,
-    limits: tuple[int | None, int | None],
+    budget: Budget,
     baseline: BaselineFigures,
     device: Device,
     profiled: Profiled | None,
 ) -> PlanRecord:
-    """The plan of a solution; `limits` are bytes on the device and on the host."""
+    """The plan of a solution."""
     cost_model, strategy, program = target.cost_model, target.strategy, target.program(solution)
-    violation, figures = target.check(solution, program, limits, device)
+    violation, figures = target.check(solution, program, budget, device)
     peak_bytes, time_s = figures.peak_bytes, figures.time_s
     if violation is not None:
         raise InvalidProgramError(f"{strategy.name} made an invalid plan: {violation}")
@@ -265,8 +265,8 @@ def _wrap(
     return PlanRecord(
         status=solution.status,
         strategy=strategy,
-        budget=limits[0],
-        host_budget=limits[1],
+        budget=budget.device_bytes,
+        host_budget=budget.host_bytes,
         peak_bytes=peak_bytes,
         resident_bytes=cost_model.resident_bytes,
         step_time_s=time_s,

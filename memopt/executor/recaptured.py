@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from memopt.errors import InvalidProgramError, PlanFileError
 from memopt.executor.out_variants import allocator_owned
+from memopt.models.budget import Budget
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Phase
 from memopt.models.same_graph import (
@@ -30,7 +31,7 @@ from memopt.profiler.capture import Captured
 from memopt.profiler.measure import MeasureOptions, memory_of
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.violations import Violation
-from memopt.reductions.validate_and_replay import judge
+from memopt.reductions.validate_and_replay import validate_and_replay
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -95,7 +96,8 @@ def _check_plan(plan: PlanRecord, graph: Graph, more: str) -> None:
     """
     problem: Violation | Exception | str | None
     try:
-        problem, _ = judge(graph, None, plan.program, plan.budget, plan.device, plan.host_budget)
+        budget = Budget(plan.budget, plan.host_budget)
+        problem, _ = validate_and_replay(graph, None, plan.program, budget, plan.device)
     except (InvalidProgramError, IndexError) as error:
         problem = error
     if problem is None and _wasteful(graph, plan.program):

@@ -13,6 +13,7 @@ from memopt.errors import InvalidProgramError, PlanFileError
 from memopt.files.envelope import pack, read_plan, write_atomically
 from memopt.files.strategy_record import StrategyRecord
 from memopt.models import codec
+from memopt.models.budget import NO_LIMIT, Budget
 from memopt.models.chain import Chain
 from memopt.models.codec import NAME, Check, Codec, Seconds
 from memopt.models.device import Device
@@ -25,7 +26,7 @@ from memopt.plan_record import BaselineFigures, PlanRecord
 from memopt.programs.instructions import Program
 from memopt.programs.serialize import fingerprint
 from memopt.programs.violations import Violation
-from memopt.reductions.validate_and_replay import Figures, judge
+from memopt.reductions.validate_and_replay import Figures, validate_and_replay
 from memopt.strategies.base import Status
 
 FileName: TypeAlias = str | PathLike[str]
@@ -132,14 +133,14 @@ def decode(reader: Reader) -> PlanRecord:
         cost_model,
         steps,
         found.program,
-        (found.budget, found.host_budget),
+        Budget(found.budget, found.host_budget),
         found.device,
         found.strategy.features.offload,
     )
     _check_figures(reader, found, figures)
     if graph is not None and chain is not None and steps is not None:
         # They are shown; the program is what runs.
-        _checked(chain, steps, None, (None, None), found.device)
+        _checked(chain, steps, None, NO_LIMIT, found.device)
     return PlanRecord(
         **{name: getattr(found, name) for name in _SHARED},
         peak_bytes=figures.peak_bytes,
@@ -186,14 +187,14 @@ def _checked(
     cost_model: Graph | Chain,
     steps: tuple[ChainStep, ...] | None,
     program: Program | None,
-    limits: tuple[int | None, int | None],
+    budget: Budget,
     device: Device,
     offloading: bool = False,
 ) -> Figures:
     problem: Violation | Exception | None
     try:
-        problem, figures = judge(
-            cost_model, steps, program, limits[0], device, limits[1], offloading=offloading
+        problem, figures = validate_and_replay(
+            cost_model, steps, program, budget, device, offloading=offloading
         )
     except (InvalidProgramError, IndexError) as error:
         problem, figures = error, Figures(0, 0.0, 0)

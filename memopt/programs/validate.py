@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memopt.models.budget import NO_LIMIT, Budget
 from memopt.models.graph import Graph, Operator, Phase, TensorKind
 from memopt.programs.instructions import (
     Compute,
@@ -52,17 +53,15 @@ class Use(NamedTuple):
 def validate(
     graph: Graph,
     program: Program,
-    budget_bytes: int | None = None,
-    host_budget_bytes: int | None = None,
+    budget: Budget = NO_LIMIT,
 ) -> Violation | None:
     """Check a program; None means that it is valid.
 
     Args:
         graph: the cost model the program refers to.
         program: what to check, with its placement if it has one.
-        budget_bytes: device memory, resident included; None: no limit. With a placement, the
-            arena and everything outside it must fit, too.
-        host_budget_bytes: memory for host copies; None: no limit.
+        budget: what the program may take. With a placement, the arena and everything outside it
+            must fit on the device, too.
 
     Returns:
         The first violation, or None.
@@ -81,15 +80,15 @@ def validate(
         return first(found)
     use = memory_use(graph, program)
     for limit, values, code in (
-        (budget_bytes, use.during, Code.OVER_BUDGET),
-        (host_budget_bytes, use.host, Code.OVER_HOST_BUDGET),
+        (budget.device_bytes, use.during, Code.OVER_BUDGET),
+        (budget.host_bytes, use.host, Code.OVER_HOST_BUDGET),
     ):
         for position, value in enumerate(values):
             if limit is not None and value > limit:
                 return Violation(code, position, f"{value} bytes, {value - limit} too many")
     if program.offsets is None:
         return None
-    return misplaced(graph, program, device, max(use.outside, default=0), budget_bytes)
+    return misplaced(graph, program, device, max(use.outside, default=0), budget.device_bytes)
 
 
 def memory_use(graph: Graph, program: Program) -> Use:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from memopt.models.graph import Graph
-from memopt.models.steps import ChainStep, Move
+from memopt.models.steps import FORWARD_MOVES, ChainStep, Move, has_transfers
 from memopt.models.variants import variant
 from memopt.programs.instructions import (
     Compute,
@@ -26,8 +26,8 @@ from memopt.programs.instructions import (
     SwapOut,
 )
 from memopt.programs.liveness import with_frees
-from memopt.reductions.chain_replay import FORWARD_MOVES, replay_chain
-from memopt.reductions.offload_replay import has_transfers, replay_offload
+from memopt.reductions.chain_replay import replay_chain
+from memopt.reductions.offload_replay import replay_offload
 from memopt.reductions.stage_map import StagedGraph
 
 

@@ -14,15 +14,8 @@ from collections.abc import Iterable
 from memopt.errors import InvalidProgramError
 from memopt.models.chain import Chain
 from memopt.models.device import Device
-from memopt.models.steps import ChainStep, Move
+from memopt.models.steps import TRANSFER_MOVES, ChainStep, Move
 from memopt.programs.replay import Direction, Timeline, Transfer
-
-TRANSFER_MOVES = (Move.OFFLOAD, Move.RELEASE, Move.PREFETCH)
-
-
-def has_transfers(steps: Iterable[ChainStep]) -> bool:
-    """Whether a schedule moves data, so that this replay and `validate_offload` are its judges."""
-    return any(step.move in TRANSFER_MOVES for step in steps)
 
 
 def replay_offload(

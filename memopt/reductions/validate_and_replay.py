@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.codec import NAME
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.steps import ChainStep
+from memopt.models.steps import ChainStep, has_transfers
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.programs.violations import Violation, ViolationCode
 from memopt.reductions.chain_replay import replay_chain
-from memopt.reductions.offload_replay import has_transfers, replay_offload
+from memopt.reductions.offload_replay import replay_offload
 from memopt.reductions.validate_chain import validate_chain
 from memopt.reductions.validate_offload import validate_offload
 
@@ -29,13 +30,12 @@ class Figures:
     host_peak_bytes: int
 
 
-def judge(
+def validate_and_replay(
     cost_model: Chain | Graph,
     steps: tuple[ChainStep, ...] | None,
     program: Program | None,
-    budget_bytes: int | None,
-    device: Device,
-    host_budget_bytes: int | None = None,
+    budget: Budget,
+    device: Device | None,
     *,
     offloading: bool = False,
 ) -> tuple[Violation | None, Figures]:
@@ -46,9 +46,8 @@ def judge(
         cost_model: what the plan is for.
         steps: the schedule of a bare Chain.
         program: the program of a Graph.
-        budget_bytes: on the device, total; None: no limit.
-        device: link rates.
-        host_budget_bytes: on the host; None: no limit.
+        budget: on the device and on the host.
+        device: link rates; None: transfers take no time.
         offloading: whether its strategy may offload. The offloading model of a bare Chain has no
             gradient of the loss before its backward; an offloader's schedule is judged by it also
             where nothing has to move.
@@ -58,7 +57,7 @@ def judge(
     """
     if isinstance(cost_model, Graph):
         assert program is not None
-        violation = validate(cost_model, program, budget_bytes, host_budget_bytes)
+        violation = validate(cost_model, program, budget)
         if violation is not None:
             return violation, Figures(0, 0.0, 0)
         timeline = replay(cost_model, program, device)
@@ -67,11 +66,11 @@ def judge(
         return None, Figures(peak_bytes, timeline.time_s, timeline.host_peak_bytes)
     assert steps is not None
     moves = has_transfers(steps)
-    violation = None if moves else validate_chain(cost_model, steps, budget_bytes)
+    violation = None if moves else validate_chain(cost_model, steps, budget.device_bytes)
     over = violation is not None and violation.code is ViolationCode.OVER_BUDGET
     if moves or (offloading and over):
         moves = True
-        violation = validate_offload(cost_model, steps, budget_bytes, host_budget_bytes)
+        violation = validate_offload(cost_model, steps, budget)
     if violation is not None:
         return violation, Figures(0, 0.0, 0)
     if moves:

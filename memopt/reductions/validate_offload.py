@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from memopt.models.budget import NO_LIMIT, Budget
 from memopt.models.chain import Chain
 from memopt.models.steps import ChainStep, Move
 from memopt.programs.violations import Violation, ViolationCode, first
@@ -28,16 +29,14 @@ class Stay(NamedTuple):
 def validate_offload(
     chain: Chain,
     steps: Iterable[ChainStep],
-    budget_bytes: int | None = None,
-    host_budget_bytes: int | None = None,
+    budget: Budget = NO_LIMIT,
 ) -> Violation | None:
     """Check a schedule of F_all, B and transfers; None means that it is valid.
 
     Args:
         chain: the chain, the loss last.
         steps: the schedule.
-        budget_bytes: device memory, resident included; None: no limit.
-        host_budget_bytes: memory for host copies; None: no limit.
+        budget: on the device and, for copies, on the host.
     """
     schedule = tuple(steps)
     found = _wrong_order(chain, schedule)
@@ -53,10 +52,10 @@ def validate_offload(
     device += _gradients(chain, schedule)
     for i, step in enumerate(schedule):
         used = chain.resident_bytes + _covering(device, i) + _overhead(chain, step)
-        if budget_bytes is not None and used > budget_bytes:
+        if budget.device_bytes is not None and used > budget.device_bytes:
             return Violation(Code.OVER_BUDGET, i, f"{step}: {used} bytes")
         stored = _covering(host, i)
-        if host_budget_bytes is not None and stored > host_budget_bytes:
+        if budget.host_bytes is not None and stored > budget.host_bytes:
             return Violation(Code.OVER_HOST_BUDGET, i, f"{step}: {stored} bytes")
     return None
 

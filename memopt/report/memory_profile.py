@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph, TensorKind
-from memopt.models.steps import ChainStep, Move
+from memopt.models.steps import ChainStep, Move, has_transfers
 from memopt.models.variants import variant
 from memopt.programs.instructions import Compute, Free, LossBoundary, Program, SwapIn
 from memopt.programs.replay import replay
 from memopt.reductions.chain_replay import replay_chain
-from memopt.reductions.offload_replay import has_transfers, replay_offload
+from memopt.reductions.offload_replay import replay_offload
 
 PARAMETERS = "parameters"
 RESIDENT = "other resident"

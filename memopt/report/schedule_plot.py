@@ -6,10 +6,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from memopt.models.graph import Graph, Phase
-from memopt.models.steps import Move
+from memopt.models.steps import Move, has_transfers
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.replay import replay
-from memopt.reductions.offload_replay import has_transfers
 from memopt.report.memory_profile import chain_profile
 from memopt.report.modules import depth_for, group_of
 from memopt.report.rotor_plots import plot_schedule as plot_chain_schedule

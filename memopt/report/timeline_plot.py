@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memopt.models.steps import has_transfers
 from memopt.programs.replay import Direction, Timeline, replay
-from memopt.reductions.offload_replay import has_transfers, replay_offload
+from memopt.reductions.offload_replay import replay_offload
 from memopt.report.schedule_plot import AGAIN, BACKWARD, FORWARD, UPDATE, chain_bars, program_bars
 from memopt.report.style import (
     BLUE,

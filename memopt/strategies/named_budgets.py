@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from memopt.errors import InvalidProgramError
+from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.locks import ForkedLock
 from memopt.strategies.base import CostModel, Solution, Strategy
 from memopt.strategies.budget_search import smallest_budget, smallest_plan
 from memopt.strategies.target import Attempt, Target
-
-if TYPE_CHECKING:
-    pass
 
 CAPACITY = 16
 """Plans kept at a time, the latest."""
@@ -118,7 +115,7 @@ class Planning:
             InvalidProgramError: the strategy named a budget with a plan that is not valid.
         """
         program = self.target.program(plan)
-        violation, figures = self.target.check(plan, program, (budget_bytes, None), self.device)
+        violation, figures = self.target.check(plan, program, Budget(budget_bytes), self.device)
         if violation is not None:
             raise InvalidProgramError(
                 f"{self.target.strategy.name} named {budget_bytes} bytes with an invalid plan: "

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -15,7 +16,7 @@ from memopt.programs.violations import Violation
 from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.updates import linearize_step
-from memopt.reductions.validate_and_replay import Figures, judge
+from memopt.reductions.validate_and_replay import Figures, validate_and_replay
 from memopt.strategies.base import CostModel, Solution, Strategy
 from memopt.strategies.budget_search import PROBES, best_that_fits
 
@@ -84,17 +85,16 @@ class Target:
         self,
         solution: Solution,
         program: Program | None,
-        limits: tuple[int | None, int | None],
+        budget: Budget,
         device: Device,
     ) -> tuple[Violation | None, Figures]:
         """Validate and replay a solution with its program (`Target.program`, or what passes made
-        of it); `limits` are bytes on the device and on the host."""
-        return judge(
+        of it)."""
+        return validate_and_replay(
             self.cost_model,
             solution.steps,
             program,
-            limits[0],
+            budget,
             device,
-            limits[1],
             offloading=self.strategy.features.offload,
         )

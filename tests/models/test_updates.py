@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
@@ -100,7 +101,7 @@ def test_a_gradient_lives_in_its_stage_only() -> None:
     solution = Rotor().solve(view.chain, floor)
     assert solution.steps is not None
     program = view.lower(solution.steps)
-    assert validate(graph, program, floor) is None
+    assert validate(graph, program, Budget(floor)) is None
 
 
 def test_moving_strategies_take_steps_too() -> None:

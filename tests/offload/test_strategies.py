@@ -9,6 +9,7 @@ import random
 import pytest
 
 from memopt.errors import InfeasibleBudgetError
+from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator, Tensor
@@ -43,7 +44,7 @@ def check_laws(strategy: Strategy, chain: Chain, budget: int, device: Device) ->
         assert strategy.solve(chain, smallest, device=device).steps is not None
         return solution
     assert solution.steps is not None
-    assert validate_offload(chain, solution.steps, budget) is None
+    assert validate_offload(chain, solution.steps, Budget(budget)) is None
     timeline = replay_offload(chain, solution.steps, device)
     assert timeline.peak_bytes == solution.peak_bytes
     assert timeline.peak_bytes <= budget
@@ -136,7 +137,7 @@ def test_host_budget_is_kept() -> None:
     for strategy in (Greedy, DynProg, Vdnn, OffloadExact, AutoSwap):
         solution = strategy(host_budget_bytes=4).solve(chain, 8, device=paper_link(1))
         assert solution.steps is not None
-        assert validate_offload(chain, solution.steps, 8, 4) is None
+        assert validate_offload(chain, solution.steps, Budget(8, 4)) is None
 
 
 def test_bad_input() -> None:

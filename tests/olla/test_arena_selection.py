@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import memopt
+from memopt.models.budget import Budget
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
 from memopt.programs.generate_programs import random_program
@@ -93,7 +94,7 @@ def test_placed_programs_keep_their_limit(slack: float) -> None:
         peak = replay(graph, program).peak_bytes
         limit = peak + int(slack * (peak - graph.resident_bytes))
         placed, _ = place_program(graph, program, limit_bytes=limit)
-        assert validate(graph, placed, limit) is None
+        assert validate(graph, placed, Budget(limit)) is None
         timeline = replay(graph, placed)
         if placed.offsets is None:
             assert placed == program
@@ -152,7 +153,7 @@ def test_olla_places_within_its_cost_and_its_budget() -> None:
             assert solution.program is not None
             assert solution.peak_bytes is not None
             assert solution.peak_bytes <= limit
-            assert validate(graph, solution.program, int(limit)) is None
+            assert validate(graph, solution.program, Budget(int(limit))) is None
         assert whole.program is not None
         assert whole.program.offsets
         assert whole.program.apart == ()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt.errors import MemoptError
+from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.steps import ChainStep
 from memopt.programs.instructions import Program
@@ -144,8 +145,8 @@ class Member:
                 smallest=self._lowered(solution.smallest),
                 stats=solution.stats,
             )
-        limits = budget_bytes, host_limit(self.strategy, None)
-        violation, figures = self.target.check(solution, program, limits, device)
+        budget = Budget(budget_bytes, host_limit(self.strategy, None))
+        violation, figures = self.target.check(solution, program, budget, device)
         seconds = time.monotonic() - begin
         if violation is not None:
             note = f"invalid plan: {violation}"

@@ -14,6 +14,7 @@ import numpy as np
 
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.bounds import memory_lower_bound
+from memopt.models.budget import Budget
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -210,7 +211,7 @@ class _Search:
             if found.steps is None:
                 continue
             program = view.lower(found.steps)
-            if validate(graph, program, self.budget_bytes, host_budget_bytes) is None:
+            if validate(graph, program, Budget(self.budget_bytes, host_budget_bytes)) is None:
                 self.offer(program, strategy.name)
 
     def improve(self, moves: int) -> None:
