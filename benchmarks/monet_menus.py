@@ -124,9 +124,7 @@ def solved(graph: Graph, exact: bool) -> list[Cell]:
         assert isinstance(plain_s, float)
         least, bound_s = solution.smallest_budget_bytes, solution.lower_bound_s
         if solution.program is not None:
-            assert (
-                validate_and_replay(graph, None, solution.program, Budget(budget), None)[0] is None
-            )
+            assert validate_and_replay(graph, solution.program, Budget(budget), None)[0] is None
             assert found_s is not None
             assert found_s <= plain_s
         cells.append(

@@ -50,7 +50,7 @@ def rows(name: str, folder: Path, limit_s: float, shares: list[float]) -> str:
         assert solution.time_s is not None
         assert solution.lower_bound_s is not None
         assert solution.gap is not None
-        assert validate_and_replay(graph, None, solution.program, Budget(budget), None)[0] is None
+        assert validate_and_replay(graph, solution.program, Budget(budget), None)[0] is None
         assert solution.time_s <= plain_s * (1 + 1e-9)
         cells = [
             name,

@@ -22,6 +22,7 @@ from memopt.reductions.validate_chain import validate_chain
 from memopt.reductions.validate_offload import validate_offload
 from memopt.strategies import Strategy
 from memopt.strategies.host_budget import with_host_budget
+from memopt.strategies.target import chain_view
 
 LINK = Device(to_host_bytes_per_s=5.0)
 SHARES = (0.3, 1.0)
@@ -93,7 +94,7 @@ def same(one: Plan | None, other: Plan | None) -> bool:
 def budgets_of(strategy: Strategy, model: Chain | Graph) -> list[int | None]:
     """The smallest budget, if the strategy knows it, some above it, and none."""
     least = planned(strategy, model, "min")
-    enough = baseline_figures(model, None).peak_bytes
+    enough = baseline_figures(chain_view(model).graph, None).peak_bytes
     low = enough // 2 if least is None or least.budget is None else least.budget
     above = (low + round(share * max(0, enough - low)) for share in SHARES)
     return [*([low] if least is not None else []), *above, None]

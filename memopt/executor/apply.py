@@ -54,20 +54,18 @@ def apply_plan(
     what runs when."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"a plan is applied to an nn.Module, got {type(model).__name__}")
-    planned = plan.program is not None and plan.graph is not None
-    if not planned or (plan.profiled is None and plan.record is None):
+    if plan.profiled is None and plan.record is None:
         raise ValueError(
             "this plan was made from a cost model, not from a module: it cannot run; "
             "call memopt.plan(model, inputs, ...)"
         )
-    if plan.graph is not None and has_updates(plan.graph):
+    if has_updates(plan.graph):
         raise ValueError(
             "this plan is of a whole step: run plan.train_step(model, loss_fn, optimizer). For a "
             'drop-in module plan with the optimizer\'s name (optimizer="adamw"), not an instance'
         )
     with _as_planned(plan):
         captured, lowering = _captured(plan, model, inputs)
-        assert plan.program is not None
         installed = install(
             captured,
             lowering,
@@ -147,7 +145,6 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
 
 def _with_implementations(plan: PlanRecord, lowering: Lowering, block_bytes: int) -> Lowering:
     """The lowering with the alternatives that the plan chooses from, if it chooses any."""
-    assert plan.program is not None
     chosen = {
         (i.op, i.implementation)
         for i in plan.program
@@ -157,7 +154,7 @@ def _with_implementations(plan: PlanRecord, lowering: Lowering, block_bytes: int
         return lowering
     from memopt.implementations import attach
 
-    tensors = [t.name for t in plan.graph.tensors] if plan.graph is not None else []
+    tensors = [t.name for t in plan.graph.tensors]
     for exact_only in (False, True):
         extended = attach(lowering, exact_only=exact_only, block_bytes=block_bytes)
         same = [t.name for t in extended.graph.tensors] == tensors

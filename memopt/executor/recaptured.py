@@ -59,8 +59,6 @@ def planned_lowering(
     Raises:
         PlanFileError: the graphs differ, or the plan does not hold; the message says where.
     """
-    assert plan.graph is not None
-    assert plan.program is not None
     planned = plan.graph if lowering.alternatives else without_implementations(plan.graph)
     lowering = _with_scalars(plan, lowering, device)
     differs = graph_difference(planned, lowering.graph)
@@ -97,7 +95,7 @@ def _check_plan(plan: PlanRecord, graph: Graph, more: str) -> None:
     problem: Violation | Exception | str | None
     try:
         budget = Budget(plan.budget, plan.host_budget)
-        problem, _ = validate_and_replay(graph, None, plan.program, budget, plan.device)
+        problem, _ = validate_and_replay(graph, plan.program, budget, plan.device)
     except (InvalidProgramError, IndexError) as error:
         problem = error
     if problem is None and _wasteful(graph, plan.program):
@@ -130,7 +128,6 @@ def _measured(
     plan: PlanRecord, lowering: Lowering, captured: Captured, device: torch.device
 ) -> tuple[dict[int, int], dict[tuple[int, str | None], int]]:
     """Sizes of tensors, and workspaces of the kernels that the program runs."""
-    assert plan.program is not None
     operators = lowering.graph.operators
     run = {(i.op, i.implementation) for i in plan.program if isinstance(i, Compute)}
     calls: list[tuple[int, str | None]] = []
@@ -156,7 +153,6 @@ def _measured(
 
 def where_graphs_differ(plan: PlanRecord, captured: Graph) -> str:
     """For messages: where a captured graph first differs from the planned one, if that is found."""
-    assert plan.graph is not None
     resized = plan.record.resized if plan.record is not None else ()
     where = graph_difference(as_captured(plan.graph, resized), captured)
     return "" if where is None else f": {where}"

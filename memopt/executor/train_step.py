@@ -51,7 +51,6 @@ class TrainStep:
         profiled = plan.profiled
         assert isinstance(profiled, ProfiledStep)
         assert profiled.parts is not None
-        assert plan.program is not None
         self._optimizer = optimizer
         self._profiled = profiled
         self._parts = profiled.parts

@@ -185,7 +185,8 @@ def _forward(names: _Tensors, k: int, stage: Stage, module: str) -> Operator:
 
 def _backward(names: _Tensors, k: int, chain: Chain, module: str) -> Iterator[Operator]:
     stage = chain.stages[k - 1]
-    results = made = (names.gradient(k - 1), names.parameter(k))
+    results = (names.gradient(k - 1), names.parameter(k))
+    made: tuple[int, ...] = results
     overhead = stage.backward_overhead_bytes
     if _in_two(stage):
         made = (names.under_way(k),)

@@ -85,7 +85,7 @@ class StepLinearization(Linearization):
 
     plain: Linearization = field(kw_only=True)
 
-    def lower(self, steps: Sequence[ChainStep]) -> Program:
+    def lower(self, steps: Sequence[ChainStep], budget_bytes: int | None = None) -> Program:
         """The program of a chain schedule, updates included, computing in place what can be."""
         return with_in_place(
             self.graph, with_early_updates(self.graph, lower_steps(self.plain, steps))

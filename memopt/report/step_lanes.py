@@ -38,8 +38,6 @@ def predicted_lanes(plan: PlanRecord) -> StepLanes:
 
 def measured_lanes(plan: PlanRecord, recorded: Sequence[Recorded]) -> StepLanes:
     """A recorded step of a plan; its device memory is not recorded."""
-    assert plan.graph is not None
-    assert plan.program is not None
     names = instruction_names(plan.graph, plan.program)
     spans: list[Span] = []
     for one in recorded:

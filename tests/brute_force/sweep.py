@@ -77,9 +77,8 @@ def check(
 
     def verdict(made: memopt.Plan, budget: int | str) -> None:
         assert made.budget is not None
-        moves = strategy.features.offload
         violation, figures = validate_and_replay(
-            model, made.chain_steps, made.program, Budget(made.budget), LINK, offloading=moves
+            made.graph, made.program, Budget(made.budget), LINK
         )
         least_s = made.step_time_s if optimum is None else optimum(made.budget)
         if violation is not None or figures.peak_bytes != made.peak_bytes:

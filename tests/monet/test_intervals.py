@@ -67,7 +67,7 @@ def solved_as_brute_force(graph: Graph, budget: int) -> tuple[Program, float] | 
     assert runs is not None
     assert bound == pytest.approx(best)
     program = program_of(graph, runs)
-    violation, figures = validate_and_replay(graph, None, program, Budget(budget), None)
+    violation, figures = validate_and_replay(graph, program, Budget(budget), None)
     assert violation is None
     assert figures.time_s == pytest.approx(best)
     assert runs_of(graph, program) == runs

@@ -48,7 +48,7 @@ def check_monet(seed: int, most: int) -> None:
     assert answer.status is Status.OPTIMAL
     assert answer.objective == best
     violation, figures = validate_and_replay(
-        graph, None, built.program(answer.values), Budget(budget), None
+        graph, built.program(answer.values), Budget(budget), None
     )
     assert violation is None
     assert figures.peak_bytes <= budget
@@ -112,7 +112,7 @@ def test_every_gradient_is_written_where_implementations_write_one_each(seed: in
     whole = without.model.solve(budget - graph.resident_bytes)
     if answer.values:
         program = built.program(answer.values)
-        violation, figures = validate_and_replay(graph, None, program, Budget(budget), None)
+        violation, figures = validate_and_replay(graph, program, Budget(budget), None)
         assert violation is None
         assert figures.time_s == answer.objective
         halves = sum(getattr(step, "implementation", None) is not None for step in program)
@@ -134,7 +134,7 @@ def test_without_alternatives_monet_is_no_better_than_checkmate(seed: int) -> No
         assert monet.status is Status.INFEASIBLE
         return
     violation, figures = validate_and_replay(
-        graph, None, built.program(checkmate.values), Budget(budget), None
+        graph, built.program(checkmate.values), Budget(budget), None
     )
     assert violation is None
     assert figures.time_s == checkmate.objective
@@ -168,7 +168,7 @@ def test_strategies_keep_their_laws(strategy: Monet, seed: int) -> None:
         assert smallest is not None
         assert strategy.solve(graph, smallest, time_limit_s=20.0).program is not None
         return
-    violation, figures = validate_and_replay(graph, None, solution.program, Budget(budget), None)
+    violation, figures = validate_and_replay(graph, solution.program, Budget(budget), None)
     assert violation is None
     assert figures.peak_bytes == solution.peak_bytes
     assert solution.lower_bound_s is not None
@@ -186,7 +186,7 @@ def test_rounding_ends_with_the_fastest_kernels() -> None:
         assert (plain.program is None) == (quick.program is None)
         if plain.program is None or quick.program is None:
             continue
-        violation, figures = validate_and_replay(graph, None, quick.program, Budget(budget), None)
+        violation, figures = validate_and_replay(graph, quick.program, Budget(budget), None)
         assert violation is None
         assert figures.time_s == quick.time_s <= (plain.time_s or 0.0)
         # The same runs, and no kernel of the same operands that fits where it runs is faster.
@@ -266,7 +266,7 @@ def test_a_start_that_the_program_cannot_represent_is_kept_and_flagged(seed: int
     solution = Monet().solve(graph, budget, time_limit_s=20.0)
     assert solution.stats["chosen"] == "rotor"
     assert solution.stats["outside_the_program"] is True
-    violation, figures = validate_and_replay(graph, None, solution.program, Budget(budget), None)
+    violation, figures = validate_and_replay(graph, solution.program, Budget(budget), None)
     assert violation is None
     assert solution.lower_bound_s is not None
     assert solution.lower_bound_s < figures.time_s

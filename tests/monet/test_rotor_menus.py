@@ -49,7 +49,7 @@ def test_menus_are_never_slower_than_rotor(seed: int) -> None:
         assert made.program is not None
         assert made.time_s is not None
         assert made.time_s <= solve(graph, budget, Rotor(), device=Device()).step_time_s
-        violation, figures = validate_and_replay(graph, None, made.program, Budget(budget), None)
+        violation, figures = validate_and_replay(graph, made.program, Budget(budget), None)
         assert violation is None
         assert figures.peak_bytes == made.peak_bytes
         assert figures.peak_bytes <= budget
@@ -93,7 +93,7 @@ def test_programs_of_the_table_keep_its_figures(seed: int) -> None:
     feasible = [m for m in range(table.slots + 1) if table.table[1, n, m] < float("inf")]
     assert feasible
     for m in feasible[:: max(1, len(feasible) // 6)]:
-        violation, figures = validate_and_replay(graph, None, table.program(m), Budget(), None)
+        violation, figures = validate_and_replay(graph, table.program(m), Budget(), None)
         assert violation is None
         assert figures.peak_bytes <= table.fixed + m * table.slot
         assert figures.time_s <= table.table[1, n, m] * (1 + 1e-9)

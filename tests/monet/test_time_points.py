@@ -49,7 +49,7 @@ def test_the_relaxation_is_a_bound_whatever_the_time_points(seed: int) -> None:
         if answer.values:
             program = built.program(answer.values)
             peak = replay(graph, program).peak_bytes
-            violation, figures = validate_and_replay(graph, None, program, Budget(peak), None)
+            violation, figures = validate_and_replay(graph, program, Budget(peak), None)
             assert violation is None
             assert figures.time_s <= answer.objective
             last = answer.objective if not points else last
@@ -78,7 +78,7 @@ def test_monet_on_a_large_graph_has_a_bound_and_a_plan_within_the_budget(seed: i
     assert solution.program is not None
     assert solution.time_s is not None
     assert solution.lower_bound_s is not None
-    violation, figures = validate_and_replay(graph, None, solution.program, Budget(budget), None)
+    violation, figures = validate_and_replay(graph, solution.program, Budget(budget), None)
     assert violation is None
     assert solution.lower_bound_s <= figures.time_s == solution.time_s
 

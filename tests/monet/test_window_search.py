@@ -34,7 +34,7 @@ def test_windows_keep_the_budget_and_reach_the_optimum_of_the_whole(seed: int) -
     best.offer(program)
     search_windows(best, None, budget, Deadline().within(20.0))
     found = best.program
-    violation, figures = validate_and_replay(graph, None, found, Budget(budget), None)
+    violation, figures = validate_and_replay(graph, found, Budget(budget), None)
     assert violation is None
     assert figures.time_s <= replay(graph, program).time_s
     status, _, bound = IntervalModel(graph, budget, None, 3).solve(20.0)

@@ -83,7 +83,7 @@ def lowered_s(graph: Graph, strategy: DynProg | Greedy, budget: int, device: Dev
     def attempt(budget_bytes: int | None) -> Solution:
         return strategy.solve(view.chain, budget_bytes, device=device)
 
-    found = best_that_fits(graph, view, attempt, budget, 0)
+    found = best_that_fits(view, attempt, budget, 0)
     if found.steps is None:
         return math.inf
     program = view.lower(found.steps)

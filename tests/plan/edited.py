@@ -96,7 +96,7 @@ def refigured(value: Any) -> Any | None:
         graph = read(Graph, Reader(changed["graph"], ""))
         program = read(Program, Reader(changed["program"], ""))
         device = read(Device, Reader(changed["device"], ""))
-        violation, figures = validate_and_replay(graph, None, program, Budget(), device)
+        violation, figures = validate_and_replay(graph, program, Budget(), device)
         structure = as_captured(graph, tuple(map(tuple, changed["record"].get("resized", ()))))
     except (MemoptError, ValueError, IndexError, TypeError, KeyError):
         return None

@@ -11,7 +11,7 @@ from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.steps import ChainStep
 from memopt.programs.instructions import Program
-from memopt.reductions.linearize import Linearization
+from memopt.reductions.chain_view import ChainView
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
 from memopt.strategies.host_budget import host_limit
 from memopt.strategies.target import Target
@@ -34,7 +34,7 @@ class Outcome:
         smallest_budget_bytes: when there is no plan, the smallest budget known to be feasible.
         smallest: the plan of that budget: of a graph as a program.
         steps: the schedule of a bare chain's plan.
-        program: the program of a graph's plan.
+        program: the plan; None: there is none.
         note: why there is no valid plan.
         stats: the solver's own.
     """
@@ -56,7 +56,7 @@ class Outcome:
     @property
     def plans(self) -> bool:
         """Whether there is a valid plan within the budget."""
-        return self.steps is not None or self.program is not None
+        return self.program is not None
 
     @property
     def line(self) -> tuple[str, str, float | None, float, str]:
@@ -116,7 +116,7 @@ class Member:
 
     def _lowered(self, smallest: Solution | None) -> Solution | None:
         """The plan of the smallest budget, of a graph as a program."""
-        view = self.target.view
+        view = self.target.linearized
         if smallest is None or view is None or smallest.steps is None:
             return smallest
         return replace(smallest, program=view.lower(smallest.steps), steps=None)
@@ -129,10 +129,9 @@ class Member:
         begin: float,
         share_s: float,
     ) -> Outcome:
-        name, program = self.strategy.name, self.target.program(solution)
-        view = self.target.view
-        steps = solution.steps if view is None else None
-        if program is None and steps is None:
+        name, program = self.strategy.name, self.target.program(solution, budget_bytes)
+        view = self.target.linearized
+        if program is None:
             status = solution.status
             proved = status is Status.INFEASIBLE and view is None
             return Outcome(
@@ -146,7 +145,7 @@ class Member:
                 stats=solution.stats,
             )
         budget = Budget(budget_bytes, host_limit(self.strategy, None))
-        violation, figures = self.target.check(solution, program, budget, device)
+        violation, figures = self.target.check(program, budget, device)
         seconds = time.monotonic() - begin
         if violation is not None:
             note = f"invalid plan: {violation}"
@@ -159,7 +158,7 @@ class Member:
             time_s=figures.time_s,
             peak_bytes=figures.peak_bytes,
             bound_s=None if view is not None else solution.lower_bound_s,
-            steps=steps,
+            steps=solution.steps if view is None else None,
             program=program,
             stats=solution.stats,
         )
@@ -169,7 +168,7 @@ def fitting(
     cost_model: CostModel, strategies: Sequence[Strategy]
 ) -> tuple[tuple[Member, ...], tuple[str, ...]]:
     """The strategies that can plan this cost model, and why the others cannot."""
-    view: Linearization | None = None
+    view: ChainView | None = None
     members: list[Member] = []
     refused: list[str] = []
     for strategy in strategies:

@@ -156,7 +156,7 @@ def _with_plan(
     return Solution(
         Status.OPTIMAL if proved else Status.FEASIBLE,
         steps=best.steps,
-        program=best.program,
+        program=best.program if best.steps is None else None,
         peak_bytes=best.peak_bytes,
         time_s=best.time_s,
         lower_bound_s=bound_s,

@@ -82,7 +82,7 @@ def rotor_programs(
     def attempt(limit_bytes: int | None) -> Solution:
         return Rotor().solve(chain_view.chain, limit_bytes)
 
-    found = best_that_fits(graph, chain_view, attempt, budget_bytes)
+    found = best_that_fits(chain_view, attempt, budget_bytes)
     if found.steps is not None:
         program = chain_view.lower(found.steps)
         return program, program

@@ -205,7 +205,7 @@ class _Search:
                 return strategy.solve(view.chain, budget_bytes, device=device)
 
             try:
-                found = best_that_fits(graph, view, attempt, self.budget_bytes, 0)
+                found = best_that_fits(view, attempt, self.budget_bytes, 0)
             except InfeasibleBudgetError:
                 continue  # the chain's plan needs more host memory than there is
             if found.steps is None:
