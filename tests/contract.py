@@ -18,11 +18,11 @@ from memopt.models.graph import Graph
 from memopt.models.steps import has_transfers
 from memopt.programs.validate import memory_use, validate
 from memopt.reductions.chain_replay import replay_chain
-from memopt.reductions.validate_chain import validate_chain
-from memopt.reductions.validate_offload import validate_offload
 from memopt.strategies import Strategy
 from memopt.strategies.host_budget import with_host_budget
 from memopt.strategies.target import chain_view
+from tests.models.validate_chain import validate_chain
+from tests.offload.validate_offload import validate_offload
 
 LINK = Device(to_host_bytes_per_s=5.0)
 SHARES = (0.3, 1.0)

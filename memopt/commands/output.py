@@ -90,7 +90,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
     """A plan's figures for machines: bytes and seconds."""
-    runs = [i.op for i in plan.program or () if isinstance(i, Compute)]
+    runs = [i.op for i in plan.program if isinstance(i, Compute)]
     return {
         "strategy": plan.strategy.name,
         "parameters": repr(plan.strategy),
@@ -108,7 +108,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
             "step_time_s": plan.baseline.step_time_s,
             "measured": plan.baseline.measured,
         },
-        "operators": None if plan.graph is None else len(plan.graph.operators),
+        "operators": len(plan.graph.operators),
         "recomputations": len(runs) - len(set(runs)),
         "model": None if plan.record is None else plan.record.model,
         "device": plan.device.name,

@@ -71,16 +71,18 @@ class ChainGraph(ChainView):
         Raises:
             InvalidProgramError: a step of a stage that the chain does not have.
         """
-        late = Program(_Lowering(self.chain, late_gradient=True).run(steps))
         if has_transfers(steps):
-            return late
+            return self.with_late_gradient(steps)
         early = Program(_Lowering(self.chain, late_gradient=False).run(steps))
-        if budget_bytes is None:
-            return early
         try:
-            return early if replay(self.graph, early).peak_bytes <= budget_bytes else late
+            over = budget_bytes is not None and replay(self.graph, early).peak_bytes > budget_bytes
         except InvalidProgramError:
-            return early
+            over = False
+        return self.with_late_gradient(steps) if over else early
+
+    def with_late_gradient(self, steps: Sequence[ChainStep]) -> Program:
+        """The program of a schedule under the semantics of offloading, where δ^n comes with B^n."""
+        return Program(_Lowering(self.chain, late_gradient=True).run(steps))
 
 
 def chain_to_graph(chain: Chain) -> ChainGraph:
@@ -93,20 +95,21 @@ def chain_to_graph(chain: Chain) -> ChainGraph:
     for index, stage in enumerate(chain.stages, 1):
         _check_overheads(index, stage)
     names = _Tensors(len(chain))
-    tensors = [Tensor(f"a{k}", chain.activation_bytes(k)) for k in range(len(chain) + 1)]
-    tensors += [Tensor(f"ā{k}", stage.saved_bytes) for k, stage in enumerate(chain.stages, 1)]
+    tensors = [Tensor(f"a^{k}", chain.activation_bytes(k)) for k in range(len(chain) + 1)]
+    tensors += [Tensor(f"ā^{k}", stage.saved_bytes) for k, stage in enumerate(chain.stages, 1)]
     tensors += [
-        Tensor(f"δ{k}", chain.gradient_bytes(k), TensorKind.GRADIENT) for k in range(len(chain) + 1)
+        Tensor(f"δ^{k}", chain.gradient_bytes(k), TensorKind.GRADIENT)
+        for k in range(len(chain) + 1)
     ]
     tensors += [
-        Tensor(f"g{k}", stage.parameter_gradient_bytes, TensorKind.GRADIENT)
+        Tensor(f"g^{k}", stage.parameter_gradient_bytes, TensorKind.GRADIENT)
         for k, stage in enumerate(chain.stages, 1)
     ]
-    tensors += [Tensor(f"B{k} under way", 0) for k in range(1, len(chain) + 1)]
+    tensors += [Tensor(f"B^{k} under way", 0) for k in range(1, len(chain) + 1)]
     modules = [stage.name or str(k) for k, stage in enumerate(chain.stages, 1)]
     operators = [
         Operator("input", (), (names.activation(0),), 0.0, module=modules[0]),
-        Operator("loss", (), (names.gradient(len(chain)),), 0.0, module=modules[-1]),
+        Operator("loss", (), (names.gradient(len(chain)),), 0.0, module=modules[0]),
     ]
     for k, stage in enumerate(chain.stages, 1):
         operators.append(_forward(names, k, stage, modules[k - 1]))
@@ -173,7 +176,7 @@ def _forward(names: _Tensors, k: int, stage: Stage, module: str) -> Operator:
         if k > 1 or not from_checkpoint
     )
     return Operator(
-        f"F{k}",
+        f"F^{k}",
         own.reads or (),
         own.writes or (),
         own.time_s,
@@ -206,7 +209,7 @@ def _backward(names: _Tensors, k: int, chain: Chain, module: str) -> Iterator[Op
     ]
     (_, reads, workspace_bytes), *others = choices
     yield Operator(
-        f"B{k}",
+        f"B^{k}",
         reads,
         made,
         stage.backward_time_s,
@@ -219,7 +222,7 @@ def _backward(names: _Tensors, k: int, chain: Chain, module: str) -> Iterator[Op
         ),
     )
     if _in_two(stage):
-        yield Operator(f"B{k}, results", made, results, 0.0, 0, Phase.BACKWARD, module=module)
+        yield Operator(f"B^{k}, results", made, results, 0.0, 0, Phase.BACKWARD, module=module)
 
 
 def _in_two(stage: Stage) -> bool:

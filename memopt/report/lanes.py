@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from memopt.models.graph import Graph
-from memopt.models.steps import ChainStep
 from memopt.programs.instructions import Compute, Instruction
 from memopt.programs.replay import Direction, Timeline
 
@@ -66,13 +65,6 @@ class StepLanes:
     def stall_s(self) -> float:
         """Time the compute lane waits for transfers, seconds."""
         return sum(span.end_s - span.start_s for span in self.spans if span.stall)
-
-
-def chain_lanes(
-    timeline: Timeline, steps: Iterable[ChainStep], title: str = "predicted"
-) -> StepLanes:
-    """Lanes of a replayed chain schedule (`replay_offload`)."""
-    return _lanes(timeline, [str(step) for step in steps], lambda stage: f"x{stage}", title)
 
 
 def program_lanes(

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph, TensorKind
-from memopt.models.steps import ChainStep, Move, has_transfers
 from memopt.models.variants import variant
 from memopt.programs.instructions import Compute, Free, LossBoundary, Program, SwapIn
 from memopt.programs.replay import replay
-from memopt.reductions.chain_replay import replay_chain
-from memopt.reductions.offload_replay import replay_offload
 
 PARAMETERS = "parameters"
 RESIDENT = "other resident"
@@ -34,7 +30,7 @@ _LAYER_OF_KIND = {
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Memory during each instruction or chain step.
+    """Memory during each instruction.
 
     Attributes:
         start_s: when each one starts, seconds; ascending.
@@ -105,67 +101,3 @@ def program_profile(graph: Graph, program: Program, device: Device | None = None
         rows.append(during)
     layers = {name: tuple(row[name] for row in rows) for name in LAYERS}
     return MemoryProfile(timeline.start_s, timeline.time_s, layers, backward_s)
-
-
-def chain_profile(
-    chain: Chain, steps: tuple[ChainStep, ...], device: Device | None = None
-) -> MemoryProfile:
-    """The memory of a chain schedule. What the replay charges beyond the values is workspace."""
-    start_s: tuple[float, ...]
-    if has_transfers(steps):
-        moved = replay_offload(chain, steps, device)
-        start_s, end_s, totals = moved.start_s, moved.time_s, moved.step_bytes
-    else:
-        timeline = replay_chain(chain, steps)
-        totals, end_s = timeline.step_bytes, timeline.time_s
-        start_s = _starts(chain, steps)
-    activations, saved, parameter_gradients = {0}, set[int](), 0
-    gradient = len(chain)
-    rows = []
-    backward_s: float | None = None
-    for position, step in enumerate(steps):
-        stage = chain.stages[step.stage - 1]
-        if step.move in (Move.FORWARD_NO_SAVE, Move.FORWARD_CHECKPOINT):
-            activations.add(step.stage)
-        elif step.move in (Move.FORWARD_ALL, Move.PREFETCH):
-            (saved if step.stage else activations).add(step.stage)
-        gradients = chain.gradient_bytes(gradient) + parameter_gradients
-        if step.move is Move.BACKWARD:
-            backward_s = start_s[position] if backward_s is None else backward_s
-            parameter_gradients += stage.parameter_gradient_bytes
-            gradients += chain.gradient_bytes(step.stage - 1) + stage.parameter_gradient_bytes
-            gradient = step.stage - 1
-        held = sum(chain.activation_bytes(i) for i in activations)
-        held += sum(chain.stages[i - 1].saved_bytes for i in saved)
-        rest = max(0, totals[position] - chain.resident_bytes - held)
-        gradients = min(gradients, rest)
-        rows.append((chain.resident_bytes, held, gradients, rest - gradients))
-        _leave(step, activations, saved)
-    columns = tuple(zip(*rows, strict=True))
-    layers = dict(zip((RESIDENT, ACTIVATIONS, GRADIENTS, WORKSPACE), columns, strict=True))
-    return MemoryProfile(start_s, end_s, layers, backward_s)
-
-
-def _leave(step: ChainStep, activations: set[int], saved: set[int]) -> None:
-    """Drop what a step frees."""
-    if step.move in (Move.FORWARD_NO_SAVE, Move.BACKWARD):
-        if step.stage > 1:
-            activations.discard(step.stage - 1)
-    elif step.move is Move.DROP_ACTIVATION:
-        activations.discard(step.stage)
-    if step.move in (Move.BACKWARD, Move.DROP_SAVED, Move.RELEASE):
-        (saved if step.stage else activations).discard(step.stage)
-
-
-def _starts(chain: Chain, steps: tuple[ChainStep, ...]) -> tuple[float, ...]:
-    """When each step of a schedule without transfers starts, seconds."""
-    now_s = 0.0
-    starts = []
-    for step in steps:
-        starts.append(now_s)
-        stage = chain.stages[step.stage - 1]
-        if step.move is Move.BACKWARD:
-            now_s += stage.backward_time_s
-        elif step.move in (Move.FORWARD_NO_SAVE, Move.FORWARD_CHECKPOINT, Move.FORWARD_ALL):
-            now_s += stage.forward_time_s
-    return tuple(starts)

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 from memopt.models.recording import Occupied, Recorded
 from memopt.programs.instructions import LossBoundary, Program, SwapIn, SwapOut
 from memopt.programs.replay import replay
-from memopt.reductions.offload_replay import replay_offload
 from memopt.report.lanes import (
     Lane,
     Span,
     StepLanes,
-    chain_lanes,
     instruction_names,
     program_lanes,
 )
@@ -27,13 +25,8 @@ _LANES = {Occupied.TO_HOST: Lane.OUT, Occupied.FROM_HOST: Lane.IN}
 
 def predicted_lanes(plan: PlanRecord) -> StepLanes:
     """The replayed step of a plan."""
-    if plan.graph is not None and plan.program is not None:
-        timeline = replay(plan.graph, plan.program, plan.device)
-        return program_lanes(timeline, plan.graph, plan.program)
-    assert plan.chain is not None
-    assert plan.chain_steps is not None
-    timeline = replay_offload(plan.chain, plan.chain_steps, plan.device)
-    return chain_lanes(timeline, plan.chain_steps)
+    timeline = replay(plan.graph, plan.program, plan.device)
+    return program_lanes(timeline, plan.graph, plan.program)
 
 
 def measured_lanes(plan: PlanRecord, recorded: Sequence[Recorded]) -> StepLanes:

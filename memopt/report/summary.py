@@ -125,8 +125,6 @@ def _slower(share: float) -> str:
 
 
 def _peak(plan: PlanRecord) -> Section | None:
-    if plan.graph is None or plan.program is None:
-        return None
     peak = peak_of(plan.graph, plan.program, plan.device)
     if peak is None:
         return None
@@ -142,12 +140,11 @@ def _peak(plan: PlanRecord) -> Section | None:
 
 
 def _recomputed(plan: PlanRecord) -> Section | None:
-    if plan.graph is None or plan.program is None:
-        return None
     extras = recomputed(plan.graph, plan.program)
     runs = sum(extra.count for extra in extras)
     time_s = sum(extra.time_s for extra in extras)
-    forward = plan.graph.first_backward
+    # The graph of a bare chain has operators that bring its input and the loss's gradient, too.
+    forward = len(plan.chain) if plan.is_of_chain and plan.chain else plan.graph.first_backward
     title = (
         f"recomputed: {counted(runs, 'run')} of {counted(forward, 'forward operator')}, "
         f"{format_seconds(time_s)}"
@@ -184,8 +181,6 @@ def _stages(plan: PlanRecord) -> Section | None:
 
 
 def _moved(plan: PlanRecord) -> Section | None:
-    if plan.graph is None or plan.program is None:
-        return None
     extras = moved(plan.graph, plan.program)
     count, size = sum(e.count for e in extras), sum(e.size_bytes for e in extras)
     rows = [(counted(e.count, "tensor"), format_bytes(e.size_bytes), e.module) for e in extras]

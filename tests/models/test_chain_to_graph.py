@@ -18,9 +18,9 @@ from memopt.programs.validate import validate
 from memopt.programs.violations import ViolationCode
 from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.chain_to_graph import chain_to_graph
-from memopt.reductions.offload_replay import replay_offload
 from tests.models.training_graphs import random_schedule, store_all_steps, with_random_transfers
 from tests.offload.chains import three_stages
+from tests.offload.replay_offload import replay_offload
 
 
 def chain_of(seed: int) -> Chain:

@@ -10,7 +10,7 @@ from memopt.models.generate import random_chain
 from memopt.models.steps import FORWARD_MOVES, ChainStep, Move
 from memopt.programs.violations import ViolationCode
 from memopt.reductions.chain_replay import ChainState, replay_chain
-from memopt.reductions.validate_chain import chain_memory_use, validate_chain
+from tests.models.validate_chain import chain_memory_use, validate_chain
 
 Code = ViolationCode
 

@@ -10,12 +10,12 @@ import pytest
 
 from memopt.models.budget import Budget
 from memopt.models.device import Device
-from memopt.reductions.validate_offload import validate_offload
 from memopt.strategies.base import Status
 from memopt.strategies.offload import DynProg, OffloadExact
 from memopt.strategies.offload.problem import offload_problem
 from tests.offload.oracle import TOLERANCE, paper_link, random_chain
 from tests.offload.search import least_makespan
+from tests.offload.validate_offload import validate_offload
 
 
 def check(rng: random.Random, stages: int, device: Device) -> None:

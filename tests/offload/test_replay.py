@@ -27,12 +27,12 @@ from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.programs.violations import ViolationCode
 from memopt.reductions.chain_replay import replay_chain
-from memopt.reductions.offload_replay import replay_offload
-from memopt.reductions.validate_offload import validate_offload
 from memopt.strategies.offload import Greedy
 from memopt.strategies.offload.problem import offload_problem
 from tests.offload.chains import three_stages
 from tests.offload.oracle import random_chain
+from tests.offload.replay_offload import replay_offload
+from tests.offload.validate_offload import validate_offload
 
 
 def schedule(text: str) -> list[ChainStep]:

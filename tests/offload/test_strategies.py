@@ -13,14 +13,14 @@ from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator, Tensor
-from memopt.reductions.offload_replay import replay_offload
-from memopt.reductions.validate_offload import validate_offload
 from memopt.strategies.base import Solution, Status, Strategy
 from memopt.strategies.offload import AutoSwap, DynProg, Greedy, OffloadExact, Tflms, Vdnn
 from memopt.strategies.offload.bounds import lower_bound_s
 from memopt.strategies.offload.problem import offload_problem
 from tests.offload.chains import three_stages
 from tests.offload.oracle import TOLERANCE, paper_link, random_chain
+from tests.offload.replay_offload import replay_offload
+from tests.offload.validate_offload import validate_offload
 
 FAST = (Greedy(), DynProg(), DynProg(slots=None), DynProg(slots=20, refine=False), Vdnn(), Tflms())
 ALL = (*FAST, AutoSwap(trials=8), OffloadExact(effort=0.5))

@@ -3,7 +3,7 @@
 Two readings of when memory moves. Whole transfers (Problem 1, §3.1 E): the device copy is free
 when the copy is complete, and a prefetch takes its room when it begins. Interruptible (Problem 2,
 and the fractional relaxation): continuously, at the rate of the link. The program that memopt runs
-is replayed apart, by `memopt.reductions.offload_replay`.
+is replayed apart, by `memopt.programs.replay`.
 """
 
 from __future__ import annotations

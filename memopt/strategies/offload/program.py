@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memopt.models.steps import ChainStep, Move
-from memopt.programs.replay import Timeline
-from memopt.reductions.offload_replay import replay_offload
+from memopt.programs.replay import Timeline, replay
+from memopt.reductions.chain_to_graph import chain_to_graph
 from memopt.strategies.offload.link_clock import LinkClock
 from memopt.strategies.offload.problem import OffloadProblem
 
@@ -61,11 +61,12 @@ def best_program(
 ) -> tuple[tuple[ChainStep, ...], Timeline] | None:
     """The fastest of the programs built with each `PATIENCE`; None if none keeps the budget."""
     best: tuple[tuple[ChainStep, ...], Timeline] | None = None
+    view = chain_to_graph(problem.chain)
     for patience in PATIENCE:
         steps = build_program(problem, transfers, patience)
         if steps is None:
             continue
-        timeline = replay_offload(problem.chain, steps, problem.device)
+        timeline = replay(view.graph, view.with_late_gradient(steps), problem.device)
         if best is None or timeline.time_s < best[1].time_s:
             best = steps, timeline
     return best
