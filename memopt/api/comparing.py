@@ -12,8 +12,8 @@ from memopt.api.cells import CellCache, planned_cell
 from memopt.api.comparison import Cell, Comparison
 from memopt.api.plan import Plan
 from memopt.api.planning import solve
-from memopt.api.side_by_side import Finished, default_workers, run_all
 from memopt.api.solving import Mode, Request, baseline_figures, planned_device, profiled_for
+from memopt.api.thread_pool import Finished, default_workers, run_all
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.budget import MINIMUM, WrittenBudget, parse_budget
 from memopt.models.chain import Chain
