@@ -21,6 +21,7 @@ from memopt.strategies.store_all import chain_steps
 PROBES = 10
 
 Attempt = Callable[[int | None], Solution]
+"""attempt(total bytes; None: no limit): a strategy's solution of what it plans."""
 
 
 def lowered_peak(view: ChainView, solution: Solution) -> int | None:

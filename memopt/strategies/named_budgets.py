@@ -14,8 +14,8 @@ from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.locks import ForkedLock
 from memopt.strategies.base import CostModel, Solution, Strategy
-from memopt.strategies.budget_search import smallest_budget, smallest_plan
-from memopt.strategies.target import Attempt, Target
+from memopt.strategies.budget_search import Attempt, smallest_budget, smallest_plan
+from memopt.strategies.target import Target
 
 CAPACITY = 16
 """Plans kept at a time, the latest."""

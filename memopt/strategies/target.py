@@ -3,7 +3,6 @@ solved, and its schedule lowered to a program of the graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from memopt.models.budget import Budget
@@ -20,10 +19,7 @@ from memopt.reductions.stage_map import has_updates
 from memopt.reductions.updates import linearize_step
 from memopt.reductions.validate_and_replay import Figures, validate_and_replay
 from memopt.strategies.base import CostModel, Solution, Strategy
-from memopt.strategies.budget_search import PROBES, best_that_fits
-
-Attempt = Callable[[int | None], Solution]
-"""attempt(total bytes; None: no limit): the strategy's solution of `Target.solved`."""
+from memopt.strategies.budget_search import PROBES, Attempt, best_that_fits
 
 
 def chain_view(cost_model: CostModel) -> ChainView:

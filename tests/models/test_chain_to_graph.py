@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+import memopt
 from memopt.models.budget import Budget
 from memopt.models.chain import Chain, Stage
 from memopt.models.device import Device
@@ -175,3 +176,23 @@ def test_overheads_that_no_operation_has_are_refused() -> None:
     chain_to_graph(Chain(1, [replace(stage, backward_overhead_bytes=-7)]))
     with pytest.raises(ValueError, match="backward_overhead_bytes must be at least -7"):
         chain_to_graph(Chain(1, [replace(stage, backward_overhead_bytes=-8)]))
+
+
+@pytest.mark.parametrize("name", ["store-all", "rotor", "greedy", "auto"])
+def test_a_plan_of_a_chain_has_a_graph_and_a_program(name: str) -> None:
+    chain = chain_of(4)
+    device = Device(to_host_bytes_per_s=5.0)
+    for budget in ("min", None):
+        plan = memopt.plan(chain, budget=budget, strategy=name, device=device, progress=False)
+        assert validate(plan.graph, plan.program, Budget(plan.budget)) is None
+        timeline = replay(plan.graph, plan.program, device)
+        assert (timeline.peak_bytes, timeline.time_s) == (plan.peak_bytes, plan.step_time_s)
+        assert plan.chain == chain
+        assert plan.chain_steps is not None
+        assert plan.arena is None
+
+
+def test_plans_of_wrong_chains_are_refused_in_words() -> None:
+    wrong = Chain(1, [Stage(1, 1, 2, 3, 4, 0, 0, -8)])
+    with pytest.raises(ValueError, match="stage 1: backward_overhead_bytes"):
+        memopt.plan(wrong, progress=False)
