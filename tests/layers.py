@@ -86,6 +86,15 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.files",
         "memopt.api",
     ),
+    "memopt.testing": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.programs",
+        "memopt.reductions",
+        "memopt.strategies",
+        "memopt.files",
+        "memopt.api",
+    ),
     "memopt.demo": (
         "memopt.models",
         "memopt.profiler",
