@@ -80,7 +80,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.errors",
         "memopt.models",
         "memopt.programs",
-        "memopt.profiler",
         "memopt.strategies",
         "memopt.report",
         "memopt.files",

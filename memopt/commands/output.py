@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from memopt.api.plan import Plan
-from memopt.commands.target import TargetError
+from memopt.commands.targets import TargetError
 from memopt.errors import InfeasibleBudgetError, MemoptError, PlanFileError
 from memopt.models.device import Device
 from memopt.programs.instructions import Compute

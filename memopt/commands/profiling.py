@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import typer
 
 import memopt
+from memopt.commands import options
 from memopt.commands.output import say, say_json, table
-from memopt.commands.target import Sizes
-from memopt.commands.targets import load_target
 from memopt.files.envelope import write_atomically
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
@@ -20,47 +20,22 @@ from memopt.programs.serialize import dumps
 from memopt.report.texts import format_seconds
 
 
-@dataclass(frozen=True)
-class Profiling:
-    """How a model is priced, as `memopt.plan` and `memopt.profile` take it."""
-
-    device: str | None = None
-    mode: str = "measure"
-    optimizer: str | None = None
-    cache: bool = True
-
-    @property
-    def estimates(self) -> bool:
-        """Whether nothing is computed, so that the model may have no weights."""
-        return self.mode == "estimate"
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `memopt.plan` and `memopt.profile`."""
-        return {
-            "device": self.device,
-            "mode": self.mode,
-            "optimizer": self.optimizer,
-            "cache": self.cache,
-        }
-
-
-def profile_command(
-    target: str,
-    *,
-    out: Path | None,
-    top: int,
-    how: Profiling,
-    sizes: tuple[int, int],
-    as_json: bool,
-    quiet: bool,
+def profile(
+    model: options.Model,
+    out: Annotated[Path | None, typer.Option(help="Save the graph here (JSON).")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many operators to list.")] = 10,
+    device: options.Device = None,
+    mode: options.Mode = "measure",
+    optimizer: options.Optimizer = None,
+    batch: options.Batch = 4,
+    sequence: options.Sequence = 128,
+    cache: options.Cache = True,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
-    """See `memopt.cli.profile`."""
-    found = load_target(target, Sizes(*sizes, meta=how.estimates))
+    """Measure what a model's training step costs, operator by operator."""
     graph = memopt.profile(
-        found.model,
-        found.inputs,
-        loss_fn=found.loss_fn,
-        **how.arguments(),
+        **options.priced(model, device, mode, optimizer, cache, batch, sequence),
         progress=not (as_json or quiet),
     )
     if out is not None:
