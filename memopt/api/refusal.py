@@ -37,19 +37,19 @@ def infeasible(
     return InfeasibleBudgetError(
         f"{strategy.name} cannot train within {budget_bytes} bytes ({format_bytes(budget_bytes)}): "
         f"{known}, of which {format_bytes(cost_model.resident_bytes)} are resident"
-        f'{_standing(cost_model, profiled)}. Raise the budget, pass budget="min", or try another '
+        f'{_held(cost_model, profiled)}. Raise the budget, pass budget="min", or try another '
         "strategy",
         budget_bytes,
         smallest,
     )
 
 
-def _standing(cost_model: Chain | Graph, profiled: Profiled | None) -> str:
+def _held(cost_model: Chain | Graph, profiled: Profiled | None) -> str:
     """What stays whatever the plan, for a message."""
     if profiled is None or not isinstance(cost_model, Graph):
         return ""
-    from memopt.report.standing import standing_bytes, standing_sum
+    from memopt.report.fixed_bytes import fixed_bytes, fixed_sum
 
     state = profiled.optimizer
-    parts = standing_bytes(cost_model, state.parts if state is not None else ())
-    return f"; before any activation, {standing_sum(parts)}"
+    parts = fixed_bytes(cost_model, state.parts if state is not None else ())
+    return f"; before any activation, {fixed_sum(parts)}"

@@ -1,4 +1,4 @@
-"""What the commands print: text for people, one JSON object for machines, and failures."""
+"""Output of the commands: text for people, one JSON object for machines, error messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from enum import IntEnum
 from typing import Any
 
@@ -24,7 +24,7 @@ _WIDEST = 120
 
 
 class ExitCode(IntEnum):
-    """What the exit status of `memopt` means."""
+    """Exit statuses of `memopt`."""
 
     OK = 0
     FAILED = 1
@@ -103,11 +103,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "overhead": plan.overhead,
         "lower_bound_s": plan.lower_bound_s,
         "gap": plan.gap,
-        "baseline": {
-            "peak_bytes": plan.baseline.peak_bytes,
-            "step_time_s": plan.baseline.step_time_s,
-            "measured": plan.baseline.measured,
-        },
+        "baseline": asdict(plan.baseline),
         "operators": None if plan.graph is None else len(plan.graph.operators),
         "recomputations": len(runs) - len(set(runs)),
         "model": None if plan.record is None else plan.record.model,

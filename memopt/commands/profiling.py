@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,29 +39,25 @@ def profile(
     )
     if out is not None:
         write_atomically(out, dumps(graph))
+    figures = _figures(graph, top)
     if as_json:
-        say_json(_figures(graph, top))
+        say_json(figures)
     elif not quiet:
-        _print(graph, top)
+        _print(figures)
         if out is not None:
             say(f"wrote {out}")
 
 
-def _by_target(graph: Graph) -> list[tuple[str, int, float, int]]:
-    """(kernel, calls, seconds in all, largest workspace), most expensive first."""
-    calls: dict[str, int] = defaultdict(int)
-    seconds: dict[str, float] = defaultdict(float)
-    workspace: dict[str, int] = defaultdict(int)
+def _figures(graph: Graph, top: int) -> dict[str, Any]:
+    """Figures of the step and of its kernels, those that take most time in all first."""
+    kernels: dict[str, dict[str, Any]] = {}
     for operator in graph.operators:
         name = operator.target or operator.name
-        calls[name] += 1
-        seconds[name] += operator.time_s
-        workspace[name] = max(workspace[name], operator.workspace_bytes)
-    names = sorted(calls, key=lambda name: -seconds[name])
-    return [(name, calls[name], seconds[name], workspace[name]) for name in names]
-
-
-def _figures(graph: Graph, top: int) -> dict[str, object]:
+        blank = {"name": name, "calls": 0, "time_s": 0.0, "workspace_bytes": 0}
+        kernel = kernels.setdefault(name, blank)
+        kernel["calls"] += 1
+        kernel["time_s"] += operator.time_s
+        kernel["workspace_bytes"] = max(kernel["workspace_bytes"], operator.workspace_bytes)
     timeline = replay(graph, store_all(graph))
     return {
         "operators": len(graph.operators),
@@ -70,31 +65,27 @@ def _figures(graph: Graph, top: int) -> dict[str, object]:
         "resident_bytes": graph.resident_bytes,
         "peak_bytes": timeline.peak_bytes,
         "step_time_s": timeline.time_s,
-        "kernels": [
-            {"name": name, "calls": calls, "time_s": seconds, "workspace_bytes": workspace}
-            for name, calls, seconds, workspace in _by_target(graph)[:top]
-        ],
+        "kernels": sorted(kernels.values(), key=lambda kernel: -kernel["time_s"])[:top],
     }
 
 
-def _print(graph: Graph, top: int) -> None:
-    timeline = replay(graph, store_all(graph))
-    say(f"{len(graph.operators)} operators, {format_seconds(timeline.time_s)}")
+def _print(figures: dict[str, Any]) -> None:
+    say(f"{figures['operators']} operators, {format_seconds(figures['step_time_s'])}")
     say(
-        f"peak {format_bytes(timeline.peak_bytes)} in the model's own order, of which "
-        f"{format_bytes(graph.resident_bytes)} never move"
+        f"peak {format_bytes(figures['peak_bytes'])} in the model's own order, of which "
+        f"{format_bytes(figures['resident_bytes'])} never move"
     )
-    total = timeline.time_s or 1.0
+    total = figures["step_time_s"] or 1.0
     table(
         ("kernel", "calls", "time", "share", "workspace"),
         [
             (
-                name,
-                str(calls),
-                format_seconds(seconds),
-                f"{seconds / total:.0%}",
-                format_bytes(workspace),
+                kernel["name"],
+                str(kernel["calls"]),
+                format_seconds(kernel["time_s"]),
+                f"{kernel['time_s'] / total:.0%}",
+                format_bytes(kernel["workspace_bytes"]),
             )
-            for name, calls, seconds, workspace in _by_target(graph)[:top]
+            for kernel in figures["kernels"]
         ],
     )

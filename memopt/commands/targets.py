@@ -39,7 +39,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How a Hugging Face model is made; a factory chooses for itself.
+    """Sizes of a Hugging Face model's inputs; a factory chooses its own.
 
     Attributes:
         batch: examples per step.
@@ -186,7 +186,7 @@ def _loaded(name: str, sizes: Sizes, fault: str | None) -> Target:
 
 
 def not_built(path: Path, error: BaseException, fault: str | None) -> str:
-    """What fails and what it comes from: transformers hides the cause of a failed import."""
+    """A message with the first cause of a failure: transformers hides those of failed imports."""
     text = f"{path}: transformers cannot build this model: {_first_line(error)}"
     root = error
     while root.__cause__ is not None:

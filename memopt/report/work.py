@@ -1,8 +1,8 @@
-"""What a plan does beyond the model's own step: what it runs again and what it moves, and where."""
+"""The work of a plan beyond the model's own step, by module: operators run again, tensors moved."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from memopt.report.modules import depth_for, group_of
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """What happens again, or moves, in one module.
+    """Operators that run again in one module, or tensors of it that move.
 
     Attributes:
         module: path of the user's module, cut to a common depth.
@@ -31,36 +31,41 @@ class Extra:
 
 
 def recomputed(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Extra, ...]:
-    """What runs again, by module, in the order of the model."""
-    depth = depth_for((operator.module for operator in graph.operators), most_groups)
+    """Operators that run again, by module, in the order of the model."""
+    paths = [operator.module for operator in graph.operators]
+    again: list[Extra] = []
     ran: set[int] = set()
-    count: Counter[str] = Counter()
-    time_s: defaultdict[str, float] = defaultdict(float)
     for instruction in program:
-        if not isinstance(instruction, Compute):
-            continue
-        operator = graph.operators[instruction.op]
-        if instruction.op in ran:
-            group = group_of(operator.module, depth)
-            count[group] += 1
-            time_s[group] += variant(operator, instruction.implementation).time_s
-        ran.add(instruction.op)
-    order = dict.fromkeys(group_of(operator.module, depth) for operator in graph.operators)
-    return tuple(Extra(name, count[name], time_s[name]) for name in order if count[name])
+        if isinstance(instruction, Compute):
+            operator = graph.operators[instruction.op]
+            if instruction.op in ran:
+                time_s = variant(operator, instruction.implementation).time_s
+                again.append(Extra(operator.module, 1, time_s))
+            ran.add(instruction.op)
+    return _by_module(again, paths, most_groups)
 
 
 def moved(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Extra, ...]:
-    """What is copied to the host, by the module that computes it."""
+    """Tensors that are copied to the host, by the module that computes them."""
     tensors = [i.tensor for i in program if isinstance(i, SwapOut)]
-    paths = {t: _module(graph, t) for t in tensors}
-    depth = depth_for(paths.values(), most_groups)
-    count: Counter[str] = Counter()
-    size_bytes: Counter[str] = Counter()
-    for tensor in tensors:
-        group = group_of(paths[tensor], depth)
-        count[group] += 1
-        size_bytes[group] += graph.tensors[tensor].size_bytes
-    return tuple(Extra(name, n, size_bytes=size_bytes[name]) for name, n in count.items())
+    copies = [Extra(_module(graph, t), 1, 0.0, graph.tensors[t].size_bytes) for t in tensors]
+    return _by_module(copies, [copy.module for copy in copies], most_groups)
+
+
+def _by_module(entries: list[Extra], paths: list[str], most_groups: int) -> tuple[Extra, ...]:
+    """Sums over modules, cut to a depth with at most so many groups, in the order of the paths."""
+    depth = depth_for(paths, most_groups)
+    sums = {group_of(path, depth): Extra(group_of(path, depth), 0) for path in paths}
+    for one in entries:
+        name = group_of(one.module, depth)
+        known = sums[name]
+        sums[name] = Extra(
+            name,
+            known.count + one.count,
+            known.time_s + one.time_s,
+            known.size_bytes + one.size_bytes,
+        )
+    return tuple(found for found in sums.values() if found.count)
 
 
 def _module(graph: Graph, tensor: int) -> str:
