@@ -92,6 +92,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.reductions",
         "memopt.strategies",
         "memopt.files",
+        "memopt.plan_record",
         "memopt.api",
     ),
     "memopt.demo": (

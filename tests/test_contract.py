@@ -7,7 +7,13 @@ from random import Random
 
 import pytest
 
+from memopt.models.chain import Chain
 from memopt.models.generate import random_chain, random_graph
+from memopt.plan_record import PlanRecord
+from memopt.reductions.chain_replay import replay_chain
+from memopt.reductions.offload_replay import has_transfers
+from memopt.reductions.validate_chain import validate_chain
+from memopt.reductions.validate_offload import validate_offload
 from memopt.strategies import STRATEGIES as KNOWN
 from memopt.strategies import AutoSwap, OffloadExact, Strategy
 from memopt.strategies.base import CostModel
@@ -40,11 +46,25 @@ OPTIMA: dict[str, tuple[CostModel, Optimum]] = {
 """Strategy → an instance that is searched exhaustively, and the optimum of the strategy's class."""
 
 
+def schedule_is_valid(model: CostModel, plan: PlanRecord) -> None:
+    """The schedule of a bare chain, by the chains' own validators and replay."""
+    if not isinstance(model, Chain):
+        return
+    assert plan.chain_steps is not None
+    if has_transfers(plan.chain_steps):
+        limits = plan.budget, plan.host_peak_bytes
+        assert validate_offload(model, plan.chain_steps, *limits) is None
+    else:
+        assert validate_chain(model, plan.chain_steps, plan.budget) is None
+        assert replay_chain(model, plan.chain_steps).peak_bytes == plan.peak_bytes
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("models", [MODELS, tiny_instances()], ids=["drawn", "shipped"])
 def test_every_strategy_keeps_the_laws(name: str, models: Mapping[str, CostModel]) -> None:
     strategy = STRATEGIES[name]
-    cases = check_strategy(strategy, models, exact_smallest=name not in HEURISTIC)
+    exact = name not in HEURISTIC
+    cases = check_strategy(strategy, models, exact_smallest=exact, also=schedule_is_valid)
     assert len(cases) >= (2 if strategy.needs == "graph" else len(models))
     assert all(case.plans > 0 for case in cases)
     if strategy.features.offload:
@@ -58,5 +78,6 @@ def test_no_schedule_is_faster_than_a_bound(name: str) -> None:
         STRATEGIES[name],
         {"exhaustively searched": model},
         exact_smallest=name not in HEURISTIC,
+        also=schedule_is_valid,
         fastest=lambda _model, budget: optimum(2**40 if budget is None else budget),
     )

@@ -8,7 +8,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import fields
 from enum import IntEnum
 from typing import Any
 
@@ -103,7 +103,11 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "overhead": plan.overhead,
         "lower_bound_s": plan.lower_bound_s,
         "gap": plan.gap,
-        "baseline": asdict(plan.baseline),
+        "baseline": {
+            "peak_bytes": plan.baseline.peak_bytes,
+            "step_time_s": plan.baseline.step_time_s,
+            "measured": plan.baseline.measured,
+        },
         "operators": None if plan.graph is None else len(plan.graph.operators),
         "recomputations": len(runs) - len(set(runs)),
         "model": None if plan.record is None else plan.record.model,

@@ -13,11 +13,7 @@ from memopt.report.texts import counted, format_seconds
 from memopt.report.work import moved, offloaded_stages, recomputed, stage_runs
 
 if TYPE_CHECKING:
-    from memopt.models.device import Device
-    from memopt.models.graph import Graph
-    from memopt.models.steps import ChainStep
     from memopt.plan_record import PlanRecord
-    from memopt.programs.instructions import Program
 
 WIDTH = 80
 _CONSUMERS = 5
@@ -34,15 +30,8 @@ class Section:
 
 def sections(plan: PlanRecord) -> tuple[Section, ...]:
     """Everything the summary says: the figures first, under an empty title."""
-    found = [Section("", _figures(plan))]
-    graph, program = plan.graph, plan.program
-    if graph is not None and program is not None:
-        found += [*_peak(graph, program, plan.device), _recomputed(graph, program)]
-    if plan.chain is not None and plan.chain_steps is not None:
-        found.append(_stages(len(plan.chain), plan.chain_steps))
-    if graph is not None and program is not None:
-        found.append(_moved(graph, program))
-    return tuple(section for section in found if section.rows)
+    found = [Section("", _figures(plan)), _peak(plan), _recomputed(plan), _stages(plan)]
+    return tuple(section for section in (*found, _moved(plan)) if section and section.rows)
 
 
 def plan_summary(plan: PlanRecord) -> str:
@@ -130,33 +119,45 @@ def _slower(share: float) -> str:
     return "less than 0.01% slower" if text == "0.00%" else f"{text} slower"
 
 
-def _peak(graph: Graph, program: Program, device: Device) -> list[Section]:
-    peak = peak_of(graph, program, device)
+def _peak(plan: PlanRecord) -> Section | None:
+    if plan.graph is None or plan.program is None:
+        return None
+    peak = peak_of(plan.graph, plan.program, plan.device)
     if peak is None:
-        return []
+        return None
     shown = peak.consumers[:_CONSUMERS]
     rows = [(format_bytes(c.size_bytes), c.kind, c.name) for c in shown]
     rest = sum(c.size_bytes for c in peak.consumers[_CONSUMERS:])
     if rest:
         left = len(peak.consumers) - len(shown)
         rows.append((format_bytes(rest), "", counted(left, "other")))
-    title = f"largest at the peak ({peak.where}, {peak.share:.0%} into the step)"
-    return [Section(title, tuple(rows))]
-
-
-def _recomputed(graph: Graph, program: Program) -> Section:
-    extras = recomputed(graph, program)
-    title = (
-        f"recomputed: {counted(sum(one.count for one in extras), 'run')} of "
-        f"{counted(graph.first_backward, 'forward operator')}, "
-        f"{format_seconds(sum(one.time_s for one in extras))}"
+    return Section(
+        f"largest at the peak ({peak.where}, {peak.share:.0%} into the step)", tuple(rows)
     )
-    rows = ((counted(one.count, "run"), format_seconds(one.time_s), one.module) for one in extras)
+
+
+def _recomputed(plan: PlanRecord) -> Section | None:
+    if plan.graph is None or plan.program is None:
+        return None
+    extras = recomputed(plan.graph, plan.program)
+    runs = sum(extra.count for extra in extras)
+    time_s = sum(extra.time_s for extra in extras)
+    forward = plan.graph.first_backward
+    title = (
+        f"recomputed: {counted(runs, 'run')} of {counted(forward, 'forward operator')}, "
+        f"{format_seconds(time_s)}"
+    )
+    rows = [
+        (counted(extra.count, "run"), format_seconds(extra.time_s), extra.module)
+        for extra in extras
+    ]
     return Section(title, tuple(rows))
 
 
-def _stages(count: int, steps: tuple[ChainStep, ...]) -> Section:
-    ranges = stage_runs(steps)
+def _stages(plan: PlanRecord) -> Section | None:
+    if plan.chain_steps is None or plan.chain is None:
+        return None
+    ranges = stage_runs(plan.chain_steps)
     rows = [
         (
             f"stage {first}" if first == last else f"stages {first}-{last}",
@@ -166,16 +167,23 @@ def _stages(count: int, steps: tuple[ChainStep, ...]) -> Section:
     ]
     if len(ranges) > _RANGES:
         rows.append(("...", f"{counted(len(ranges) - _RANGES, 'more range')} of stages"))
-    offloaded = offloaded_stages(steps)
+    offloaded = offloaded_stages(plan.chain_steps)
     if offloaded:
-        word = "stage" if len(offloaded) == 1 else "stages"
-        rows.append(("offloaded", f"{word} {', '.join(map(str, offloaded))}"))
-    return Section(f"chain of {counted(count, 'stage')}, the loss last", tuple(rows))
+        rows.append(
+            (
+                "offloaded",
+                f"{'stage' if len(offloaded) == 1 else 'stages'} {', '.join(map(str, offloaded))}",
+            )
+        )
+    return Section(f"chain of {counted(len(plan.chain), 'stage')}, the loss last", tuple(rows))
 
 
-def _moved(graph: Graph, program: Program) -> Section:
-    extras = moved(graph, program)
-    count, size_bytes = sum(one.count for one in extras), sum(one.size_bytes for one in extras)
-    rows = ((counted(x.count, "tensor"), format_bytes(x.size_bytes), x.module) for x in extras)
-    title = f"moved to the host: {counted(count, 'tensor')}, {format_bytes(size_bytes)}"
-    return Section(title, tuple(rows))
+def _moved(plan: PlanRecord) -> Section | None:
+    if plan.graph is None or plan.program is None:
+        return None
+    extras = moved(plan.graph, plan.program)
+    count, size = sum(e.count for e in extras), sum(e.size_bytes for e in extras)
+    rows = [(counted(e.count, "tensor"), format_bytes(e.size_bytes), e.module) for e in extras]
+    return Section(
+        f"moved to the host: {counted(count, 'tensor')}, {format_bytes(size)}", tuple(rows)
+    )

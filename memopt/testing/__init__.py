@@ -11,6 +11,7 @@ from memopt.models.device import Device
 from memopt.strategies import Strategy
 from memopt.strategies.base import CostModel
 from memopt.strategies.target import Target
+from memopt.testing.case import Also as Also
 from memopt.testing.case import Case as Case
 from memopt.testing.case import Fastest as Fastest
 from memopt.testing.case import Law as Law
@@ -31,6 +32,7 @@ def check_strategy(
     exact_smallest: bool = True,
     monotone: bool = False,
     fastest: Fastest | None = None,
+    also: Also | None = None,
 ) -> tuple[Case, ...]:
     """Check every law of `Law` on every instance that the strategy plans.
 
@@ -44,6 +46,7 @@ def check_strategy(
         monotone: whether it promises that a larger budget never gives a slower plan.
         fastest: fastest(cost model, budget in bytes) in seconds: the fastest schedule there is of
             the strategy's class, infinity if there is none, as an exhaustive search finds it.
+        also: also(cost model, plan), a further check of every plan.
 
     Returns:
         What was checked, an entry for each instance.
@@ -55,7 +58,7 @@ def check_strategy(
     for name, model in (tiny_instances() if models is None else models).items():
         if Target.of(strategy, model).why_not() is not None:
             continue
-        case = Case(strategy, name, model, device, exact_smallest, monotone, fastest)
+        case = Case(strategy, name, model, device, exact_smallest, monotone, fastest, also)
         check_solutions(case)
         check_plans(case)
         found.append(case)

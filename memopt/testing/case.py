@@ -8,11 +8,14 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from memopt.models.device import Device
+from memopt.plan_record import PlanRecord
 from memopt.strategies import Strategy
 from memopt.strategies.base import CostModel
 
 Fastest: TypeAlias = Callable[[CostModel, int | None], float]
 """fastest(cost model, budget in bytes; None: no limit): seconds; infinity: no schedule fits."""
+Also: TypeAlias = Callable[[CostModel, PlanRecord], None]
+"""also(cost model, plan): raises an AssertionError where something is wrong."""
 
 
 class Law(StrEnum):
@@ -65,6 +68,7 @@ class Case:
         exact_smallest: whether one byte below its smallest budget must be refused.
         monotone: whether it promises not to be slower with more memory.
         fastest: an exhaustive search; None: there is none.
+        also: a further check of every plan; None: there is none.
         plans: how many plans were checked.
         host_peak_bytes: the most that any of them had on the host.
     """
@@ -76,6 +80,7 @@ class Case:
     exact_smallest: bool = True
     monotone: bool = False
     fastest: Fastest | None = None
+    also: Also | None = None
     plans: int = 0
     host_peak_bytes: int = 0
 

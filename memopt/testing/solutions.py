@@ -96,7 +96,7 @@ class _SolutionCheck:
         if not solution.plans:
             return math.inf
         case, target = self.case, self.target
-        given = solution.steps if target.chain is not None else solution.program
+        given = solution.steps if isinstance(target.solved, Chain) else solution.program
         case.require(
             Law.VALID, given is not None, budget, f"no schedule of a {case.strategy.needs}"
         )
