@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -32,40 +32,35 @@ class Extra:
 
 def recomputed(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Extra, ...]:
     """Operators that run again, by module, in the order of the model."""
-    paths = [operator.module for operator in graph.operators]
-    again: list[Extra] = []
+    depth = depth_for((operator.module for operator in graph.operators), most_groups)
     ran: set[int] = set()
+    count: Counter[str] = Counter()
+    time_s: defaultdict[str, float] = defaultdict(float)
     for instruction in program:
-        if isinstance(instruction, Compute):
-            operator = graph.operators[instruction.op]
-            if instruction.op in ran:
-                time_s = variant(operator, instruction.implementation).time_s
-                again.append(Extra(operator.module, 1, time_s))
-            ran.add(instruction.op)
-    return _by_module(again, paths, most_groups)
+        if not isinstance(instruction, Compute):
+            continue
+        operator = graph.operators[instruction.op]
+        if instruction.op in ran:
+            group = group_of(operator.module, depth)
+            count[group] += 1
+            time_s[group] += variant(operator, instruction.implementation).time_s
+        ran.add(instruction.op)
+    order = dict.fromkeys(group_of(operator.module, depth) for operator in graph.operators)
+    return tuple(Extra(name, count[name], time_s[name]) for name in order if count[name])
 
 
 def moved(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Extra, ...]:
-    """Tensors that are copied to the host, by the module that computes them."""
+    """What is copied to the host, by the module that computes it."""
     tensors = [i.tensor for i in program if isinstance(i, SwapOut)]
-    copies = [Extra(_module(graph, t), 1, 0.0, graph.tensors[t].size_bytes) for t in tensors]
-    return _by_module(copies, [copy.module for copy in copies], most_groups)
-
-
-def _by_module(entries: list[Extra], paths: list[str], most_groups: int) -> tuple[Extra, ...]:
-    """Sums over modules, cut to a depth with at most so many groups, in the order of the paths."""
-    depth = depth_for(paths, most_groups)
-    sums = {group_of(path, depth): Extra(group_of(path, depth), 0) for path in paths}
-    for one in entries:
-        name = group_of(one.module, depth)
-        known = sums[name]
-        sums[name] = Extra(
-            name,
-            known.count + one.count,
-            known.time_s + one.time_s,
-            known.size_bytes + one.size_bytes,
-        )
-    return tuple(found for found in sums.values() if found.count)
+    paths = {t: _module(graph, t) for t in tensors}
+    depth = depth_for(paths.values(), most_groups)
+    count: Counter[str] = Counter()
+    size_bytes: Counter[str] = Counter()
+    for tensor in tensors:
+        group = group_of(paths[tensor], depth)
+        count[group] += 1
+        size_bytes[group] += graph.tensors[tensor].size_bytes
+    return tuple(Extra(name, n, size_bytes=size_bytes[name]) for name, n in count.items())
 
 
 def _module(graph: Graph, tensor: int) -> str:
