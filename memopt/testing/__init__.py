@@ -6,8 +6,11 @@ Needs no test framework: `check_strategy(Mine())` raises an AssertionError that 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from random import Random
 
 from memopt.models.device import Device
+from memopt.models.generate import random_chain, random_graph
+from memopt.models.instances import three_layers
 from memopt.strategies import Strategy
 from memopt.strategies.base import CostModel
 from memopt.strategies.target import Target
@@ -16,12 +19,23 @@ from memopt.testing.case import Case as Case
 from memopt.testing.case import Fastest as Fastest
 from memopt.testing.case import Law as Law
 from memopt.testing.case import StrategyLawError as StrategyLawError
-from memopt.testing.instances import tiny_instances as tiny_instances
 from memopt.testing.plans import check_plans
 from memopt.testing.solutions import check_solutions
 
 SLOW_LINK = Device(to_host_bytes_per_s=5.0)
 """Moving a tensor of a tiny instance takes as long as its operators do."""
+
+
+def tiny_instances() -> dict[str, CostModel]:
+    """Name → instance: chains, graphs with random operators and alternatives, a whole step."""
+    return {
+        "three layers": three_layers(),
+        "graph": random_graph(Random(1), 4),
+        "graph with alternatives": random_graph(Random(5), 3, implementations=True),
+        "whole step": random_graph(Random(4), 2, updates=True),
+        "chain": random_chain(Random(8), 4, parameter_gradients=True),
+        "chain of one stage": random_chain(Random(2), 1),
+    }
 
 
 def check_strategy(
