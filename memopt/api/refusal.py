@@ -36,19 +36,19 @@ def infeasible(
     return InfeasibleBudgetError(
         f"{strategy.name} cannot train within {budget_bytes} bytes ({format_bytes(budget_bytes)}): "
         f"{known}, of which {format_bytes(graph.resident_bytes)} are resident"
-        f'{_standing(graph, profiled)}. Raise the budget, pass budget="min", or try another '
+        f'{_held(graph, profiled)}. Raise the budget, pass budget="min", or try another '
         "strategy",
         budget_bytes,
         smallest,
     )
 
 
-def _standing(graph: Graph, profiled: Profiled | None) -> str:
+def _held(graph: Graph, profiled: Profiled | None) -> str:
     """What stays whatever the plan, for a message."""
     if profiled is None:
         return ""
-    from memopt.report.standing import standing_bytes, standing_sum
+    from memopt.report.fixed_bytes import fixed_bytes, fixed_sum
 
     state = profiled.optimizer
-    parts = standing_bytes(graph, state.parts if state is not None else ())
-    return f"; before any activation, {standing_sum(parts)}"
+    parts = fixed_bytes(graph, state.parts if state is not None else ())
+    return f"; before any activation, {fixed_sum(parts)}"

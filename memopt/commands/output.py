@@ -1,4 +1,4 @@
-"""What the commands print: text for people, one JSON object for machines, and failures."""
+"""Output of the commands: text for people, one JSON object for machines, error messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from memopt.api.plan import Plan
-from memopt.commands.target import TargetError
+from memopt.commands.targets import TargetError
 from memopt.errors import InfeasibleBudgetError, MemoptError, PlanFileError
 from memopt.models.device import Device
 from memopt.programs.instructions import Compute
@@ -24,7 +24,7 @@ _WIDEST = 120
 
 
 class ExitCode(IntEnum):
-    """What the exit status of `memopt` means."""
+    """Exit statuses of `memopt`."""
 
     OK = 0
     FAILED = 1

@@ -13,7 +13,7 @@ from memopt.models.codec import SPARSE
 
 
 class TensorKind(StrEnum):
-    """What a storage holds."""
+    """The kind of values that a storage holds."""
 
     INPUT = "input"
     PARAMETER = "parameter"

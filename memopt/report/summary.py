@@ -47,19 +47,14 @@ def plan_summary(plan: PlanRecord) -> str:
 
 
 def _aligned(rows: tuple[tuple[str, ...], ...], indent: int) -> list[str]:
-    columns = max(len(row) for row in rows)
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
+    """Rows in columns, the last one wrapped within its column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for row in rows:
-        *before, last = row
-        cells = [text.ljust(width) for text, width in zip(before, widths, strict=False)]
+    for *before, last in rows:
+        cells = (text.ljust(width) for text, width in zip(before, widths, strict=False))
         start = " " * indent + "".join(f"{cell}  " for cell in cells)
         lines += textwrap.wrap(
-            last,
-            WIDTH,
-            initial_indent=start,
-            subsequent_indent=" " * len(start),
-            break_long_words=True,
+            last, WIDTH, initial_indent=start, subsequent_indent=" " * len(start)
         ) or [start.rstrip()]
     return lines
 
@@ -92,7 +87,7 @@ def _figures(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
 
 
 def _passes(stats: Mapping[str, object]) -> list[tuple[str, str]]:
-    """What reordering and placement did, as the passes and OLLA's strategy leave it in stats."""
+    """The effect of reordering and placement, from the statistics of the passes and of OLLA."""
     rows = []
     before, gap = stats.get("peak_before_order_bytes"), stats.get("order_gap")
     if isinstance(before, int) and isinstance(gap, float):

@@ -1,4 +1,4 @@
-"""What a plan does beyond the model's own step: what it runs again and what it moves, and where."""
+"""The work of a plan beyond the model's own step, by module: operators run again, tensors moved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memopt.report.modules import depth_for, group_of
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """What happens again, or moves, in one module.
+    """Operators that run again in one module, or tensors of it that move.
 
     Attributes:
         module: path of the user's module, cut to a common depth.
@@ -31,7 +31,7 @@ class Extra:
 
 
 def recomputed(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Extra, ...]:
-    """What runs again, by module, in the order of the model."""
+    """Operators that run again, by module, in the order of the model."""
     depth = depth_for((operator.module for operator in graph.operators), most_groups)
     ran: set[int] = set()
     count: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""What a training step holds at its end whatever the plan: the sum behind "does it fit?"."""
+"""The bytes that a training step holds whatever the plan: the sum behind "does it fit?"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORDS = {
 }
 
 
-def standing_bytes(
+def fixed_bytes(
     graph: Graph, optimizer_parts: Iterable[tuple[str, int]] = ()
 ) -> tuple[tuple[str, int], ...]:
     """(what, bytes) of everything that no plan can free: resident tensors and gradients.
@@ -40,7 +40,7 @@ def standing_bytes(
     return tuple((what, size) for what, size in sums.items() if size > 0)
 
 
-def standing_sum(parts: tuple[tuple[str, int], ...]) -> str:
+def fixed_sum(parts: tuple[tuple[str, int], ...]) -> str:
     """The sum as one line, small parts together."""
     total = sum(size for _, size in parts)
     large = [(what, size) for what, size in parts if size >= total / 100 and what != "other"]
