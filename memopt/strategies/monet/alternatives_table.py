@@ -11,7 +11,6 @@ from memopt.programs.liveness import with_frees
 from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.linearize import Linearization
 from memopt.reductions.lower import without_unread_reruns
-from memopt.strategies.monet.deadline import Deadline
 from memopt.strategies.monet.graph_model import Allowed
 from memopt.strategies.monet.incumbent import Incumbent
 from memopt.strategies.monet.stage_alternatives import (
@@ -20,6 +19,7 @@ from memopt.strategies.monet.stage_alternatives import (
     plain_runs,
     stage_alternatives,
 )
+from memopt.strategies.solvers.running import Deadline
 from memopt.strategies.store_all import chain_steps
 
 SLOTS = 400

@@ -29,9 +29,9 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
 from memopt.programs.liveness import with_frees
 from memopt.strategies.base import Status
-from memopt.strategies.monet.binary_program import SolverOptions
 from memopt.strategies.monet.graph_model import Allowed, choices_of
-from memopt.strategies.monet.solvers import solve_with_cp_sat, whole_number_scale
+from memopt.strategies.solvers.binary_program import whole_number_scale
+from memopt.strategies.solvers.running import SolverOptions, solve_with_cp_sat
 
 Runs = tuple[tuple[int, int, str | None], ...]
 """(stage, operator, implementation) of every run, in order; stage -1 is the forward."""
@@ -264,7 +264,7 @@ class IntervalModel:
             self.model.add(self.cost <= int(below_s * self.scale))
         limit_s = None if time_limit_s is None else max(0.01, time_limit_s)
         options = SolverOptions(time_limit_s=limit_s, seed=seed)
-        status, solver = solve_with_cp_sat(self.model, self.scale, options)
+        status, solver = solve_with_cp_sat(self.model, options, scale=self.scale)
         bound = solver.best_objective_bound / self.scale
         if status not in (Status.OPTIMAL, Status.FEASIBLE):
             return status, None, bound

@@ -8,10 +8,10 @@ from memopt.errors import InvalidProgramError
 from memopt.models.graph import Graph
 from memopt.programs.in_place import without_in_place
 from memopt.programs.replay import replay
-from memopt.strategies.monet.deadline import Deadline
 from memopt.strategies.monet.graph_model import Allowed
 from memopt.strategies.monet.incumbent import Incumbent
 from memopt.strategies.monet.intervals import IntervalModel, Runs, program_of, runs_of
+from memopt.strategies.solvers.running import Deadline
 
 WINDOW = 12
 LARGEST_WINDOW = 96
