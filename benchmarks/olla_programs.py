@@ -39,9 +39,7 @@ from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.offload.greedy import Greedy
 from memopt.strategies.offload.vdnn import Vdnn
 from memopt.strategies.olla.order_and_place import order_and_place
-from memopt.strategies.rotor.floating import RotorFree
-from memopt.strategies.rotor.persistent import Revolve, Rotor
-from memopt.strategies.rotor.sequential import Sequential
+from memopt.strategies.rotor import Revolve, Rotor, RotorFree, Sequential
 
 STRATEGIES: dict[str, Strategy] = {
     one.name: one

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
-from memopt.strategies.base import Progress
+from memopt.strategies.solvers.running import Deadline
 
 
 class Stopped(Exception):
@@ -30,23 +29,16 @@ class SolveLimits:
 
     Attributes:
         table_bytes: largest size of a program's table.
-        deadline_s: on time.monotonic's clock; None: none.
-        progress: called by `report`.
+        deadline: when the solve must end.
     """
 
     table_bytes: int
-    deadline_s: float | None = None
-    progress: Progress | None = None
+    deadline: Deadline
 
     def report(self, fraction: float, what: str) -> None:
         """Tell the user how far the solve is; raise Stopped if it is to end."""
-        if self.deadline_s is not None and time.monotonic() > self.deadline_s:
-            raise Stopped("time limit")
-        if self.progress is not None:
-            try:
-                self.progress(fraction, what)
-            except KeyboardInterrupt as interrupt:
-                raise Stopped("interrupted") from interrupt
+        if self.deadline.passed(fraction, what):
+            raise Stopped
 
     def check_bytes(self, needed_bytes: int) -> None:
         """Raise TooLarge if a table of that size is not allowed."""
