@@ -12,8 +12,7 @@ from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import judge
 from memopt.strategies.base import Status
 from memopt.strategies.monet.incumbent import Incumbent, rotor_programs
-from memopt.strategies.monet.intervals import IntervalModel
-from memopt.strategies.monet.window_search import search_windows
+from memopt.strategies.monet.intervals import IntervalModel, search_windows
 from memopt.strategies.solvers.running import Deadline
 from tests.monet.graphs import training_graph
 

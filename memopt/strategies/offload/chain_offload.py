@@ -17,13 +17,13 @@ from memopt.models.device import Device
 from memopt.models.steps import ChainStep, Move
 from memopt.programs.replay import Timeline
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
-from memopt.strategies.offload.bounds import (
+from memopt.strategies.offload.ordered import (
     fractional_optimum_s,
     greedy_amounts,
     lower_bound_s,
+    makespan_s,
     proposition_3_s,
 )
-from memopt.strategies.offload.ordered import makespan_s
 from memopt.strategies.offload.problem import OffloadProblem, offload_problem, with_capacity
 from memopt.strategies.offload.program import Transfers, best_program, ordered_transfers
 

@@ -12,9 +12,8 @@ from memopt.strategies.base import CostModel
 from memopt.strategies.offload.chain_offload import ChainOffload, Choice
 from memopt.strategies.offload.dynprog import solve_dynprog
 from memopt.strategies.offload.exact_model import ExactModel, choose_ticks
-from memopt.strategies.offload.improve import searched_amounts
-from memopt.strategies.offload.ordered import ordered_schedule
-from memopt.strategies.offload.problem import Bytes, OffloadProblem
+from memopt.strategies.offload.ordered import searched_amounts
+from memopt.strategies.offload.problem import OffloadProblem
 from memopt.strategies.offload.program import Transfers, best_program, ordered_transfers
 from memopt.strategies.solvers.running import SolverOptions
 
@@ -68,7 +67,7 @@ class OffloadExact(ChainOffload):
         # Rounding up may cost every operation and transfer one tick.
         slack = 0 if ticks.exact else 4 * problem.stages + 2
         model = ExactModel(problem, ticks, ticks.up(horizon_s) + slack, self.host_budget_bytes)
-        _hint(model, problem, amounts)
+        model.hint(amounts)
         options = SolverOptions(
             time_limit_s=time_limit_s,
             deterministic_s=self.effort,
@@ -93,22 +92,6 @@ class OffloadExact(ChainOffload):
             optimum_s=found.time_s if found.proved else None,
             stats=stats,
         )
-
-
-def _hint(model: ExactModel, problem: OffloadProblem, amounts: Bytes) -> None:
-    schedule = ordered_schedule(problem, amounts, whole=True)
-    if not np.isfinite(schedule.makespan_s):
-        return
-    ends = schedule.starts_s + problem.durations_s
-    times = {
-        int(j): (
-            float(schedule.offloads_s[j, 0]),
-            float(max(schedule.offloads_s[j, 1], ends[j])),
-            float(schedule.prefetches_s[j, 0]),
-        )
-        for j in np.flatnonzero(amounts)
-    }
-    model.hint(schedule.starts_s.tolist(), times)
 
 
 def _serial_s(problem: OffloadProblem) -> float:

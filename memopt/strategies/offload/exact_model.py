@@ -21,13 +21,13 @@ in between); it is what gives the solver good bounds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from memopt.strategies.base import Status
-from memopt.strategies.offload.problem import OffloadProblem
+from memopt.strategies.offload.ordered import ordered_schedule
+from memopt.strategies.offload.problem import Bytes, OffloadProblem
 from memopt.strategies.solvers.running import SolverOptions, solve_with_cp_sat
 
 LARGEST_DENOMINATOR = 10**4
@@ -278,17 +278,22 @@ class ExactModel:
         self.model.add(self.back_start[j] >= instant).only_enforce_if(z)
         return z
 
-    def hint(self, starts_s: Sequence[float], times: dict[int, tuple[float, float, float]]) -> None:
-        """Start from a known schedule: (copy out, device copy free, copy back) by index."""
-        for variable, start_s in zip(self.start, starts_s, strict=True):
-            self.model.add_hint(variable, self.ticks.up(start_s))
+    def hint(self, amounts: Bytes) -> None:
+        """Start from the ordered schedule that offloads some amounts, if it fits."""
+        schedule = ordered_schedule(self.problem, amounts, whole=True)
+        if not math.isfinite(schedule.makespan_s):
+            return
+        add, up = self.model.add_hint, self.ticks.up
+        for variable, start_s in zip(self.start, schedule.starts_s.tolist(), strict=True):
+            add(variable, up(start_s))
         for j in self.movable:
-            self.model.add_hint(self.offloaded[j], j in times)
-            if j in times:
-                out_s, free_s, back_s = times[j]
-                self.model.add_hint(self.out_start[j], self.ticks.up(out_s))
-                self.model.add_hint(self.free[j], self.ticks.up(free_s))
-                self.model.add_hint(self.back_start[j], self.ticks.up(back_s))
+            add(self.offloaded[j], bool(amounts[j]))
+            if amounts[j]:
+                # The device copy is free once it is copied and F_j has read it.
+                read_s = schedule.starts_s[j] + self.problem.durations_s[j]
+                add(self.out_start[j], up(float(schedule.offloads_s[j, 0])))
+                add(self.free[j], up(float(max(schedule.offloads_s[j, 1], read_s))))
+                add(self.back_start[j], up(float(schedule.prefetches_s[j, 0])))
 
     def solve(self, options: SolverOptions) -> ExactSolution | None:
         """Solve; None if nothing was found in time. Deterministic time, unlike wall time, gives

@@ -14,6 +14,7 @@ from memopt.models.chain import Chain
 from memopt.models.locks import ForkedLock
 from memopt.models.steps import ChainStep, Move
 from memopt.reductions.chain_replay import replay_chain
+from memopt.strategies.solvers.running import Deadline
 
 FORWARD_NO_SAVE, FORWARD_CHECKPOINT, FORWARD_ALL, BACKWARD, DROP_ACTIVATION, DROP_SAVED = range(6)
 CODE_BASE = 8
@@ -42,6 +43,34 @@ def steps_of(codes: Iterable[int]) -> tuple[ChainStep, ...]:
 def codes_of(steps: Iterable[ChainStep]) -> tuple[int, ...]:
     """The codes of chain steps."""
     return tuple(CODE_BASE * step.stage + MOVES.index(step.move) for step in steps)
+
+
+class TooLarge(Exception):
+    """A table would be larger than allowed; it was not allocated.
+
+    Attributes:
+        needed_bytes: what it needs, bytes (a lower bound where the size is found on the way).
+    """
+
+    def __init__(self, message: str, needed_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SolveLimits:
+    """When one dynamic program must stop: its deadline, the largest size of its table."""
+
+    table_bytes: int
+    deadline: Deadline
+
+    def check_bytes(self, needed_bytes: int) -> None:
+        """Raise TooLarge if a table of that size is not allowed."""
+        if needed_bytes > self.table_bytes:
+            raise TooLarge(
+                f"the table needs {needed_bytes} bytes, {self.table_bytes} are allowed",
+                needed_bytes,
+            )
 
 
 @dataclass(frozen=True, slots=True)

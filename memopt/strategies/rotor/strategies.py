@@ -18,15 +18,16 @@ from memopt.models.device import Device
 from memopt.models.quantize import SlotScale, slot_scale
 from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
-from memopt.strategies.rotor.limits import SolveLimits, Stopped, TooLarge
 from memopt.strategies.rotor.schedules import (
     CurvePoint,
     PlanSet,
     RecentPlanSets,
+    SolveLimits,
+    TooLarge,
     merged,
     steps_of,
 )
-from memopt.strategies.solvers.running import Deadline
+from memopt.strategies.solvers.running import Deadline, Stopped
 
 DEFAULT_SLOTS = 500
 FEWEST_SLOTS = 15

@@ -15,7 +15,6 @@ from memopt.models.quantize import SlotScale
 from memopt.strategies.rotor.compiled import thread_count
 from memopt.strategies.rotor.floating_kernels import Column, Level, fill_h, fill_w
 from memopt.strategies.rotor.floating_trace_kernels import Whole, floating_schedule, least_memory
-from memopt.strategies.rotor.limits import SolveLimits, Stopped, TooLarge
 from memopt.strategies.rotor.model import ChainArrays, Int64Array, chain_arrays
 from memopt.strategies.rotor.persistent_kernels import (
     Rows,
@@ -26,8 +25,9 @@ from memopt.strategies.rotor.persistent_kernels import (
     row_offsets,
 )
 from memopt.strategies.rotor.persistent_trace_kernels import peak_and_time, persistent_schedule
-from memopt.strategies.rotor.schedules import Codes, PlanSet, plan_set
+from memopt.strategies.rotor.schedules import Codes, PlanSet, SolveLimits, TooLarge, plan_set
 from memopt.strategies.rotor.steps_kernels import Steps, buffer
+from memopt.strategies.solvers.running import Stopped
 
 NO_STEPS = np.empty(0, np.int64)
 STEP_BYTES = 16
@@ -157,7 +157,7 @@ def _slot_table(c: ChainArrays, split_saving: bool, limits: SolveLimits, part: S
         for distance in range(blocks):
             # A diagonal has (blocks - d) blocks of about d splits.
             share = (distance / blocks) ** 2 * (3 - 2 * distance / blocks)
-            limits.report(part.begin + (part.end - part.begin) * share, "rotor: table")
+            limits.deadline.check(part.begin + (part.end - part.begin) * share, "rotor: table")
             starts = range(1, 1 + (blocks - distance) * BLOCK, BLOCK)
             right = [s0 + distance * BLOCK for s0 in starts]
             fixed = (repeat(c), repeat(table), repeat(need))
@@ -177,7 +177,7 @@ def _exact_table(
     pool, used = buffer(4096), 0
     tolerance = 1e-12 * float(c.forward_s.sum() + c.backward_s.sum())
     for s in range(n, 0, -1):
-        limits.report(((n - s) / n) ** 3, "rotor: exact table")
+        limits.deadline.check(((n - s) / n) ** 3, "rotor: exact table")
         most = limits.table_bytes // STEP_BYTES
         pool, used = fill_stage(c, pool, offset, count, used, s, split_saving, most, tolerance)
         if used < 0:
@@ -227,7 +227,7 @@ def _tables(c: ChainArrays, kinds: int, limits: SolveLimits, most: int) -> Whole
     used = 0
     with ThreadPoolExecutor(thread_count()) as threads:
         for s in range(n, 0, -1):
-            limits.report(((n - s) / n) ** 4, "rotor: table of floating activations")
+            limits.deadline.check(((n - s) / n) ** 4, "rotor: table of floating activations")
             columns = range(s + 1, n + 1)
             parts = threads.map(
                 fill_h, repeat(c), repeat(above), repeat(h), repeat(s), columns, repeat(tolerance)

@@ -56,6 +56,10 @@ class SolverOptions:
     gap: float = 0.0
 
 
+class Stopped(Exception):
+    """The deadline has passed or the user has interrupted."""
+
+
 @dataclass
 class Deadline:
     """The end of a search.
@@ -84,6 +88,11 @@ class Deadline:
         interrupted = stops(self.progress, fraction, what)
         self.over = self.over or interrupted or time.monotonic() >= self.at_s
         return self.over
+
+    def check(self, fraction: float, what: str) -> None:
+        """As `passed`, but raise Stopped if the search is to end."""
+        if self.passed(fraction, what):
+            raise Stopped
 
 
 def call_in_thread(
