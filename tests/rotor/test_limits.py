@@ -10,7 +10,7 @@ from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies.base import Status
 from memopt.strategies.rotor import Revolve, Rotor, RotorFree, RotorOptimal, Sequential, tables
 from memopt.strategies.rotor.grouping import expand, group_ends, grouped
-from memopt.strategies.rotor.model import chain_arrays
+from memopt.strategies.rotor.model import ChainArrays
 from memopt.strategies.rotor.persistent_kernels import Rows, fill_block, memory_bounds, row_offsets
 from memopt.strategies.rotor.persistent_kernels import need_table as need_table_of
 from memopt.strategies.rotor.schedules import codes_of, steps_of
@@ -36,7 +36,7 @@ def test_sizes_go_up_and_budgets_go_down():
 
 def test_rows_past_two_to_the_31_are_filled_like_any_other(tmp_path):
     chain = long_chain(12)
-    c = chain_arrays(chain, slot_scale(chain, 60))
+    c = ChainArrays.of(chain, slot_scale(chain, 60))
     n = c.length
     low, high = memory_bounds(c, c.slot, c.output, c.saved, True)
     offset, total = row_offsets(n, low, high)

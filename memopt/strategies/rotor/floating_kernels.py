@@ -33,9 +33,10 @@ from memopt.strategies.rotor.steps_kernels import (
 
 
 class Column(NamedTuple):
-    """The functions of one (s, t) or (s, u), by kind and last stage, and how long each is."""
+    """The functions of one (s, t) or (s, u): f(kind, last) starts at start[kind, last]."""
 
     steps: Steps
+    start: Int64Array
     length: Int64Array
 
 
@@ -66,6 +67,7 @@ def fill_h(c: ChainArrays, above: Level, h: Level, s: int, u: int, tolerance: fl
     n = c.length
     kinds = above.length.shape[0]
     pool, other = buffer(256), buffer(256)
+    start = np.zeros((kinds, n + 2), np.int64)
     count = np.zeros((kinds, n + 2), np.int64)
     used = 0
     zero = constant(0.0)
@@ -86,9 +88,10 @@ def fill_h(c: ChainArrays, above: Level, h: Level, s: int, u: int, tolerance: fl
                 if m > 0:
                     k = m
                     copy(other, first, 0, k)
+            start[kind, last] = used
             count[kind, last] = k
             used += k
-    return Column(part(pool, 0, used), count)
+    return Column(part(pool, 0, used), start, count)
 
 
 @compiled
@@ -166,17 +169,4 @@ def fill_w(c: ChainArrays, above: Level, h: Level, s: int, t: int, tolerance: fl
             start[kind, last] = used
             count[kind, last] = k
             used += k
-    return Column(by_kind(pool, start, count, used), count)
-
-
-@compiled
-def by_kind(pool: Steps, start: Int64Array, count: Int64Array, used: int) -> Steps:
-    """The functions in the table's order: by kind, then last stage."""
-    ordered = buffer(used)
-    at = 0
-    for kind in range(count.shape[0]):
-        for last in range(count.shape[1]):
-            k = count[kind, last]
-            copy(part(pool, start[kind, last], k), ordered, at, k)
-            at += k
-    return ordered
+    return Column(part(pool, 0, used), start, count)

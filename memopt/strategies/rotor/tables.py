@@ -15,7 +15,7 @@ from memopt.models.quantize import SlotScale
 from memopt.strategies.rotor.compiled import thread_count
 from memopt.strategies.rotor.floating_kernels import Column, Level, fill_h, fill_w
 from memopt.strategies.rotor.floating_trace_kernels import Whole, floating_schedule, least_memory
-from memopt.strategies.rotor.model import ChainArrays, Int64Array, chain_arrays
+from memopt.strategies.rotor.model import ChainArrays, Int64Array
 from memopt.strategies.rotor.persistent_kernels import (
     Rows,
     fill_block,
@@ -55,7 +55,7 @@ def persistent_plans(
     Raises:
         TooLarge: the table would pass the limits; nothing of that size was allocated.
     """
-    c = chain_arrays(chain, scale)
+    c = ChainArrays.of(chain, scale)
     n = c.length
     floor, high = memory_bounds(c, 1, c.output_bytes, c.saved_bytes, split_saving)
     candidates: list[tuple[int, float, Codes]] = []
@@ -77,7 +77,7 @@ def persistent_plans(
             cells = int(table.values.size)
         else:
             for part in _scales(scale, n, int(floor[1, n])):
-                fine = chain_arrays(chain, part.scale)
+                fine = ChainArrays.of(chain, part.scale)
                 try:
                     table = _slot_table(fine, split_saving, limits, part)
                 except TooLarge:
@@ -200,7 +200,7 @@ def floating_plans(
         TooLarge: the tables would pass the limits.
         Stopped: there is no table yet when the solve must end.
     """
-    c = chain_arrays(chain, scale)
+    c = ChainArrays.of(chain, scale)
     n = c.length
     index_bytes = 3 * 8 * kinds * (n + 2) ** 3
     limits.check_bytes(index_bytes)
@@ -254,11 +254,9 @@ def _level(c: ChainArrays, columns: Sequence[int], parts: Sequence[Column], kind
     count = np.zeros((kinds, n + 2, n + 2), np.int64)
     used = 0
     for column, part in zip(columns, parts, strict=True):
-        lengths = part.length.ravel()
-        begins = used + np.cumsum(lengths) - lengths
-        start[:, column] = begins.reshape(part.length.shape)
+        start[:, column] = used + part.start
         count[:, column] = part.length
-        used += int(lengths.sum())
+        used += part.steps.at.size
     return Level(_joined([part.steps for part in parts]), start, count)
 
 
