@@ -34,15 +34,11 @@ from memopt.programs.replay import replay
 from memopt.reductions.linearize import linearize
 from memopt.reductions.updates import without_updates
 from memopt.strategies.base import Solution, Strategy
-from memopt.strategies.offload.autoswap import AutoSwap
-from memopt.strategies.offload.dynprog import DynProg
+from memopt.strategies.offload.dynprog import DynProg, Greedy
 from memopt.strategies.offload.graph import OffloadGraph
-from memopt.strategies.offload.greedy import Greedy
-from memopt.strategies.offload.vdnn import Vdnn
+from memopt.strategies.offload.yardsticks import AutoSwap, Vdnn
 from memopt.strategies.olla.order_and_place import order_and_place
-from memopt.strategies.rotor.floating import RotorFree
-from memopt.strategies.rotor.persistent import Revolve, Rotor
-from memopt.strategies.rotor.sequential import Sequential
+from memopt.strategies.rotor import Revolve, Rotor, RotorFree, Sequential
 
 STRATEGIES: dict[str, Strategy] = {
     one.name: one

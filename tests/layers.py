@@ -128,6 +128,7 @@ SHARED_BY_STRATEGIES = (
     "memopt.strategies.budget_search",
     "memopt.strategies.target",
     "memopt.strategies.store_all",
+    "memopt.strategies.solvers",
 )
 COMPOSITES = (
     "memopt.strategies",

@@ -16,7 +16,7 @@ from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.updates import linearize_step, with_early_updates, without_updates
 from memopt.strategies.offload.dynprog import DynProg
-from memopt.strategies.rotor.persistent import Rotor
+from memopt.strategies.rotor import Rotor
 
 
 def steps(count: int, seed: int) -> list[Graph]:

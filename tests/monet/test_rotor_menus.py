@@ -22,10 +22,10 @@ from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import Rotor
 from memopt.strategies.base import Status
 from memopt.strategies.monet.alternatives_table import AlternativesTable
-from memopt.strategies.monet.deadline import Deadline
 from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.stage_alternatives import stage_alternatives
 from memopt.strategies.monet.time_point_search import TimePointSearch
+from memopt.strategies.solvers.running import Deadline
 from tests.models.training_graphs import drawing
 from tests.monet.graphs import training_graph, with_one_gradient_choices
 

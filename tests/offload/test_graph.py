@@ -34,11 +34,10 @@ from memopt.reductions.linearize import has_updates, linearize
 from memopt.strategies.base import Solution, Status
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.offload import graph as module
-from memopt.strategies.offload.dynprog import DynProg
+from memopt.strategies.offload.dynprog import DynProg, Greedy
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.offload.graph_problem import Absence, GraphProblem, graph_problem
 from memopt.strategies.offload.graph_schedule import Scheduled, schedule
-from memopt.strategies.offload.greedy import Greedy
 
 SHARES = (0.0, 0.3, 0.7)
 

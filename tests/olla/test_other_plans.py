@@ -22,7 +22,7 @@ from memopt.strategies.offload.dynprog import DynProg
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.olla import order_program, place_program
 from memopt.strategies.olla.order_and_place import MOST_SLOWER, order_and_place
-from memopt.strategies.rotor.persistent import Rotor
+from memopt.strategies.rotor import Rotor
 from tests import zoo
 
 DEVICE = "A100"

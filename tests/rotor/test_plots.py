@@ -9,9 +9,7 @@ import sys
 import pytest
 
 from memopt.report.rotor_plots import plot_curves, plot_memory, plot_schedule
-from memopt.strategies.rotor.floating import RotorFree
-from memopt.strategies.rotor.persistent import Rotor
-from memopt.strategies.rotor.sequential import Sequential
+from memopt.strategies.rotor import Rotor, RotorFree, Sequential
 from tests.rotor.chains import toy_chain
 
 

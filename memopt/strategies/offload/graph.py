@@ -27,10 +27,9 @@ from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.offload.chain_offload import PAPER, linked
-from memopt.strategies.offload.dynprog import DynProg
+from memopt.strategies.offload.dynprog import DynProg, Greedy
 from memopt.strategies.offload.graph_problem import Absence, GraphProblem, graph_problem
 from memopt.strategies.offload.graph_schedule import Timing, schedule
-from memopt.strategies.offload.greedy import Greedy
 
 TIMINGS = tuple(
     Timing(lead, waits, at_once)

@@ -1,9 +1,10 @@
-"""AutoSwap: four priority scores, their weights by Bayesian optimisation (Offloading §6.1)."""
+"""The yardsticks of Offloading §6.1: other tools' choices of what to move, in the paper's model."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,6 +17,90 @@ from memopt.strategies.offload.problem import Bytes, OffloadProblem, Seconds
 from memopt.strategies.offload.program import ordered_transfers
 
 SCORES = ("doa", "aoa", "wdoa", "swdoa")
+
+
+@dataclass(frozen=True)
+class Vdnn(ChainOffload):
+    """For every threshold of u_{F_i}/|x_i|: offload all activations at or above it, or every
+    other one of them; the best no-wait ordered schedule wins, in the paper's model."""
+
+    name: ClassVar[str] = "vdnn"
+    references: ClassVar[tuple[str, ...]] = (
+        PAPER,
+        "Dynamic memory management for GPU-based training of DNNs (vDNN++, 2019)",
+    )
+
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
+        candidates = [(one, problem.amounts(one)) for one in _thresholds(problem)]
+        timed = [
+            (makespan_s(problem, amounts), offloaded)
+            for offloaded, amounts in candidates
+            if self.within_host(int(amounts.sum()))
+        ]
+        time_s, best = min(timed, key=lambda entry: entry[0], default=(np.inf, []))
+        if not np.isfinite(time_s):
+            # Everything fits the budget (its floor was checked), so the host is what is short.
+            self.refuse_host(problem, problem.excess_bytes + 1)
+        return Choice(ordered_transfers(best), stats={"candidates": len(candidates)})
+
+
+def _thresholds(problem: OffloadProblem) -> Iterator[list[int]]:
+    movable = np.flatnonzero(problem.movable)
+    ratios = problem.durations_s[movable] / problem.sizes[movable]
+    for threshold in np.unique(ratios):
+        above = movable[ratios >= threshold].tolist()
+        yield above
+        yield above[::2]
+
+
+@dataclass(frozen=True)
+class Tflms(ChainOffload):
+    """Offload the first N activations as they are made and fetch each one `distance` backward
+    operations before it is read; the best N and distance per budget, by exhaustive search.
+
+    Operations wait for the data they read and never for room, so every pair of parameters has
+    one peak: low budgets are out of reach, and infeasible says what is not. The program may
+    wait for room all the same, at instruction boundaries.
+    """
+
+    name: ClassVar[str] = "tflms"
+    references: ClassVar[tuple[str, ...]] = (
+        PAPER,
+        "TFLMS: Large Model Support in TensorFlow by Graph Rewriting (2018)",
+    )
+
+    def smallest_capacity(self, problem: OffloadProblem) -> int:
+        return max(problem.floor_bytes, int(self._table(problem)[0].min()))
+
+    def least_choice(self, problem: OffloadProblem) -> Choice:
+        return self.choose(problem, None)
+
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
+        peaks, times = self._table(problem)
+        times = np.where(peaks <= problem.capacity_bytes, times, np.inf)
+        count, distance = (int(x) for x in np.unravel_index(int(times.argmin()), times.shape))
+        chosen = np.flatnonzero(problem.movable)[:count].tolist()
+        n = problem.stages
+        # B_{j + distance}, or the first backward operation.
+        not_before = {j: max(n, 2 * n - 1 - (j + distance)) for j in chosen}
+        return Choice(
+            ordered_transfers(chosen, not_before),
+            stats={
+                "tensors": count,
+                "prefetch_distance": distance,
+                "tflms_time_s": float(times[count, distance]),
+            },
+        )
+
+    def _table(self, problem: OffloadProblem) -> tuple[Bytes, Seconds]:
+        """(peak, time) for every N that the host budget allows and every distance."""
+        from memopt.strategies.offload.ordered_kernels import tflms_table
+
+        peaks, times = tflms_table(problem.arrays)
+        on_host = np.concatenate(([0], np.cumsum(problem.sizes[problem.movable])))
+        host = np.inf if self.host_budget_bytes is None else self.host_budget_bytes
+        allowed = on_host <= host
+        return peaks[allowed], times[allowed]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Memory–time trade-offs: all the schedules that one solve of a chain gives."""
+"""Chain schedules as integers, and the memory–time trade-off that one solve of a chain gives."""
 
 from __future__ import annotations
 
@@ -12,13 +12,65 @@ import numpy.typing as npt
 
 from memopt.models.chain import Chain
 from memopt.models.locks import ForkedLock
+from memopt.models.steps import ChainStep, Move
 from memopt.reductions.chain_replay import replay_chain
-from memopt.strategies.rotor.codes import steps_of
+from memopt.strategies.solvers.running import Deadline
+
+FORWARD_NO_SAVE, FORWARD_CHECKPOINT, FORWARD_ALL, BACKWARD, DROP_ACTIVATION, DROP_SAVED = range(6)
+CODE_BASE = 8
+"""A schedule for compiled loops is integers: CODE_BASE · stage + place in MOVES."""
+
+MOVES = (
+    Move.FORWARD_NO_SAVE,
+    Move.FORWARD_CHECKPOINT,
+    Move.FORWARD_ALL,
+    Move.BACKWARD,
+    Move.DROP_ACTIVATION,
+    Move.DROP_SAVED,
+)
 
 Codes = npt.NDArray[np.int64]
 
 SAME_TIME = 1e-12
 """Times whose relative difference is below this are sums of the same floats in another order."""
+
+
+def steps_of(codes: Iterable[int]) -> tuple[ChainStep, ...]:
+    """The chain steps that `codes` stand for."""
+    return tuple(ChainStep(MOVES[int(code) % CODE_BASE], int(code) // CODE_BASE) for code in codes)
+
+
+def codes_of(steps: Iterable[ChainStep]) -> tuple[int, ...]:
+    """The codes of chain steps."""
+    return tuple(CODE_BASE * step.stage + MOVES.index(step.move) for step in steps)
+
+
+class TooLarge(Exception):
+    """A table would be larger than allowed; it was not allocated.
+
+    Attributes:
+        needed_bytes: what it needs, bytes (a lower bound where the size is found on the way).
+    """
+
+    def __init__(self, message: str, needed_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SolveLimits:
+    """When one dynamic program must stop: its deadline, the largest size of its table."""
+
+    table_bytes: int
+    deadline: Deadline
+
+    def check_bytes(self, needed_bytes: int) -> None:
+        """Raise TooLarge if a table of that size is not allowed."""
+        if needed_bytes > self.table_bytes:
+            raise TooLarge(
+                f"the table needs {needed_bytes} bytes, {self.table_bytes} are allowed",
+                needed_bytes,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +87,7 @@ class PlanSet:
 
     Attributes:
         points: by increasing peak, strictly decreasing time.
-        codes: the schedules, coded (`memopt.strategies.rotor.codes`), beside the points.
+        codes: the schedules, coded (`steps_of`), beside the points.
         optimal: whether the points are the exact trade-off of the strategy's class.
         complete: False if the solve was stopped early.
         stats: figures worth showing.
@@ -62,12 +114,17 @@ class PlanSet:
 
     def remade(self, chain: Chain, remake: Callable[[Codes], Codes]) -> PlanSet:
         """Other schedules made from these, replayed on `chain`; no longer known to be optimal."""
-        candidates = []
-        for codes in self.codes:
-            made = remake(codes)
-            timeline = replay_chain(chain, steps_of(made.tolist()))
-            candidates.append((timeline.peak_bytes, timeline.time_s, made))
+        candidates = replayed(chain, map(remake, self.codes))
         return plan_set(candidates, optimal=False, complete=self.complete, stats=self.stats)
+
+
+def replayed(chain: Chain, schedules: Iterable[Codes]) -> list[tuple[int, float, Codes]]:
+    """(peak in total bytes, seconds, codes) of each schedule."""
+    candidates = []
+    for codes in schedules:
+        timeline = replay_chain(chain, steps_of(codes.tolist()))
+        candidates.append((timeline.peak_bytes, timeline.time_s, codes))
+    return candidates
 
 
 def merged(first: PlanSet, *others: PlanSet) -> PlanSet:
