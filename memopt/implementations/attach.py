@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.fx import Node
 
 from memopt.implementations import (
-    activations,
     attention,
-    batch_norm,
-    clipped,
     convolution,
-    convolution_again,
-    convolution_fft,
-    convolution_gemm,
-    convolution_library,
-    convolution_parts,
+    convolution_neighbours,
     cross_entropy,
-    cross_entropy_rows,
-    dropout,
-    group_norm,
     norms,
     pooling,
-    smooth,
+)
+from memopt.implementations.convolution_products import FFT, GEMM, attach_products
+from memopt.implementations.elementwise import (
+    ACTIVATIONS,
+    CLIPPED,
+    SMOOTH,
+    attach_dropout,
+    attach_savings,
 )
 from memopt.implementations.site import Attach, Sites
 from memopt.models.device import Device
@@ -42,25 +40,25 @@ from memopt.profiler.session import Profiled
 from memopt.profiler.signature import describe_value, signature
 
 FAMILIES: tuple[tuple[str, Attach], ...] = (
-    ("clipped", clipped.attach),
-    ("dropout", dropout.attach),
+    ("clipped", partial(attach_savings, CLIPPED)),
+    ("dropout", attach_dropout),
     ("pooling", pooling.attach),
-    ("activations", activations.attach),
-    ("smooth", smooth.attach),
-    ("batch norm", batch_norm.attach),
-    ("layer norm", norms.attach),
-    ("group norm", group_norm.attach),
+    ("activations", partial(attach_savings, ACTIVATIONS)),
+    ("smooth", partial(attach_savings, SMOOTH)),
+    ("batch norm", norms.attach_batch_norm),
+    ("layer norm", norms.attach_layer_norm),
+    ("group norm", norms.attach_group_norm),
     ("convolution", convolution.attach),
-    ("convolution from what made its input", convolution_again.attach),
-    ("convolution by products", convolution_gemm.attach),
-    ("convolution by transforms", convolution_fft.attach),
-    ("convolution by libraries", convolution_library.attach),
-    ("convolution behind a concatenation", convolution_parts.attach),
+    ("convolution from what made its input", convolution_neighbours.attach_again),
+    ("convolution by products", partial(attach_products, GEMM)),
+    ("convolution by transforms", partial(attach_products, FFT)),
+    ("convolution by libraries", convolution.attach_libraries),
+    ("convolution behind a concatenation", convolution_neighbours.attach_parts),
     ("attention", attention.attach),
     ("cross-entropy", cross_entropy.attach),
-    ("cross-entropy by rows", cross_entropy_rows.attach),
+    ("cross-entropy by rows", cross_entropy.attach_rows),
 )
-"""(name, what attaches it): adding a family is a file and a row here."""
+"""(name, what attaches it): adding a family is a function and a row here."""
 
 
 def attach(
