@@ -54,34 +54,23 @@ def behaviour(choice: str, replan: Callable[[nn.Module, Call], nn.Module]) -> On
     """
     if choice not in CHOICES:
         raise ValueError(f"otherwise= is one of {', '.join(map(repr, CHOICES))}, got {choice!r}")
-    if choice == "error":
-        return None
-    if choice == "original":
-        return _original
-    return _Replanning(replan)
+    known: list[PlannedModule] = []
 
+    def original(model: nn.Module, _call: Call, error: GuardError) -> nn.Module:
+        _LOG.info("running the original module: %s", error)
+        return model
 
-def _original(model: nn.Module, _call: Call, error: GuardError) -> nn.Module:
-    _LOG.info("running the original module: %s", error)
-    return model
-
-
-class _Replanning:
-    """Plans made so far for other calls, to be used again."""
-
-    def __init__(self, replan: Callable[[nn.Module, Call], nn.Module]) -> None:
-        self._replan = replan
-        self._known: list[PlannedModule] = []
-
-    def __call__(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
-        for known in self._known:
-            if known.original is model and known.accepts(call):
-                return known
+    def planned_again(model: nn.Module, call: Call, error: GuardError) -> nn.Module:
+        for one in known:
+            if one.original is model and one.accepts(call):
+                return one
         _LOG.info("planning again: %s", error)
-        fresh = self._replan(model, call)
+        fresh = replan(model, call)
         assert isinstance(fresh, PlannedModule)
-        self._known.append(fresh)
+        known.append(fresh)
         return fresh
+
+    return {"error": None, "original": original, "replan": planned_again}[choice]
 
 
 def runtime_of(captured: Captured) -> Runtime:
