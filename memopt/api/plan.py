@@ -73,8 +73,7 @@ class Plan(PlanRecord):
                 message says what differs.
             ValueError: the plan is of a bare Chain or Graph.
         """
-        from memopt.executor.apply import apply_plan
-        from memopt.executor.on_mismatch import behaviour
+        from memopt.executor.apply import apply_plan, behaviour
 
         return apply_plan(
             self,

@@ -1,16 +1,18 @@
-"""Applying a plan to a model: the one it was made from, or another with the same graph."""
+"""Applying a plan to a model: the one it was made from, or another with the same graph; and what
+is done with a call that is not the planned one."""
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from memopt.errors import CaptureError, PlanFileError
+from memopt.errors import CaptureError, GuardError, PlanFileError
 from memopt.executor.module import OnMismatch, PlannedModule, install
 from memopt.executor.recaptured import again, planned_lowering, where_graphs_differ
 from memopt.executor.recorder import Recorder
@@ -32,6 +34,43 @@ from memopt.reductions.stage_map import has_updates
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
+
+
+_LOG = logging.getLogger(__name__)
+
+CHOICES = ("error", "original", "replan")
+
+
+def behaviour(choice: str, replan: Callable[[nn.Module, Call], nn.Module]) -> OnMismatch | None:
+    """The behaviour of a name.
+
+    Args:
+        choice: "error" raises GuardError; "original" runs the unplanned model; "replan" plans
+            once for each kind of call and runs that.
+        replan: makes a planned module for a model and a call.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if choice not in CHOICES:
+        raise ValueError(f"otherwise= is one of {', '.join(map(repr, CHOICES))}, got {choice!r}")
+    known: list[PlannedModule] = []
+
+    def original(model: nn.Module, _call: Call, error: GuardError) -> nn.Module:
+        _LOG.info("running the original module: %s", error)
+        return model
+
+    def planned_again(model: nn.Module, call: Call, error: GuardError) -> nn.Module:
+        for one in known:
+            if one.original is model and one.accepts(call):
+                return one
+        _LOG.info("planning again: %s", error)
+        fresh = replan(model, call)
+        assert isinstance(fresh, PlannedModule)
+        known.append(fresh)
+        return fresh
+
+    return {"error": None, "original": original, "replan": planned_again}[choice]
 
 
 def runtime_of(captured: Captured) -> Runtime:
