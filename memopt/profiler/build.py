@@ -23,8 +23,7 @@ from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.profiler.capture import Captured
 from memopt.profiler.in_place import overwritable, same_bits_in_place
 from memopt.profiler.memory_layout import storage_of
-from memopt.profiler.names import module_paths
-from memopt.profiler.nodes import is_random, overload_of
+from memopt.profiler.nodes import is_random, module_paths, overload_of
 from memopt.profiler.signature import values_of
 from memopt.profiler.torch_private import backward_owns_tangents
 

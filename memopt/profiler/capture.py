@@ -25,15 +25,21 @@ from memopt.profiler.as_eager.corrections import joint_as_eager, tracing_as_eage
 from memopt.profiler.as_eager.layouts import computing_device
 from memopt.profiler.dependencies.dependencies import Dependencies, digest
 from memopt.profiler.inputs import Call
-from memopt.profiler.joint_split import Boxed, compiler, mutations, partitioner, split_joint
-from memopt.profiler.leaf_gradients import gradients_as_kept
+from memopt.profiler.joint_graph import (
+    Boxed,
+    compiler,
+    gradients_as_kept,
+    mutations,
+    partitioner,
+    split_joint,
+    without_zero_gradients,
+)
 from memopt.profiler.model_outputs import NO_OUTPUTS, TracedOutputs, hand_out, separate_outputs
-from memopt.profiler.parameter_updates import without_zero_gradients
-from memopt.profiler.side_effects import check_side_effects
 from memopt.profiler.uncaptured import (
     cache_remedy,
     check_effects,
     check_initialised,
+    check_side_effects,
     shape_from_data,
     why_not_captured,
 )

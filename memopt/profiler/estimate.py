@@ -38,7 +38,6 @@ from memopt.profiler.flops import (
     tensors_of,
     work,
 )
-from memopt.profiler.generator_state import with_state
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.measure import Progress, with_costs
 from memopt.profiler.memory_layout import is_dense
@@ -47,7 +46,7 @@ from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.session import Profiled, replayed_baseline
 from memopt.profiler.signature import Signature, describe_value, signature
-from memopt.profiler.workspace import cublas_workspace_bytes, workspace_bytes
+from memopt.profiler.workspace import cublas_workspace_bytes, with_state, workspace_bytes
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 

@@ -1,4 +1,9 @@
-"""Measured costs: time and workspace of every distinct kernel call of a Graph."""
+"""Measured costs: time and workspace of every distinct kernel call of a Graph.
+
+Calls run on stand-in data. Some kernels need values that fit each other (pivots of a factorisation,
+lengths of segments, the workspace that an LSTM's forward leaves to its backward): they get what
+they get in a real step.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,32 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from memopt.errors import ProfileError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Tensor
-from memopt.profiler.backend import backend_of
+from memopt.profiler.backend import autocast_off, backend_of
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured
-from memopt.profiler.generator_state import with_state
 from memopt.profiler.memory import metered_sections
-from memopt.profiler.real_values import real_arguments
-from memopt.profiler.signature import ENDS_PROCESS, REFUSALS, Signature, StandIns, signature
+from memopt.profiler.signature import (
+    ENDS_PROCESS,
+    REFUSALS,
+    Arguments,
+    Signature,
+    StandIns,
+    copied,
+    signature,
+)
+from memopt.profiler.workspace import with_state
 
 Progress = Callable[[float, str], None]
 
@@ -294,3 +308,49 @@ def _times(
         for i in open_:
             samples[i].append(_sample(missing[i], stand_ins, device, repeats[i]))
     return [statistics.median(s) for s in samples]
+
+
+def real_arguments(captured: Captured, wanted: Collection[str]) -> dict[str, Arguments]:
+    """Run one step on the example inputs, and keep copies of what the wanted calls get.
+
+    Nothing of the model changes: the captured graph is functional. Random state is left as it was.
+
+    Args:
+        captured: the captured model, whose parameters and inputs hold values.
+        wanted: texts of the calls' signatures (`signature(node).text`).
+    """
+    model = captured.model()
+    assert model is not None
+    found: dict[str, Arguments] = {}
+    values: dict[Node, Any] = {}
+    primals = {primal.node: primal for primal in captured.primals}
+    nodes = list(captured.module.graph.nodes)
+    last = {read: node for node in nodes for read in node.all_input_nodes}
+    with torch.random.fork_rng(), torch.no_grad(), autocast_off():
+        for node in nodes:
+            if len(found) == len(wanted) or node.op == "output":
+                break
+            if node.op == "placeholder":
+                primal = primals.get(node)
+                values[node] = (
+                    _tangent(node) if primal is None else primal.value(model, captured.call.leaves)
+                )
+            elif node.op == "get_attr":
+                values[node] = getattr(captured.module, str(node.target))
+            else:
+                args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+                text = signature(node).text
+                if text in wanted and text not in found:
+                    found[text] = copied((args, kwargs))
+                values[node] = node.target(*args, **kwargs)
+            for read in {*node.all_input_nodes, node}:
+                if last.get(read, node) is node:
+                    values.pop(read, None)
+    return found
+
+
+def _tangent(node: Node) -> torch.Tensor:
+    like = node.meta["val"]
+    flat = torch.rand(tuple(like.shape), device=like.device).to(like.dtype)
+    laid_out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return laid_out.copy_(flat)

@@ -13,7 +13,7 @@ from memopt.models.arguments import Argument, Nest, Opaque, Plain, TensorSpec
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
 from memopt.models.same_graph import resized
-from memopt.profiler.autocast import autocast_state
+from memopt.profiler.backend import autocast_state
 from memopt.profiler.inputs import Call, repeated
 from memopt.programs.serialize import fingerprint
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from memopt.profiler.as_eager.backward import dearest_values, is_eager_backward
+from memopt.profiler.as_eager.functions import EAGER_BACKWARD, dearest_values
 
 ENDS_PROCESS = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
 """Kernels that end the process on data that does not fit."""
@@ -149,6 +149,6 @@ class StandIns:
             (one.args, one.kwargs),
             lambda value: self._tensor(value) if isinstance(value, TensorArgument) else value,
         )
-        if is_eager_backward(one.target):
+        if one.target is EAGER_BACKWARD:
             dearest_values(args)
         return args, kwargs

@@ -19,7 +19,7 @@ from memopt.profiler.baseline import Loss
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call
-from memopt.profiler.parameter_updates import of_the_loss
+from memopt.profiler.joint_graph import of_the_loss
 from memopt.profiler.step_optimizer import Update
 
 

@@ -14,7 +14,6 @@ from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
 from memopt.profiler.backend import backend_of, timed
 from memopt.profiler.baseline import Baseline, Loss, clear_gradients, measure_steps
-from memopt.profiler.host_state import HostState
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.measure import MeasureOptions, Progress, measure
@@ -31,7 +30,12 @@ from memopt.profiler.session import (
     part_of,
 )
 from memopt.profiler.step_capture import StepParts, capture_step, with_updates
-from memopt.profiler.step_optimizer import check_splittable, optimizer_restored, update_one
+from memopt.profiler.step_optimizer import (
+    HostState,
+    check_splittable,
+    optimizer_restored,
+    update_one,
+)
 
 _ROUNDS = 3
 

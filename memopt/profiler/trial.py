@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from memopt.profiler.autocast import autocast_off
-from memopt.profiler.backend import with_own_generators
+from memopt.profiler.backend import autocast_off, with_own_generators
 from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.signature import (
     ENDS_PROCESS,

@@ -18,15 +18,26 @@ On CUDA they are those that are known from torch's sources:
 - cuBLAS holds one workspace per handle and stream to the end of the process: 32 MiB on Hopper,
   8.1 MiB before (CublasHandlePool.cpp). Handles belong to threads, and autograd's backward runs on
   its own, so a step has two. They are resident.
+
+A random operator that runs again brings the generator's state along: its first run saves the state,
+a second run saves it, too, to put it back. On the CPU torch hands out a state as a tensor of its
+allocator, copied and dropped before the operator begins (`memopt.executor.random_state`), so there
+is either the state or what the operator itself needs, whichever is larger. A CUDA generator's state
+is a tensor of the CPU.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from memopt.models.graph import Graph, Implementation, Operator, Tensor
+from memopt.profiler.backend import Backend
 from memopt.profiler.flops import elements, operator_name, tensors_of
 from memopt.profiler.signature import Signature, TensorArgument
 
@@ -228,3 +239,37 @@ def _attention(name: str, call: Signature, cuda: bool) -> int:
     )
     copied = 0 if contiguous(transposed) or contiguous(gradient) else _bytes(gradient)
     return copied + 4 * threads * (2 * block * keys + block)
+
+
+@functools.cache
+def state_bytes() -> int:
+    """Of a CPU generator's state, as torch's allocator counts it."""
+    return torch.Generator().get_state().nbytes
+
+
+def with_state(graph: Graph, backend: Backend, *, placed: bool = False) -> Graph:
+    """The graph whose random operators that may run again have the state in their workspace.
+
+    Args:
+        graph: priced.
+        backend: where the step runs.
+        placed: the operators' results may be in an arena, which is there before they are.
+    """
+    if not backend.on_host:
+        return graph
+    operators = [
+        _charged(one, graph.tensors, placed) if one.random and one.recomputable else one
+        for one in graph.operators
+    ]
+    return replace(graph, operators=tuple(operators))
+
+
+def _charged(operator: Operator, tensors: Sequence[Tensor], placed: bool) -> Operator:
+    def workspace_bytes(figures: Operator | Implementation) -> int:
+        writes = operator.writes if figures.writes is None else figures.writes
+        results_bytes = 0 if placed else sum(tensors[t].size_bytes for t in writes)
+        return max(figures.workspace_bytes, state_bytes() - results_bytes)
+
+    choices = [replace(c, workspace_bytes=workspace_bytes(c)) for c in operator.implementations]
+    bytes_now = workspace_bytes(operator)
+    return replace(operator, workspace_bytes=bytes_now, implementations=tuple(choices))

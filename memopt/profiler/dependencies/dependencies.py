@@ -19,9 +19,15 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from memopt.profiler.dependencies.dependency import GONE, UNREADABLE, Dependency, same
 from memopt.profiler.dependencies.dynamo_guards import TraceGuards
-from memopt.profiler.dependencies.reader import TraceReader, read
+from memopt.profiler.dependencies.reader import (
+    GONE,
+    UNREADABLE,
+    Dependency,
+    TraceReader,
+    read,
+    same,
+)
 
 
 @dataclass(frozen=True, eq=False)

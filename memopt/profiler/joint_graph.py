@@ -1,0 +1,241 @@
+"""AOTAutograd's joint graph: its halves, its gradients, and how programs run in its place.
+
+Gradients are returned in the memory layout in which autograd keeps them. It keeps a leaf's gradient
+in the leaf's own layout, or row-major where the leaf has gaps; one that comes in another (expanded
+by `sum`, transposed, of a sliced input) it copies, after the backward and past any plan. Traced
+here, the copy is planned, and its source freed after it.
+
+A parameter that the forward updates in place (`nn.Embedding(max_norm=...)`) is updated without
+autograd's knowledge, so the gradient of its new value is zero; AOTAutograd adds it all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from memopt.errors import CaptureError
+from memopt.profiler import torch_private
+from memopt.profiler.inputs import Call
+from memopt.profiler.memory_layout import is_dense
+
+Boxed = Callable[[list[Any]], Any]
+"""A callable that takes its arguments as one list, which it may empty."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which nodes of a joint graph are what."""
+
+    primals: tuple[Node, ...]
+    tangents: tuple[Node, ...]
+    forward_outputs: tuple[Any, ...]
+    gradients: tuple[Any, ...]
+    descriptors: tuple[Any, ...]
+    output: Node
+
+
+def split_joint(module: GraphModule) -> Split:
+    """Tell the nodes of a joint graph apart by AOTAutograd's descriptors."""
+    descriptors = torch_private.descriptor_types()
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    tangents = tuple(
+        n for n in placeholders if isinstance(n.meta.get("desc"), descriptors.TangentAOTInput)
+    )
+    primals = tuple(n for n in placeholders if n not in tangents)
+    output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
+    results = pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None)
+    count = len(results) - len(primals)
+    return Split(
+        primals=primals,
+        tangents=tangents,
+        forward_outputs=tuple(results[:count]),
+        gradients=tuple(results[count:]),
+        descriptors=tuple(output.meta["desc"])[:count],
+        output=output,
+    )
+
+
+def mutations(split: Split) -> tuple[int, ...]:
+    """For each leading forward output, the index of the primal it updates."""
+    by_descriptor = {repr(n.meta["desc"]): i for i, n in enumerate(split.primals)}
+    mutated = []
+    for descriptor in split.descriptors:
+        if type(descriptor).__name__ != "InputMutationAOTOutput":
+            break
+        mutated.append(by_descriptor[repr(descriptor.mutated_input)])
+    return tuple(mutated)
+
+
+def compiler(find: Callable[[], Boxed | None]) -> Callable[..., Boxed]:
+    """A compiler for AOTAutograd whose callable runs what `find` gives at each call."""
+
+    def compile_(graph_module: GraphModule, inputs: Any) -> Boxed:
+        def run(args: list[Any]) -> Any:
+            target = find()
+            if target is None:
+                raise RuntimeError("memopt: no program is installed in this captured model")
+            return target(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's own marker
+        return run
+
+    return compile_
+
+
+def partitioner(split: Split) -> Callable[..., tuple[GraphModule, GraphModule]]:
+    """A partition whose only saved value is a 0-d token; the real work runs in `hooks`."""
+
+    def stand_in(graph: FxGraph, node: Node) -> Node:
+        empty = graph.call_function(torch.ops.aten.empty.memory_format, ([],))
+        empty.meta = dict(node.meta)
+        return empty
+
+    def partition(
+        joint: GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        if num_fwd_outputs != len(split.forward_outputs):
+            raise CaptureError(
+                f"AOTAutograd counts {num_fwd_outputs} forward outputs, memopt "
+                f"{len(split.forward_outputs)}; please report this model"
+            )
+        values: list[Any] = [n.meta.get("val") for n in split.primals]
+        fake_mode = next(v.fake_mode for v in values if isinstance(v, FakeTensor))
+        forward = FxGraph()
+        copies = {n: forward.node_copy(n) for n in split.primals}
+        outputs = [
+            (copies[o] if o in copies else stand_in(forward, o)) if isinstance(o, Node) else o
+            for o in split.forward_outputs
+        ]
+        token = forward.call_function(torch.ops.aten.empty.memory_format, ([],))
+        with fake_mode:
+            token.meta["val"] = torch.empty((), dtype=torch.int64, device="cpu")
+        result = forward.output((*outputs, token))
+        result.meta = dict(split.output.meta)
+        result.meta["desc"] = [*split.descriptors, None]
+
+        backward = FxGraph()
+        backward.placeholder("token").meta["val"] = token.meta["val"]
+        tangents = {n: backward.node_copy(n) for n in split.tangents}
+        gradients = [
+            (tangents[g] if g in tangents else stand_in(backward, g)) if isinstance(g, Node) else g
+            for g in split.gradients
+        ]
+        result = backward.output(tuple(gradients))
+        result.meta = dict(split.output.meta)
+        result.meta["desc"] = list(split.output.meta["desc"])[num_fwd_outputs:]
+        return GraphModule(joint, forward), GraphModule(joint, backward)
+
+    return partition
+
+
+def _updated_parameter(tangent: Node) -> bool:
+    """Whether a tangent belongs to the new value of a parameter."""
+    output = getattr(tangent.meta.get("desc"), "output", None)
+    source = getattr(output, "mutated_input", None)
+    return type(source).__name__ == "ParamAOTInput"
+
+
+def without_zero_gradients(module: GraphModule) -> None:
+    """Add nothing to a parameter's gradient for the new value that the forward gives it; where
+    the loss does not use that value there is no gradient, as in eager."""
+    output = module.graph.output_node()
+    for tangent in [n for n in module.graph.nodes if n.op == "placeholder"]:
+        if not _updated_parameter(tangent):
+            continue
+        for user in list(tangent.users):
+            others = [a for a in user.args if a is not tangent]
+            if user.target is torch.ops.aten.add.Tensor and not user.kwargs and len(others) == 1:
+                user.replace_all_uses_with(others[0])
+                module.graph.erase_node(user)
+        output.args = pytree.tree_map(
+            lambda result, t=tangent: None if result is t else result, output.args
+        )
+
+
+def of_the_loss(tangents: Iterable[Node]) -> tuple[Node, ...]:
+    """The tangents of a whole step without those of updated parameters that nothing reads."""
+    return tuple(t for t in tangents if t.users or not _updated_parameter(t))
+
+
+def unit_tangents(tangents: Iterable[Node], loss: torch.Tensor) -> list[torch.Tensor]:
+    """Where the backward of a whole step begins: the loss's gradient is 1, that of values which
+    the forward has given to parameters and inputs is 0."""
+    return [
+        torch.zeros_like(loss).expand(tuple(tangent.meta["val"].shape))
+        if hasattr(getattr(tangent.meta.get("desc"), "output", None), "mutated_input")
+        else torch.ones_like(loss)
+        for tangent in tangents
+    ]
+
+
+_ATEN = torch.ops.aten
+
+
+def gradients_as_kept(module: GraphModule, call: Call) -> None:
+    """Let a joint graph return each leaf's gradient as autograd keeps it; in place.
+
+    Args:
+        module: the joint graph.
+        call: says which inputs are leaves. The gradients of the others are passed on as they are.
+    """
+    split = split_joint(module)
+    if not split.tangents:
+        return  # There is no backward.
+    kept: dict[int, Node] = {}
+    for position, (primal, gradient) in enumerate(zip(split.primals, split.gradients, strict=True)):
+        if isinstance(gradient, Node) and _is_leaf(primal, call):
+            like, value = primal.meta["val"], gradient.meta["val"]
+            if not _keeps(value, like):
+                kept[position] = _copy(module, split.output, gradient, like)
+    if not kept:
+        return
+    gradients = [kept.get(i, gradient) for i, gradient in enumerate(split.gradients)]
+    leaves, spec = pytree.tree_flatten(split.output.args[0], is_leaf=lambda x: x is None)
+    leaves[len(leaves) - len(gradients) :] = gradients
+    split.output.args = (pytree.tree_unflatten(leaves, spec),)
+    module.recompile()
+
+
+def _is_leaf(primal: Node, call: Call) -> bool:
+    descriptor = primal.meta["desc"]
+    if type(descriptor).__name__ != "PlainAOTInput":
+        return True
+    leaf = call.leaves[descriptor.idx]
+    return isinstance(leaf, torch.Tensor) and leaf.is_leaf
+
+
+def _keeps(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether autograd keeps a gradient of this layout as it is."""
+    if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
+        return True
+    if not is_dense(leaf.shape, leaf.stride()):
+        return gradient.is_contiguous()
+    strides = zip(leaf.shape, leaf.stride(), gradient.stride(), strict=True)
+    return all(size == 1 or own == other for size, own, other in strides)
+
+
+def _copy(module: GraphModule, output: Node, gradient: Node, leaf: torch.Tensor) -> Node:
+    """The gradient copied: row-major in the order of the leaf's dimensions in memory."""
+    order = list(range(leaf.dim()))
+    if is_dense(leaf.shape, leaf.stride()):
+        order.sort(key=lambda d: (leaf.stride(d), leaf.shape[d]), reverse=True)
+    back = sorted(range(len(order)), key=order.__getitem__)
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> Node:
+        node = module.graph.call_function(target, args, kwargs)
+        given, named = torch.fx.node.map_arg((args, kwargs), lambda one: one.meta["val"])
+        node.meta["val"] = target(*given, **named)
+        return node
+
+    with module.graph.inserting_before(output):
+        rows = call(_ATEN.permute.default, gradient, order)
+        rows = call(_ATEN.clone.default, rows, memory_format=torch.contiguous_format)
+        return call(_ATEN.permute.default, rows, back)
