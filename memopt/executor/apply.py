@@ -22,9 +22,8 @@ from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.dependencies.reader import Dependency
 from memopt.profiler.input_errors import diagnosed
-from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.inputs import Call, device_of, to_call
 from memopt.profiler.record import example_call, record_of
-from memopt.profiler.session import device_of
 from memopt.programs.instructions import Compute
 from memopt.programs.serialize import fingerprint
 from memopt.reductions.stage_map import has_updates

@@ -27,7 +27,7 @@ from memopt.profiler.backend import LARGEST_BLOCK_BYTES, backend_of, estimated_b
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.capture import Captured
-from memopt.profiler.measure import MeasureOptions, memory_of
+from memopt.profiler.measure import MeasureOptions, costs_of
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.violations import Violation
 from memopt.reductions.validate_and_replay import judge
@@ -142,7 +142,7 @@ def _measured(
     sizes: dict[int, int] = {}
     workspaces: dict[tuple[int, str | None], int] = {}
     for call, node, cost in zip(
-        calls, nodes, memory_of(nodes, device, options, captured), strict=True
+        calls, nodes, costs_of(nodes, device, options, captured=captured, timed=False), strict=True
     ):
         workspaces[call] = cost.workspace_bytes
         held = [t for t in lowering.storages[node] if t is not None]

@@ -16,10 +16,9 @@ from memopt.models.record import difference
 from memopt.profiler.backend import backend_of
 from memopt.profiler.baseline import Baseline, Loss
 from memopt.profiler.input_errors import diagnosed
-from memopt.profiler.inputs import Call
+from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.record import example_call, record_of
-from memopt.profiler.session import device_of
 from memopt.profiler.step_capture import StepModule, capture_step, update_name, with_updates
 from memopt.profiler.step_optimizer import check_splittable
 from memopt.profiler.step_session import ProfiledStep, update_costs

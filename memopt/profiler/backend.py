@@ -6,9 +6,9 @@ for each kind of device, is named for records and messages, entered again, and s
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,9 +92,11 @@ def estimated_backend(block_bytes: int) -> Backend:
     return BACKENDS["cuda" if block_bytes > 1 else "cpu"]
 
 
-def with_own_generators(devices: Iterable[torch.device]) -> list[torch.device]:
-    """The devices that draw random numbers from a generator of their own, for `fork_rng`."""
-    return [d for d in devices if d.type in BACKENDS and not BACKENDS[d.type].on_host]
+def random_state_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Context after which the random generators of the host and of these devices are what they were
+    before: each time it is entered the same numbers come."""
+    own = [d for d in devices if d.type in BACKENDS and not BACKENDS[d.type].on_host]
+    return torch.random.fork_rng(devices=own)
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
@@ -117,15 +119,15 @@ def autocast_state() -> tuple[str | None, ...]:
     )
 
 
-def autocast_off() -> contextlib.ExitStack:
+def autocast_off() -> ExitStack:
     """A context without autocast: the casts are in the graph, so kernels run as they are, even
     where the user calls them under autocast."""
     return autocast_as((None,) * len(AUTOCAST_DEVICES))
 
 
-def autocast_as(state: tuple[str | None, ...]) -> contextlib.ExitStack:
+def autocast_as(state: tuple[str | None, ...]) -> ExitStack:
     """A context with autocast as it was when `autocast_state()` said `state`."""
-    stack = contextlib.ExitStack()
+    stack = ExitStack()
     for kind, wanted, found in zip(AUTOCAST_DEVICES, state, autocast_state(), strict=True):
         if wanted is not None and wanted != found:
             stack.enter_context(torch.autocast(kind, getattr(torch, wanted)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.fx import Node
 from memopt.errors import CaptureError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.profiler.capture import Captured
+from memopt.profiler.capture import Captured, named_tensors
 from memopt.profiler.in_place import overwritable, same_bits_in_place
 from memopt.profiler.memory_layout import storage_of
 from memopt.profiler.nodes import is_random, module_paths, overload_of
@@ -60,6 +60,14 @@ class Lowering:
     def node_of(self, op: int, implementation: str | None) -> Node:
         """The kernel call that runs an operator under an implementation (None: its own)."""
         return self.nodes[op] if implementation is None else self.alternatives[op, implementation]
+
+
+def held_by(
+    nodes: Iterable[Any], storages: Mapping[Node, tuple[int | None, ...]]
+) -> tuple[int, ...]:
+    """The tensors that nodes hold, each once; other things than nodes hold none."""
+    held = (t for node in nodes if isinstance(node, Node) for t in storages[node])
+    return tuple(dict.fromkeys(t for t in held if t is not None))
 
 
 @dataclass
@@ -111,12 +119,7 @@ def build(model: nn.Module, captured: Captured, block_bytes: int = 1) -> Lowerin
     _add_inputs(builder, captured)
     paths = module_paths(captured.module)
     needed = _needed(captured)
-    mutated = {
-        tensor
-        for i in captured.mutated
-        for tensor in builder.storages[captured.primals[i].node]
-        if tensor is not None
-    }
+    mutated = set(held_by((captured.primals[i].node for i in captured.mutated), builder.storages))
     for node in captured.module.graph.nodes:
         if node.op in ("placeholder", "output") or node not in needed:
             continue
@@ -144,11 +147,6 @@ def _needed(captured: Captured) -> set[Node]:
 
 
 def _add_inputs(builder: _Builder, captured: Captured) -> None:
-    kinds = {
-        "parameter": TensorKind.PARAMETER,
-        "buffer": TensorKind.BUFFER,
-        "input": TensorKind.INPUT,
-    }
     for primal in captured.primals:
         value = primal.node.meta.get("val")
         if not isinstance(value, torch.Tensor):
@@ -156,7 +154,8 @@ def _add_inputs(builder: _Builder, captured: Captured) -> None:
             continue
         index = builder.find(value)
         if index is None:
-            index = builder.new_tensor(primal.name or primal.node.name, value, kinds[primal.kind])
+            kind = TensorKind(primal.kind)
+            index = builder.new_tensor(primal.name or primal.node.name, value, kind)
             builder.bases[index] = primal.node
         builder.storages[primal.node] = (index,)
     for tangent in captured.tangents:
@@ -168,9 +167,7 @@ def _add_inputs(builder: _Builder, captured: Captured) -> None:
 
 
 def _add_constant(builder: _Builder, captured: Captured, node: Node) -> None:
-    value = captured.module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
+    value = operator.attrgetter(str(node.target))(captured.module)
     if not isinstance(value, torch.Tensor):
         raise CaptureError(
             f"the model uses a higher-order operator ({node.target}) that memopt cannot plan; "
@@ -195,7 +192,7 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> No
             builder.backward.add(node)
         return
     _check_target(node)
-    reads = tuple(dict.fromkeys(_reads(builder, node.all_input_nodes)))
+    reads = held_by(node.all_input_nodes, builder.storages)
     backward = node.meta.get("partitioner_tag") == "is_backward" or any(
         n in builder.backward for n in node.all_input_nodes
     )
@@ -261,13 +258,6 @@ def _check_target(node: Node) -> None:
         )
 
 
-def _reads(builder: _Builder, nodes: Iterable[Node]) -> Iterable[int]:
-    for node in nodes:
-        for index in builder.storages[node]:
-            if index is not None:
-                yield index
-
-
 def _only_replaces_statistics(node: Node) -> bool:
     """An operator that reads a value which the step overwrites may run once only; but batch
     norm in training mode uses its running statistics for nothing but their own new values."""
@@ -279,8 +269,8 @@ def _only_replaces_statistics(node: Node) -> bool:
 
 
 def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering:
-    outputs = _results(builder, captured.forward_outputs)
-    gradients = _results(builder, captured.gradients)
+    outputs = held_by(captured.forward_outputs, builder.storages)
+    gradients = held_by(captured.gradients, builder.storages)
     beside = _beside(builder, captured)
     operators = _with_in_place(builder, {*outputs, *gradients}, captured.device)
     for index in outputs:
@@ -322,12 +312,7 @@ def _with_in_place(
 ) -> list[Operator]:
     """The operators, with the tensors that they may overwrite."""
     readers = Counter(t for operator in builder.operators for t in operator.reads)
-    given = {
-        t
-        for node in builder.storages
-        if node.op != "call_function"
-        for t in _reads(builder, [node])
-    }
+    given = set(held_by((n for n in builder.storages if n.op != "call_function"), builder.storages))
     immutable = _from_zeros_without_memory(builder)
     made: list[Operator] = []
     for call, node in zip(builder.operators, builder.nodes, strict=True):
@@ -357,27 +342,14 @@ def _from_zeros_without_memory(builder: _Builder) -> set[Node]:
     return found
 
 
-def _results(builder: _Builder, values: Iterable[Any]) -> tuple[int, ...]:
-    nodes = [v for v in values if isinstance(v, Node)]
-    indices = (index for node in nodes for index in builder.storages[node])
-    return tuple(dict.fromkeys(index for index in indices if index is not None))
-
-
 def _untouched_bytes(builder: _Builder, model: nn.Module, captured: Captured) -> int:
     """Parameters, buffers and inputs that the step never reads still take memory."""
     seen = {p.name for p in captured.primals if p.kind != "input"}
-    touched = {id(p) for n, p in _named_tensors(model) if n in seen}
-    untouched: dict[int, torch.Tensor] = {}
-    for _, tensor in _named_tensors(model):
-        if id(tensor) not in touched:
-            untouched[storage_of(tensor)] = tensor
+    named = named_tensors(model)
+    touched = {id(tensor) for name, tensor in named if name in seen}
+    untouched = {storage_of(tensor): tensor for _, tensor in named if id(tensor) not in touched}
     read = {p.index for p in captured.primals if p.kind == "input"}
     for position, leaf in enumerate(captured.call.leaves):
         if isinstance(leaf, torch.Tensor) and position not in read:
             untouched[storage_of(leaf)] = leaf
     return sum(builder.size_of(tensor) for tensor in untouched.values())
-
-
-def _named_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)

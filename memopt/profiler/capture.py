@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -76,8 +77,7 @@ class Primal:
             return self.reader(model)
         if self.constant is not None:
             return self.constant
-        path, _, name = self.name.rpartition(".")
-        return getattr(model.get_submodule(path), name)
+        return attrgetter(self.name)(model)
 
 
 @dataclass(eq=False)
@@ -278,19 +278,17 @@ def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
 
 def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, torch.Tensor]]:
     """Mangled name in the traced module → (name in the user's model or "", the tensor)."""
-    known: dict[int, str] = {}
-    for name, tensor in (
+    known = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
+    tensors = {name: attrgetter(name)(traced) for name in (*joint.params_spec, *joint.buffers_spec)}
+    return {name: (known.get(id(tensor), ""), tensor) for name, tensor in tensors.items()}
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """A model's parameters and buffers, one that has several names under each of them."""
+    return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
-    ):
-        known.setdefault(id(tensor), name)
-    names = {}
-    for mangled in (*joint.params_spec, *joint.buffers_spec):
-        tensor = traced
-        for part in mangled.split("."):
-            tensor = getattr(tensor, part)
-        names[mangled] = (known.get(id(tensor), ""), tensor)
-    return names
+    ]
 
 
 def _primal(

@@ -45,13 +45,13 @@ class Split:
 def split_joint(module: GraphModule) -> Split:
     """Tell the nodes of a joint graph apart by AOTAutograd's descriptors."""
     descriptors = torch_private.descriptor_types()
-    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    placeholders = module.graph.find_nodes(op="placeholder")
     tangents = tuple(
         n for n in placeholders if isinstance(n.meta.get("desc"), descriptors.TangentAOTInput)
     )
     primals = tuple(n for n in placeholders if n not in tangents)
-    output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
-    results = pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None)
+    output: Any = module.graph.output_node()
+    results = list(output.args[0])
     count = len(results) - len(primals)
     return Split(
         primals=primals,
@@ -93,10 +93,17 @@ def compiler(find: Callable[[], Boxed | None]) -> Callable[..., Boxed]:
 def partitioner(split: Split) -> Callable[..., tuple[GraphModule, GraphModule]]:
     """A partition whose only saved value is a 0-d token; the real work runs in `hooks`."""
 
-    def stand_in(graph: FxGraph, node: Node) -> Node:
-        empty = graph.call_function(torch.ops.aten.empty.memory_format, ([],))
-        empty.meta = dict(node.meta)
-        return empty
+    def fill(graph: FxGraph, inputs: Iterable[Node], results: Iterable[Any]) -> list[Any]:
+        """Give a graph these inputs, and empty tensors for what it would compute of them."""
+        made = {node: graph.node_copy(node) for node in inputs}
+        for node in results:
+            if isinstance(node, Node) and node not in made:
+                made[node] = graph.call_function(torch.ops.aten.empty.memory_format, ([],))
+                made[node].meta = dict(node.meta)
+        return [made[one] if isinstance(one, Node) else one for one in results]
+
+    def end(graph: FxGraph, results: Iterable[Any], descriptors: Iterable[Any]) -> None:
+        graph.output(tuple(results)).meta = {**split.output.meta, "desc": list(descriptors)}
 
     def partition(
         joint: GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -108,29 +115,16 @@ def partitioner(split: Split) -> Callable[..., tuple[GraphModule, GraphModule]]:
             )
         values: list[Any] = [n.meta.get("val") for n in split.primals]
         fake_mode = next(v.fake_mode for v in values if isinstance(v, FakeTensor))
-        forward = FxGraph()
-        copies = {n: forward.node_copy(n) for n in split.primals}
-        outputs = [
-            (copies[o] if o in copies else stand_in(forward, o)) if isinstance(o, Node) else o
-            for o in split.forward_outputs
-        ]
+        forward, backward = FxGraph(), FxGraph()
+        outputs = fill(forward, split.primals, split.forward_outputs)
         token = forward.call_function(torch.ops.aten.empty.memory_format, ([],))
         with fake_mode:
             token.meta["val"] = torch.empty((), dtype=torch.int64, device="cpu")
-        result = forward.output((*outputs, token))
-        result.meta = dict(split.output.meta)
-        result.meta["desc"] = [*split.descriptors, None]
+        end(forward, (*outputs, token), (*split.descriptors, None))
 
-        backward = FxGraph()
         backward.placeholder("token").meta["val"] = token.meta["val"]
-        tangents = {n: backward.node_copy(n) for n in split.tangents}
-        gradients = [
-            (tangents[g] if g in tangents else stand_in(backward, g)) if isinstance(g, Node) else g
-            for g in split.gradients
-        ]
-        result = backward.output(tuple(gradients))
-        result.meta = dict(split.output.meta)
-        result.meta["desc"] = list(split.output.meta["desc"])[num_fwd_outputs:]
+        gradients = fill(backward, split.tangents, split.gradients)
+        end(backward, gradients, split.output.meta["desc"][num_fwd_outputs:])
         return GraphModule(joint, forward), GraphModule(joint, backward)
 
     return partition
@@ -138,18 +132,19 @@ def partitioner(split: Split) -> Callable[..., tuple[GraphModule, GraphModule]]:
 
 def _updated_parameter(tangent: Node) -> bool:
     """Whether a tangent belongs to the new value of a parameter."""
-    output = getattr(tangent.meta.get("desc"), "output", None)
-    source = getattr(output, "mutated_input", None)
-    return type(source).__name__ == "ParamAOTInput"
+    return type(_updated_input(tangent)).__name__ == "ParamAOTInput"
+
+
+def _updated_input(tangent: Node) -> Any:
+    """The descriptor of the input whose new value a tangent belongs to; None: it is an output's."""
+    return getattr(getattr(tangent.meta.get("desc"), "output", None), "mutated_input", None)
 
 
 def without_zero_gradients(module: GraphModule) -> None:
     """Add nothing to a parameter's gradient for the new value that the forward gives it; where
     the loss does not use that value there is no gradient, as in eager."""
-    output = module.graph.output_node()
-    for tangent in [n for n in module.graph.nodes if n.op == "placeholder"]:
-        if not _updated_parameter(tangent):
-            continue
+    output: Any = module.graph.output_node()
+    for tangent in filter(_updated_parameter, module.graph.find_nodes(op="placeholder")):
         for user in list(tangent.users):
             others = [a for a in user.args if a is not tangent]
             if user.target is torch.ops.aten.add.Tensor and not user.kwargs and len(others) == 1:
@@ -170,13 +165,10 @@ def unit_tangents(tangents: Iterable[Node], loss: torch.Tensor) -> list[torch.Te
     the forward has given to parameters and inputs is 0."""
     return [
         torch.zeros_like(loss).expand(tuple(tangent.meta["val"].shape))
-        if hasattr(getattr(tangent.meta.get("desc"), "output", None), "mutated_input")
+        if _updated_input(tangent) is not None
         else torch.ones_like(loss)
         for tangent in tangents
     ]
-
-
-_ATEN = torch.ops.aten
 
 
 def gradients_as_kept(module: GraphModule, call: Call) -> None:
@@ -198,9 +190,7 @@ def gradients_as_kept(module: GraphModule, call: Call) -> None:
     if not kept:
         return
     gradients = [kept.get(i, gradient) for i, gradient in enumerate(split.gradients)]
-    leaves, spec = pytree.tree_flatten(split.output.args[0], is_leaf=lambda x: x is None)
-    leaves[len(leaves) - len(gradients) :] = gradients
-    split.output.args = (pytree.tree_unflatten(leaves, spec),)
+    split.output.args = ([*split.forward_outputs, *gradients],)
     module.recompile()
 
 
@@ -236,6 +226,6 @@ def _copy(module: GraphModule, output: Node, gradient: Node, leaf: torch.Tensor)
         return node
 
     with module.graph.inserting_before(output):
-        rows = call(_ATEN.permute.default, gradient, order)
-        rows = call(_ATEN.clone.default, rows, memory_format=torch.contiguous_format)
-        return call(_ATEN.permute.default, rows, back)
+        rows = call(torch.ops.aten.permute.default, gradient, order)
+        rows = call(torch.ops.aten.clone.default, rows, memory_format=torch.contiguous_format)
+        return call(torch.ops.aten.permute.default, rows, back)

@@ -41,6 +41,11 @@ from memopt.profiler.workspace import with_state
 
 Progress = Callable[[float, str], None]
 
+
+def silent(_fraction: float, _what: str) -> None:
+    """Progress that nobody hears."""
+
+
 _MINIMUM_SAMPLE_S = 100e-6
 _PRECISION = 0.05
 _MINIMUM_ROUNDS = 3
@@ -87,7 +92,7 @@ def measure(
     lowering: Lowering,
     device: torch.device,
     options: MeasureOptions,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     captured: Captured | None = None,
 ) -> Graph:
     """The lowering's Graph with measured times, workspaces and real output sizes.
@@ -109,29 +114,12 @@ def costs_of(
     nodes: Sequence[Node],
     device: torch.device,
     options: MeasureOptions,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     captured: Captured | None = None,
+    timed: bool = True,
 ) -> list[Cost]:
-    """The measured cost of each kernel call; see `measure`."""
-    return _costs(nodes, device, options, progress, captured, timed=True)
-
-
-def memory_of(
-    nodes: Sequence[Node], device: torch.device, options: MeasureOptions, captured: Captured
-) -> list[Cost]:
-    """The workspace and result sizes of each kernel call, and a time where one is known already:
-    each call that is not in the cache runs twice."""
-    return _costs(nodes, device, options, None, captured, timed=False)
-
-
-def _costs(
-    nodes: Sequence[Node],
-    device: torch.device,
-    options: MeasureOptions,
-    progress: Progress | None,
-    captured: Captured | None,
-    timed: bool,
-) -> list[Cost]:
+    """The measured cost of each kernel call; see `measure`. If not `timed`, each call that is not
+    in the cache runs twice, for its workspace and result sizes."""
     signatures = [signature(node) for node in nodes]
     distinct = {s.text: s for s in signatures}
     place = environment(device)
@@ -181,14 +169,14 @@ def _measure(
     missing: list[Signature],
     device: torch.device,
     options: MeasureOptions,
-    progress: Progress | None,
+    progress: Progress,
     captured: Captured | None,
     timed: bool,
 ) -> list[Cost]:
     stand_ins = StandIns(device)
     outputs = _output_sizes(missing, stand_ins, device, captured, progress)
     uses = metered_sections(device, [functools.partial(_ready, one, stand_ins) for one in missing])
-    times = [0.0 for _ in missing]
+    times = [0.0] * len(missing)
     if timed:
         times = _times(missing, stand_ins, device, options, progress)
     return [
@@ -202,31 +190,28 @@ def _output_sizes(
     stand_ins: StandIns,
     device: torch.device,
     captured: Captured | None,
-    progress: Progress | None,
+    progress: Progress,
 ) -> list[tuple[int, ...]]:
     """Bytes of the results of a first run of each call. One real step gives arguments to all
     those that refuse stand-in data, now and later."""
     found: dict[str, tuple[int, ...]] = {}
     refused: dict[str, ProfileError | None] = {}
     for position, one in enumerate(missing):
-        if progress is not None:
-            progress(0.3 * position / len(missing), f"warming up {one.target}")
+        progress(0.3 * position / len(missing), f"warming up {one.target}")
         if captured is not None and one.target in ENDS_PROCESS:
             refused[one.text] = None
             continue
         try:
             found[one.text] = _output_bytes(_ready(one, stand_ins)(), device)
         except ProfileError as error:
+            if captured is None:
+                raise
             refused[one.text] = error
-    if refused:
-        first = next((error for error in refused.values() if error is not None), None)
-        if captured is None and first is not None:
-            raise first
-        assert captured is not None
+    if refused and captured is not None:
         try:
             stand_ins.give(real_arguments(captured, refused))
         except REFUSALS as error:  # of an operator before these
-            raise first or error from None
+            raise next(filter(None, refused.values()), error) from None
     for one in missing:
         if one.text in refused:
             found[one.text] = _output_bytes(_ready(one, stand_ins)(), device)
@@ -290,7 +275,7 @@ def _times(
     stand_ins: StandIns,
     device: torch.device,
     options: MeasureOptions,
-    progress: Progress | None,
+    progress: Progress,
 ) -> list[float]:
     samples: list[list[float]] = [[] for _ in missing]
     first = [_sample(one, stand_ins, device, 1) for one in missing]
@@ -302,9 +287,8 @@ def _times(
         open_ = [i for i, s in enumerate(samples) if not _precise(s)]
         if not open_ or (spent > options.cap_s and round_number > 0):
             break
-        if progress is not None:
-            share = max(round_number / options.max_rounds, spent / options.cap_s)
-            progress(min(1.0, 0.3 + 0.7 * share), f"timing {len(open_)} kernels")
+        share = max(round_number / options.max_rounds, spent / options.cap_s)
+        progress(min(1.0, 0.3 + 0.7 * share), f"timing {len(open_)} kernels")
         for i in open_:
             samples[i].append(_sample(missing[i], stand_ins, device, repeats[i]))
     return [statistics.median(s) for s in samples]

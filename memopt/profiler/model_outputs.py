@@ -73,7 +73,7 @@ def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedO
     Raises:
         CaptureError: the model does not return the same outputs each time it is called.
     """
-    output = next(node for node in traced.graph.nodes if node.op == "output")
+    output: Any = traced.graph.output_node()
     leaves = list(output.args[0])
     last = max((*gradients.unused, *(i for i, _ in gradients.strides)), default=-1)
     if last >= len(leaves):
@@ -106,9 +106,7 @@ def _copy(
     """A copy of an output, in the memory layout of its gradient."""
     graph = traced.graph
     # A fake output may have other strides than the real one: what is known is always said.
-    if strides is None or len(strides) != value.dim():
-        return graph.call_function(torch.clone, (leaf,))
-    if not is_dense(value.shape, strides):
+    if strides is None or len(strides) != value.dim() or not is_dense(value.shape, strides):
         return graph.call_function(torch.clone, (leaf,))
     empty = graph.call_method("new_empty_strided", (leaf, tuple(value.shape), strides))
     return graph.call_method("copy_", (empty, leaf))
@@ -257,7 +255,7 @@ def hand_out(module: GraphModule, outputs: TracedOutputs) -> None:
     Raises:
         CaptureError: outputs that share memory would not share it any more.
     """
-    output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
+    output: Any = module.graph.output_node()
     results = list(output.args[0])
     plain = torch_private.descriptor_types().PlainAOTOutput
     place = {d.idx: i for i, d in enumerate(output.meta["desc"]) if isinstance(d, plain)}

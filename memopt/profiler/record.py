@@ -79,8 +79,7 @@ def example_call(record: ModelRecord) -> Call:
         if position >= len(leaves):
             raise PlanFileError(f"the plan's call has no argument {position}; save the plan again")
         leaves[position] = leaves[earlier]
-    again, named = pytree.tree_unflatten(leaves, call.spec)
-    return Call(again, named)
+    return Call(*pytree.tree_unflatten(leaves, call.spec))
 
 
 def _name(dtype: torch.dtype) -> str:

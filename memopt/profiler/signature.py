@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from memopt.profiler.as_eager.functions import EAGER_BACKWARD, dearest_values
 
@@ -33,19 +34,9 @@ class TensorArgument:
         return f"{dtype}{list(self.shape)}s{list(self.stride)}+{self.offset}"
 
 
-def _replace(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_replace(v, leaf) for v in value)
-    if isinstance(value, dict):
-        return {k: _replace(v, leaf) for k, v in value.items()}
-    return leaf(value)
-
-
 def _describe(value: Any) -> Any:
     if isinstance(value, Node):
-        value = value.meta.get("val")
-    if isinstance(value, (list, tuple)):
-        return type(value)(_describe(v) for v in value)
+        return pytree.tree_map(_describe, value.meta.get("val"))
     if isinstance(value, torch.Tensor):
         return TensorArgument(
             tuple(value.shape),
@@ -60,7 +51,7 @@ def _describe(value: Any) -> Any:
 def describe_value(value: Any) -> Any:
     """A call's arguments or a node's results: tensors and nodes become TensorArguments, in any
     nest of lists, tuples and dicts."""
-    return _replace(value, _describe)
+    return pytree.tree_map(_describe, value)
 
 
 @dataclass(frozen=True)
@@ -80,8 +71,8 @@ def signature(node: Node) -> Signature:
 
 def call_signature(target: Any, args: Any, kwargs: Any) -> Signature:
     """The signature of a call, of tensors or of nodes that have them as values."""
-    args, kwargs = _replace((tuple(args), dict(kwargs)), _describe)
-    shown = _replace((args, kwargs), str)
+    args, kwargs = pytree.tree_map(_describe, (tuple(args), dict(kwargs)))
+    shown = pytree.tree_map(str, (args, kwargs))
     return Signature(target, args, kwargs, f"{target}{shown}")
 
 
@@ -101,10 +92,8 @@ def copied(
     arguments: Arguments, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
 ) -> Arguments:
     """The arguments with their tensors copied."""
-    args, kwargs = _replace(
-        arguments, lambda value: copy(value) if isinstance(value, torch.Tensor) else value
-    )
-    return args, kwargs
+    made: Arguments = pytree.tree_map_only(torch.Tensor, copy, arguments)
+    return made
 
 
 class StandIns:
@@ -141,14 +130,11 @@ class StandIns:
             flat = torch.full((elements,), value, device=self._device, dtype=wanted.dtype)
         return flat.as_strided(wanted.shape, wanted.stride, wanted.offset)
 
-    def arguments(self, one: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, one: Signature) -> Arguments:
         """Fresh real arguments for a call."""
         if one.text in self._given:
             return copied(self._given[one.text])
-        args, kwargs = _replace(
-            (one.args, one.kwargs),
-            lambda value: self._tensor(value) if isinstance(value, TensorArgument) else value,
-        )
+        args, kwargs = pytree.tree_map_only(TensorArgument, self._tensor, (one.args, one.kwargs))
         if one.target is EAGER_BACKWARD:
             dearest_values(args)
         return args, kwargs

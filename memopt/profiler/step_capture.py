@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from memopt.models.graph import Operator, Phase
 from memopt.profiler.baseline import Loss
-from memopt.profiler.build import Lowering, build
+from memopt.profiler.build import Lowering, build, held_by
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call
 from memopt.profiler.joint_graph import of_the_loss
@@ -119,8 +119,7 @@ def capture_step(
             continue
         value = values.get(position)
         read = [gradient, primal.node, *([] if value is None else [value])]
-        held = [t for node in read for t in lowering.storages[node]]
-        reads = tuple(dict.fromkeys(t for t in held if t is not None))
+        reads = held_by(read, lowering.storages)
         found.append((rank, UpdateSite(primal.name, gradient, reads, value)))
     found.sort(key=lambda pair: pair[0])
     sites = tuple(site for _, site in found)
@@ -155,7 +154,7 @@ def with_updates(
     )
     captured = replace(parts.captured, gradients=gradients)
     fx_graph = captured.module.graph
-    output = next(n for n in reversed(fx_graph.nodes) if n.op == "output")
+    output = fx_graph.output_node()
     nodes, operators, storages = [], [], dict(lowering.storages)
     for site in sites:
         with fx_graph.inserting_before(output):
@@ -179,9 +178,8 @@ def with_updates(
             )
         )
     graph = lowering.graph
-    held = [lowering.storages[g] for g in gradients if isinstance(g, Node)]
-    remaining = dict.fromkeys(t for group in held for t in group if t is not None)
-    graph = replace(graph, operators=(*graph.operators, *operators), gradients=tuple(remaining))
+    remaining = held_by(gradients, lowering.storages)
+    graph = replace(graph, operators=(*graph.operators, *operators), gradients=remaining)
     return captured, replace(
         lowering, graph=graph, nodes=(*lowering.nodes, *nodes), storages=storages
     )

@@ -11,8 +11,7 @@ brings its parameter's state, runs, and writes it back; its time and memory are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -134,37 +133,6 @@ class Touch:
     def changed(self) -> bool:
         """Whether it has, or could have without a trace."""
         return self._fused or any(tensor._version != seen for tensor, seen in self._versions)
-
-
-@contextmanager
-def optimizer_restored(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put parameters, their gradients and the optimizer's state back afterwards, in place."""
-    parameters = [(p, p.detach().clone(), p.grad) for p in model.parameters()]
-    states: dict[torch.Tensor, dict[str, tuple[Any, Any]]] = {
-        parameter: {
-            key: (value, value.clone() if isinstance(value, torch.Tensor) else value)
-            for key, value in state.items()
-        }
-        for parameter, state in optimizer.state.items()
-    }
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value, gradient in parameters:
-                parameter.copy_(value)
-                parameter.grad = gradient
-            for stepped in list(optimizer.state):
-                if stepped not in states:
-                    del optimizer.state[stepped]
-            for key_tensor, saved in states.items():
-                optimizer.state[key_tensor] = {
-                    key: _put_back(tensor, copy) for key, (tensor, copy) in saved.items()
-                }
-
-
-def _put_back(value: Any, copy: Any) -> Any:
-    return value.copy_(copy) if isinstance(value, torch.Tensor) else copy
 
 
 class HostState:

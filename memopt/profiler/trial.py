@@ -10,14 +10,13 @@ is not used.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from memopt.profiler.backend import autocast_off, with_own_generators
+from memopt.profiler.backend import autocast_off, random_state_kept
 from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.signature import (
     ENDS_PROCESS,
@@ -94,7 +93,7 @@ def _tried(call: Signature, likes: Sequence[Tensor], device: torch.device, other
             if not _as_planned(expected, likes):
                 return False
             try:
-                with _same_draws(device):
+                with random_state_kept([device]):
                     found = pytree.tree_leaves(other(copied_as_laid_out(arguments)))
             except REFUSALS:
                 return False
@@ -108,13 +107,8 @@ def _tried(call: Signature, likes: Sequence[Tensor], device: torch.device, other
 
 
 def _results(call: Signature, arguments: Arguments, device: torch.device) -> list[Any]:
-    with _same_draws(device):
+    with random_state_kept([device]):
         return pytree.tree_leaves(call.target(*arguments[0], **arguments[1]))
-
-
-def _same_draws(device: torch.device) -> AbstractContextManager[None]:
-    """Each time it is entered the same random numbers come; afterwards it is as if none had."""
-    return torch.random.fork_rng(devices=with_own_generators([device]))
 
 
 def copied_as_laid_out(arguments: Arguments) -> Arguments:

@@ -28,18 +28,19 @@ is a tensor of the CPU.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from memopt.models.graph import Graph, Implementation, Operator, Tensor
+from memopt.models.graph import Graph, Implementation, Operator
 from memopt.profiler.backend import Backend
-from memopt.profiler.flops import elements, operator_name, tensors_of
+from memopt.profiler.flops import elements, operator_name, padded, tensors_of
 from memopt.profiler.signature import Signature, TensorArgument
+
+Choice = TypeVar("Choice", Operator, Implementation)
 
 _CHANNEL_BLOCK = 16
 """oneDNN's blocked layout of AVX-512 (nChw16c)."""
@@ -66,8 +67,7 @@ def workspace_bytes(call: Signature, outputs: Any, *, cuda: bool) -> int:
         cuda: on CUDA, else on the CPU with one thread.
     """
     name = operator_name(call.target)
-    writes = list(tensors_of(outputs))
-    reads = list(tensors_of((call.args, call.kwargs)))
+    writes, reads = tensors_of(outputs), tensors_of((call.args, call.kwargs))
     if name in ("convolution", "convolution_backward"):
         return _convolution(name, call, writes, cuda)
     if name.startswith("_scaled_dot_product"):
@@ -93,10 +93,6 @@ def contiguous(tensor: TensorArgument) -> bool:
     return True
 
 
-def _product(sizes: list[int]) -> int:
-    return math.prod(sizes)
-
-
 def _dense(tensor: TensorArgument) -> int:
     """What `.contiguous()` allocates."""
     return 0 if contiguous(tensor) else _bytes(tensor)
@@ -105,9 +101,7 @@ def _dense(tensor: TensorArgument) -> int:
 def _cpu(name: str, reads: list[TensorArgument], writes: list[TensorArgument]) -> int:
     if name == "_native_batch_norm_legit_functional":
         return 2 * _bytes(writes[1])
-    if name == "native_batch_norm_backward":
-        return _bytes(writes[0])
-    if name in ("native_dropout", "native_dropout_backward"):
+    if name in ("native_batch_norm_backward", "native_dropout", "native_dropout_backward"):
         return _bytes(writes[0])
     if name == "_safe_softmax":
         # Masks of the rows that are masked whole: one boolean per element and two per row.
@@ -127,21 +121,18 @@ def _layer_norm(name: str, reads: list[TensorArgument]) -> int:
     return _dense(reads[0]) + _dense(reads[1]) + (2 * _bytes(weight) if weight else 0)
 
 
-def _padded(channels: int) -> int:
-    return -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
-
-
 def _blocked(tensor: TensorArgument) -> int:
     """Bytes in the blocked layout: channels padded to the block."""
     channels = tensor.shape[1]
-    return _bytes(tensor) // channels * _padded(channels)
+    return _bytes(tensor) // channels * padded(channels, _CHANNEL_BLOCK)
 
 
 def _blocked_weight(weight: TensorArgument) -> int:
     """Both channel dimensions are padded, those of few inputs to nothing."""
     out, inner = weight.shape[:2]
-    few = inner <= _PLAIN_CHANNELS // 2
-    return _bytes(weight) // (out * inner) * _padded(out) * (inner if few else _padded(inner))
+    if inner > _PLAIN_CHANNELS // 2:
+        inner = padded(inner, _CHANNEL_BLOCK)
+    return _bytes(weight) // math.prod(weight.shape[:2]) * padded(out, _CHANNEL_BLOCK) * inner
 
 
 def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda: bool) -> int:
@@ -158,7 +149,7 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda:
     if cuda:
         transposes = contiguous(given) and given.dtype in _HALF
         return _bytes(given) + _bytes(weight) + _bytes(result) if transposes else 0
-    strided = _product(stride) > 1
+    strided = math.prod(stride) > 1
     pointwise = math.prod(weight.shape[2:]) == 1 and set(padding) == {0}
     if pointwise and not strided:
         return 0
@@ -173,7 +164,7 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda:
             given, result, image_bytes, other_bytes, weight_bytes, transposed, plain
         ) + (
             # The strided pointwise kernel gathers one image's points.
-            _bytes(given) // given.shape[0] // _product(stride)
+            _bytes(given) // given.shape[0] // math.prod(stride)
             if pointwise and len(given.shape) == 4
             else 0
         )
@@ -230,21 +221,13 @@ def _attention(name: str, call: Signature, cuda: bool) -> int:
     threads = torch.get_num_threads()
     if not backward:
         return 4 * threads * block * (keys + 2 + query.shape[-1])
-    transposed = TensorArgument(
-        tuple(gradient.shape[i] for i in (0, 2, 1, 3)),
-        tuple(gradient.stride[i] for i in (0, 2, 1, 3)),
-        gradient.offset,
-        gradient.dtype,
-        gradient.storage_bytes,
+    transposed = replace(
+        gradient,
+        shape=tuple(gradient.shape[i] for i in (0, 2, 1, 3)),
+        stride=tuple(gradient.stride[i] for i in (0, 2, 1, 3)),
     )
     copied = 0 if contiguous(transposed) or contiguous(gradient) else _bytes(gradient)
     return copied + 4 * threads * (2 * block * keys + block)
-
-
-@functools.cache
-def state_bytes() -> int:
-    """Of a CPU generator's state, as torch's allocator counts it."""
-    return torch.Generator().get_state().nbytes
 
 
 def with_state(graph: Graph, backend: Backend, *, placed: bool = False) -> Graph:
@@ -257,19 +240,18 @@ def with_state(graph: Graph, backend: Backend, *, placed: bool = False) -> Graph
     """
     if not backend.on_host:
         return graph
-    operators = [
-        _charged(one, graph.tensors, placed) if one.random and one.recomputable else one
-        for one in graph.operators
-    ]
+    state_bytes = torch.Generator().get_state().nbytes
+
+    def charged(one: Choice, writes: Sequence[int]) -> Choice:
+        results_bytes = 0 if placed else sum(graph.tensors[t].size_bytes for t in writes)
+        return replace(one, workspace_bytes=max(one.workspace_bytes, state_bytes - results_bytes))
+
+    operators = list(graph.operators)
+    for index, one in enumerate(operators):
+        if one.random and one.recomputable:
+            choices = [
+                charged(c, one.writes if c.writes is None else c.writes)
+                for c in one.implementations
+            ]
+            operators[index] = replace(charged(one, one.writes), implementations=tuple(choices))
     return replace(graph, operators=tuple(operators))
-
-
-def _charged(operator: Operator, tensors: Sequence[Tensor], placed: bool) -> Operator:
-    def workspace_bytes(figures: Operator | Implementation) -> int:
-        writes = operator.writes if figures.writes is None else figures.writes
-        results_bytes = 0 if placed else sum(tensors[t].size_bytes for t in writes)
-        return max(figures.workspace_bytes, state_bytes() - results_bytes)
-
-    choices = [replace(c, workspace_bytes=workspace_bytes(c)) for c in operator.implementations]
-    bytes_now = workspace_bytes(operator)
-    return replace(operator, workspace_bytes=bytes_now, implementations=tuple(choices))

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from memopt.profiler import torch_private
-from memopt.profiler.backend import with_own_generators
-from memopt.profiler.inputs import Call
+from memopt.profiler.backend import random_state_kept
+from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.signature import ENDS_PROCESS, REFUSALS, Signature, StandIns, call_signature
 
@@ -37,9 +37,7 @@ def computing_device(model: nn.Module, call: Call) -> torch.device | None:
     tensors = [*model.parameters(), *model.buffers(), *call.tensors()]
     if any(isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in tensors):
         return None
-    devices = [tensor.device for tensor in tensors]
-    accelerators = (device for device in devices if device.type != "cpu")
-    return next(accelerators, torch.device("cpu"))
+    return device_of(model, call)
 
 
 @contextlib.contextmanager
@@ -129,7 +127,7 @@ def _measured(call: Signature, results: list[Any], device: torch.device) -> _Str
 
 def _run(call: Signature, device: torch.device) -> list[Any]:
     """The results of a call on stand-in data; [] if its kernel refuses them."""
-    with torch.no_grad(), torch.random.fork_rng(devices=with_own_generators([device])):
+    with torch.no_grad(), random_state_kept([device]):
         args, kwargs = StandIns(device).arguments(call)
         try:
             return pytree.tree_leaves(call.target(*args, **kwargs))
