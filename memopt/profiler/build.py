@@ -80,28 +80,28 @@ class _Builder:
     views: set[Node] = field(default_factory=set)
     bases: dict[int, Node] = field(default_factory=dict)
     by_storage: dict[int, int] = field(default_factory=dict)
-    keep_alive: list[Any] = field(default_factory=list)
     backward: set[Node] = field(default_factory=set)
 
     def size_of(self, value: torch.Tensor) -> int:
-        return self.in_blocks(value.untyped_storage().nbytes())
-
-    def in_blocks(self, size_bytes: int) -> int:
-        return in_blocks(size_bytes, self.block_bytes)
-
-    def storage_key(self, value: torch.Tensor) -> int:
-        storage = value.untyped_storage()
-        self.keep_alive.append(storage)
-        return int(storage._cdata)
+        return in_blocks(value.untyped_storage().nbytes(), self.block_bytes)
 
     def new_tensor(self, name: str, value: torch.Tensor, kind: TensorKind) -> int:
         index = len(self.tensors)
         self.tensors.append(Tensor(name, self.size_of(value), kind))
-        self.by_storage[self.storage_key(value)] = index
+        self.by_storage[storage_of(value)] = index
         return index
 
     def find(self, value: torch.Tensor) -> int | None:
-        return self.by_storage.get(self.storage_key(value))
+        # The graph's nodes keep their values, so a storage's name stays its own.
+        return self.by_storage.get(storage_of(value))
+
+    def add_given(self, node: Node, value: torch.Tensor, name: str, kind: TensorKind) -> None:
+        """A node that is there before the step; several may share a storage."""
+        index = self.find(value)
+        if index is None:
+            index = self.new_tensor(name, value, kind)
+            self.bases[index] = node
+        self.storages[node] = (index,)
 
 
 def build(model: nn.Module, captured: Captured, block_bytes: int = 1) -> Lowering:
@@ -149,20 +149,13 @@ def _needed(captured: Captured) -> set[Node]:
 def _add_inputs(builder: _Builder, captured: Captured) -> None:
     for primal in captured.primals:
         value = primal.node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
+            name = primal.name or primal.node.name
+            builder.add_given(primal.node, value, name, TensorKind(primal.kind))
+        else:
             builder.storages[primal.node] = (None,)
-            continue
-        index = builder.find(value)
-        if index is None:
-            kind = TensorKind(primal.kind)
-            index = builder.new_tensor(primal.name or primal.node.name, value, kind)
-            builder.bases[index] = primal.node
-        builder.storages[primal.node] = (index,)
     for tangent in captured.tangents:
-        value = tangent.meta["val"]
-        index = builder.new_tensor(tangent.name, value, TensorKind.GRADIENT)
-        builder.bases[index] = tangent
-        builder.storages[tangent] = (index,)
+        builder.add_given(tangent, tangent.meta["val"], tangent.name, TensorKind.GRADIENT)
         builder.backward.add(tangent)
 
 
@@ -173,11 +166,7 @@ def _add_constant(builder: _Builder, captured: Captured, node: Node) -> None:
             f"the model uses a higher-order operator ({node.target}) that memopt cannot plan; "
             "replace torch.cond/while_loop/flex_attention there by plain tensor operators"
         )
-    index = builder.find(value)
-    if index is None:
-        index = builder.new_tensor(node.name, value, TensorKind.CONSTANT)
-        builder.bases[index] = node
-    builder.storages[node] = (index,)
+    builder.add_given(node, value, node.name, TensorKind.CONSTANT)
 
 
 def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> None:
@@ -302,7 +291,7 @@ def _beside(builder: _Builder, captured: Captured) -> tuple[int, ...]:
     the loss boundary to the end."""
     first = len(builder.tensors)
     for position, size_bytes in captured.outputs.beside:
-        size = builder.in_blocks(size_bytes)
+        size = in_blocks(size_bytes, builder.block_bytes)
         builder.tensors.append(Tensor(f"gradient of output {position}", size, TensorKind.GRADIENT))
     return tuple(range(first, len(builder.tensors)))
 

@@ -41,6 +41,7 @@ from memopt.profiler.uncaptured import (
     check_effects,
     check_initialised,
     check_side_effects,
+    first_line,
     shape_from_data,
     why_not_captured,
 )
@@ -262,7 +263,7 @@ def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
     try:
         return torch_private.export_joint(stack, traced, call.args, call.kwargs)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        first = first_line(error) or repr(error)
         where = shape_from_data(traced)
         if where is not None:
             raise CaptureError(

@@ -107,7 +107,8 @@ def capture_step(
     captured = replace(captured, tangents=of_the_loss(captured.tangents))
     lowering = build(module, captured, block_bytes)
     parameters = dict(module.named_parameters())
-    trained = {id(p): i for i, p in enumerate(_trained(optimizer))}
+    every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    trained = {id(p): i for i, p in enumerate(every)}
     values = dict(zip(captured.mutated, captured.forward_outputs, strict=False))
     found: list[tuple[int, UpdateSite]] = []
     pairs = zip(captured.primals, captured.gradients, strict=True)
@@ -124,10 +125,6 @@ def capture_step(
     found.sort(key=lambda pair: pair[0])
     sites = tuple(site for _, site in found)
     return StepParts(module, step_call, captured, lowering, Update(), sites)
-
-
-def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def update_name(site: UpdateSite) -> str:
@@ -155,6 +152,8 @@ def with_updates(
     captured = replace(parts.captured, gradients=gradients)
     fx_graph = captured.module.graph
     output = fx_graph.output_node()
+    for before in fx_graph.find_nodes(op="call_function", target=parts.update):
+        fx_graph.erase_node(before)  # of an earlier call, with other costs
     nodes, operators, storages = [], [], dict(lowering.storages)
     for site in sites:
         with fx_graph.inserting_before(output):

@@ -19,15 +19,7 @@ import torch
 from torch import nn
 
 from memopt.profiler.backend import backend_of
-
-PER_PARAMETER = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-)
-"""Optimizers whose step can be cut into one update per parameter."""
+from memopt.profiler.optimizer_state import PER_PARAMETER
 
 
 class Update:
@@ -90,12 +82,17 @@ def check_splittable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
             raise ValueError(f"{name} has gradient hooks, which planned updates would not call")
 
 
+def group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """The group of options that a parameter is in."""
+    return next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+
+
 def update_one(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, gradient: torch.Tensor
 ) -> None:
     """Step one parameter, leaving the optimizer's groups as they were."""
     groups = optimizer.param_groups
-    group = next(g for g in groups if any(p is parameter for p in g["params"]))
+    group = group_of(optimizer, parameter)
     # What is changed in place keeps the layout of the parameter, as autograd's own .grad would.
     if gradient.stride() != parameter.stride():
         gradient = torch.empty_like(parameter).copy_(gradient)

@@ -29,7 +29,7 @@ from memopt.profiler.session import (
     with_resident,
 )
 from memopt.profiler.step_capture import StepParts, capture_step, with_updates
-from memopt.profiler.step_optimizer import HostState, check_splittable, update_one
+from memopt.profiler.step_optimizer import HostState, check_splittable, group_of, update_one
 
 _ROUNDS = 3
 
@@ -153,16 +153,12 @@ def update_costs(
     costs = {}
     for site in parts.sites:
         parameter = parameters[site.name]
-        group = next(
-            i
-            for i, g in enumerate(optimizer.param_groups)
-            if any(p is parameter for p in g["params"])
-        )
+        group = group_of(optimizer, parameter)
         gradient = site.gradient.meta["val"]
         strides = (parameter.stride(), tuple(gradient.stride()))
-        key = (group, tuple(parameter.shape), parameter.dtype, strides)
+        key = (id(group), tuple(parameter.shape), parameter.dtype, strides)
         if key not in known:
-            options = {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
+            options = {k: v for k, v in group.items() if k != "params"}
             known[key] = _update_cost(
                 type(optimizer), options, parameter, strides[1], device, hosted
             )

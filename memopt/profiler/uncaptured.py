@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +46,17 @@ def why_not_captured(model: nn.Module, error: Exception) -> str:
     home = os.path.dirname(torch.__file__)
     frames = [f for f in stack or () if f.filename and not f.filename.startswith(home)]
     where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = first_line(error) or type(error).__name__
     return (
         f"the model cannot be captured as one graph{where}: {first}. memopt needs a forward "
         "without data-dependent Python control flow (.item(), tensor truth values); rewrite that "
         "part with tensor operators (torch.where) or plan the sub-modules around it"
     )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says; "" if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def _cumulative_average(model: nn.Module) -> str | None:
@@ -154,24 +158,15 @@ def _python_name(source: str) -> str:
 
 def _assigned_buffers(model: nn.Module, call: Call) -> list[str]:
     """Buffers that hold another tensor after one forward on fake tensors (nothing is computed)."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # it makes one fake of each tensor
     modules = [(name, module._buffers) for name, module in model.named_modules()]
-    fakes: dict[int, Tensor] = {}
-
-    def fake(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in fakes:
-            fakes[id(value)] = mode.from_tensor(value)
-        return fakes[id(value)]
-
     with state_restored(model, call):
         for _, buffers in modules:
-            buffers.update({name: fake(value) for name, value in buffers.items()})
+            buffers.update(pytree.tree_map_only(Tensor, mode.from_tensor, buffers))
         given = [dict(buffers) for _, buffers in modules]
-        args, kwargs = pytree.tree_map(fake, (call.args, call.kwargs))
+        faked = call.with_tensors(mode.from_tensor)
         with mode:
-            model(*args, **kwargs)
+            model(*faked.args, **faked.kwargs)
         return [
             ".".join(filter(None, ("model", path, name)))
             for (path, buffers), old in zip(modules, given, strict=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -54,13 +53,7 @@ def dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor
     return x.mul(noise), noise.to(torch.bool)
 
 
-def _as_eager(
-    _: Any, x: torch.Tensor, p: float, train: bool | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return dropout(x, p, train)
-
-
-EAGER_DROPOUT = Substitute(_ATEN.native_dropout.default, _as_eager)
+EAGER_DROPOUT = Substitute(_ATEN.native_dropout.default, lambda _, *args: dropout(*args))
 
 
 def dropout_as_eager(module: GraphModule) -> None:
