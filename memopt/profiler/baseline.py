@@ -27,11 +27,11 @@ _MINIMUM_STEPS = 3
 _MOST_STEPS = 10
 _ENOUGH_S = 2.0
 LARGEST_NUMBER_BYTES = 64
-"""Of a loss that is no more than a number, as torch allocates it."""
+"""The memory that torch allocates for a loss that is no more than a number."""
 
 
 def as_targets(given: Any) -> tuple[Any, ...]:
-    """What a loss takes beside the output: a tuple or a list, or the only one by itself."""
+    """A loss's arguments after the output, as a tuple; a single one may come by itself."""
     return tuple(given) if isinstance(given, (tuple, list)) else (given,)
 
 
@@ -51,7 +51,7 @@ class Loss:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """What runs or is read with it."""
+        """The objects that run or are read with it."""
         return self.function, self.targets
 
     def value(self, output: Any) -> torch.Tensor:
@@ -210,7 +210,7 @@ def cut_output(output: Any) -> tuple[OutputTree, list[torch.Tensor]]:
 
 @dataclass(frozen=True)
 class LossUse:
-    """What the user's loss does at the boundary.
+    """The memory that the user's loss needs at the boundary, and the gradients that it gives.
 
     Attributes:
         boundary_bytes: what it needs beside outputs, tangents and the last step's loss.
@@ -227,7 +227,7 @@ class LossUse:
 
 @dataclass(frozen=True)
 class _Arrivals:
-    """What a loss hands to differentiable outputs, by their rank.
+    """The gradients that a loss hands to differentiable outputs, by their rank.
 
     Attributes:
         own: the model's own inputs and parameters among them; autograd keeps their gradients.
@@ -270,7 +270,7 @@ class _Boundary(torch.autograd.Function):
             tangent, tangents[i] = tangents[i], None
             if tangent is None or memory is None:
                 continue
-            size_bytes = tangent.numel() * tangent.element_size()
+            size_bytes = tangent.nbytes
             own = i in arrivals.own
             made = tangent if own else in_memory_of_its_own(tangent)
             del tangent
@@ -310,7 +310,7 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
                 with kept.first_run():
                     value = loss.value(tree.with_tensors(cut))
                 value.backward()  # type: ignore[no-untyped-call]
-        found_bytes = sum(g.numel() * g.element_size() for g in arrivals.gradients.values())
+        found_bytes = sum(gradient.nbytes for gradient in arrivals.gradients.values())
         held_bytes = sum(size_bytes for _, size_bytes in arrivals.held)
         gradients = gradients_of(tree.ranks, arrivals.gradients, held_bytes)
         kept_bytes = value.untyped_storage().nbytes()

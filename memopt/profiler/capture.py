@@ -71,7 +71,7 @@ class Primal:
     reader: Callable[[nn.Module], Any] | None = None
 
     def value(self, model: nn.Module, leaves: Sequence[Any]) -> Any:
-        """What it is at run time, given the model and the call's flat arguments."""
+        """Its value at run time, given the model and the call's flat arguments."""
         if self.index is not None:
             return leaves[self.index]
         if self.reader is not None:
@@ -83,7 +83,7 @@ class Primal:
 
 @dataclass(eq=False)
 class Hooks:
-    """What the compiled callable runs; set by the executor's runtime, which `owner` is."""
+    """The functions that the compiled callable runs; `owner`, the executor's runtime, sets them."""
 
     forward: Boxed | None = None
     backward: Boxed | None = None
@@ -177,7 +177,7 @@ def capture(
 
 
 def traced_again(captured: Captured, model: nn.Module) -> Dependencies | None:
-    """What a new trace of the model reads, as it is now; None if it gives another graph."""
+    """The dependencies of a new trace of the model; None if it gives another graph."""
     with tracing_as_eager(captured.device) as tracing:
         traced, dependencies = _trace(model, captured.call, tracing)
     return dependencies if digest(traced, model, dependencies) == captured.trace else None

@@ -221,7 +221,7 @@ class _LossOnly(nn.Module):
 
 
 def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device: Device) -> LossUse:
-    """What the loss does at the boundary, by a capture of the loss alone."""
+    """The loss's use of memory and outputs at the boundary, from a capture of the loss alone."""
     with fakes.mode, torch.enable_grad():
         output = stand_in(*call.args, **call.kwargs)
         tree, found = cut_output(output)
@@ -243,7 +243,7 @@ def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device:
     values = {p.index: g.meta["val"] for p, g in reached if g is not None and p.index is not None}
     gradients = gradients_of(tree.ranks, values)
     copied = [v for v in values.values() if not is_dense(v.shape, v.stride())]
-    peak += sum(device.allocated_bytes(v.numel() * v.element_size()) for v in copied)
+    peak += sum(device.allocated_bytes(v.nbytes) for v in copied)
     (value,) = graph.outputs
     kept_bytes = graph.tensors[value].size_bytes
     if kept_bytes <= device.allocated_bytes(LARGEST_NUMBER_BYTES):
@@ -252,7 +252,7 @@ def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device:
 
 
 def _notes(captured: Captured, device: Device) -> tuple[str, ...]:
-    """What a user should know about an estimate."""
+    """Notes for the user on an estimate."""
     notes = [f"Times and memory are estimates for {device.name} ({device.source})."]
     if device.block_bytes == 1:
         return tuple(notes)

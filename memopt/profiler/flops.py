@@ -25,24 +25,11 @@ takes as long as one with 32 (measured, MKL and oneDNN; GPU tiles are no smaller
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
 
 _ELEMENT_KINDS = {
-    "native_dropout": "random",
-    "bernoulli": "random",
-    "rand_like": "random",
+    **dict.fromkeys(("native_dropout", "bernoulli", "rand_like"), "random"),
     "tanh": "tanh",
-    "_safe_softmax": "softmax",
-    "_softmax": "softmax",
-    "_log_softmax": "softmax",
-    "exp": "activation",
-    "log": "activation",
-    "erf": "activation",
-    "sin": "activation",
-    "cos": "activation",
-    "sigmoid": "activation",
-    "silu": "activation",
-    "silu_backward": "activation",
-    "gelu": "activation",
-    "gelu_backward": "activation",
-    "mish": "activation",
+    **dict.fromkeys(("_safe_softmax", "_softmax", "_log_softmax"), "softmax"),
+    **dict.fromkeys(("exp", "log", "erf", "sin", "cos", "sigmoid", "mish"), "activation"),
+    **dict.fromkeys(("silu", "silu_backward", "gelu", "gelu_backward"), "activation"),
     "_native_batch_norm_legit_functional": "batch norm",
     "native_batch_norm_backward": "batch norm backward",
     "native_group_norm": "batch norm",
@@ -80,7 +67,7 @@ _CALLS = {
 
 @dataclass(frozen=True)
 class Work:
-    """What one kernel call does.
+    """The work of one kernel call.
 
     Attributes:
         kind: "" for matrix products, else "convolution", "attention", "softmax"...: which rate

@@ -81,7 +81,7 @@ def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterato
 
 
 def _failure(model: nn.Module, call: Call, loss: Loss | None = None) -> str | None:
-    """What the model, or its loss, raises when it is simply called; None if it works."""
+    """The error of the model, or its loss, when it is simply called; None if it works."""
     try:
         parts = loss.parts if loss is not None else ()
         with state_restored(model, call, *parts) as kept, torch.no_grad(), kept.first_run():

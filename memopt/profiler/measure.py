@@ -69,7 +69,7 @@ class MeasureOptions:
 
 
 def environment(device: torch.device) -> str:
-    """What a cost depends on besides the call: device, threads, torch version."""
+    """The parts of a cost's key besides the call: device, threads, torch version."""
     runtime = backend_of(device).runtime
     if runtime is not None:
         return f"{runtime.get_device_name(device)}|torch {torch.__version__}"

@@ -28,12 +28,12 @@ from memopt.profiler import torch_private
 from memopt.profiler.memory_layout import is_dense, storage_of
 
 _COPIED: dict[Any, int] = {torch.ops.aten.clone.default: 0, torch.ops.aten.copy.default: 1}
-"""What makes a copy, and which argument is copied."""
+"""Operators that make a copy, and the position of the argument that they copy."""
 
 
 @dataclass(frozen=True)
 class TracedOutputs:
-    """What is known of the leaves of a model's output. Numbers are positions among them.
+    """How the leaves of a model's output were traced. Numbers are positions among them.
 
     Attributes:
         count: how many there are.
@@ -126,7 +126,7 @@ def tangent_of(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def gradients_of(
     ranks: list[int | None], arrived: dict[int, torch.Tensor], held_bytes: int = 0
 ) -> OutputGradients:
-    """What a loss does with the leaves of an output.
+    """Which leaves of an output a loss gives gradients, and in which layouts.
 
     Args:
         ranks: for each leaf, which differentiable output it is.
@@ -150,7 +150,7 @@ def gradients_of(
 def in_memory_of_its_own(tangent: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy if it would keep more memory alive than is its own: a part of the
     gradient of several outputs' concatenation, say."""
-    if tangent.untyped_storage().nbytes() <= tangent.numel() * tangent.element_size():
+    if tangent.untyped_storage().nbytes() <= tangent.nbytes:
         return tangent
     return tangent.clone()
 
@@ -186,9 +186,8 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
             # again from the input itself.
             if own or source._version or not differentiable:
                 if differentiable and not (own and source._version):
-                    size = value.numel() * value.element_size()
                     view = 0 if own else 2 * source.untyped_storage().nbytes()
-                    beside.append((position, size + view))
+                    beside.append((position, value.nbytes + view))
                 continue
             shared.add(position)
         copied.append(position)

@@ -70,7 +70,7 @@ def optimizer_state(
     parameters: Iterable[torch.Tensor],
     block_bytes: int = 1,
 ) -> OptimizerState:
-    """What an optimizer keeps for a model's trainable parameters.
+    """The state that an optimizer keeps for a model's trainable parameters.
 
     Args:
         optimizer: a name (see the module), a `torch.optim` instance, or None (nothing).
@@ -146,4 +146,4 @@ def _sizes(
             f"memopt does not know what state {kind.__name__} keeps before its first step; run one "
             f"step before planning, or name one of {', '.join(_KINDS)}"
         )
-    return [parameter.numel() * parameter.element_size()] * PER_PARAMETER[kind](group)
+    return [parameter.nbytes] * PER_PARAMETER[kind](group)

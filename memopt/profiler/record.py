@@ -1,4 +1,4 @@
-"""What a plan was made for, taken from a live model and its call; and such a call made again."""
+"""The record of a model and its example call that plans keep, and a call made from a record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memopt.profiler.inputs import Call, repeated
 from memopt.programs.serialize import fingerprint
 
 _LARGEST_EXAMPLE_BYTES = 2**44
-"""Of one tensor of an example call; larger ones are not even reserved."""
+"""The most that one tensor of an example call may take; larger ones are not even reserved."""
 
 
 def record_of(

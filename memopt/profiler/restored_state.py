@@ -93,7 +93,7 @@ def _storage(tensor: Any) -> Any:
 
 
 class _Reached:
-    """What can be reached from a user's objects, and how it is now."""
+    """Everything that can be reached from a user's objects, and its state before."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self.tensors: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""What makes two kernel calls the same measurement, and stand-in arguments to run one."""
+"""Signatures, by which two kernel calls are one measurement, and stand-in arguments to run one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ ENDS_PROCESS = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
 """Kernels that end the process on data that does not fit."""
 
 REFUSALS = (RuntimeError, IndexError, TypeError, ValueError)
-"""What kernels raise for arguments that do not fit."""
+"""Errors of kernels whose arguments do not fit."""
+
+
+_MOST_ANSWERS = 20_000
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,18 @@ def values_of(node: Node) -> tuple[Any, ...]:
     if isinstance(value, (tuple, list)):
         return tuple(value)
     return (value,)
+
+
+class Answers(dict[Any, Any]):
+    """Answers about calls, found once each; all are forgotten when there are too many."""
+
+    def find(self, key: Any, find: Callable[[], Any]) -> Any:
+        """The answer for a key, found now if it is not known."""
+        if key not in self:
+            if len(self) >= _MOST_ANSWERS:
+                self.clear()
+            self[key] = find()
+        return self[key]
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

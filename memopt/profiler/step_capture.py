@@ -63,7 +63,7 @@ class UpdateSite:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of the update's call."""
+        """The arguments of the update's call."""
         given = (self.name, self.gradient)
         return given if self.value is None else (*given, self.value)
 

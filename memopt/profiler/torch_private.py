@@ -74,7 +74,7 @@ def captured_around() -> bool:
 
 
 def shape_from_data_error() -> type[Exception]:
-    """What dynamo raises where it loses track of a shape that depends on values."""
+    """Dynamo's error where it loses track of a shape that depends on values."""
     error: type[Exception] = _import(
         "torch.fx.experimental.symbolic_shapes", "PendingUnbackedSymbolNotFound"
     )

@@ -21,6 +21,7 @@ from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.signature import (
     ENDS_PROCESS,
     REFUSALS,
+    Answers,
     Arguments,
     Signature,
     StandIns,
@@ -35,8 +36,7 @@ POISON = 0xFF
 Other = Callable[[Arguments], Any]
 """Runs a call another way, with these arguments; it may write over them."""
 
-_MOST_KNOWN = 20_000
-_known: dict[tuple[Any, ...], bool] = {}
+_known = Answers()
 
 
 class TrialData(StandIns):
@@ -71,12 +71,7 @@ def same_bits(
     """
     layouts = tuple((tuple(v.shape), tuple(v.stride()), v.dtype) for v in likes)
     key = (call.target, call.text, layouts, way, device, torch.get_num_threads())
-    found = _known.get(key)
-    if found is None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        found = _known[key] = _tried(call, likes, device, other)
-    return found
+    return bool(_known.find(key, lambda: _tried(call, likes, device, other)))
 
 
 def _tried(call: Signature, likes: Sequence[Tensor], device: torch.device, other: Other) -> bool:

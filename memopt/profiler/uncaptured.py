@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
+from memopt.profiler.dependencies.dynamo_guards import ROOT
 from memopt.profiler.inputs import Call
 from memopt.profiler.restored_state import state_restored
 
@@ -35,7 +36,7 @@ def check_initialised(model: nn.Module) -> None:
 
 
 def why_not_captured(model: nn.Module, error: Exception) -> str:
-    """What dynamo refused in a model's forward, where, and what to do about it."""
+    """The message on what dynamo refused in a model's forward, where, and what to do about it."""
     known = _cumulative_average(model)
     if known is not None:
         return known
@@ -85,7 +86,7 @@ def _backward_hooks(model: nn.Module) -> str | None:
 
 
 def cache_remedy(model: nn.Module) -> str | None:
-    """What to do about a result that is no pytree, where it is the model's cache."""
+    """The remedy for a result that is no pytree, where it is the model's cache."""
     if not getattr(getattr(model, "config", None), "use_cache", False):
         return None
     return (
@@ -120,10 +121,6 @@ def shape_from_data(traced: GraphModule) -> str | None:
     return None
 
 
-_ROOT = "L['self']._modules['_export_root']"
-_BUFFERS = "._buffers"
-
-
 def check_side_effects(model: nn.Module, call: Call, changed: Iterable[str]) -> None:
     """Raise unless a planned step leaves behind what the forward would.
 
@@ -137,7 +134,7 @@ def check_side_effects(model: nn.Module, call: Call, changed: Iterable[str]) -> 
     """
     # Globals are left out: libraries set and reset context variables there.
     names = [_python_name(source) for source in changed if source.startswith("L[")]
-    if names and all(name.endswith(_BUFFERS) for name in names):
+    if names and all(name.endswith("._buffers") for name in names):
         # `self.buffer += 1` assigns the same tensor again: only the update counts.
         names = _assigned_buffers(model, call)
     if names:
@@ -151,7 +148,7 @@ def check_side_effects(model: nn.Module, call: Call, changed: Iterable[str]) -> 
 
 def _python_name(source: str) -> str:
     """`L['self']._modules['_export_root']._modules['i']._buffers` → `model.i._buffers`."""
-    path = source.replace(_ROOT, "model")
+    path = source.replace(ROOT, "model")
     path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
     return re.sub(r"^L\['flat_args'\]", "inputs", path)
 

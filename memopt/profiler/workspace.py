@@ -52,7 +52,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def cublas_workspace_bytes(device_name: str) -> int:
-    """What cuBLAS keeps on a device for the thread of the forward and for that of the backward;
+    """The memory that cuBLAS keeps on a device for the threads of the forward and of the backward;
     the larger figure for devices memopt does not know."""
     older = any(word in device_name.upper() for word in ("P100", "V100", "T4", "A100", "A10"))
     return 2 * ((4096 * 2 + 16 * 8) * 1024 if older else 4096 * 8 * 1024)
@@ -94,7 +94,7 @@ def contiguous(tensor: TensorArgument) -> bool:
 
 
 def _dense(tensor: TensorArgument) -> int:
-    """What `.contiguous()` allocates."""
+    """The bytes that `.contiguous()` allocates."""
     return 0 if contiguous(tensor) else _bytes(tensor)
 
 

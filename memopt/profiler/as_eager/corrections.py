@@ -66,7 +66,7 @@ class _PackedPositions(Exception):
 
 
 def with_one_sequence(trace: Callable[[], T]) -> T:
-    """What `trace` traces; decoders that count their positions themselves as eager runs them."""
+    """Run `trace`; decoders that count their positions themselves are traced as eager runs them."""
     with _ONE_AT_A_TIME:
         try:
             with _one_sequence():

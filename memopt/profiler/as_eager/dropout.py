@@ -29,8 +29,8 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 
 @functools.cache
 def kept_scale(p: float, dtype: torch.dtype) -> float:
-    """What eager multiplies kept elements by (`_dropout_impl` in ATen's Dropout.cpp; half
-    precision divides in float32)."""
+    """The number that eager multiplies kept elements by (`_dropout_impl` in ATen's Dropout.cpp;
+    half precision divides in float32)."""
     if p == 1:
         return 0.0
     computing = torch.float64 if dtype == torch.float64 else torch.float32
@@ -38,8 +38,8 @@ def kept_scale(p: float, dtype: torch.dtype) -> float:
 
 
 def noise_of(x: torch.Tensor, p: float) -> torch.Tensor:
-    """What eager multiplies `x` by: drawn in the order in which the elements of a tensor laid out
-    as `x` lie in memory; where nothing is kept, no numbers are drawn."""
+    """The noise that eager multiplies `x` by: drawn in the order in which the elements of a tensor
+    laid out as `x` lie in memory; where nothing is kept, no numbers are drawn."""
     noise = torch.empty_like(x)
     return noise.zero_() if p == 1 else noise.bernoulli_(1 - p).div_(1 - p)
 

@@ -49,7 +49,7 @@ _COMPOSED = frozenset(
 """Names of the functions that ask for vectors if there is a backward."""
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
-"""Of a tensor: shape, strides, dtype, device."""
+"""Shape, strides, dtype and device of a tensor."""
 
 
 def _backward(function: str, arguments: str, gradient: Tensor, given: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def functions_as_eager(traced: GraphModule) -> None:
 
 
 def _eager_call(node: Node) -> Substitute | None:
-    """What a node is to call instead; None: it stays as it is."""
+    """The call that eager makes in a node's place; None: the node stays as it is."""
     if node.op not in ("call_function", "call_method"):
         return None
     method = node.op == "call_method"

@@ -24,11 +24,17 @@ from memopt.profiler import torch_private
 from memopt.profiler.backend import random_state_kept
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.memory_layout import same_strides
-from memopt.profiler.signature import ENDS_PROCESS, REFUSALS, Signature, StandIns, call_signature
+from memopt.profiler.signature import (
+    ENDS_PROCESS,
+    REFUSALS,
+    Answers,
+    Signature,
+    StandIns,
+    call_signature,
+)
 
-_MOST_KNOWN = 20_000
 _Strides = tuple[tuple[int, ...] | None, ...]
-_known: dict[str, _Strides] = {}
+_known = Answers()
 """Text of a call, and where it runs → the strides of its results; () if its kernel refuses."""
 
 
@@ -61,8 +67,9 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
         everything = [*given, *(v for v in results if isinstance(v, Tensor))]
         if all(value.is_contiguous() for value in everything) or not all(map(_static, everything)):
             return result
-        strides = _strides(overload, args, kwargs, results, device)
-        return _restrided(result, strides)
+        call = call_signature(overload, args, kwargs)
+        place = f"{device}|{torch.get_num_threads()}|{call.text}"
+        return _restrided(result, _known.find(place, lambda: _measured(call, results, device)))
 
     with torch_private.fake_results_through(corrected):
         yield
@@ -92,19 +99,6 @@ def _may_differ(value: Any, device: torch.device) -> bool:
 def _static(value: Tensor) -> bool:
     sizes = (*value.shape, *value.stride(), value.storage_offset())
     return value.layout is torch.strided and all(isinstance(size, int) for size in sizes)
-
-
-def _strides(
-    overload: Any, args: Any, kwargs: Any, results: list[Any], device: torch.device
-) -> _Strides:
-    call = call_signature(overload, args, kwargs)
-    text = f"{device}|{torch.get_num_threads()}|{call.text}"
-    found = _known.get(text)
-    if found is None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        found = _known[text] = _measured(call, results, device)
-    return found
 
 
 def _measured(call: Signature, results: list[Any], device: torch.device) -> _Strides:

@@ -61,8 +61,7 @@ def _drawn(
     """A new tensor that `draw` has filled; gaps are left out of the result."""
     tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
     draw(tensor, *args)
-    size_bytes = tensor.numel() * tensor.element_size()
-    return tensor if tensor.untyped_storage().nbytes() == size_bytes else tensor.clone()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 @functools.cache

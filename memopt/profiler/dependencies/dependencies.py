@@ -46,7 +46,7 @@ class Dependencies:
 
     @staticmethod
     def of(model: nn.Module, guards: TraceGuards, changed: Iterable[str] = ()) -> Dependencies:
-        """What the guards of a trace are about, as it is now.
+        """The things that the guards of a trace are about, as they are now.
 
         Args:
             model: the model that was traced.

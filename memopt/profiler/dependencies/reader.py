@@ -1,4 +1,4 @@
-"""What a trace read, as expressions over the model, each with what it was when it was captured."""
+"""The objects that a trace read, as expressions over the model, with their values of that time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOOKS = re.compile(r"\._(?:global_)?((?:forward|backward)(?:_pre)?)_hooks$")
 
 
 class Gone:
-    """What is found where nothing can be read any more."""
+    """Stands for a value that cannot be read any more."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -27,7 +27,7 @@ class Gone:
 GONE = Gone()
 
 UNREADABLE = (AttributeError, KeyError, IndexError, TypeError, ValueError, NameError)
-"""What reading raises where an object on the way is gone or another."""
+"""Errors of reading an expression where an object on the way is gone or another."""
 
 _LONGEST = 80
 
@@ -119,7 +119,7 @@ def _name(value: Any) -> str:
 
 
 def described(value: Any) -> tuple[Any, ...]:
-    """What must be equal for two values to be the same to a captured graph."""
+    """The properties in which two values must agree to be the same to a captured graph."""
     if isinstance(value, torch.Tensor):
         return (
             "tensor",
