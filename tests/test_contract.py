@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.generate import random_chain, random_graph
 from memopt.models.steps import has_transfers

@@ -286,7 +286,7 @@ def _wrap(
 def _notes(graph: Graph, profiled: Profiled | None) -> tuple[str, ...]:
     if profiled is None:
         return ()
-    from memopt.profiler.loss_notes import loss_notes
+    from memopt.profiler.session import loss_notes
 
     notes = profiled.notes
     state = profiled.optimizer

@@ -19,15 +19,13 @@ from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Runtime
 from memopt.models.graph import Graph
 from memopt.models.record import difference
-from memopt.profiler.autocast import autocast_as, autocast_state
-from memopt.profiler.backend import backend_of
+from memopt.profiler.backend import autocast_as, autocast_state, backend_of
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
-from memopt.profiler.dependencies.dependency import Dependency
+from memopt.profiler.dependencies.reader import Dependency
 from memopt.profiler.input_errors import diagnosed
-from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.inputs import Call, device_of, to_call
 from memopt.profiler.record import example_call, record_of
-from memopt.profiler.session import device_of
 from memopt.programs.instructions import Compute
 from memopt.programs.serialize import fingerprint
 from memopt.reductions.stage_map import has_updates

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from memopt.errors import CaptureError, GuardError
-from memopt.profiler.autocast import autocast_state
+from memopt.profiler.backend import autocast_state
 from memopt.profiler.capture import Captured, traced_again
 from memopt.profiler.dependencies.dependencies import Dependencies
-from memopt.profiler.dependencies.dependency import Dependency, described, described_text, same
+from memopt.profiler.dependencies.reader import Dependency, described, described_text, same
 from memopt.profiler.inputs import Call, repeated
 
 _LOG = logging.getLogger(__name__)

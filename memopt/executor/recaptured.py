@@ -35,11 +35,10 @@ from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.capture import Captured
 from memopt.profiler.input_errors import diagnosed
-from memopt.profiler.inputs import Call
-from memopt.profiler.measure import MeasureOptions, memory_of
+from memopt.profiler.inputs import Call, device_of
+from memopt.profiler.measure import MeasureOptions, costs_of
 from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.record import example_call, record_of
-from memopt.profiler.session import device_of
 from memopt.profiler.step_capture import StepModule, capture_step, update_name, with_updates
 from memopt.profiler.step_optimizer import check_splittable
 from memopt.profiler.step_session import ProfiledStep, update_costs
@@ -152,9 +151,8 @@ def _measured(
     options = MeasureOptions(cache=ProfileCache())
     sizes: dict[int, int] = {}
     workspaces: dict[tuple[int, str | None], int] = {}
-    for (op, name), node, cost in zip(
-        calls, nodes, memory_of(nodes, device, options, captured), strict=True
-    ):
+    costs = costs_of(nodes, device, options, captured=captured, timed=False)
+    for (op, name), node, cost in zip(calls, nodes, costs, strict=True):
         workspaces[op, name] = cost.workspace_bytes
         held = [t for t in lowering.storages[node] if t is not None]
         if len(held) == len(cost.output_bytes) and name is None:

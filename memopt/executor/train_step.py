@@ -19,13 +19,12 @@ from memopt.executor.input_gradients import check_behind, pass_on
 from memopt.executor.module import install
 from memopt.executor.recaptured import with_step
 from memopt.models.budget import format_bytes
-from memopt.profiler.autocast import autocast_as, autocast_off, autocast_state
+from memopt.profiler.backend import autocast_as, autocast_off, autocast_state
 from memopt.profiler.baseline import as_targets
-from memopt.profiler.host_state import HostState
 from memopt.profiler.inputs import Call, align
+from memopt.profiler.joint_graph import unit_tangents
 from memopt.profiler.optimizer_state import optimizer_state
-from memopt.profiler.parameter_updates import unit_tangents
-from memopt.profiler.step_optimizer import Touch, check_splittable, update_one
+from memopt.profiler.step_optimizer import HostState, Touch, check_splittable, update_one
 from memopt.profiler.step_session import ProfiledStep
 
 if TYPE_CHECKING:

@@ -35,10 +35,10 @@ from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.estimate import work_time_s
 from memopt.profiler.flops import work
-from memopt.profiler.generator_state import with_state
 from memopt.profiler.measure import MeasureOptions, costs_of
 from memopt.profiler.session import Profiled
 from memopt.profiler.signature import describe_value, signature
+from memopt.profiler.workspace import with_state
 
 FAMILIES: tuple[tuple[str, Attach], ...] = (
     ("clipped", partial(attach_savings, CLIPPED)),

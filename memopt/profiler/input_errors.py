@@ -13,7 +13,7 @@ from torch import nn
 from memopt.profiler.baseline import Loss
 from memopt.profiler.inputs import Call
 from memopt.profiler.restored_state import state_restored
-from memopt.profiler.uncaptured import check_initialised
+from memopt.profiler.uncaptured import check_initialised, first_line
 
 _LOGGER = "torch._subclasses.fake_tensor"
 _REMEDY = (
@@ -81,7 +81,7 @@ def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterato
 
 
 def _failure(model: nn.Module, call: Call, loss: Loss | None = None) -> str | None:
-    """What the model, or its loss, raises when it is simply called; None if it works."""
+    """The error of the model, or its loss, when it is simply called; None if it works."""
     try:
         parts = loss.parts if loss is not None else ()
         with state_restored(model, call, *parts) as kept, torch.no_grad(), kept.first_run():
@@ -89,6 +89,5 @@ def _failure(model: nn.Module, call: Call, loss: Loss | None = None) -> str | No
             if loss is not None:
                 loss.function(output, *loss.targets)
     except Exception as error:  # noqa: BLE001  # a user's model may raise anything
-        lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {lines[0]}"
+        return f"{type(error).__name__}: {first_line(error)}"
     return None
