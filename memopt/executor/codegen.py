@@ -261,7 +261,7 @@ def _backward(forward: _Writer, names: dict[Any, str], globals_: dict[str, Any])
     writer.arena = forward.arena
     writer.swapping_out = set(forward.swapping_out)
     writer.swapping_in = set(forward.swapping_in)
-    writer.ran = {i.op for i in halves.forward if isinstance(i, Compute)}
+    writer.ran = {run.op for i, run in halves.program.computes if i < halves.boundary}
     writer.unpack([p.node for p in halves.captured.primals], "primals")
     writer.unpack([None, *halves.captured.tangents], "arguments")
     writer.emit("del _")

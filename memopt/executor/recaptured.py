@@ -28,7 +28,7 @@ from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.capture import Captured
 from memopt.profiler.measure import MeasureOptions, memory_of
-from memopt.programs.instructions import Compute, Program
+from memopt.programs.instructions import Program
 from memopt.programs.violations import Violation
 from memopt.reductions.validate_and_replay import judge
 
@@ -130,7 +130,7 @@ def _measured(
     """Sizes of tensors, and workspaces of the kernels that the program runs."""
     assert plan.program is not None
     operators = lowering.graph.operators
-    run = {(i.op, i.implementation) for i in plan.program if isinstance(i, Compute)}
+    run = {(run.op, run.implementation) for _, run in plan.program.computes}
     calls: list[tuple[int, str | None]] = []
     nodes: list[Node] = []
     for op, name in sorted(run, key=lambda pair: (pair[0], pair[1] or "")):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memopt.models.graph import Graph
 from memopt.models.variants import variant
-from memopt.programs.instructions import Compute, Program
+from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 
 ALIGNMENT_BYTES = 64
@@ -74,9 +74,7 @@ def arena_use(graph: Graph, program: Program) -> ArenaUse | None:
     covered = results = 0
     written: dict[str, int] = defaultdict(int)
     calls: dict[str, int] = defaultdict(int)
-    for position, instruction in enumerate(program):
-        if not isinstance(instruction, Compute):
-            continue
+    for position, instruction in program.computes:
         operator = graph.operators[instruction.op]
         outside = 0
         for tensor in variant(operator, instruction.implementation).writes:

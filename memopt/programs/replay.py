@@ -29,6 +29,7 @@ from memopt.programs.instructions import (
     SwapIn,
     SwapOut,
 )
+from memopt.programs.lifetimes import bytes_during, lifetimes
 
 
 class Direction(StrEnum):
@@ -125,31 +126,10 @@ def replay(graph: Graph, program: Program, device: Device | None = None) -> Time
 def _outside_bytes(graph: Graph, program: Program, step_bytes: tuple[int, ...]) -> int:
     """The largest memory outside the arena: all of it, less the lifetimes with an offset."""
     placed = {(position, tensor) for position, tensor, _ in program.offsets or ()}
-    live: set[int] = set()
-    inside_bytes = 0
-    peak = 0 if step_bytes else graph.resident_bytes
-    for position, instruction in enumerate(program.instructions):
-        during = inside_bytes
-        if isinstance(instruction, Compute):
-            chosen = variant(graph.operators[instruction.op], instruction.implementation)
-            new = [tensor for tensor in chosen.writes if (position, tensor) in placed]
-            if instruction.in_place in live:
-                live.remove(instruction.in_place)
-                inside_bytes -= graph.tensors[instruction.in_place].size_bytes
-                during = inside_bytes
-            during += sum(graph.tensors[tensor].size_bytes for tensor in new)
-            new = [tensor for tensor in new if tensor in instruction.outputs]
-            live.update(new)
-            inside_bytes += sum(graph.tensors[tensor].size_bytes for tensor in new)
-        elif isinstance(instruction, SwapIn) and (position, instruction.tensor) in placed:
-            live.add(instruction.tensor)
-            inside_bytes += graph.tensors[instruction.tensor].size_bytes
-            during = inside_bytes
-        elif isinstance(instruction, Free) and instruction.tensor in live:
-            live.remove(instruction.tensor)
-            inside_bytes -= graph.tensors[instruction.tensor].size_bytes
-        peak = max(peak, step_bytes[position] - during)
-    return peak
+    listed = (lifetime for lifetime in lifetimes(graph, program).device if lifetime.key in placed)
+    inside_bytes = bytes_during(graph, listed, len(program))
+    outside_bytes = (total - inside for total, inside in zip(step_bytes, inside_bytes, strict=True))
+    return max(outside_bytes, default=graph.resident_bytes)
 
 
 class _Invalid(Exception):

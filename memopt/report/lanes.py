@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from memopt.models.graph import Graph
 from memopt.models.steps import ChainStep
-from memopt.programs.instructions import Compute, Instruction
+from memopt.programs.instructions import Instruction
 from memopt.programs.replay import Direction, Timeline
 
 
@@ -85,9 +85,7 @@ def program_lanes(
 
 def instruction_names(graph: Graph, program: Iterable[Instruction]) -> list[str]:
     """The operators' names, and what the other instructions are."""
-    return [
-        graph.operators[i.op].name if isinstance(i, Compute) else type(i).__name__ for i in program
-    ]
+    return [instruction.label(graph) for instruction in program]
 
 
 def _lanes(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from memopt.models.graph import Graph, Phase
 from memopt.models.steps import Move
-from memopt.programs.instructions import Compute, Program
+from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.reductions.offload_replay import has_transfers
 from memopt.report.memory_profile import chain_profile
@@ -92,9 +92,7 @@ def program_bars(
     timeline = replay(graph, program, device)
     bars: Bars = {kind: [] for kind in _COLORS}
     ran: set[int] = set()
-    for position, instruction in enumerate(program):
-        if not isinstance(instruction, Compute):
-            continue
+    for position, instruction in program.computes:
         operator = graph.operators[instruction.op]
         kind = {Phase.BACKWARD: BACKWARD, Phase.UPDATE: UPDATE}.get(operator.phase, FORWARD)
         if instruction.op in ran:

@@ -8,12 +8,10 @@ from functools import cached_property
 from math import gcd
 
 import numpy as np
-import numpy.typing as npt
 
+from memopt.programs.lifetimes import Ints, live_bytes
 from memopt.strategies.base import Status
 from memopt.strategies.olla.timed_search import relative_gap
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +80,6 @@ class Placement:
     def fragmentation(self) -> float:
         """(peak - bound) / peak, as OLLA §5.4 measures it; 0.0 for an empty placement."""
         return (self.peak - self.bound) / self.peak if self.peak else 0.0
-
-
-def live_bytes(lower: Ints, upper: Ints, size: Ints, points: int) -> Ints:
-    """Bytes live at each of `points` time points, for lifetimes [lower, upper)."""
-    change = np.zeros(points + 1, dtype=np.int64)
-    np.add.at(change, lower, size)
-    np.subtract.at(change, upper, size)
-    return np.cumsum(change[:-1])
 
 
 class Layout:

@@ -10,11 +10,11 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place, without_in_place
 from memopt.programs.instructions import Compute, Program
+from memopt.programs.lifetimes import Storage, lifetimes, storages
 from memopt.programs.placed import ALIGNMENT_BYTES
 from memopt.programs.replay import replay
 from memopt.strategies.olla.arena_selection import select_buffers
 from memopt.strategies.olla.buffers import Buffer, Placement
-from memopt.strategies.olla.lifetimes import Storage, lifetimes, storages
 from memopt.strategies.olla.ordering import DEFAULT_STATES, Ordering, order_tasks
 from memopt.strategies.olla.placement import DEFAULT_WORK_LIMIT, place
 from memopt.strategies.olla.program_tasks import in_any_place, tasks_of
@@ -123,7 +123,7 @@ def _placeable_storages(graph: Graph, program: Program, never: set[int]) -> tupl
     """The storages that no tensor shares which gets no address."""
     return tuple(
         storage
-        for storage in storages(lifetimes(graph, program))
+        for storage in storages(lifetimes(graph, program).device)
         if never.isdisjoint(lifetime.tensor for lifetime in storage.lifetimes)
     )
 
@@ -264,7 +264,7 @@ def _with_offsets(
     }
     unplaced = [
         lifetime.key
-        for lifetime in lifetimes(graph, program)
+        for lifetime in lifetimes(graph, program).device
         if not lifetime.transient and lifetime.tensor not in never and lifetime.key not in offset_of
     ]
     return Program(
