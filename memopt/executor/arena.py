@@ -132,7 +132,7 @@ def _like(
 
 
 @dataclass
-class Lease:
+class ArenaLease:
     """One step's arena.
 
     Attributes:
@@ -166,10 +166,10 @@ class Arenas:
         self._known: dict[int, list[Tensor]] = {}
         """Address of an arena → its slots: the allocator often gives the same address again."""
 
-    def lease(self) -> Lease:
+    def lease(self) -> ArenaLease:
         """An arena for one step."""
         memory = self.memory()
-        return Lease(memory, self.slots_at(memory.data_ptr()), self)
+        return ArenaLease(memory, self.slots_at(memory.data_ptr()), self)
 
     def memory(self) -> Tensor:
         """The bytes of an arena: those of the last step, or new ones."""
@@ -218,7 +218,7 @@ class Arenas:
         Args:
             saved: what the forward has left for the backward.
         """
-        lease = next(value for value in saved if isinstance(value, Lease))
+        lease = next(value for value in saved if isinstance(value, ArenaLease))
         fork = self.lease()
         fork.memory.copy_(lease.memory)
         slots = {id(slot): fork.slots[i] for i, slot in enumerate(lease.slots)}

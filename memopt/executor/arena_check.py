@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import torch
 
 from memopt.errors import ArenaError
-from memopt.executor.arena import ArenaLayout, Arenas, Lease
+from memopt.executor.arena import ArenaLayout, ArenaLease, Arenas
 from memopt.profiler.trial import POISON
 
 
 @dataclass
-class CheckedLease(Lease):
+class CheckedLease(ArenaLease):
     """A lease that knows what its slots should hold."""
 
     layout: ArenaLayout
@@ -85,7 +85,7 @@ class CheckedLease(Lease):
 class CheckedArenas(Arenas):
     """Arenas in debug mode, poisoned from the start."""
 
-    def lease(self) -> Lease:
+    def lease(self) -> ArenaLease:
         """An arena for one step."""
         memory = self.memory().fill_(POISON)
         return CheckedLease(memory, self.slots_at(memory.data_ptr()), self, self.layout)

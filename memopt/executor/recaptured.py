@@ -74,7 +74,7 @@ def planned_lowering(
                 workspaces[index, None] = (update_bytes or {})[operator.name]
     graph = with_figures(lowering.graph, planned, sizes, workspaces)
     if plan.program.offsets is not None:
-        graph = replace(graph, outside=allocator_owned(replace(lowering, graph=graph)))
+        graph = replace(graph, allocator_owned=allocator_owned(replace(lowering, graph=graph)))
     _check_plan(plan, graph, more)
     return replace(lowering, graph=graph)
 

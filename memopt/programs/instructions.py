@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, NamedTuple, TypeAlias
 
-from memopt.models.codec import SPARSE, Row, TaggedRows
+from memopt.models.codec import NAME, SPARSE, Row, TaggedRows
 from memopt.models.graph import Graph
 from memopt.models.variants import variant
 
@@ -159,7 +159,7 @@ class Program:
         instructions: in the order of the compute stream.
         offsets: a placement, or None: for each Compute/SwapIn instruction index and tensor,
             the byte offset of that lifetime in the arena: ((instruction, tensor, offset), ...).
-        apart: lifetimes that the placement leaves to the allocator, which would make the arena
+        unplaced: lifetimes that the placement leaves to the allocator, which would make the arena
             larger than they are worth: ((instruction, tensor), ...).
     """
 
@@ -167,19 +167,19 @@ class Program:
     offsets: (
         tuple[Annotated[tuple[int, int, int], Row("instruction", "tensor", "offset")], ...] | None
     ) = None
-    apart: tuple[Annotated[tuple[int, int], Row("instruction", "tensor")], ...] = field(
-        default=(), metadata=SPARSE
+    unplaced: tuple[Annotated[tuple[int, int], Row("instruction", "tensor")], ...] = field(
+        default=(), metadata={**SPARSE, NAME: "apart"}
     )
 
     def __init__(
         self,
         instructions: Iterable[Instruction],
         offsets: Iterable[tuple[int, int, int]] | None = None,
-        apart: Iterable[tuple[int, int]] = (),
+        unplaced: Iterable[tuple[int, int]] = (),
     ) -> None:
         object.__setattr__(self, "instructions", tuple(instructions))
         object.__setattr__(self, "offsets", None if offsets is None else tuple(offsets))
-        object.__setattr__(self, "apart", tuple(apart))
+        object.__setattr__(self, "unplaced", tuple(unplaced))
 
     @cached_property
     def computes(self) -> tuple[tuple[int, Compute], ...]:

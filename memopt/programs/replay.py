@@ -104,7 +104,7 @@ def replay(graph: Graph, program: Program, device: Device | None = None) -> Time
         InvalidProgramError: an instruction that cannot be processed, such as a read of an
             absent tensor. Whole-program laws are the validator's.
     """
-    state = _State(graph, device)
+    state = _Streams(graph, device)
     for position, instruction in enumerate(program.instructions):
         try:
             state.run(position, instruction)
@@ -136,7 +136,7 @@ class _Invalid(Exception):
     """Why an instruction cannot be processed."""
 
 
-class _State:
+class _Streams:
     """Device, host and streams while a program is replayed."""
 
     def __init__(self, graph: Graph, device: Device | None) -> None:

@@ -29,7 +29,7 @@ from memopt.programs.instructions import (
     SwapIn,
     SwapOut,
 )
-from memopt.programs.validate_placement import Lifetime, misplaced
+from memopt.programs.validate_placement import LiveRange, misplaced
 from memopt.programs.violations import Violation as Violation
 from memopt.programs.violations import ViolationCode as ViolationCode
 from memopt.programs.violations import first
@@ -127,7 +127,7 @@ class _Covering:
     """Sums the sizes of the lifetimes that began before one position and end at or after
     another."""
 
-    def __init__(self, lifetimes: Sequence[Lifetime], sizes: Sequence[int]) -> None:
+    def __init__(self, lifetimes: Sequence[LiveRange], sizes: Sequence[int]) -> None:
         self.begin = np.array([x.begin for x in lifetimes], dtype=np.int64)
         self.end = np.array([x.end for x in lifetimes], dtype=np.int64)
         self.size = np.array([sizes[x.tensor] for x in lifetimes], dtype=np.int64)
@@ -264,7 +264,7 @@ def _draws(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violat
 
 
 def _late_outputs(
-    graph: Graph, program: Program, lifetimes: Sequence[Lifetime]
+    graph: Graph, program: Program, lifetimes: Sequence[LiveRange]
 ) -> Iterator[Violation]:
     """The user's loss reads the outputs: those of the forward are there at the boundary."""
     for i, instruction in enumerate(program.instructions):
@@ -281,7 +281,7 @@ def _late_outputs(
 
 def _lifetimes(
     graph: Graph, instructions: Sequence[Instruction]
-) -> tuple[list[Lifetime], list[Lifetime], list[Violation]]:
+) -> tuple[list[LiveRange], list[LiveRange], list[Violation]]:
     """Every tensor's lifetimes on the device and on the host, and what is wrong with them."""
     histories: list[list[tuple[int, str]]] = [[] for _ in graph.tensors]
     for i, instruction in enumerate(instructions):
@@ -298,8 +298,8 @@ def _lifetimes(
                 histories[tensor].append((i, "produce"))
         else:
             histories[instruction.tensor].append((i, type(instruction).__name__))
-    device: list[Lifetime] = []
-    host: list[Lifetime] = []
+    device: list[LiveRange] = []
+    host: list[LiveRange] = []
     found: list[Violation] = []
     for tensor, history in enumerate(histories):
         if not graph.tensors[tensor].resident:
@@ -322,8 +322,8 @@ class _History:
         self.length = length
         held = graph.tangents if graph.tangents_held else ()
         self.result = tensor in (*graph.outputs, *graph.gradients, *held)
-        self.device: list[Lifetime] = []
-        self.host: list[Lifetime] = []
+        self.device: list[LiveRange] = []
+        self.host: list[LiveRange] = []
         self.found: list[Violation] = []
         self.live_since: int | None = None
         self.copied_since: int | None = None
@@ -342,7 +342,7 @@ class _History:
             self._end_device(i)
         elif event == "overwrite":
             # Where the tensor is absent, its reading has been found wrong already. A copy made
-            # of this very stay may still be under way.
+            # of this very lifetime may still be under way.
             since, copy = self.live_since, self.copied_since
             leaving = since is not None and copy is not None and copy > since
             self._need(not self.result and not leaving, Code.IN_PLACE, i)
@@ -375,10 +375,10 @@ class _History:
 
     def _end_device(self, i: int) -> None:
         if self.live_since is not None:
-            self.device.append(Lifetime(self.tensor, self.live_since, i))
+            self.device.append(LiveRange(self.tensor, self.live_since, i))
         self.live_since = None
 
     def _end_host(self, i: int) -> None:
         if self.copied_since is not None:
-            self.host.append(Lifetime(self.tensor, self.copied_since, i))
+            self.host.append(LiveRange(self.tensor, self.copied_since, i))
         self.copied_since = None

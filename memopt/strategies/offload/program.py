@@ -79,14 +79,14 @@ def build_program(
     What need not be released at any step is not offloaded at all.
     """
     while True:
-        builder = _Builder(problem, transfers, patience)
+        builder = _StepWriter(problem, transfers, patience)
         done = builder.run()
         if not builder.unreleased:
             return tuple(builder.steps) if done else None
         transfers = transfers.without(builder.unreleased)
 
 
-class _Builder:
+class _StepWriter:
     """One pass over the operations, keeping memory and the streams' times."""
 
     def __init__(self, problem: OffloadProblem, transfers: Transfers, patience: float) -> None:
