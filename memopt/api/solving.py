@@ -17,7 +17,7 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
 from memopt.plan_record import BaselineFigures, PlanRecord
-from memopt.programs.instructions import Program, SwapIn, SwapOut
+from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.chain_replay import replay_chain
@@ -301,8 +301,7 @@ def _notes(cost_model: Chain | Graph, profiled: Profiled | None) -> tuple[str, .
 
 
 def _link_notes(program: Program | None, device: Device) -> tuple[str, ...]:
-    moves = program is not None and any(isinstance(x, SwapOut | SwapIn) for x in program)
-    if not moves or device.is_linked:
+    if program is None or not program.has_transfers or device.is_linked:
         return ()
     return (
         f"The link of the device {device.name!r} has no speed: transfers count as free. Give one "

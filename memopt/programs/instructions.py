@@ -81,41 +81,40 @@ class Compute(_Named):
 
 
 @dataclass(frozen=True, slots=True)
-class Free(_Named):
-    """Drop the device copy of a tensor. Waits for its swap-out, if one is under way."""
+class OfTensor(_Named):
+    """What every instruction is that names one tensor, which is not resident."""
 
     tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free(OfTensor):
+    """Drop the device copy of a tensor. Waits for its swap-out, if one is under way."""
 
     def effects(self, graph: Graph) -> Effects:
         return Effects(ends=(self.tensor,))
 
 
 @dataclass(frozen=True, slots=True)
-class SwapOut(_Named):
+class SwapOut(OfTensor):
     """Start copying a tensor to the host. The device copy stays until its Free."""
-
-    tensor: int
 
     def effects(self, graph: Graph) -> Effects:
         return Effects(reads=(self.tensor,), host_begins=(self.tensor,))
 
 
 @dataclass(frozen=True, slots=True)
-class SwapIn(_Named):
+class SwapIn(OfTensor):
     """Start copying a tensor back; it occupies device memory from here on. The first reader
     waits for the copy. The host copy stays until its DropHost."""
-
-    tensor: int
 
     def effects(self, graph: Graph) -> Effects:
         return Effects(writes=(self.tensor,), begins=(self.tensor,))
 
 
 @dataclass(frozen=True, slots=True)
-class DropHost(_Named):
+class DropHost(OfTensor):
     """Drop the host copy of a tensor."""
-
-    tensor: int
 
     def effects(self, graph: Graph) -> Effects:
         return Effects(host_ends=(self.tensor,))
@@ -191,6 +190,11 @@ class Program:
         """Position of the loss boundary; None: there is none."""
         found = (i for i, x in enumerate(self.instructions) if isinstance(x, LossBoundary))
         return next(found, None)
+
+    @cached_property
+    def has_transfers(self) -> bool:
+        """Whether it copies anything to the host."""
+        return any(isinstance(x, SwapOut) for x in self.instructions)
 
     @cached_property
     def steps(self) -> tuple[int, ...]:

@@ -21,13 +21,11 @@ import numpy as np
 from memopt.models.graph import Graph, Operator, Phase, TensorKind
 from memopt.programs.instructions import (
     Compute,
-    DropHost,
-    Free,
     Instruction,
     LossBoundary,
+    OfTensor,
     Program,
     SwapIn,
-    SwapOut,
 )
 from memopt.programs.validate_placement import LiveRange, misplaced
 from memopt.programs.violations import Violation as Violation
@@ -163,7 +161,7 @@ def _malformed(graph: Graph, instructions: Sequence[object]) -> Iterator[Violati
     for i, instruction in enumerate(instructions):
         if isinstance(instruction, Compute):
             yield from _malformed_compute(graph, i, instruction)
-        elif isinstance(instruction, Free | SwapOut | SwapIn | DropHost):
+        elif isinstance(instruction, OfTensor):
             if not 0 <= instruction.tensor < len(graph.tensors):
                 yield Violation(Code.UNKNOWN_TENSOR, i, f"{instruction}")
             elif graph.tensors[instruction.tensor].resident:
