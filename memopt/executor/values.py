@@ -129,6 +129,11 @@ def kernel_of(lowering: Lowering, node: Node) -> Node | None:
     return None
 
 
+def attribute_of(halves: Halves, node: Node) -> Any:
+    """The attribute of the captured module that a get_attr node names."""
+    return operator.attrgetter(str(node.target))(halves.captured.module)
+
+
 def argument_in(lowering: Lowering, node: Node, tensor: int) -> Node:
     """The argument through which a kernel call may overwrite storage `tensor`."""
     return next(n for n in overwritable(node) if lowering.storages[n] == (tensor,))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memopt.models.graph import Graph, Operator, Phase, TensorKind
+from memopt.models.graph import Graph, Phase, TensorKind
 from memopt.programs.instructions import (
     Compute,
     Instruction,
@@ -27,7 +27,7 @@ from memopt.programs.instructions import (
     Program,
     SwapIn,
 )
-from memopt.programs.validate_placement import LiveRange, misplaced
+from memopt.programs.validate_placement import LiveRange, misplaced, tensors_of
 from memopt.programs.violations import Violation as Violation
 from memopt.programs.violations import ViolationCode as ViolationCode
 from memopt.programs.violations import first
@@ -134,20 +134,12 @@ class _Covering:
         return int(self.size[(self.begin < before) & (self.end >= until)].sum())
 
 
-def _variant(operator: Operator, name: str | None) -> tuple[Sequence[int], Sequence[int], int]:
-    """(reads, writes, workspace) of the chosen implementation."""
-    for choice in operator.implementations:
-        if name is not None and choice.name == name:
-            reads = operator.reads if choice.reads is None else choice.reads
-            writes = operator.writes if choice.writes is None else choice.writes
-            return reads, writes, choice.workspace_bytes
-    return operator.reads, operator.writes, operator.workspace_bytes
-
-
 def _produced(graph: Graph, instruction: Instruction) -> tuple[Sequence[int], int]:
     """Tensors an instruction allocates, and the scratch memory on top while it runs."""
     if isinstance(instruction, Compute):
-        _, writes, workspace = _variant(graph.operators[instruction.op], instruction.implementation)
+        _, writes, workspace = tensors_of(
+            graph.operators[instruction.op], instruction.implementation
+        )
         return writes, workspace
     if isinstance(instruction, SwapIn):
         return (instruction.tensor,), 0
@@ -190,7 +182,7 @@ def _malformed_compute(graph: Graph, i: int, instruction: Compute) -> Iterator[V
         message = f"{operator.name!r} has no {instruction.implementation!r}"
         yield Violation(Code.UNKNOWN_IMPLEMENTATION, i, message)
         return
-    _, writes, _ = _variant(operator, instruction.implementation)
+    _, writes, _ = tensors_of(operator, instruction.implementation)
     for position, tensor in enumerate(instruction.outputs):
         if tensor not in writes:
             message = f"{operator.name!r} does not write tensor {tensor}"
@@ -223,7 +215,7 @@ def _order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violat
         if not operator.recomputable and instruction.op in ran:
             yield Violation(Code.NOT_RECOMPUTABLE, i, f"{operator.name!r}")
         ran.add(instruction.op)
-        reads, _, _ = _variant(operator, instruction.implementation)
+        reads, _, _ = tensors_of(operator, instruction.implementation)
         parameters = {t for t in reads if graph.tensors[t].kind is TensorKind.PARAMETER}
         if operator.phase is not Phase.UPDATE and parameters & updated:
             yield Violation(Code.READ_AFTER_UPDATE, i, f"{operator.name!r}")
@@ -284,7 +276,7 @@ def _lifetimes(
     histories: list[list[tuple[int, str]]] = [[] for _ in graph.tensors]
     for i, instruction in enumerate(instructions):
         if isinstance(instruction, Compute):
-            reads, _, _ = _variant(graph.operators[instruction.op], instruction.implementation)
+            reads, _, _ = tensors_of(graph.operators[instruction.op], instruction.implementation)
             for tensor in reads:
                 histories[tensor].append((i, "read"))
             if instruction.in_place is not None:

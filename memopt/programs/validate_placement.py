@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memopt.models.graph import Graph
+from memopt.models.graph import Graph, Operator
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.violations import Violation, ViolationCode, first
 
@@ -20,6 +20,16 @@ class LiveRange(NamedTuple):
     tensor: int
     begin: int
     end: int
+
+
+def tensors_of(operator: Operator, name: str | None) -> tuple[Sequence[int], Sequence[int], int]:
+    """(reads, writes, workspace) of the chosen implementation."""
+    for choice in operator.implementations:
+        if name is not None and choice.name == name:
+            reads = operator.reads if choice.reads is None else choice.reads
+            writes = operator.writes if choice.writes is None else choice.writes
+            return reads, writes, choice.workspace_bytes
+    return operator.reads, operator.writes, operator.workspace_bytes
 
 
 def misplaced(
@@ -95,11 +105,7 @@ def _moved(
     for position, instruction in enumerate(program):
         if not isinstance(instruction, Compute) or instruction.in_place is None:
             continue
-        operator = graph.operators[instruction.op]
-        writes: Sequence[int] = operator.writes
-        for choice in operator.implementations:
-            if choice.name == instruction.implementation and choice.writes is not None:
-                writes = choice.writes
+        _, writes, _ = tensors_of(graph.operators[instruction.op], instruction.implementation)
         taken, made = instruction.in_place, writes[0]
         keys = ((begin[taken, position], taken), (position, made))
         here = [placed[key][1] for key in keys if key in placed]
@@ -115,11 +121,7 @@ def _transient(graph: Graph, program: Program, position: int, tensor: int) -> Li
     instruction = program.instructions[position]
     if not isinstance(instruction, Compute) or tensor in instruction.outputs:
         return None
-    operator = graph.operators[instruction.op]
-    writes: Sequence[int] = operator.writes
-    for choice in operator.implementations:
-        if choice.name == instruction.implementation and choice.writes is not None:
-            writes = choice.writes
+    _, writes, _ = tensors_of(graph.operators[instruction.op], instruction.implementation)
     return LiveRange(tensor, position, position + 1) if tensor in writes else None
 
 

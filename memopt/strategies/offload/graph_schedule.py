@@ -22,9 +22,9 @@ from memopt.programs.instructions import (
     SwapIn,
     SwapOut,
 )
+from memopt.programs.link_clock import LinkClock
 from memopt.programs.liveness import with_frees
 from memopt.strategies.offload.graph_problem import Absence, GraphProblem
-from memopt.strategies.offload.link_clock import LinkClock
 
 
 @dataclass(frozen=True, slots=True)

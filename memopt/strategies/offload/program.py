@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memopt.models.steps import ChainStep, Move
+from memopt.programs.link_clock import LinkClock
 from memopt.programs.replay import Timeline
 from memopt.reductions.offload_replay import replay_offload
-from memopt.strategies.offload.link_clock import LinkClock
 from memopt.strategies.offload.problem import OffloadProblem
 
 PATIENCE = (0.0, 0.5, 1.0, math.inf)
