@@ -212,8 +212,8 @@ class Arenas:
         return empty.set_(storage, 0, like.shape, like.stride())
 
     def fork(self, saved: list[Any]) -> list[Any]:
-        """What a backward that may come again (retain_graph) runs with: a copy of the arena, since
-        it writes over what the next one needs.
+        """Copy the arena for a backward that may come again (retain_graph), since it writes over
+        what the next one needs.
 
         Args:
             saved: what the forward has left for the backward.

@@ -35,7 +35,7 @@ class CheckedLease(ArenaLease):
         return self.memory[one.offset_bytes : one.end_bytes]
 
     def digest(self, slot: int) -> bytes:
-        """Of what a slot holds now."""
+        """A digest of the bytes that a slot holds now."""
         return hashlib.blake2b(self.bytes_of(slot).cpu().numpy().data, digest_size=16).digest()
 
     def wrote(self, slots: Iterable[int], what: str) -> None:
@@ -91,7 +91,7 @@ class CheckedArenas(Arenas):
         return CheckedLease(memory, self.slots_at(memory.data_ptr()), self, self.layout)
 
     def fork(self, saved: list[object]) -> list[object]:
-        """As `Arenas.fork`; the copy knows what the original knew."""
+        """Copy the arena as `Arenas.fork` does; the copy knows what the original knew."""
         forked = super().fork(saved)
         for before, after in zip(saved, forked, strict=True):
             if isinstance(before, CheckedLease) and isinstance(after, CheckedLease):

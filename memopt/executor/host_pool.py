@@ -14,7 +14,7 @@ ALIGNMENT_BYTES = 512
 
 @dataclass(frozen=True)
 class HostPlacement:
-    """Where host copies live.
+    """The addresses of host copies in their pool.
 
     Attributes:
         offsets: tensor → offset of its host copies in the pool, bytes.

@@ -1,4 +1,5 @@
-"""What a program needs at the edges of its two halves: live values, random operators, reads."""
+"""The two halves of a program, and what crosses from one to the other: values, host copies,
+states of the random generator."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def replay_allocations(events: Iterable[Event]) -> AllocatorFigures:
 
 
 def allocation_trace(graph: Graph, program: Program) -> Iterator[Event]:
-    """What a valid program asks of the allocator, instruction by instruction.
+    """List the requests of a valid program to the allocator, instruction by instruction.
 
     Resident tensors come first (`extra_resident_bytes`, of no tensor, are left out); a Compute
     allocates what it writes, then its workspace, and frees that and its transient outputs when it

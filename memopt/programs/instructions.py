@@ -19,7 +19,7 @@ from memopt.models.variants import variant
 
 
 class Effects(NamedTuple):
-    """What one instruction does to the tensors of a graph.
+    """The effects of one instruction on the tensors of a graph.
 
     Attributes:
         reads: tensors whose device copy it reads.
@@ -82,7 +82,7 @@ class Compute(_Named):
 
 @dataclass(frozen=True, slots=True)
 class OfTensor(_Named):
-    """What every instruction is that names one tensor, which is not resident."""
+    """An instruction that names one tensor, which is not resident."""
 
     tensor: int
 
@@ -146,8 +146,8 @@ INSTRUCTIONS = TaggedRows(
         "loss": LossBoundary,
     },
 )
-"""How they stand in files: ["compute", operator, [outputs], implementation or null] and, if the
-output takes over a storage, that tensor; ["loss"], ["free", tensor] and so on."""
+"""The rows of files: ["compute", operator, [outputs], implementation or null] and, if the output
+takes over a storage, that tensor; ["loss"], ["free", tensor] and so on."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Program:
 
     @cached_property
     def steps_before(self) -> tuple[int, ...]:
-        """How many of `steps` come before each position and before the end."""
+        """For each position and for the end, the number of `steps` before it."""
         return tuple(bisect_left(self.steps, i) for i in range(len(self) + 1))
 
     def __len__(self) -> int:

@@ -86,29 +86,27 @@ def lifetimes(graph: Graph, program: Program) -> Lifetimes:
     live: dict[int, Lifetime] = {}
     hosted: dict[int, int] = {}
     for position, instruction in enumerate(program):
-        effects = instruction.effects(graph)
-        for tensor in dict.fromkeys(effects.reads):
+        reads, writes, begins, ends, overwrites, _, copies, drops = instruction.effects(graph)
+        for tensor in dict.fromkeys(reads):
             if tensor in live:
                 live[tensor].readers.append(position)
-        for tensor in effects.host_begins:
-            live[tensor].copied = True
-            hosted[tensor] = position
         taken: Lifetime | None = None
-        for tensor in effects.ends:
+        for tensor in ends:
             ended = live.pop(tensor)
             ended.end, ended.stays = position, False
-            if tensor == effects.overwrites:
+            if tensor == overwrites:
                 taken, ended.overwritten = ended, True
-        for tensor in effects.writes:
-            if tensor in effects.begins:
-                made = Lifetime(position, tensor, len(program))
-                if tensor == effects.writes[0]:
-                    made.overwrites = taken
-                live[tensor] = made
+        for tensor in writes:
+            if tensor in begins:
+                made = live[tensor] = Lifetime(position, tensor, len(program))
+                made.overwrites = taken if tensor == writes[0] else None
             else:
                 made = Lifetime(position, tensor, position + 1, transient=True, stays=False)
             found.device.append(made)
-        for tensor in effects.host_ends:
+        for tensor in copies:
+            live[tensor].copied = True
+            hosted[tensor] = position
+        for tensor in drops:
             found.host.append(HostLifetime(hosted.pop(tensor), tensor, position))
     found.host.extend(HostLifetime(begin, t, len(program)) for t, begin in hosted.items())
     found.host.sort()

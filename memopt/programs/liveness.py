@@ -12,7 +12,7 @@ from memopt.programs.instructions import Compute, Free, Instruction, LossBoundar
 
 
 class _Future(Enum):
-    """What the rest of the program does with a tensor's present device copy."""
+    """The next thing that the program does with a tensor's present device copy."""
 
     DEAD = auto()
     READ = auto()

@@ -1,4 +1,4 @@
-"""What a placement covers, and what it leaves to the allocator."""
+"""The share of a program that its placement covers, and the kernels it leaves to the allocator."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 
 ALIGNMENT_BYTES = 64
-"""Of addresses that kernels write to, as torch's own allocator aligns them on the CPU (on CUDA
-sizes are multiples of 512 bytes, and so are addresses)."""
+"""Addresses that kernels write to are multiples of this, as torch's own allocator aligns them on
+the CPU. (On CUDA sizes are multiples of 512 bytes, and so are addresses.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ArenaUse:
 
 
 def arena_use(graph: Graph, program: Program) -> ArenaUse | None:
-    """What a program's placement covers; None if it has none.
+    """Count what a program's placement covers; None if it has none.
 
     Args:
         graph: the cost model of the program.

@@ -53,7 +53,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What replaying a program gives. Tuples have one entry per instruction.
+    """The memory and the times of a replayed program. Tuples have one entry per instruction.
 
     Attributes:
         peak_bytes: the largest device memory, resident included.

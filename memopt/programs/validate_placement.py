@@ -39,7 +39,7 @@ def misplaced(
     outside_bytes: int,
     budget_bytes: int | None,
 ) -> Violation | None:
-    """What is wrong with `program.offsets`, or None.
+    """Find what is wrong with `program.offsets`; None: nothing.
 
     Every lifetime that begins at a Compute or SwapIn has an offset or is named in
     `program.unplaced`; those of results (`graph.kept`), which the user may hold beyond the step,

@@ -17,7 +17,7 @@ from memopt.programs.replay import Direction, Timeline
 
 
 class Lane(StrEnum):
-    """What runs in parallel."""
+    """The streams that run in parallel."""
 
     COMPUTE = "compute"
     OUT = "to host"

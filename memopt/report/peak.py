@@ -1,4 +1,4 @@
-"""What fills the memory at a plan's peak."""
+"""The tensors and scratch memory that fill the device at a plan's peak."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Peak:
 
 
 def peak_of(graph: Graph, program: Program, device: Device | None = None) -> Peak | None:
-    """What is in memory at the peak; None for an empty program."""
+    """List what is in memory at the peak; None for an empty program."""
     timeline = replay(graph, program, device)
     peak = timeline.peak_instruction
     if peak is None:
@@ -81,7 +81,7 @@ def _tensor_name(graph: Graph, tensor: int) -> str:
 
 
 def _resident(graph: Graph) -> list[Consumer]:
-    """What never moves, one entry per kind."""
+    """Resident tensors, one entry per kind."""
     sizes: dict[str, list[int]] = {}
     for tensor in graph.resident:
         kind = str(graph.tensors[tensor].kind)

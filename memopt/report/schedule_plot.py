@@ -1,4 +1,4 @@
-"""What runs when: one row per module (or stage), and what runs again."""
+"""The schedule of a step: one row per module (or stage), runs and second runs as bars."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MOST_ROWS = 40
 _MOST_LABELS = 20
 
 Bars = dict[str, list[tuple[int, float, float]]]
-"""What it is → (row, start, duration) of every bar, seconds."""
+"""Kind of bar → (row, start, duration) of every bar, seconds."""
 
 
 def plot_schedule(plan: PlanRecord, ax: Axes | None = None) -> Axes:

@@ -60,7 +60,7 @@ def measured_lanes(plan: PlanRecord, recorded: Sequence[Recorded]) -> StepLanes:
 
 
 def _between_the_halves(program: Program, recorded: Sequence[Recorded]) -> Span | None:
-    """What the step does between the plan's forward and its backward."""
+    """The time between the plan's forward and its backward."""
     boundary = program.boundary
     if boundary is None:
         return None

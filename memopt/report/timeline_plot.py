@@ -63,7 +63,7 @@ def plot_timeline(plan: PlanRecord, ax: Axes | None = None) -> Axes:
 
 
 def lanes(plan: PlanRecord) -> dict[str, tuple[int, list[tuple[float, float]]]]:
-    """What it is → (lane, (start, duration) of every bar), seconds."""
+    """For each kind of bar its lane and the (start, duration) of every bar, seconds."""
     timeline: Timeline | None
     if plan.graph is not None and plan.program is not None:
         _, bars = program_bars(plan.graph, plan.program, plan.device)

@@ -34,7 +34,7 @@ class Absence:
 
 @dataclass(frozen=True, eq=False)
 class GraphProblem:
-    """What a graph offloader chooses from.
+    """The absences that a graph offloader chooses from, and the memory they relieve.
 
     Attributes:
         graph: the cost model.
@@ -42,7 +42,7 @@ class GraphProblem:
         operators: the operator of each point; None: the loss boundary.
         need_bytes: memory of each point when nothing moves, resident included.
         absences: every stretch in which a tensor may be on the host, ascending.
-        produced: tensor → the point that writes it, for tensors with a absence.
+        produced: tensor → the point that writes it, for tensors with an absence.
     """
 
     graph: Graph
@@ -53,7 +53,7 @@ class GraphProblem:
     produced: dict[int, int]
 
     def size_bytes(self, absence: Absence) -> int:
-        """Bytes that leave the device in a absence."""
+        """Bytes that leave the device in an absence."""
         return self.graph.tensors[absence.tensor].size_bytes
 
     def relieved_bytes(self, absences: tuple[Absence, ...]) -> npt.NDArray[np.int64]:
@@ -81,7 +81,7 @@ class GraphProblem:
         return np.array([0.0 if op is None else operators[op].time_s for op in self.operators])
 
     def excess_bytes(self, budget_bytes: int) -> npt.NDArray[np.int64]:
-        """What must be off the device at each point; never below 0."""
+        """Bytes that must be off the device at each point; never below 0."""
         return np.maximum(0, self.need_bytes - budget_bytes)
 
     def lower_bound_s(self, budget_bytes: int) -> float:

@@ -29,7 +29,7 @@ from memopt.strategies.offload.graph_problem import Absence, GraphProblem
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How early things happen; the replay chooses among a few.
+    """The rule by which copies and fetches come early; the replay chooses among a few.
 
     Attributes:
         lead: a fetch is issued when the compute until its reader is at most so many times the

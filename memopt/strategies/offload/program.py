@@ -27,7 +27,7 @@ PATIENCE = (0.0, 0.5, 1.0, math.inf)
 
 @dataclass(frozen=True)
 class Transfers:
-    """What moves, in which order.
+    """The transfers of a schedule, in their order.
 
     Attributes:
         out: indices of x_j in the order of their copies to the host.
@@ -40,7 +40,7 @@ class Transfers:
     not_before: Mapping[int, int] = field(default_factory=dict)
 
     def without(self, dropped: set[int]) -> Transfers:
-        """The same, but these stay on the device."""
+        """The transfers but for those of some stages, which stay on the device."""
         return Transfers(
             tuple(j for j in self.out if j not in dropped),
             tuple(j for j in self.back if j not in dropped),

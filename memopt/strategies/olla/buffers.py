@@ -129,7 +129,7 @@ class Layout:
 
     @cached_property
     def duration(self) -> Ints:
-        """How long each buffer lives, in the instance's own times."""
+        """Length of each buffer's lifetime, in the instance's own times."""
         return self.upper - self.lower
 
     @cached_property

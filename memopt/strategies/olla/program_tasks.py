@@ -209,7 +209,7 @@ class _Reader:
             move = task
 
     def _boundary_order(self, first_draws: set[int]) -> None:
-        """What comes before the loss boundary and what after."""
+        """Precedences between the loss boundary and all else."""
         boundary = self.boundary
         if boundary is None:
             return
