@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import lifetimes
+from memopt.programs.placed import first_fit
 
 ALIGNMENT_BYTES = 512
 
@@ -39,17 +40,12 @@ def place_host_copies(graph: Graph, program: Program) -> HostPlacement:
     sizes = {t: -(-graph.tensors[t].size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for t in spans}
     offsets: dict[int, int] = {}
     for tensor in sorted(spans, key=lambda t: (-sizes[t], t)):
-        taken = sorted(
+        taken = [
             (offsets[other], offsets[other] + sizes[other])
             for other in offsets
             if _meet(spans[tensor], spans[other])
-        )
-        offset = 0
-        for low, high in taken:
-            if offset + sizes[tensor] <= low:
-                break
-            offset = max(offset, high)
-        offsets[tensor] = offset
+        ]
+        offsets[tensor] = first_fit(taken, sizes[tensor])
     extent = max((offsets[t] + sizes[t] for t in offsets), default=0)
     return HostPlacement(offsets, extent)
 

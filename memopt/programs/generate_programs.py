@@ -17,6 +17,7 @@ from memopt.programs.instructions import (
 )
 from memopt.programs.lifetimes import lifetimes
 from memopt.programs.liveness import computes, with_frees
+from memopt.programs.placed import first_fit
 
 
 def random_program(
@@ -49,23 +50,21 @@ def random_program(
 
 def random_placement(rng: Random, graph: Graph, program: Program) -> Program:
     """The program with offsets: first fit, in a random order of its lifetimes."""
-    stays = [
-        (lifetime.begin, lifetime.end, lifetime.tensor)
+    listed = [
+        lifetime
         for lifetime in sorted(lifetimes(graph, program).device, key=lambda one: one.end)
         if not lifetime.transient and lifetime.tensor not in graph.tangents
     ]
-    rng.shuffle(stays)
-    placed: list[tuple[int, int, int, int, int]] = []
-    for begin, end, tensor in stays:
-        size = graph.tensors[tensor].size_bytes
-        offset = 0
-        for other_begin, other_end, _, low, high in sorted(placed, key=lambda x: x[3]):
-            together = begin < other_end and other_begin < end
-            if together and offset < high and low < offset + size:
-                offset = high
-        placed.append((begin, end, tensor, offset, offset + size))
-    offsets = sorted((begin, tensor, low) for begin, _, tensor, low, _ in placed)
-    return Program(program.instructions, offsets)
+    rng.shuffle(listed)
+    offsets: list[tuple[int, int, int]] = []
+    placed: list[tuple[int, int, int, int]] = []
+    for one in listed:
+        size = graph.tensors[one.tensor].size_bytes
+        together = (x[2:] for x in placed if one.begin < x[1] and x[0] < one.end)
+        low = first_fit(together, size)
+        placed.append((one.begin, one.end, low, low + size))
+        offsets.append((one.begin, one.tensor, low))
+    return Program(program.instructions, sorted(offsets))
 
 
 def _own_order(graph: Graph) -> list[int | None]:

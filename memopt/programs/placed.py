@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memopt.models.graph import Graph
@@ -13,6 +14,16 @@ from memopt.programs.replay import replay
 ALIGNMENT_BYTES = 64
 """Addresses that kernels write to are multiples of this, as torch's own allocator aligns them on
 the CPU. (On CUDA sizes are multiples of 512 bytes, and so are addresses.)"""
+
+
+def first_fit(taken: Iterable[tuple[int, int]], size_bytes: int) -> int:
+    """The lowest offset at which so many bytes overlap none of the intervals [low, high)."""
+    offset = 0
+    for low, high in sorted(taken):
+        if offset + size_bytes <= low:
+            break
+        offset = max(offset, high)
+    return offset
 
 
 @dataclass(frozen=True, slots=True)
