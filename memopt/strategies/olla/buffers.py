@@ -9,7 +9,8 @@ from math import gcd
 
 import numpy as np
 
-from memopt.programs.lifetimes import Ints, live_bytes
+from memopt.programs.lifetimes import Ints as Ints
+from memopt.programs.lifetimes import live_bytes
 from memopt.strategies.base import Status
 from memopt.strategies.olla.timed_search import relative_gap
 
