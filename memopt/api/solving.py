@@ -17,7 +17,7 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
 from memopt.plan_record import BaselineFigures, PlanRecord
-from memopt.programs.instructions import Program, SwapIn, SwapOut
+from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.stage_map import has_updates
@@ -297,8 +297,7 @@ def _notes(graph: Graph, profiled: Profiled | None) -> tuple[str, ...]:
 
 
 def _link_notes(program: Program, device: Device) -> tuple[str, ...]:
-    moves = any(isinstance(x, SwapOut | SwapIn) for x in program)
-    if not moves or device.is_linked:
+    if not program.has_transfers or device.is_linked:
         return ()
     return (
         f"The link of the device {device.name!r} has no speed: transfers count as free. Give one "

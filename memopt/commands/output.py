@@ -18,7 +18,6 @@ from memopt.api.plan import Plan
 from memopt.commands.targets import TargetError
 from memopt.errors import InfeasibleBudgetError, MemoptError, PlanFileError
 from memopt.models.device import Device
-from memopt.programs.instructions import Compute
 
 _WIDEST = 120
 
@@ -90,7 +89,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
     """A plan's figures for machines: bytes and seconds."""
-    runs = [i.op for i in plan.program if isinstance(i, Compute)]
+    runs = [run.op for _, run in plan.program.computes]
     return {
         "strategy": plan.strategy.name,
         "parameters": repr(plan.strategy),

@@ -26,7 +26,6 @@ from memopt.profiler.dependencies.reader import Dependency
 from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, device_of, to_call
 from memopt.profiler.record import example_call, record_of
-from memopt.programs.instructions import Compute
 from memopt.programs.serialize import fingerprint
 from memopt.reductions.stage_map import has_updates
 
@@ -183,9 +182,9 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
 def _with_implementations(plan: PlanRecord, lowering: Lowering, block_bytes: int) -> Lowering:
     """The lowering with the alternatives that the plan chooses from, if it chooses any."""
     chosen = {
-        (i.op, i.implementation)
-        for i in plan.program
-        if isinstance(i, Compute) and i.implementation is not None
+        (run.op, run.implementation)
+        for _, run in plan.program.computes
+        if run.implementation is not None
     }
     if not chosen:
         return lowering

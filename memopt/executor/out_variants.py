@@ -166,7 +166,9 @@ def for_placing(profiled: Profiled) -> Profiled:
     if profiled.record is not None and profiled.record.block_bytes > 1:
         backend = estimated_backend(profiled.record.block_bytes)
     graph = with_state(profiled.graph, backend, placed=True)
-    return replace(profiled, graph=replace(graph, outside=allocator_owned(profiled.lowering)))
+    return replace(
+        profiled, graph=replace(graph, allocator_owned=allocator_owned(profiled.lowering))
+    )
 
 
 def allocator_owned(lowering: Lowering) -> tuple[int, ...]:

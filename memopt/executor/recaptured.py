@@ -42,7 +42,7 @@ from memopt.profiler.record import example_call, record_of
 from memopt.profiler.step_capture import StepModule, capture_step, update_name, with_updates
 from memopt.profiler.step_optimizer import check_splittable
 from memopt.profiler.step_session import ProfiledStep, update_costs
-from memopt.programs.instructions import Compute, Program
+from memopt.programs.instructions import Program
 from memopt.programs.serialize import fingerprint
 from memopt.programs.violations import Violation
 from memopt.reductions.stage_map import has_updates
@@ -92,7 +92,7 @@ def planned_lowering(
                 workspaces[index, None] = update_bytes[operator.name]
     graph = with_figures(lowering.graph, planned, sizes, workspaces)
     if plan.program.offsets is not None:
-        graph = replace(graph, outside=allocator_owned(replace(lowering, graph=graph)))
+        graph = replace(graph, allocator_owned=allocator_owned(replace(lowering, graph=graph)))
     _check_plan(plan, graph, more)
     return replace(lowering, graph=graph)
 
@@ -140,7 +140,7 @@ def _measured(
 ) -> tuple[dict[int, int], dict[tuple[int, str | None], int]]:
     """Sizes of tensors, and workspaces of the kernels that the program runs."""
     operators = lowering.graph.operators
-    run = {(i.op, i.implementation) for i in plan.program if isinstance(i, Compute)}
+    run = {(run.op, run.implementation) for _, run in plan.program.computes}
     calls = [
         (op, name)
         for op, name in sorted(run, key=lambda pair: (pair[0], pair[1] or ""))

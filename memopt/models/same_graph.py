@@ -40,7 +40,7 @@ def as_captured(priced: Graph, sizes: Resized = ()) -> Graph:
             raise ValueError(f"there is no tensor {index} of another size")
         tensors[index] = replace(tensors[index], size_bytes=size_bytes)
     operators = [replace(one, in_place=()) for one in plain.operators]
-    return replace(plain, tensors=tuple(tensors), operators=tuple(operators), outside=())
+    return replace(plain, tensors=tuple(tensors), operators=tuple(operators), allocator_owned=())
 
 
 def without_implementations(graph: Graph) -> Graph:
@@ -52,7 +52,7 @@ def without_implementations(graph: Graph) -> Graph:
         graph,
         tensors=graph.tensors[:count],
         operators=tuple(replace(one, implementations=()) for one in graph.operators),
-        outside=tuple(t for t in graph.outside if t < count),
+        allocator_owned=tuple(t for t in graph.allocator_owned if t < count),
     )
 
 

@@ -198,10 +198,10 @@ def without_unread_reruns(graph: Graph, instructions: Sequence[Instruction]) -> 
                 continue
             read_later.difference_update(run.writes)
             read_later.update(run.reads)
-        elif isinstance(instruction, SwapIn):
-            read_later.discard(instruction.tensor)
-        elif isinstance(instruction, SwapOut):
-            read_later.add(instruction.tensor)
+        else:
+            effects = instruction.effects(graph)
+            read_later.difference_update(effects.begins)
+            read_later.update(effects.reads)
         kept.append(instruction)
     kept.reverse()
     return kept

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from memopt.models.graph import Graph
-from memopt.programs.instructions import Compute, Instruction
+from memopt.programs.instructions import Instruction
 from memopt.programs.replay import Direction, Timeline
 
 
 class Lane(StrEnum):
-    """What runs in parallel."""
+    """The streams that run in parallel."""
 
     COMPUTE = "compute"
     OUT = "to host"
@@ -77,9 +77,7 @@ def program_lanes(
 
 def instruction_names(graph: Graph, program: Iterable[Instruction]) -> list[str]:
     """The operators' names, and what the other instructions are."""
-    return [
-        graph.operators[i.op].name if isinstance(i, Compute) else type(i).__name__ for i in program
-    ]
+    return [instruction.label(graph) for instruction in program]
 
 
 def _lanes(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph, TensorKind
-from memopt.models.variants import variant
-from memopt.programs.instructions import Compute, Free, LossBoundary, Program, SwapIn
+from memopt.programs.instructions import Program
+from memopt.programs.lifetimes import Lifetime, bytes_during, lifetimes
 from memopt.programs.replay import replay
 
 PARAMETERS = "parameters"
@@ -58,46 +58,17 @@ def layer_of(graph: Graph, tensor: int) -> str:
 def program_profile(graph: Graph, program: Program, device: Device | None = None) -> MemoryProfile:
     """The memory of a program; see `memopt.programs.replay` for what is counted when."""
     timeline = replay(graph, program, device)
-    level = dict.fromkeys(LAYERS, 0)
+    fixed = dict.fromkeys(LAYERS, 0)
     for tensor in graph.resident:
-        level[layer_of(graph, tensor)] += graph.tensors[tensor].size_bytes
-    level[RESIDENT] += graph.extra_resident_bytes
-    live: set[int] = set()
-    rows: list[dict[str, int]] = []
-    backward_s: float | None = None
-
-    def appear(tensors: tuple[int, ...]) -> None:
-        for tensor in tensors:
-            if tensor not in live:
-                live.add(tensor)
-                level[layer_of(graph, tensor)] += graph.tensors[tensor].size_bytes
-
-    def vanish(tensor: int) -> None:
-        live.remove(tensor)
-        level[layer_of(graph, tensor)] -= graph.tensors[tensor].size_bytes
-
-    for position, instruction in enumerate(program):
-        during = dict(level)
-        if isinstance(instruction, Compute):
-            chosen = variant(graph.operators[instruction.op], instruction.implementation)
-            for tensor in chosen.writes:
-                during[layer_of(graph, tensor)] += graph.tensors[tensor].size_bytes
-            during[WORKSPACE] += chosen.workspace_bytes
-            if instruction.in_place is not None:
-                taken = graph.tensors[instruction.in_place]
-                during[layer_of(graph, instruction.in_place)] -= taken.size_bytes
-                vanish(instruction.in_place)
-            appear(instruction.outputs)
-        elif isinstance(instruction, LossBoundary):
-            backward_s = timeline.end_s[position]
-            appear(graph.tangents)
-            during = dict(level)
-            during[WORKSPACE] += graph.boundary_bytes
-        elif isinstance(instruction, SwapIn):
-            appear((instruction.tensor,))
-            during = dict(level)
-        elif isinstance(instruction, Free):
-            vanish(instruction.tensor)
-        rows.append(during)
-    layers = {name: tuple(row[name] for row in rows) for name in LAYERS}
+        fixed[layer_of(graph, tensor)] += graph.tensors[tensor].size_bytes
+    fixed[RESIDENT] += graph.extra_resident_bytes
+    members: dict[str, list[Lifetime]] = {name: [] for name in LAYERS}
+    for lifetime in lifetimes(graph, program).device:
+        members[layer_of(graph, lifetime.tensor)].append(lifetime)
+    layers = {
+        name: tuple(fixed[name] + size for size in bytes_during(graph, listed, len(program)))
+        for name, listed in members.items()
+    }
+    layers[WORKSPACE] = tuple(one.effects(graph).workspace_bytes for one in program)
+    backward_s = None if program.boundary is None else timeline.end_s[program.boundary]
     return MemoryProfile(timeline.start_s, timeline.time_s, layers, backward_s)

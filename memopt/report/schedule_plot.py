@@ -1,4 +1,4 @@
-"""What runs when: one row per module (or stage), and what runs again."""
+"""The schedule of a step: one row per module (or stage), runs and second runs as bars."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from memopt.models.graph import Graph, Phase
 from memopt.models.steps import has_transfers
-from memopt.programs.instructions import Compute, Program
+from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.report.modules import depth_for, group_of
 from memopt.report.rotor_plots import plot_schedule as plot_chain_schedule
@@ -33,7 +33,7 @@ _MOST_ROWS = 40
 _MOST_LABELS = 20
 
 Bars = dict[str, list[tuple[int, float, float]]]
-"""What it is → (row, start, duration) of every bar, seconds."""
+"""Kind of bar → (row, start, duration) of every bar, seconds."""
 
 
 def plot_schedule(plan: PlanRecord, ax: Axes | None = None) -> Axes:
@@ -81,9 +81,7 @@ def program_bars(
     timeline = replay(graph, program, device)
     bars: Bars = {kind: [] for kind in _COLORS}
     ran: set[int] = set()
-    for position, instruction in enumerate(program):
-        if not isinstance(instruction, Compute):
-            continue
+    for position, instruction in program.computes:
         operator = graph.operators[instruction.op]
         kind = {Phase.BACKWARD: BACKWARD, Phase.UPDATE: UPDATE}.get(operator.phase, FORWARD)
         if instruction.op in ran:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memopt.models.recording import Occupied, Recorded
-from memopt.programs.instructions import LossBoundary, Program, SwapIn, SwapOut
+from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.report.lanes import (
     Lane,
@@ -40,9 +40,9 @@ def measured_lanes(plan: PlanRecord, recorded: Sequence[Recorded]) -> StepLanes:
         elif one.what is Occupied.COMPUTE:
             spans.append(Span(Lane.COMPUTE, name, one.start_s, one.end_s))
         else:
-            instruction = plan.program.instructions[one.position]
-            assert isinstance(instruction, SwapOut | SwapIn)
-            name = plan.graph.tensors[instruction.tensor].name
+            effects = plan.program.instructions[one.position].effects(plan.graph)
+            (tensor,) = effects.host_begins or effects.begins
+            name = plan.graph.tensors[tensor].name
             spans.append(Span(_LANES[one.what], name, one.start_s, one.end_s))
     outside = _between_the_halves(plan.program, recorded)
     if outside is not None:
@@ -51,8 +51,8 @@ def measured_lanes(plan: PlanRecord, recorded: Sequence[Recorded]) -> StepLanes:
 
 
 def _between_the_halves(program: Program, recorded: Sequence[Recorded]) -> Span | None:
-    """What the step does between the plan's forward and its backward."""
-    boundary = next((i for i, one in enumerate(program) if isinstance(one, LossBoundary)), None)
+    """The time between the plan's forward and its backward."""
+    boundary = program.boundary
     if boundary is None:
         return None
     own = [one for one in recorded if one.what in (Occupied.COMPUTE, Occupied.WAIT)]

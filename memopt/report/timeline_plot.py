@@ -62,7 +62,7 @@ def plot_timeline(plan: PlanRecord, ax: Axes | None = None) -> Axes:
 
 
 def lanes(plan: PlanRecord) -> dict[str, tuple[int, list[tuple[float, float]]]]:
-    """What it is → (lane, (start, duration) of every bar), seconds."""
+    """For each kind of bar its lane and the (start, duration) of every bar, seconds."""
     _, bars = program_bars(plan.graph, plan.program, plan.device)
     timeline = replay(plan.graph, plan.program, plan.device)
     spans = {kind: (0, [(s, d) for _, s, d in bars[kind] if d > 0]) for kind in bars}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from memopt.models.graph import Graph
 from memopt.models.steps import ChainStep, Move
 from memopt.models.variants import variant
-from memopt.programs.instructions import Compute, Program, SwapOut
+from memopt.programs.instructions import Program
 from memopt.report.modules import depth_for, group_of
 
 
@@ -36,9 +36,7 @@ def recomputed(graph: Graph, program: Program, most_groups: int = 12) -> tuple[E
     ran: set[int] = set()
     count: Counter[str] = Counter()
     time_s: defaultdict[str, float] = defaultdict(float)
-    for instruction in program:
-        if not isinstance(instruction, Compute):
-            continue
+    for _, instruction in program.computes:
         operator = graph.operators[instruction.op]
         if instruction.op in ran:
             group = group_of(operator.module, depth)
@@ -51,7 +49,7 @@ def recomputed(graph: Graph, program: Program, most_groups: int = 12) -> tuple[E
 
 def moved(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Extra, ...]:
     """What is copied to the host, by the module that computes it."""
-    tensors = [i.tensor for i in program if isinstance(i, SwapOut)]
+    tensors = [tensor for one in program for tensor in one.effects(graph).host_begins]
     paths = {t: _module(graph, t) for t in tensors}
     depth = depth_for(paths.values(), most_groups)
     count: Counter[str] = Counter()

@@ -120,8 +120,8 @@ def test_random_programs_stay_valid_and_within_their_budget() -> None:
             left_out += 1
             continue
         assert stats["placed_peak_bytes"] == timeline.placed_peak_bytes
-        whole += not made.apart
-        partly += bool(made.apart)
+        whole += not made.unplaced
+        partly += bool(made.unplaced)
         short += stats["shortened"] is True
     assert min(whole, partly, left_out, short) > 0
 
@@ -134,7 +134,7 @@ def test_without_a_budget_everything_has_an_address() -> None:
             graph, store_all(graph), NO_LIMIT, memopt.Device(), order=False, place=True
         )
         assert made.offsets
-        assert made.apart == ()
+        assert made.unplaced == ()
         assert stats["apart_bytes"] == 0
 
 
@@ -226,7 +226,7 @@ def test_an_output_that_gets_its_own_address_is_no_shortened_lifetime() -> None:
     changed = 0
     for _ in range(60):
         graph = overwriting(rng, random_graph(rng, 6))
-        graph = dataclasses.replace(graph, outside=tuple(graph.producer)[::2])
+        graph = dataclasses.replace(graph, allocator_owned=tuple(graph.producer)[::2])
         program = with_in_place(graph, store_all(graph))
         made, stats = order_and_place(
             graph, program, NO_LIMIT, memopt.Device(), order=False, place=True

@@ -53,13 +53,12 @@ Runs = tuple[tuple[int, int, str | None], ...]
 def runs_of(graph: Graph, program: Program) -> Runs:
     """List the runs of a program: all that the interval program decides."""
     stage, found = 0, []
-    for step in reversed(program.instructions):
-        if isinstance(step, LossBoundary):
+    for position, run in reversed(program.computes):
+        if program.boundary is not None and position < program.boundary:
             stage = -1
-        elif isinstance(step, Compute):
-            if step.op >= graph.first_backward:
-                stage = step.op - graph.first_backward
-            found.append((stage, step.op, step.implementation))
+        elif run.op >= graph.first_backward:
+            stage = run.op - graph.first_backward
+        found.append((stage, run.op, run.implementation))
     found.reverse()
     return tuple(sorted(found, key=lambda run: (run[0], run[1])))
 

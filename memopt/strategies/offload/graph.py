@@ -85,7 +85,7 @@ class OffloadGraph(Strategy):
         if budget < problem.floor_bytes:
             return self._below(problem, budget, started)
         deadline = math.inf if time_limit_s is None else started + time_limit_s
-        search = _Search(problem, budget, self._host_bytes, deadline, progress)
+        search = _Candidates(problem, budget, self._host_bytes, deadline, progress)
         if problem.peak_bytes <= budget:
             search.offer(store_all(graph), "nothing moves")
         else:
@@ -102,7 +102,7 @@ class OffloadGraph(Strategy):
         has no room. Where outputs are computed in place afterwards a program may need less, so
         that there the floor is no proof."""
         floor_bytes, graph = problem.floor_bytes, problem.graph
-        search = _Search(problem, floor_bytes, self._host_bytes)
+        search = _Candidates(problem, floor_bytes, self._host_bytes)
         search.scheduled(problem.absences, TIMINGS[:1])
         if search.best is None:
             search.offer(store_all(graph), "nothing moves")
@@ -115,7 +115,7 @@ class OffloadGraph(Strategy):
             smallest=least,
         )
 
-    def _search(self, search: _Search) -> None:
+    def _search(self, search: _Candidates) -> None:
         """Covers, then chain plans, then exchanges, until the deadline."""
         for number, absences in enumerate(covers(search.problem, search.budget_bytes)):
             # The first cover is a plan, which there is to be even for who stops at once.
@@ -130,7 +130,7 @@ class OffloadGraph(Strategy):
 
 
 @dataclass
-class _Search:
+class _Candidates:
     """The fastest program offered so far, and the absences it came from."""
 
     problem: GraphProblem

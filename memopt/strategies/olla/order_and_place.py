@@ -119,7 +119,7 @@ def _placed(
         gap = placement.gap
         enough = gap <= ENOUGH_GAP
         if budget_bytes is not None:
-            enough = placed.offsets is not None and not placed.apart
+            enough = placed.offsets is not None and not placed.unplaced
         if enough or placement.stats["interrupted"]:
             break
     assert found is not None

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from memopt.models.graph import Graph
-from memopt.models.variants import variant
-from memopt.programs.instructions import Compute, Free, LossBoundary, Program, SwapIn
+from memopt.programs.instructions import Program
 
 ROUND_BYTES = 512
 SMALL_BYTES = 2**20
@@ -218,7 +217,7 @@ def replay_allocations(events: Iterable[Event]) -> AllocatorFigures:
 
 
 def allocation_trace(graph: Graph, program: Program) -> Iterator[Event]:
-    """What a valid program asks of the allocator, instruction by instruction.
+    """List the requests of a valid program to the allocator, instruction by instruction.
 
     Resident tensors come first (`extra_resident_bytes`, of no tensor, are left out); a Compute
     allocates what it writes, then its workspace, and frees that and its transient outputs when it
@@ -234,37 +233,32 @@ def allocation_trace(graph: Graph, program: Program) -> Iterator[Event]:
     block: dict[int, tuple[int, int]] = {}
     """Live tensor → its block: the instruction and the tensor that it was asked for."""
     for position, instruction in enumerate(program):
-        begun: tuple[int, ...] = ()
-        if isinstance(instruction, Compute):
-            begun = instruction.outputs
-        elif isinstance(instruction, LossBoundary):
-            begun = tuple(sorted(graph.tangents))
-        elif isinstance(instruction, SwapIn):
-            begun = (instruction.tensor,)
-        elif isinstance(instruction, Free) and instruction.tensor in block:
-            yield Release(block.pop(instruction.tensor))
-        taken = made = None
-        if isinstance(instruction, Compute) and instruction.in_place is not None:
-            taken = instruction.in_place
-            made = variant(graph.operators[instruction.op], instruction.implementation).writes[0]
-        for tensor in begun:
+        effects = instruction.effects(graph)
+        taken = effects.overwrites
+        for tensor in effects.ends:
+            if tensor != taken and tensor in block:
+                yield Release(block.pop(tensor))
+        made = None if taken is None else effects.writes[0]
+        for tensor in effects.begins:
             if tensor == made and taken in block:
                 block[tensor] = block.pop(taken)
             elif (position, tensor) not in placed:
                 block[tensor] = (position, tensor)
                 yield Allocate((position, tensor), graph.tensors[tensor].size_bytes)
-        if isinstance(instruction, Compute):
-            chosen = variant(graph.operators[instruction.op], instruction.implementation)
-            passing = [t for t in set(chosen.writes).difference(begun) if t != made]
-            passing = [tensor for tensor in passing if (position, tensor) not in placed]
-            for tensor in passing:
-                yield Allocate((position, tensor), graph.tensors[tensor].size_bytes)
-            yield Allocate("workspace", chosen.workspace_bytes)
+        passing = [
+            tensor
+            for tensor in set(effects.writes).difference(effects.begins)
+            if tensor != made and (position, tensor) not in placed
+        ]
+        for tensor in passing:
+            yield Allocate((position, tensor), graph.tensors[tensor].size_bytes)
+        if position != program.boundary:
+            yield Allocate("workspace", effects.workspace_bytes)
             yield Release("workspace")
-            for tensor in passing:
-                yield Release((position, tensor))
-            if taken in block:
-                yield Release(block.pop(taken))
+        for tensor in passing:
+            yield Release((position, tensor))
+        if taken in block:
+            yield Release(block.pop(taken))
 
 
 def _rounded(size_bytes: int, unit: int) -> int:
