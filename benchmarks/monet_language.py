@@ -31,7 +31,7 @@ from memopt.models.presets import find_device
 from memopt.profiler.estimate import estimate_model
 from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.strategy import Monet
-from memopt.strategies.rotor.persistent import Rotor
+from memopt.strategies.rotor import Rotor
 from tests.zoo import get
 from tests.zoo.language import logits_loss
 

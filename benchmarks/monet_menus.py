@@ -20,13 +20,14 @@ import torch
 from benchmarks.kept import Kept
 from benchmarks.losses import WithLoss
 from memopt.implementations import with_implementations
+from memopt.models.budget import Budget
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
 from memopt.profiler.estimate import estimate_model
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.serialize import dumps, loads
-from memopt.reductions.validate_and_replay import judge
+from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies.monet.rotor_menus import RotorMenus
 from tests.zoo import FAMILIES, get
 from tests.zoo.family import Family
@@ -123,7 +124,7 @@ def solved(graph: Graph, exact: bool) -> list[Cell]:
         assert isinstance(plain_s, float)
         least, bound_s = solution.smallest_budget_bytes, solution.lower_bound_s
         if solution.program is not None:
-            assert judge(graph, None, solution.program, budget, None)[0] is None
+            assert validate_and_replay(graph, solution.program, Budget(budget), None)[0] is None
             assert found_s is not None
             assert found_s <= plain_s
         cells.append(

@@ -267,7 +267,7 @@ class Runs:
                 strategy,
                 device=self.device,
                 time_limit_s=self.time_limit_s,
-                linearization=view,
+                view=view,
             )
         except MemoptError as error:
             return Record(budget_bytes, type(error).__name__, None, None, None, 0.0, ""), None

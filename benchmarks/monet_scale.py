@@ -17,10 +17,11 @@ from pathlib import Path
 
 from benchmarks.monet_menus import BATCH, DEVICE, estimated_graph
 from memopt.api.planning import solve
+from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.reductions.validate_and_replay import judge
+from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import Rotor
 from memopt.strategies.monet.incumbent import rotor_programs
 from memopt.strategies.monet.strategy import Monet
@@ -49,7 +50,7 @@ def rows(name: str, folder: Path, limit_s: float, shares: list[float]) -> str:
         assert solution.time_s is not None
         assert solution.lower_bound_s is not None
         assert solution.gap is not None
-        assert judge(graph, None, solution.program, budget, None)[0] is None
+        assert validate_and_replay(graph, solution.program, Budget(budget), None)[0] is None
         assert solution.time_s <= plain_s * (1 + 1e-9)
         cells = [
             name,

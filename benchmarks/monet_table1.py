@@ -35,7 +35,7 @@ from memopt.models.presets import find_device
 from memopt.strategies.base import Strategy
 from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.strategy import Checkmate, Choices, Monet
-from memopt.strategies.rotor.persistent import Rotor
+from memopt.strategies.rotor import Rotor
 
 OVERHEAD = 0.1
 SHARES = (0.4, 0.5, 0.6, 0.7)

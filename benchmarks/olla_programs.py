@@ -24,6 +24,7 @@ from benchmarks.kept import Kept
 from benchmarks.olla_graphs import DEVICE, NAMES, graph_of
 from benchmarks.olla_rows import warm_up
 from benchmarks.olla_tables import percent
+from memopt.models.budget import Budget
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
 from memopt.programs.instructions import Compute, Program, SwapIn
@@ -33,15 +34,11 @@ from memopt.programs.replay import replay
 from memopt.reductions.linearize import linearize
 from memopt.reductions.updates import without_updates
 from memopt.strategies.base import Solution, Strategy
-from memopt.strategies.offload.autoswap import AutoSwap
-from memopt.strategies.offload.dynprog import DynProg
+from memopt.strategies.offload.dynprog import DynProg, Greedy
 from memopt.strategies.offload.graph import OffloadGraph
-from memopt.strategies.offload.greedy import Greedy
-from memopt.strategies.offload.vdnn import Vdnn
+from memopt.strategies.offload.yardsticks import AutoSwap, Vdnn
 from memopt.strategies.olla.order_and_place import order_and_place
-from memopt.strategies.rotor.floating import RotorFree
-from memopt.strategies.rotor.persistent import Revolve, Rotor
-from memopt.strategies.rotor.sequential import Sequential
+from memopt.strategies.rotor import Revolve, Rotor, RotorFree, Sequential
 
 STRATEGIES: dict[str, Strategy] = {
     one.name: one
@@ -139,10 +136,10 @@ def _row(
     before_bytes = replay(graph, program).peak_bytes
     computed = sum(isinstance(x, Compute) for x in program)
     began = time.process_time()
-    placed, own = order_and_place(graph, program, None, device, order=False, place=True)
+    placed, own = order_and_place(graph, program, Budget(), device, order=False, place=True)
     middle = time.process_time()
-    ordered, ordering = order_and_place(graph, program, None, device, order=True, place=False)
-    made, both = order_and_place(graph, ordered, None, device, order=False, place=True)
+    ordered, ordering = order_and_place(graph, program, Budget(), device, order=True, place=False)
+    made, both = order_and_place(graph, ordered, Budget(), device, order=False, place=True)
     ended = time.process_time()
     return ProgramRow(
         name=name,
@@ -167,7 +164,7 @@ def _within(graph: Graph, program: Program, placed: Program) -> float:
     own peak."""
     peak_bytes = replay(graph, program).peak_bytes
     some, _ = order_and_place(
-        graph, program, peak_bytes, find_device(DEVICE), order=False, place=True
+        graph, program, Budget(peak_bytes), find_device(DEVICE), order=False, place=True
     )
     covered = [arena_use(graph, program) for program in (some, placed)]
     written = [0 if use is None else use.covered_bytes for use in covered]

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 import memopt
+from benchmarks.caching_allocator import allocation_trace, replay_allocations
 from benchmarks.olla_graphs import family_of, graph_of
 from benchmarks.steps import peak_of
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
 from memopt.profiler.inputs import to_call
-from memopt.programs.caching_allocator import allocation_trace, replay_allocations
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all

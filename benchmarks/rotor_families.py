@@ -19,10 +19,8 @@ from pathlib import Path
 from benchmarks.rotor_chains import BATCH, DEVICE, estimated_chain
 from benchmarks.rotor_solve import synthetic_chain
 from memopt.models.chain import Chain
-from memopt.strategies.rotor.floating import RotorFree, RotorOptimal
-from memopt.strategies.rotor.persistent import Rotor
-from memopt.strategies.rotor.sequential import Sequential
-from memopt.strategies.rotor.table_strategy import TableStrategy
+from memopt.strategies.rotor import Rotor, RotorFree, RotorOptimal, Sequential
+from memopt.strategies.rotor.strategies import TableStrategy
 from tests.zoo import FAMILIES
 
 SHARES = (0, 0.25, 0.5, 0.75)

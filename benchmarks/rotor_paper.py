@@ -23,10 +23,8 @@ from matplotlib.figure import Figure
 from benchmarks.rotor_chains import BATCH, DEVICE, estimated_chain
 from benchmarks.rotor_solve import synthetic_chain
 from memopt.models.chain import Chain
-from memopt.strategies.rotor.curve import CurvePoint, PlanSet
-from memopt.strategies.rotor.floating import RotorOptimal
-from memopt.strategies.rotor.persistent import Revolve, Rotor
-from memopt.strategies.rotor.sequential import Sequential
+from memopt.strategies.rotor import Revolve, Rotor, RotorOptimal, Sequential
+from memopt.strategies.rotor.schedules import CurvePoint, PlanSet
 
 GIB = 2**30
 CAPACITY_BYTES = int(15.75 * GIB)

@@ -21,11 +21,8 @@ import numba
 import numpy as np
 
 from memopt.models.chain import Chain, Stage
-from memopt.strategies.rotor.chain_strategy import ChainStrategy
-from memopt.strategies.rotor.floating import RotorFree, RotorOptimal
-from memopt.strategies.rotor.persistent import Revolve, Rotor
-from memopt.strategies.rotor.sequential import Sequential
-from memopt.strategies.rotor.table_strategy import TableStrategy
+from memopt.strategies.rotor import Revolve, Rotor, RotorFree, RotorOptimal, Sequential
+from memopt.strategies.rotor.strategies import ChainStrategy, TableStrategy
 
 
 def synthetic_chain(layers: int, seed: int = 0) -> Chain:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from memopt.models.budget import format_bytes
 from memopt.profiler.memory import MemoryUse, metered
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.table import Table
 
 ROUNDS = 2
 SHARES = (0.6, 0.3, 0.0)
@@ -42,18 +43,6 @@ class Task:
     model: nn.Module
     batches: Callable[[], Iterator[tuple[Tensor, Tensor]]]
     loss: Callable[[Any, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to train the task's model."""
-
-    name: str
-    predicted_bytes: int | None
-    measured_bytes: int
-    time_ratio: float
-    difference: float | None
-    last_loss: float
 
 
 def resnet50(batch: int = 8, size: int = 128) -> Task:
@@ -164,58 +153,52 @@ def _times(task: Task, modules: dict[str, nn.Module]) -> dict[str, list[float]]:
     return times
 
 
-def plans_of(task: Task, progress: bool = True) -> dict[str, Plan]:
+def plans_of(task: Task) -> dict[str, Plan]:
     """Store-all, and Rotor at floor + {0.6, 0.3, 0}·(baseline − floor)."""
     inputs, target = next(task.batches())
     whole = make_plan(
-        task.model,
-        inputs,
-        strategy="store-all",
-        loss_fn=task.loss,
-        targets=(target,),
-        progress=progress,
+        task.model, inputs, strategy="store-all", loss_fn=task.loss, targets=(target,)
     )
-    profiled = whole.profiled
-    least = make_plan(profiled, budget="min", strategy="rotor", progress=False)
+    least = make_plan(whole.profiled, budget="min", progress=False)
     assert least.budget is not None
     plans = {"store-all": whole}
     for share in SHARES:
         budget = least.budget + int(share * (whole.baseline.peak_bytes - least.budget))
-        made = make_plan(profiled, budget=budget, strategy="rotor", progress=False)
+        made = make_plan(whole.profiled, budget=budget, progress=False)
         plans[f"budget {format_bytes(budget)}"] = made
     return plans
 
 
-def compare(task: Task, plans: dict[str, Plan]) -> list[Row]:
-    """Train eagerly and under each plan from the same weights; measure and compare."""
+def compare(task: Task, plans: dict[str, Plan]) -> Table:
+    """Train eagerly and under each plan from the same weights; what was measured, as a table."""
+    from rich.table import Table
+
+    table = Table(title=task.name, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for title in ("predicted peak", "measured peak", "time / eager", "gradient diff", "loss"):
+        table.add_column(title, justify="right")
     initial = {k: v.clone() for k, v in task.model.state_dict().items()}
     modules: dict[str, nn.Module] = {"eager": task.model}
     modules |= {name: plan.apply(task.model) for name, plan in plans.items()}
-    first = next(iter(plans.values()))
-    resident = unmetered_bytes(first, torch.device("cpu"))
+    resident = unmetered_bytes(plans["store-all"], torch.device("cpu"))
     results = {}
     for name, module in modules.items():
         task.model.load_state_dict(initial)
         results[name] = _steps(task, module, 3)
     times = _times(task, modules)
-    expected = results["eager"][0]
-    rows = []
-    for name in modules:
-        gradients, loss, peak_bytes = results[name]
-        pairs = zip(times[name], times["eager"], strict=True)
-        planned = plans.get(name)
-        rows.append(
-            Row(
-                name=name,
-                predicted_bytes=planned.peak_bytes if planned else None,
-                measured_bytes=resident + peak_bytes,
-                time_ratio=statistics.median(a / b for a, b in pairs),
-                difference=_difference(expected, gradients) if planned else None,
-                last_loss=loss,
-            )
+    for name, (gradients, loss, peak_bytes) in results.items():
+        ratio = statistics.median(map(truediv, times[name], times["eager"]))
+        plan = plans.get(name)
+        table.add_row(
+            name,
+            "" if plan is None else format_bytes(plan.peak_bytes),
+            format_bytes(resident + peak_bytes),
+            f"{ratio:.2f} x",
+            "" if plan is None else f"{_difference(results['eager'][0], gradients):g}",
+            f"{loss:.4f}",
         )
     task.model.load_state_dict(initial)
-    return rows
+    return table
 
 
 def _difference(expected: list[dict[str, Tensor]], found: list[dict[str, Tensor]]) -> float:
@@ -225,26 +208,6 @@ def _difference(expected: list[dict[str, Tensor]], found: list[dict[str, Tensor]
         for one, other in zip(expected, found, strict=True)
         for name in one
     )
-
-
-def show(console: Console, task: Task, rows: list[Row]) -> None:
-    """Print one table."""
-    from rich.table import Table
-
-    table = Table(title=task.name, title_justify="left")
-    table.add_column("", no_wrap=True)
-    for name in ("predicted peak", "measured peak", "time / eager", "gradient diff", "loss"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            row.name,
-            "" if row.predicted_bytes is None else format_bytes(row.predicted_bytes),
-            format_bytes(row.measured_bytes),
-            f"{row.time_ratio:.2f} x",
-            "" if row.difference is None else f"{row.difference:g}",
-            f"{row.last_loss:.4f}",
-        )
-    console.print(table)
 
 
 def draw(plans: dict[str, dict[str, Plan]], path: Path) -> None:
@@ -257,8 +220,7 @@ def draw(plans: dict[str, dict[str, Plan]], path: Path) -> None:
     for (name, made), ax in zip(plans.items(), axes[:, 0], strict=True):
         least = list(made.values())[-1]
         least.plot(ax=ax)
-        assert least.budget is not None
-        ax.set_title(f"{name}: Rotor at {format_bytes(least.budget)}", loc="left")
+        ax.set_title(f"{name}: Rotor at {format_bytes(least.budget or 0)}", loc="left")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -279,7 +241,7 @@ def main(path: Path = Path("out/demo.png")) -> None:
     for task in tasks:
         console.print(f"[bold]{task.name}[/bold]: capturing, measuring, planning ...")
         plans = plans_of(task)
-        show(console, task, compare(task, plans))
+        console.print(compare(task, plans))
         drawn[task.name] = plans
     draw(drawn, path)
     seconds = time.perf_counter() - begin

@@ -45,10 +45,12 @@ class PlanRecord:
         gap: (step_time_s - lower_bound_s) / lower_bound_s.
         host_peak_bytes: host memory for swapped tensors.
         baseline: the step without memopt.
-        program: the instructions; None for a plan of a bare Chain.
-        chain_steps: the chain schedule, from chain strategies; else None.
-        graph: the cost model; None for a plan of a bare Chain.
-        chain: the chain a chain strategy planned; else None.
+        graph: the cost model; of a bare Chain, the graph that it is.
+        program: the instructions.
+        chain: the chain that was planned: a bare one, or the graph's, by a chain strategy. None:
+            the graph itself was.
+        chain_steps: the schedule of `chain`.
+        is_of_chain: whether the plan is of a bare Chain.
         device: link rates and capacity used.
         stats: what the solver says about itself.
         notes: what a user should know ("the loss is not covered"...).
@@ -65,10 +67,11 @@ class PlanRecord:
     lower_bound_s: float
     baseline: BaselineFigures
     device: Device
-    program: Program | None = None
-    chain_steps: tuple[ChainStep, ...] | None = None
-    graph: Graph | None = None
+    graph: Graph
+    program: Program
     chain: Chain | None = None
+    chain_steps: tuple[ChainStep, ...] | None = None
+    is_of_chain: bool = False
     host_budget: int | None = None
     host_peak_bytes: int = 0
     compute_time_s: float = 0.0
@@ -105,6 +108,4 @@ class PlanRecord:
     @property
     def arena(self) -> ArenaUse | None:
         """What the plan's addresses cover and what lies outside; None for a plan without."""
-        if self.graph is None or self.program is None:
-            return None
         return arena_use(self.graph, self.program)

@@ -75,15 +75,25 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.plan_record",
         "memopt.comparison_record",
     ),
+    "memopt.integrations": ("memopt.api", "memopt.executor", "memopt.strategies"),
     "memopt.commands": (
         "memopt",
         "memopt.errors",
         "memopt.models",
         "memopt.programs",
-        "memopt.profiler",
         "memopt.strategies",
         "memopt.report",
         "memopt.files",
+        "memopt.api",
+    ),
+    "memopt.testing": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.programs",
+        "memopt.reductions",
+        "memopt.strategies",
+        "memopt.files",
+        "memopt.plan_record",
         "memopt.api",
     ),
     "memopt.demo": (
@@ -119,6 +129,7 @@ SHARED_BY_STRATEGIES = (
     "memopt.strategies.budget_search",
     "memopt.strategies.target",
     "memopt.strategies.store_all",
+    "memopt.strategies.solvers",
 )
 COMPOSITES = (
     "memopt.strategies",

@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 import memopt
 from memopt.cli import app
-from memopt.commands.hugging_face import not_built
 from memopt.commands.output import ExitCode
+from memopt.commands.targets import not_built
 from memopt.models.codec import read
 from memopt.models.reader import Reader
 from tests.zoo import get

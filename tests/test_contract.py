@@ -1,26 +1,30 @@
-"""Every strategy that memopt has by name, on tiny graphs and chains: see `tests.contract`."""
+"""The laws of `memopt.testing` for every strategy that memopt has by name, on tiny instances."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from random import Random
 
 import pytest
 
+from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.generate import random_chain, random_graph
-from memopt.models.graph import Graph
+from memopt.models.steps import has_transfers
+from memopt.plan_record import PlanRecord
+from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies import STRATEGIES as KNOWN
-from memopt.strategies import (
-    AutoSwap,
-    OffloadExact,
-    Strategy,
-)
-from tests.contract import check_budgets, check_host_budget, check_plan, check_smallest, planned
+from memopt.strategies import AutoSwap, OffloadExact, Strategy
+from memopt.strategies.base import CostModel
+from memopt.testing import check_strategy, tiny_instances
+from tests.brute_force.sweep import Optimum, chain_optima, graph_optima
+from tests.brute_force.tiny_graphs import tiny_graph
 from tests.models.training_graphs import drawing, overwriting
+from tests.models.validate_chain import validate_chain
 from tests.monet.graphs import training_graph
+from tests.offload.validate_offload import validate_offload
 
-MODELS: dict[str, Chain | Graph] = {
+MODELS: dict[str, CostModel] = {
     "graph that draws": drawing(Random(2), random_graph(Random(1), 4)),
     "graph with alternatives": training_graph(Random(5), 4, True),
     "graph in place": overwriting(Random(7), drawing(Random(7), random_graph(Random(7), 3))),
@@ -31,61 +35,50 @@ QUICK: dict[str, Strategy] = {
     "autoswap": AutoSwap(trials=4),
     "offload-exact": OffloadExact(effort=0.2),
 }
-STRATEGIES = tuple(QUICK.get(strategy.name, strategy) for strategy in KNOWN)
-BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
-
-
+STRATEGIES = {strategy.name: QUICK.get(strategy.name, strategy) for strategy in KNOWN}
 HEURISTIC = {"checkmate-rounding", "rotor-menus"}
 """Name the smallest budget that they found: their next search may find a smaller one."""
+CHAIN = random_chain(Random(3), 5, parameter_gradients=True)
+GRAPH = tiny_graph(Random(11))
+OPTIMA: dict[str, tuple[CostModel, Optimum]] = {
+    **{name: (GRAPH, optimum) for name, optimum in graph_optima(GRAPH).items()},
+    **{name: (CHAIN, optimum) for name, optimum in chain_optima(CHAIN).items()},
+}
+"""Strategy → an instance that is searched exhaustively, and the optimum of the strategy's class."""
 
 
-def plans(strategy: Strategy, model: Chain | Graph) -> bool:
-    """Whether a strategy plans such a model; those for chains plan a graph's chain."""
-    return (strategy.needs == "chain" and isinstance(model, Graph)) or not strategy.why_not(model)
+def schedule_is_valid(model: CostModel, plan: PlanRecord) -> None:
+    """The schedule of a bare chain, by the chains' own validators and replay."""
+    if not isinstance(model, Chain):
+        return
+    assert plan.chain_steps is not None
+    if has_transfers(plan.chain_steps):
+        limits = Budget(plan.budget, plan.host_peak_bytes)
+        assert validate_offload(model, plan.chain_steps, limits) is None
+    else:
+        assert validate_chain(model, plan.chain_steps, plan.budget) is None
+        assert replay_chain(model, plan.chain_steps).peak_bytes == plan.peak_bytes
 
 
-CASES = [
-    pytest.param(strategy, model, id=f"{strategy.name}-{name}")
-    for strategy in STRATEGIES
-    for name, model in MODELS.items()
-    if plans(strategy, model)
-]
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("models", [MODELS, tiny_instances()], ids=["drawn", "shipped"])
+def test_every_strategy_keeps_the_laws(name: str, models: Mapping[str, CostModel]) -> None:
+    strategy = STRATEGIES[name]
+    exact = name not in HEURISTIC
+    cases = check_strategy(strategy, models, exact_smallest=exact, also=schedule_is_valid)
+    assert len(cases) >= (2 if strategy.needs == "graph" else len(models))
+    assert all(case.plans > 0 for case in cases)
+    if strategy.features.offload:
+        assert any(case.host_peak_bytes > 0 for case in cases)
 
 
-def test_every_strategy_has_its_cases() -> None:
-    for strategy in STRATEGIES:
-        own = [case for case in CASES if case.values[0] is strategy]
-        assert len(own) >= (2 if strategy.needs == "graph" else len(MODELS)), strategy.name
-
-
-@pytest.mark.parametrize(("strategy", "model"), CASES)
-def test_plans_are_valid_within_their_budgets_and_the_same_each_time(
-    strategy: Strategy, model: Chain | Graph, tmp_path: Path
-) -> None:
-    assert check_budgets(strategy, model, tmp_path) > 0
-
-
-@pytest.mark.parametrize(("strategy", "model"), CASES)
-def test_the_smallest_budget_is_kept(
-    strategy: Strategy, model: Chain | Graph, tmp_path: Path
-) -> None:
-    check_smallest(strategy, model, tmp_path, exact=strategy.name not in HEURISTIC)
-
-
-@pytest.mark.parametrize("name", [n for n, s in BY_NAME.items() if s.features.offload])
-def test_host_budgets_are_kept(name: str, tmp_path: Path) -> None:
-    strategy = BY_NAME[name]
-    if name != "auto":  # which takes none
-        models = [model for model in MODELS.values() if plans(strategy, model)]
-        assert sum(check_host_budget(strategy, model, tmp_path) for model in models) > 0
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=list(BY_NAME))
-def test_passes_over_every_strategys_plan(strategy: Strategy, tmp_path: Path) -> None:
-    """Order and addresses, at the smallest budget and without a limit."""
-    for name in ("graph that draws", "graph in place"):
-        for budget in ("min", None):
-            plan = planned(strategy, MODELS[name], budget, order=True, place=True)
-            assert plan is not None or budget == "min"
-            if plan is not None:
-                check_plan(plan, MODELS[name], tmp_path)
+@pytest.mark.parametrize("name", OPTIMA)
+def test_no_schedule_is_faster_than_a_bound(name: str) -> None:
+    model, optimum = OPTIMA[name]
+    check_strategy(
+        STRATEGIES[name],
+        {"exhaustively searched": model},
+        exact_smallest=name not in HEURISTIC,
+        also=schedule_is_valid,
+        fastest=lambda _model, budget: optimum(2**40 if budget is None else budget),
+    )

@@ -19,16 +19,15 @@ from memopt.errors import PlanFileError
 from memopt.files.envelope import read_bytes, write_atomically
 from memopt.files.plan_file import decode, encode
 from memopt.models import codec
-from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.folders import default_directory
-from memopt.models.graph import Graph
 from memopt.models.reader import Reader, canonical, parse
 from memopt.plan_record import BaselineFigures
 from memopt.strategies import STRATEGIES, Status, Strategy
 
 if TYPE_CHECKING:
     from memopt.profiler.session import Profiled
+    from memopt.reductions.chain_view import ChainView
 
 MOST_FILES = 2000
 """The oldest cells beyond this many are dropped."""
@@ -64,27 +63,25 @@ class CellCache:
     """The cells of one cost model, device and time limit.
 
     Args:
-        cost_model: what is planned.
-        chain: the cost model itself, or the chain of a graph for strategies that plan chains.
+        view: what is planned, as a graph and as a chain.
         profiled, baseline: what plans of this comparison refer to.
         folder: where; None: MEMOPT_CACHE_DIR or the user's cache folder.
     """
 
     def __init__(
         self,
-        cost_model: Chain | Graph,
-        chain: Chain | None,
+        view: ChainView,
         device: Device,
         time_limit_s: float | None,
         profiled: Profiled | None,
         baseline: BaselineFigures,
         folder: Path | None = None,
     ) -> None:
-        self._cost_model, self._chain = cost_model, chain
+        self._view = view
         self._profiled, self._baseline = profiled, baseline
         self._folder = (folder or default_directory()) / "cells-v1"
-        self._kind = "graph" if isinstance(cost_model, Graph) else "chain"
-        self._encoded = codec.encode(cost_model)
+        self._kind = "chain" if view.exact else "graph"
+        self._encoded = codec.encode(view.chain if view.exact else view.graph)
         whole = [code_digest(), self._encoded, codec.encode(device), repr(time_limit_s)]
         self._key = hashlib.sha256(canonical(whole)).hexdigest()
 
@@ -117,7 +114,9 @@ class CellCache:
             cell.status,
             cell.smallest_budget_bytes,
             # What all cells have in common is put back when they are read.
-            None if plan is None else encode(replace(plan, graph=None, chain=None, record=None)),
+            None
+            if plan is None
+            else {**encode(plan), "graph": None, "chain": None, "record": None},
         )
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -133,12 +132,12 @@ class CellCache:
 
     def _ours(self, plan: Plan, strategy: Strategy) -> Plan:
         """The plan as this comparison's solve would have made it."""
-        graph = self._cost_model if isinstance(self._cost_model, Graph) else None
+        on_chain = self._view.exact or strategy.needs == "chain"
         return replace(
             plan,
             strategy=strategy,
-            graph=graph,
-            chain=self._chain if graph is None or strategy.needs == "chain" else None,
+            graph=self._view.graph,
+            chain=self._view.chain if on_chain else None,
             baseline=self._baseline,
             profiled=self._profiled,
             record=None if self._profiled is None else self._profiled.record,

@@ -12,10 +12,10 @@ from memopt.api.cells import CellCache, planned_cell
 from memopt.api.comparison import Cell, Comparison
 from memopt.api.plan import Plan
 from memopt.api.planning import solve
-from memopt.api.side_by_side import Finished, default_workers, run_all
 from memopt.api.solving import Mode, Request, baseline_figures, planned_device, profiled_for
+from memopt.api.thread_pool import Finished, default_workers, run_all
 from memopt.errors import InfeasibleBudgetError, MemoptError
-from memopt.models.budget import MINIMUM, parse_budget
+from memopt.models.budget import MINIMUM, WrittenBudget, parse_budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -24,10 +24,11 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.report.progress import reporting
 from memopt.strategies import STRATEGIES, Progress, Status, Strategy, resolve
+from memopt.strategies.target import Target, chain_view
 
 if TYPE_CHECKING:
     from memopt.profiler.session import Profiled
-    from memopt.reductions.linearize import Linearization
+    from memopt.reductions.chain_view import ChainView
 
 FAST = (
     "store-all",
@@ -45,14 +46,12 @@ FAST = (
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """The default budgets: so far from the smallest feasible one to the baseline's peak."""
 
-Budget = int | float | str | None
-
 
 def compare(
     model: Any,
     inputs: Any = None,
     *,
-    budgets: Sequence[Budget] | None = None,
+    budgets: Sequence[WrittenBudget] | None = None,
     strategies: Sequence[str | Strategy] | None = None,
     run: bool = False,
     loss_fn: Callable[..., Any] | None = None,
@@ -118,25 +117,22 @@ def compare(
 
 
 def default_strategies(
-    cost_model: Chain | Graph, chain: Chain | None, device: Device
+    cost_model: Chain | Graph, view: ChainView, device: Device
 ) -> tuple[Strategy, ...]:
     """The fast strategies that can plan this; moving data only over a link that is known.
 
     Args:
         cost_model: what is planned.
-        chain: a graph's chain; None for a chain, and for a graph that has none.
+        view: its graph and its chain.
         device: with its link; over one of unknown speed every transfer would look free.
     """
     fast = [one for one in STRATEGIES if one.name in FAST]
-    found = []
-    for one in fast:
-        on_chain = one.needs == "chain" and isinstance(cost_model, Graph)
-        solved = chain if on_chain else cost_model
-        if solved is None or (one.features.offload and not device.is_linked):
-            continue
-        if one.why_not(solved) is None:
-            found.append(one)
-    return tuple(found)
+    return tuple(
+        one
+        for one in fast
+        if (device.is_linked or not one.features.offload)
+        and Target.of(one, cost_model, view).why_not() is None
+    )
 
 
 class _Table:
@@ -154,11 +150,11 @@ class _Table:
     ) -> None:
         self.cost_model, self.profiled, self.device = cost_model, profiled, device
         self.time_limit_s, self.workers = time_limit_s, workers
-        self.baseline = baseline_figures(cost_model, profiled)
-        self.view = _linearization(cost_model)
-        chain = None if self.view is None else self.view.chain
+        self.view = chain_view(cost_model)
+        self.graph = self.view.graph
+        self.baseline = baseline_figures(self.graph, profiled)
         self.strategies = (
-            default_strategies(cost_model, chain, device) if chosen is None else chosen
+            default_strategies(cost_model, self.view, device) if chosen is None else chosen
         )
         if not self.strategies:
             raise ValueError("compare: no strategy to compare; name some in strategies=")
@@ -166,11 +162,10 @@ class _Table:
         self.labels = [
             one.name if names.count(one.name) == 1 else repr(one) for one in self.strategies
         ]
-        own = cost_model if isinstance(cost_model, Chain) else chain
         refers = (profiled, self.baseline)
-        self.cache = CellCache(cost_model, own, device, time_limit_s, *refers) if cache else None
+        self.cache = CellCache(self.view, device, time_limit_s, *refers) if cache else None
 
-    def fill(self, budgets: Sequence[Budget] | None, progress: Progress) -> Comparison:
+    def fill(self, budgets: Sequence[WrittenBudget] | None, progress: Progress) -> Comparison:
         """Every cell; those done when interrupted."""
         found = Finished[Cell](complete=False)
         sizes = self._budgets(budgets, progress)
@@ -182,12 +177,10 @@ class _Table:
             ]
             found = run_all(tasks, self.workers, progress)
         cells = tuple(found.results[number] for number in sorted(found.results))
-        return Comparison(
-            cells, self.baseline, self.cost_model.compute_time_s, complete=found.complete
-        )
+        return Comparison(cells, self.baseline, self.graph.compute_time_s, complete=found.complete)
 
     def _budgets(
-        self, budgets: Sequence[Budget] | None, progress: Progress
+        self, budgets: Sequence[WrittenBudget] | None, progress: Progress
     ) -> list[int | None] | None:
         """In bytes; None if interrupted."""
         peak = self.baseline.peak_bytes
@@ -206,10 +199,8 @@ class _Table:
     def _enough_bytes(self) -> int:
         """The baseline's peak, or that of the same operators as a program where it is larger (a
         framework may free a tensor inside an operator, a program cannot)."""
-        peak = self.baseline.peak_bytes
-        if isinstance(self.cost_model, Chain):
-            return peak
-        return max(peak, replay(self.cost_model, store_all(self.cost_model)).peak_bytes)
+        own = replay(self.graph, store_all(self.graph)).peak_bytes
+        return max(self.baseline.peak_bytes, own)
 
     def _floor(self, progress: Progress) -> int | None:
         """The smallest budget that any of the strategies can meet; None if interrupted."""
@@ -270,8 +261,7 @@ class _Table:
                 label, size, status, spent_s, smallest_budget_bytes=smallest_bytes, note=note
             )
 
-        on_chain = strategy.needs == "chain" and self.view is not None
-        reason = strategy.why_not(self.view.chain if on_chain and self.view else self.cost_model)
+        reason = Target.of(strategy, self.cost_model, self.view).why_not()
         if reason is not None:
             return empty(Status.UNKNOWN, reason)
         try:
@@ -283,22 +273,13 @@ class _Table:
                 profiled=self.profiled,
                 time_limit_s=self.time_limit_s,
                 progress=progress,
-                linearization=self.view,
+                view=self.view,
             )
         except InfeasibleBudgetError as error:
             return empty(Status.INFEASIBLE, "", error.smallest_budget_bytes)
         except (MemoptError, MemoryError) as error:
             return empty(Status.UNKNOWN, str(error))
         return planned_cell(label, plan, time.perf_counter() - begin)
-
-
-def _linearization(cost_model: Chain | Graph) -> Linearization | None:
-    from memopt.reductions.linearize import linearize
-    from memopt.reductions.stage_map import has_updates
-
-    if isinstance(cost_model, Chain) or has_updates(cost_model):
-        return None
-    return linearize(cost_model)
 
 
 def _real_model(profiled: Profiled | None) -> Any:

@@ -11,9 +11,9 @@ from memopt.api.solving import Mode, Request, planned_device, profiled_for
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.budget import MINIMUM, format_bytes, parse_budget
 from memopt.models.device import Device
+from memopt.report.fixed_bytes import fixed_bytes, fixed_sum
 from memopt.report.progress import reporting
-from memopt.report.standing import standing_bytes, standing_sum
-from memopt.report.texts import format_seconds
+from memopt.report.texts import aligned, format_seconds, or_dash
 from memopt.strategies import Progress, Strategy, resolve
 
 DEFAULT_STRATEGIES = ("store-all", "sequential", "rotor")
@@ -75,34 +75,28 @@ class Fits:
         head = ("strategy", "fits", "peak", "step time", "overhead", "smallest budget")
         table: list[tuple[str, ...]] = [head if self.batch is None else (*head, "largest batch")]
         table += [self._cells(row) for row in self.rows]
-        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
         lines = [
             f"{self.device.name}: {format_bytes(self.budget_bytes)}"
             + ("" if self.batch is None else f", batch {self.batch}"),
-            f"held whatever the plan: {standing_sum(self.standing)}",
+            f"held whatever the plan: {fixed_sum(self.standing)}",
         ]
-        for line in table:
-            cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-            lines.append("  ".join(cells).rstrip())
+        lines += aligned(table)
         lines += [f"{row.strategy}: {row.note}" for row in self.rows if row.note]
         return "\n".join([*lines, *self.notes])
 
     def _cells(self, row: Fit) -> tuple[str, ...]:
-        def shown(value: Any, write: Callable[[Any], str]) -> str:
-            return "-" if value is None else write(value)
-
         cells = (
             row.strategy,
             "yes" if row.fits else "no",
-            shown(row.peak_bytes, format_bytes),
-            shown(row.step_time_s, format_seconds),
-            shown(row.overhead, lambda share: f"{share:+.1%}"),
-            shown(row.smallest_budget_bytes, format_bytes),
+            or_dash(row.peak_bytes, format_bytes),
+            or_dash(row.step_time_s, format_seconds),
+            or_dash(row.overhead, lambda share: f"{share:+.1%}"),
+            or_dash(row.smallest_budget_bytes, format_bytes),
         )
         if self.batch is None:
             return cells
         least = "" if row.proved or row.largest_batch is None else "≥ "
-        return (*cells, shown(row.largest_batch, lambda batch: f"{least}{batch}"))
+        return (*cells, or_dash(row.largest_batch, lambda batch: f"{least}{batch}"))
 
 
 def fits(
@@ -168,7 +162,7 @@ def fits(
         device=place,
         budget_bytes=budget_bytes,
         batch=first if searched else None,
-        standing=standing_bytes(start.graph, parts),
+        standing=fixed_bytes(start.graph, parts),
         rows=rows,
         notes=start.notes,
     )

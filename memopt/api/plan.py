@@ -39,7 +39,6 @@ class Plan(PlanRecord):
         from memopt.executor.module import install
 
         profiled = self._need_profile("show its code")
-        assert self.program is not None
         return install(profiled.captured, profiled.lowering, self.program).source
 
     def apply(
@@ -74,8 +73,7 @@ class Plan(PlanRecord):
                 message says what differs.
             ValueError: the plan is of a bare Chain or Graph.
         """
-        from memopt.executor.apply import apply_plan
-        from memopt.executor.on_mismatch import behaviour
+        from memopt.executor.apply import apply_plan, behaviour
 
         return apply_plan(
             self,
@@ -117,7 +115,6 @@ class Plan(PlanRecord):
         """The model under a plan for another call, within the same budget."""
         from memopt.profiler.session import profile_model
 
-        assert self.graph is not None
         # Strides are of the planned call's outputs.
         known = OutputGradients(unused=self.output_gradients.unused)
         profiled = profile_model(model, call, output_gradients=known)
@@ -270,7 +267,7 @@ class Plan(PlanRecord):
         return self.summary()
 
     def _need_profile(self, purpose: str) -> Profiled:
-        if self.profiled is None or self.program is None:
+        if self.profiled is None:
             raise ValueError(
                 f"this plan was made from a cost model, not from a module: it cannot {purpose}; "
                 "call memopt.plan(model, inputs, ...)"

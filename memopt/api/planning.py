@@ -16,6 +16,7 @@ from memopt.api.solving import (
     reporting_on,
 )
 from memopt.api.solving import solve as solve_record
+from memopt.models.budget import WrittenBudget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -26,7 +27,7 @@ def plan(
     model: Any,
     inputs: Any = None,
     *,
-    budget: int | float | str | None = None,
+    budget: WrittenBudget = None,
     strategy: str | Strategy = "rotor",
     host_budget: int | str | None = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -111,7 +112,7 @@ def plan(
 
 def solve(
     cost_model: Chain | Graph,
-    budget: int | float | str | None,
+    budget: WrittenBudget,
     strategy: Strategy,
     **how: Any,
 ) -> Plan:

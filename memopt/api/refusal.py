@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.budget import format_bytes
-from memopt.models.chain import Chain
 from memopt.models.graph import Graph
 from memopt.strategies import Solution, Status, Strategy
 
@@ -18,7 +17,7 @@ def infeasible(
     solution: Solution,
     budget_bytes: int | None,
     strategy: Strategy,
-    cost_model: Chain | Graph,
+    graph: Graph,
     profiled: Profiled | None,
 ) -> MemoptError:
     """The error of a strategy that has no plan within the budget: what would do, and what stays."""
@@ -36,20 +35,20 @@ def infeasible(
     )
     return InfeasibleBudgetError(
         f"{strategy.name} cannot train within {budget_bytes} bytes ({format_bytes(budget_bytes)}): "
-        f"{known}, of which {format_bytes(cost_model.resident_bytes)} are resident"
-        f'{_standing(cost_model, profiled)}. Raise the budget, pass budget="min", or try another '
+        f"{known}, of which {format_bytes(graph.resident_bytes)} are resident"
+        f'{_held(graph, profiled)}. Raise the budget, pass budget="min", or try another '
         "strategy",
         budget_bytes,
         smallest,
     )
 
 
-def _standing(cost_model: Chain | Graph, profiled: Profiled | None) -> str:
+def _held(graph: Graph, profiled: Profiled | None) -> str:
     """What stays whatever the plan, for a message."""
-    if profiled is None or not isinstance(cost_model, Graph):
+    if profiled is None:
         return ""
-    from memopt.report.standing import standing_bytes, standing_sum
+    from memopt.report.fixed_bytes import fixed_bytes, fixed_sum
 
     state = profiled.optimizer
-    parts = standing_bytes(cost_model, state.parts if state is not None else ())
-    return f"; before any activation, {standing_sum(parts)}"
+    parts = fixed_bytes(graph, state.parts if state is not None else ())
+    return f"; before any activation, {fixed_sum(parts)}"

@@ -11,26 +11,24 @@ from memopt.api.refusal import infeasible
 from memopt.api.whole_step import left_on_host, takes_whole_step
 from memopt.errors import InvalidProgramError, MemoptError
 from memopt.models.bounds import time_lower_bound
-from memopt.models.budget import MINIMUM, format_bytes, parse_budget
+from memopt.models.budget import MINIMUM, Budget, WrittenBudget, format_bytes, parse_budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
 from memopt.plan_record import BaselineFigures, PlanRecord
-from memopt.programs.instructions import Program, SwapIn, SwapOut
+from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies import Progress, Solution, Strategy, resolve
 from memopt.strategies.host_budget import host_limit, parse_host_budget, with_host_budget
 from memopt.strategies.named_budgets import Planning
-from memopt.strategies.store_all import chain_steps
 from memopt.strategies.target import Target
 
 if TYPE_CHECKING:
     from memopt.profiler.session import Profiled
-    from memopt.reductions.linearize import Linearization
+    from memopt.reductions.chain_view import ChainView
 
 _NO_OPERATORS = (
     "order=True and place=True work on the operators of a graph; a Chain has none: plan "
@@ -44,7 +42,7 @@ Mode: TypeAlias = Literal["measure", "estimate"]
 class PlanRequest:
     """What `memopt.plan` is asked for beside the model and its inputs; its arguments, which see."""
 
-    budget: int | float | str | None = None
+    budget: WrittenBudget = None
     strategy: str | Strategy = "rotor"
     host_budget: int | str | None = None
     loss_fn: Callable[..., Any] | None = None
@@ -185,24 +183,25 @@ def profiled_for(model: Any, inputs: Any, request: Request, report: Progress) ->
 
 def solve(
     cost_model: Chain | Graph,
-    budget: int | float | str | None,
+    budget: WrittenBudget,
     strategy: Strategy,
     *,
     device: Device,
     profiled: Profiled | None = None,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
-    linearization: Linearization | None = None,
+    view: ChainView | None = None,
     order: bool = False,
     place: bool = False,
     host_budget_bytes: int | None = None,
 ) -> PlanRecord:
     """Solve, validate, replay and wrap; see `plan`. A caller with many solves of one graph passes
-    its `linearization`, to have it made once."""
-    if (order or place) and not isinstance(cost_model, Graph):
+    its `view`, to have it made once."""
+    if (order or place) and isinstance(cost_model, Chain):
         raise ValueError(_NO_OPERATORS)
-    baseline = baseline_figures(cost_model, profiled)
-    target = Target.of(strategy, cost_model, linearization)
+    target = Target.of(strategy, cost_model, view)
+    graph = target.graph
+    baseline = baseline_figures(graph, profiled)
     reason = target.why_not()
     if reason is not None:
         raise ValueError(f"strategy {strategy.name!r} cannot plan this model: {reason}")
@@ -227,42 +226,39 @@ def solve(
         budget_bytes = parse_budget(budget, baseline.peak_bytes)
         solution = attempts.within(budget_bytes)
     if not solution.plans:
-        raise infeasible(solution, budget_bytes, strategy, cost_model, profiled)
-    limits = budget_bytes, host_limit(strategy, host_budget_bytes)
-    if (order or place) and isinstance(cost_model, Graph):
+        raise infeasible(solution, budget_bytes, strategy, graph, profiled)
+    limit = Budget(budget_bytes, host_limit(strategy, host_budget_bytes))
+    if order or place:
         from memopt.strategies.olla.order_and_place import ordered_and_placed
 
         lower = target.view.lower if target.view is not None else None
         passes = {"order": order, "place": place}
-        solution = ordered_and_placed(
-            cost_model, solution, lower, limits, device, passes, time_limit_s
-        )
-    return _wrap(target, solution, limits, baseline, device, profiled)
+        solution = ordered_and_placed(graph, solution, lower, limit, device, passes, time_limit_s)
+    return _wrap(target, solution, limit, baseline, device, profiled)
 
 
-def baseline_figures(cost_model: Chain | Graph, profiled: Profiled | None) -> BaselineFigures:
-    """The step without memopt: the profile's, or the cost model's own order replayed."""
+def baseline_figures(graph: Graph, profiled: Profiled | None) -> BaselineFigures:
+    """The step without memopt: the profile's, or the graph's own order replayed."""
     if profiled is not None:
         base = profiled.baseline
         return BaselineFigures(base.peak_bytes, base.step_time_s, base.measured)
-    if isinstance(cost_model, Chain):
-        chain_timeline = replay_chain(cost_model, chain_steps(cost_model))
-        return BaselineFigures(chain_timeline.peak_bytes, chain_timeline.time_s, False)
-    timeline = replay(cost_model, store_all(cost_model))
+    timeline = replay(graph, store_all(graph))
     return BaselineFigures(timeline.peak_bytes, timeline.time_s, False)
 
 
 def _wrap(
     target: Target,
     solution: Solution,
-    limits: tuple[int | None, int | None],
+    budget: Budget,
     baseline: BaselineFigures,
     device: Device,
     profiled: Profiled | None,
 ) -> PlanRecord:
-    """The plan of a solution; `limits` are bytes on the device and on the host."""
-    cost_model, strategy, program = target.cost_model, target.strategy, target.program(solution)
-    violation, figures = target.check(solution, program, limits, device)
+    """The plan of a solution."""
+    graph, strategy = target.graph, target.strategy
+    program = target.program(solution, budget.device_bytes)
+    assert program is not None
+    violation, figures = target.check(program, budget, device)
     peak_bytes, time_s = figures.peak_bytes, figures.time_s
     if violation is not None:
         raise InvalidProgramError(f"{strategy.name} made an invalid plan: {violation}")
@@ -270,47 +266,46 @@ def _wrap(
     return PlanRecord(
         status=solution.status,
         strategy=strategy,
-        budget=limits[0],
-        host_budget=limits[1],
+        budget=budget.device_bytes,
+        host_budget=budget.host_bytes,
         peak_bytes=peak_bytes,
-        resident_bytes=cost_model.resident_bytes,
+        resident_bytes=graph.resident_bytes,
         step_time_s=time_s,
-        lower_bound_s=min(time_s, time_lower_bound(cost_model) if bound_s is None else bound_s),
+        lower_bound_s=min(time_s, time_lower_bound(graph) if bound_s is None else bound_s),
         baseline=baseline,
         device=device,
         program=program,
         chain_steps=solution.steps,
-        graph=cost_model if isinstance(cost_model, Graph) else None,
-        chain=target.chain,
+        graph=graph,
+        chain=None if target.view is None else target.view.chain,
+        is_of_chain=target.bare_chain is not None,
         host_peak_bytes=figures.host_peak_bytes,
-        compute_time_s=cost_model.compute_time_s,
+        compute_time_s=graph.compute_time_s,
         stats=solution.stats,
-        notes=(*_notes(cost_model, profiled), *_link_notes(program, device)),
+        notes=(*_notes(graph, profiled), *_link_notes(program, device)),
         profiled=profiled,
         record=None if profiled is None else profiled.record,
     )
 
 
-def _notes(cost_model: Chain | Graph, profiled: Profiled | None) -> tuple[str, ...]:
+def _notes(graph: Graph, profiled: Profiled | None) -> tuple[str, ...]:
     if profiled is None:
         return ()
-    from memopt.profiler.loss_notes import loss_notes
+    from memopt.profiler.session import loss_notes
     from memopt.profiler.training_call import call_notes
 
     notes = profiled.notes
     state = profiled.optimizer
     if state is not None and state.bytes_total:
         notes = (f"Resident: {format_bytes(state.bytes_total)} of {state.name} state.", *notes)
-    whole = isinstance(cost_model, Graph) and has_updates(cost_model)
-    charged = isinstance(cost_model, Graph) and cost_model.boundary_bytes > 0
-    captured = profiled.captured
-    told = call_notes(captured.model(), captured.call)
-    return (*loss_notes(captured, covered=whole or charged), *told, *notes)
+    covered = has_updates(graph) or graph.boundary_bytes > 0
+    captured, model = profiled.captured, profiled.captured.model()
+    told = () if model is None else call_notes(model, captured.call)
+    return (*loss_notes(captured, covered=covered), *told, *notes)
 
 
-def _link_notes(program: Program | None, device: Device) -> tuple[str, ...]:
-    moves = program is not None and any(isinstance(x, SwapOut | SwapIn) for x in program)
-    if not moves or device.is_linked:
+def _link_notes(program: Program, device: Device) -> tuple[str, ...]:
+    if not program.has_transfers or device.is_linked:
         return ()
     return (
         f"The link of the device {device.name!r} has no speed: transfers count as free. Give one "

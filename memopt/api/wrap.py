@@ -80,7 +80,7 @@ def wrap(
     """
     from torch import nn
 
-    from memopt.executor.calls import Calls
+    from memopt.executor.module import Calls
     from memopt.executor.self_planning import SelfPlanning
 
     if not isinstance(model, nn.Module):
@@ -191,8 +191,8 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     cannot be told from another one."""
     from memopt.profiler import Loss
     from memopt.profiler.baseline import loss_text
+    from memopt.profiler.inputs import device_of
     from memopt.profiler.record import record_of
-    from memopt.profiler.session import device_of
 
     text = ""
     if request.loss_fn is not None:

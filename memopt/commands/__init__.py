@@ -1,1 +1,1 @@
-"""What the command line is made of: finding models, printing, failing."""
+"""The commands of the command line, their options, models by name, and output."""

@@ -1,19 +1,29 @@
-"""`memopt strategies` and `memopt device`."""
+"""`memopt strategies`, `memopt device` and `memopt version`."""
 
 from __future__ import annotations
 
 import math
+from typing import Annotated
+
+import typer
 
 import memopt
-from memopt.commands.output import device_figures, say_json, table
+from memopt.commands import options
+from memopt.commands.output import device_figures, say, say_json, table
 from memopt.models.budget import format_bytes
 from memopt.models.device import Device
+from memopt.models.presets import PRESETS, find_device
 
 THIS = "this"
 
 
-def list_strategies(*, as_json: bool) -> None:
-    """See `memopt.cli.strategies`."""
+def version() -> None:
+    """Print memopt's version."""
+    say(memopt.__version__)
+
+
+def strategies(as_json: options.Json = False) -> None:
+    """List the strategies by name."""
     known = memopt.strategies()
     if as_json:
         say_json(known)
@@ -21,34 +31,23 @@ def list_strategies(*, as_json: bool) -> None:
         table(("strategy", "what it does"), known.items())
 
 
-def show_devices(name: str | None, *, as_json: bool) -> None:
-    """See `memopt.cli.device`.
-
-    Raises:
-        ValueError: an unknown device; lists those there are.
-    """
-    from memopt.models.presets import PRESETS, find_device
-
-    if name is None:
-        if as_json:
-            say_json([device_figures(device) for device in PRESETS])
-            return
-        table(
-            ("device", "memory", "link", "bandwidth", "peak"),
-            [_row(device) for device in PRESETS],
-        )
-        return
-    if name == THIS:
-        from memopt.profiler.device_measure import measure_device
-
-        device = measure_device()
+def device(
+    name: Annotated[str | None, typer.Argument(help="H100, A100, V100... or this.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """List the devices memopt knows, show one, or measure this machine (`memopt device this`)."""
+    if name is None and as_json:
+        say_json([device_figures(known) for known in PRESETS])
+    elif name is None:
+        titles = ("device", "memory", "link", "bandwidth", "peak")
+        table(titles, [_row(known) for known in PRESETS])
     else:
-        device = find_device(name)
-    if as_json:
-        say_json(device_figures(device))
-        return
-    rows = [(key, _shown(value)) for key, value in device_figures(device).items()]
-    table(("figure", device.name), rows)
+        shown = memopt.measure_device() if name == THIS else find_device(name)
+        figures = device_figures(shown)
+        if as_json:
+            say_json(figures)
+        else:
+            table(("figure", shown.name), [(k, _shown(v)) for k, v in figures.items()])
 
 
 def _row(device: Device) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What the commands print: text for people, one JSON object for machines, and failures."""
+"""Output of the commands: text for people, one JSON object for machines, error messages."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from typing import Any
 import typer
 
 from memopt.api.plan import Plan
-from memopt.commands.target import TargetError
+from memopt.commands.targets import TargetError
 from memopt.errors import InfeasibleBudgetError, MemoptError, PlanFileError
 from memopt.models.device import Device
-from memopt.programs.instructions import Compute
 
 _WIDEST = 120
 
 
 class ExitCode(IntEnum):
-    """What the exit status of `memopt` means."""
+    """Exit statuses of `memopt`."""
 
     OK = 0
     FAILED = 1
@@ -90,7 +89,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
     """A plan's figures for machines: bytes and seconds."""
-    runs = [i.op for i in plan.program or () if isinstance(i, Compute)]
+    runs = [run.op for _, run in plan.program.computes]
     return {
         "strategy": plan.strategy.name,
         "parameters": repr(plan.strategy),
@@ -108,7 +107,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
             "step_time_s": plan.baseline.step_time_s,
             "measured": plan.baseline.measured,
         },
-        "operators": None if plan.graph is None else len(plan.graph.operators),
+        "operators": len(plan.graph.operators),
         "recomputations": len(runs) - len(set(runs)),
         "model": None if plan.record is None else plan.record.model,
         "device": plan.device.name,

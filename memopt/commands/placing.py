@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from memopt.commands import options
 from memopt.commands.output import say, say_json
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.budget import format_bytes
 from memopt.strategies.base import Status
 
 
-def place_command(
-    instance: Path,
-    capacity: int | None,
-    time_limit_s: float | None,
-    out: Path | None,
-    *,
-    as_json: bool,
+def place(
+    instance: Annotated[Path, typer.Argument(help="CSV with id, lower, upper, size.")],
+    capacity: Annotated[int | None, typer.Option(help="What it must fit into, bytes.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the CSV with offsets here.")] = None,
+    as_json: options.Json = False,
 ) -> None:
-    """See `memopt.cli.place`.
-
-    Raises:
-        InfeasibleBudgetError: no placement within `capacity` was found; nothing is written.
-    """
+    """Give buffers with known lifetimes addresses in as little memory as possible."""
     from memopt.strategies.olla.csv_files import read_buffers, write_buffers
-    from memopt.strategies.olla.placement import place
+    from memopt.strategies.olla.placement import place as place_buffers
 
     buffers, _ = read_buffers(instance)
-    found = place(buffers, capacity, time_limit_s=time_limit_s)
+    found = place_buffers(buffers, capacity, time_limit_s=time_limit)
     if capacity is not None and found.peak > capacity:
         proof = "there is none" if found.status is Status.INFEASIBLE else "none was found in time"
         raise InfeasibleBudgetError(

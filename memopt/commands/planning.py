@@ -3,102 +3,105 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 import memopt
 from memopt.api.plan import Plan, load
+from memopt.commands import options
 from memopt.commands.output import plan_figures, say, say_json
-from memopt.commands.profiling import Profiling
-from memopt.commands.target import Sizes
-from memopt.commands.targets import load_target
+from memopt.commands.targets import Sizes, load_target
 
 
-def plan_command(
-    target: str,
-    *,
-    budget: str | None,
-    strategy: str,
-    out: Path | None,
-    picture: Path | None,
-    time_limit_s: float | None,
-    host_budget: str | None = None,
-    how: Profiling,
-    sizes: tuple[int, int],
-    as_json: bool,
-    quiet: bool,
+def plan(
+    model: options.Model,
+    budget: Annotated[
+        str | None,
+        typer.Option(help='Bytes, "6GiB", "6GB", a share such as 0.5, or min. Left out: no limit.'),
+    ] = None,
+    strategy: Annotated[str, typer.Option(help="See `memopt strategies`.")] = "rotor",
+    out: Annotated[Path | None, typer.Option(help="Save the plan here (JSON).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw its memory here (png, svg).")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds for the solver.")] = None,
+    host_budget: Annotated[
+        str | None, typer.Option(help='Most on the host at once: bytes or "6GiB"; 0: none.')
+    ] = None,
+    device: options.Device = None,
+    mode: options.Mode = "measure",
+    optimizer: options.Optimizer = None,
+    batch: options.Batch = 4,
+    sequence: options.Sequence = 128,
+    cache: options.Cache = True,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
-    """See `memopt.cli.plan`."""
+    """Plan a model's training step within a memory budget."""
     limit = read_budget(budget)
     check_writable(out)
-    check_picture(picture)
-    found = load_target(target, Sizes(*sizes, meta=how.estimates))
+    check_picture(plot)
     made = memopt.plan(
-        found.model,
-        found.inputs,
+        **options.priced(model, device, mode, optimizer, cache, batch, sequence),
         budget=limit,
         strategy=strategy,
-        loss_fn=found.loss_fn,
-        time_limit_s=time_limit_s,
+        time_limit_s=time_limit,
         host_budget=int(host_budget) if host_budget and host_budget.isdigit() else host_budget,
-        **how.arguments(),
         progress=not (as_json or quiet),
     )
     if out is not None:
         made.save(out)
-    if picture is not None:
-        draw(made, "memory", picture)
-    if not quiet or as_json:
-        show_plan(made, as_json=as_json)
-        if not as_json:
-            for path in (out, picture):
-                if path is not None:
-                    say(f"wrote {path}")
+    if plot is not None:
+        draw(made, "memory", plot)
+    if as_json or not quiet:
+        show_plan(made, as_json)
+    if not (as_json or quiet):
+        for path in (out, plot):
+            if path is not None:
+                say(f"wrote {path}")
 
 
-def show_command(
-    file: Path,
-    *,
-    picture: Path | None,
-    kind: str,
-    trace: Path | None,
-    measure: str | None,
-    sizes: tuple[int, int],
-    as_json: bool,
+def show(
+    file: Annotated[Path, typer.Argument(help="A file that `memopt plan --out` saved.")],
+    plot: Annotated[Path | None, typer.Option(help="Draw a picture here.")] = None,
+    kind: Annotated[str, typer.Option(help="memory, schedule or timeline.")] = "memory",
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the step here for ui.perfetto.dev (json).")
+    ] = None,
+    measure: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Run the planned model, too, and trace that beside it."),
+    ] = None,
+    batch: options.Batch = 4,
+    sequence: options.Sequence = 128,
+    as_json: options.Json = False,
 ) -> None:
-    """See `memopt.cli.show`.
-
-    Raises:
-        ValueError: a model to measure, and no trace to write.
-    """
+    """Show a saved plan, after checking it again."""
     if measure is not None and trace is None:
         raise ValueError("--measure traces a step: say where to, with --trace FILE.json")
-    check_picture(picture)
+    check_picture(plot)
     check_writable(trace)
-    plan = load(file)
-    if picture is not None:
-        draw(plan, kind, picture)
+    saved = load(file)
+    if plot is not None:
+        draw(saved, kind, plot)
     if trace is not None and measure is not None:
-        found = load_target(measure, Sizes(*sizes))
-        plan.trace(trace, found.model, found.inputs, loss_fn=found.loss_fn)
+        found = load_target(measure, Sizes(batch, sequence))
+        saved.trace(trace, found.model, found.inputs, loss_fn=found.loss_fn)
     elif trace is not None:
-        plan.trace(trace)
-    show_plan(plan, as_json=as_json)
+        saved.trace(trace)
+    show_plan(saved, as_json)
 
 
 def read_budget(text: str | None) -> int | float | str | None:
     """A budget as typed: whole numbers are bytes, others shares, the rest units or "min"."""
-    if text is None:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    for kind in (int, float):
+        try:
+            return None if text is None else kind(text)
+        except ValueError:
+            pass
+    return text
 
 
-def show_plan(plan: Plan, *, as_json: bool) -> None:
+def show_plan(plan: Plan, as_json: bool) -> None:
     """Print a plan."""
     if as_json:
         say_json(plan_figures(plan))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 import memopt
+from memopt.commands import options
 from memopt.commands.output import say, say_json, table
-from memopt.commands.target import Sizes
-from memopt.commands.targets import load_target
 from memopt.files.envelope import write_atomically
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
@@ -20,74 +19,45 @@ from memopt.programs.serialize import dumps
 from memopt.report.texts import format_seconds
 
 
-@dataclass(frozen=True)
-class Profiling:
-    """How a model is priced, as `memopt.plan` and `memopt.profile` take it."""
-
-    device: str | None = None
-    mode: str = "measure"
-    optimizer: str | None = None
-    cache: bool = True
-
-    @property
-    def estimates(self) -> bool:
-        """Whether nothing is computed, so that the model may have no weights."""
-        return self.mode == "estimate"
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `memopt.plan` and `memopt.profile`."""
-        return {
-            "device": self.device,
-            "mode": self.mode,
-            "optimizer": self.optimizer,
-            "cache": self.cache,
-        }
-
-
-def profile_command(
-    target: str,
-    *,
-    out: Path | None,
-    top: int,
-    how: Profiling,
-    sizes: tuple[int, int],
-    as_json: bool,
-    quiet: bool,
+def profile(
+    model: options.Model,
+    out: Annotated[Path | None, typer.Option(help="Save the graph here (JSON).")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many operators to list.")] = 10,
+    device: options.Device = None,
+    mode: options.Mode = "measure",
+    optimizer: options.Optimizer = None,
+    batch: options.Batch = 4,
+    sequence: options.Sequence = 128,
+    cache: options.Cache = True,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
-    """See `memopt.cli.profile`."""
-    found = load_target(target, Sizes(*sizes, meta=how.estimates))
+    """Measure what a model's training step costs, operator by operator."""
     graph = memopt.profile(
-        found.model,
-        found.inputs,
-        loss_fn=found.loss_fn,
-        **how.arguments(),
+        **options.priced(model, device, mode, optimizer, cache, batch, sequence),
         progress=not (as_json or quiet),
     )
     if out is not None:
         write_atomically(out, dumps(graph))
+    figures = _figures(graph, top)
     if as_json:
-        say_json(_figures(graph, top))
+        say_json(figures)
     elif not quiet:
-        _print(graph, top)
+        _print(figures)
         if out is not None:
             say(f"wrote {out}")
 
 
-def _by_target(graph: Graph) -> list[tuple[str, int, float, int]]:
-    """(kernel, calls, seconds in all, largest workspace), most expensive first."""
-    calls: dict[str, int] = defaultdict(int)
-    seconds: dict[str, float] = defaultdict(float)
-    workspace: dict[str, int] = defaultdict(int)
+def _figures(graph: Graph, top: int) -> dict[str, Any]:
+    """Figures of the step and of its kernels, those that take most time in all first."""
+    kernels: dict[str, dict[str, Any]] = {}
     for operator in graph.operators:
         name = operator.target or operator.name
-        calls[name] += 1
-        seconds[name] += operator.time_s
-        workspace[name] = max(workspace[name], operator.workspace_bytes)
-    names = sorted(calls, key=lambda name: -seconds[name])
-    return [(name, calls[name], seconds[name], workspace[name]) for name in names]
-
-
-def _figures(graph: Graph, top: int) -> dict[str, object]:
+        blank = {"name": name, "calls": 0, "time_s": 0.0, "workspace_bytes": 0}
+        kernel = kernels.setdefault(name, blank)
+        kernel["calls"] += 1
+        kernel["time_s"] += operator.time_s
+        kernel["workspace_bytes"] = max(kernel["workspace_bytes"], operator.workspace_bytes)
     timeline = replay(graph, store_all(graph))
     return {
         "operators": len(graph.operators),
@@ -95,31 +65,27 @@ def _figures(graph: Graph, top: int) -> dict[str, object]:
         "resident_bytes": graph.resident_bytes,
         "peak_bytes": timeline.peak_bytes,
         "step_time_s": timeline.time_s,
-        "kernels": [
-            {"name": name, "calls": calls, "time_s": seconds, "workspace_bytes": workspace}
-            for name, calls, seconds, workspace in _by_target(graph)[:top]
-        ],
+        "kernels": sorted(kernels.values(), key=lambda kernel: -kernel["time_s"])[:top],
     }
 
 
-def _print(graph: Graph, top: int) -> None:
-    timeline = replay(graph, store_all(graph))
-    say(f"{len(graph.operators)} operators, {format_seconds(timeline.time_s)}")
+def _print(figures: dict[str, Any]) -> None:
+    say(f"{figures['operators']} operators, {format_seconds(figures['step_time_s'])}")
     say(
-        f"peak {format_bytes(timeline.peak_bytes)} in the model's own order, of which "
-        f"{format_bytes(graph.resident_bytes)} never move"
+        f"peak {format_bytes(figures['peak_bytes'])} in the model's own order, of which "
+        f"{format_bytes(figures['resident_bytes'])} never move"
     )
-    total = timeline.time_s or 1.0
+    total = figures["step_time_s"] or 1.0
     table(
         ("kernel", "calls", "time", "share", "workspace"),
         [
             (
-                name,
-                str(calls),
-                format_seconds(seconds),
-                f"{seconds / total:.0%}",
-                format_bytes(workspace),
+                kernel["name"],
+                str(kernel["calls"]),
+                format_seconds(kernel["time_s"]),
+                f"{kernel['time_s'] / total:.0%}",
+                format_bytes(kernel["workspace_bytes"]),
             )
-            for name, calls, seconds, workspace in _by_target(graph)[:top]
+            for kernel in figures["kernels"]
         ],
     )

@@ -1,38 +1,74 @@
-"""Applying a plan to a model: the one it was made from, or another with the same graph."""
+"""Applying a plan to a model: the one it was made from, or another with the same graph; and what
+is done with a call that is not the planned one."""
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from memopt.errors import CaptureError, PlanFileError
+from memopt.errors import CaptureError, GuardError, PlanFileError
 from memopt.executor.module import OnMismatch, PlannedModule, install
 from memopt.executor.recaptured import again, planned_lowering, where_graphs_differ
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Runtime
 from memopt.models.graph import Graph
 from memopt.models.record import difference
-from memopt.profiler.autocast import autocast_as, autocast_state
-from memopt.profiler.backend import backend_of
+from memopt.profiler.backend import autocast_as, autocast_state, backend_of
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
-from memopt.profiler.dependencies.dependency import Dependency
+from memopt.profiler.dependencies.reader import Dependency
 from memopt.profiler.input_errors import diagnosed
-from memopt.profiler.inputs import Call
+from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.record import example_call, record_of
-from memopt.profiler.session import device_of
 from memopt.profiler.training_call import training_call
-from memopt.programs.instructions import Compute
 from memopt.programs.serialize import fingerprint
 from memopt.reductions.stage_map import has_updates
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
+
+
+_LOG = logging.getLogger(__name__)
+
+CHOICES = ("error", "original", "replan")
+
+
+def behaviour(choice: str, replan: Callable[[nn.Module, Call], nn.Module]) -> OnMismatch | None:
+    """The behaviour of a name.
+
+    Args:
+        choice: "error" raises GuardError; "original" runs the unplanned model; "replan" plans
+            once for each kind of call and runs that.
+        replan: makes a planned module for a model and a call.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if choice not in CHOICES:
+        raise ValueError(f"otherwise= is one of {', '.join(map(repr, CHOICES))}, got {choice!r}")
+    known: list[PlannedModule] = []
+
+    def original(model: nn.Module, _call: Call, error: GuardError) -> nn.Module:
+        _LOG.info("running the original module: %s", error)
+        return model
+
+    def planned_again(model: nn.Module, call: Call, error: GuardError) -> nn.Module:
+        for one in known:
+            if one.original is model and one.accepts(call):
+                return one
+        _LOG.info("planning again: %s", error)
+        fresh = replan(model, call)
+        assert isinstance(fresh, PlannedModule)
+        known.append(fresh)
+        return fresh
+
+    return {"error": None, "original": original, "replan": planned_again}[choice]
 
 
 def runtime_of(captured: Captured) -> Runtime:
@@ -55,20 +91,18 @@ def apply_plan(
     what runs when."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"a plan is applied to an nn.Module, got {type(model).__name__}")
-    planned = plan.program is not None and plan.graph is not None
-    if not planned or (plan.profiled is None and plan.record is None):
+    if plan.profiled is None and plan.record is None:
         raise ValueError(
             "this plan was made from a cost model, not from a module: it cannot run; "
             "call memopt.plan(model, inputs, ...)"
         )
-    if plan.graph is not None and has_updates(plan.graph):
+    if has_updates(plan.graph):
         raise ValueError(
             "this plan is of a whole step: run plan.train_step(model, loss_fn, optimizer). For a "
             'drop-in module plan with the optimizer\'s name (optimizer="adamw"), not an instance'
         )
     with _as_planned(plan):
         captured, lowering = _captured(plan, model, inputs)
-        assert plan.program is not None
         installed = install(
             captured,
             lowering,
@@ -163,17 +197,16 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
 
 def _with_implementations(plan: PlanRecord, lowering: Lowering, block_bytes: int) -> Lowering:
     """The lowering with the alternatives that the plan chooses from, if it chooses any."""
-    assert plan.program is not None
     chosen = {
-        (i.op, i.implementation)
-        for i in plan.program
-        if isinstance(i, Compute) and i.implementation is not None
+        (run.op, run.implementation)
+        for _, run in plan.program.computes
+        if run.implementation is not None
     }
     if not chosen:
         return lowering
     from memopt.implementations import attach
 
-    tensors = [t.name for t in plan.graph.tensors] if plan.graph is not None else []
+    tensors = [t.name for t in plan.graph.tensors]
     for exact_only in (False, True):
         extended = attach(lowering, exact_only=exact_only, block_bytes=block_bytes)
         same = [t.name for t in extended.graph.tensors] == tensors

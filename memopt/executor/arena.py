@@ -23,7 +23,7 @@ from memopt.executor.out_variants import OutVariant, out_variants_of
 from memopt.profiler.build import Lowering
 from memopt.profiler.signature import values_of
 from memopt.profiler.torch_private import profiler_looks_on, storage_at
-from memopt.programs.instructions import Compute, Program, SwapIn
+from memopt.programs.instructions import Compute, Program
 from memopt.programs.placed import ALIGNMENT_BYTES
 
 _KNOWN_ADDRESSES = 8
@@ -89,10 +89,11 @@ def arena_layout(lowering: Lowering, program: Program, device: torch.device) -> 
         return None
     out_variants = out_variants_of(lowering)
     results = lowering.graph.kept | set(lowering.graph.tangents)
+    runs = dict(program.computes)
     slots: list[Slot] = []
     at: dict[tuple[int, int], int] = {}
     for position, tensor, offset in program.offsets:
-        like = _like(lowering, program, out_variants, position, tensor)
+        like = _like(lowering, runs.get(position), out_variants, tensor)
         if tensor in results or like is None or like.numel() == 0:
             continue
         if offset % ALIGNMENT_BYTES:
@@ -111,20 +112,19 @@ def arena_layout(lowering: Lowering, program: Program, device: torch.device) -> 
 
 def _like(
     lowering: Lowering,
-    program: Program,
+    run: Compute | None,
     out_variants: Mapping[Node, OutVariant],
-    position: int,
     tensor: int,
 ) -> Tensor | None:
-    """The fake tensor of a lifetime that can be written at an address, else None."""
-    instruction = program.instructions[position]
-    if isinstance(instruction, SwapIn):
+    """The fake tensor of a lifetime that can be written at an address, else None. It begins with
+    `run`, or where the tensor is swapped in."""
+    if run is None:
         base = lowering.bases.get(tensor)
         value: Any = base.meta.get("val") if base is not None else None
         return value if isinstance(value, Tensor) else None
-    if not isinstance(instruction, Compute) or instruction.in_place is not None:
+    if run.in_place is not None:
         return None
-    node = lowering.node_of(instruction.op, instruction.implementation)
+    node = lowering.node_of(run.op, run.implementation)
     if node not in out_variants:
         return None
     found: Tensor = values_of(node)[lowering.storages[node].index(tensor)]
@@ -132,7 +132,7 @@ def _like(
 
 
 @dataclass
-class Lease:
+class ArenaLease:
     """One step's arena.
 
     Attributes:
@@ -166,10 +166,10 @@ class Arenas:
         self._known: dict[int, list[Tensor]] = {}
         """Address of an arena → its slots: the allocator often gives the same address again."""
 
-    def lease(self) -> Lease:
+    def lease(self) -> ArenaLease:
         """An arena for one step."""
         memory = self.memory()
-        return Lease(memory, self.slots_at(memory.data_ptr()), self)
+        return ArenaLease(memory, self.slots_at(memory.data_ptr()), self)
 
     def memory(self) -> Tensor:
         """The bytes of an arena: those of the last step, or new ones."""
@@ -212,13 +212,13 @@ class Arenas:
         return empty.set_(storage, 0, like.shape, like.stride())
 
     def fork(self, saved: list[Any]) -> list[Any]:
-        """What a backward that may come again (retain_graph) runs with: a copy of the arena, since
-        it writes over what the next one needs.
+        """Copy the arena for a backward that may come again (retain_graph), since it writes over
+        what the next one needs.
 
         Args:
             saved: what the forward has left for the backward.
         """
-        lease = next(value for value in saved if isinstance(value, Lease))
+        lease = next(value for value in saved if isinstance(value, ArenaLease))
         fork = self.lease()
         fork.memory.copy_(lease.memory)
         slots = {id(slot): fork.slots[i] for i, slot in enumerate(lease.slots)}

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import torch
 
 from memopt.errors import ArenaError
-from memopt.executor.arena import ArenaLayout, Arenas, Lease
+from memopt.executor.arena import ArenaLayout, ArenaLease, Arenas
 from memopt.profiler.trial import POISON
 
 
 @dataclass
-class CheckedLease(Lease):
+class CheckedLease(ArenaLease):
     """A lease that knows what its slots should hold."""
 
     layout: ArenaLayout
@@ -35,7 +35,7 @@ class CheckedLease(Lease):
         return self.memory[one.offset_bytes : one.end_bytes]
 
     def digest(self, slot: int) -> bytes:
-        """Of what a slot holds now."""
+        """A digest of the bytes that a slot holds now."""
         return hashlib.blake2b(self.bytes_of(slot).cpu().numpy().data, digest_size=16).digest()
 
     def wrote(self, slots: Iterable[int], what: str) -> None:
@@ -85,13 +85,13 @@ class CheckedLease(Lease):
 class CheckedArenas(Arenas):
     """Arenas in debug mode, poisoned from the start."""
 
-    def lease(self) -> Lease:
+    def lease(self) -> ArenaLease:
         """An arena for one step."""
         memory = self.memory().fill_(POISON)
         return CheckedLease(memory, self.slots_at(memory.data_ptr()), self, self.layout)
 
     def fork(self, saved: list[object]) -> list[object]:
-        """As `Arenas.fork`; the copy knows what the original knew."""
+        """Copy the arena as `Arenas.fork` does; the copy knows what the original knew."""
         forked = super().fork(saved)
         for before, after in zip(saved, forked, strict=True):
             if isinstance(before, CheckedLease) and isinstance(after, CheckedLease):

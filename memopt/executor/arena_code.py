@@ -15,7 +15,7 @@ from memopt.profiler.signature import values_of
 
 
 class Writer(Protocol):
-    """What is asked of the writer of a half (see `memopt.executor.codegen`)."""
+    """The writer of one half, as far as an arena needs it (see `memopt.executor.codegen`)."""
 
     globals: dict[str, Any]
 

@@ -23,11 +23,10 @@ from memopt.profiler.baseline import (
     differentiable,
     median_step_s,
 )
-from memopt.profiler.inputs import Call
+from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.memory import metered
 from memopt.profiler.model_outputs import dense_strides
 from memopt.profiler.restored_state import StorageCopies, state_restored
-from memopt.profiler.session import device_of
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord

@@ -21,7 +21,7 @@ from memopt.executor.arena import Arenas
 from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.arena_code import ArenaWriter
 from memopt.executor.recorder import Recorder
-from memopt.executor.values import Halves, argument_in, kernel_of, unpacked
+from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
 from memopt.models.variants import variant
 from memopt.profiler.in_place import in_place_call
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
@@ -105,7 +105,7 @@ class _Writer:
         if node in self.bound:
             return node.name
         if node.op == "get_attr":
-            self.globals[node.name] = _attribute(self.halves, node)
+            self.globals[node.name] = attribute_of(self.halves, node)
             return node.name
         kernel = kernel_of(self.lowering, node)
         if kernel is not None:
@@ -223,11 +223,12 @@ class _Writer:
             self.emit(f"{', '.join(names)}, = {source}")
 
 
-def _attribute(halves: Halves, node: Node) -> Any:
-    value: Any = halves.captured.module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
+def _crossing(halves: Halves, arena: ArenaWriter | None) -> list[str]:
+    """The variables that the backward needs beside tensors on the device."""
+    names = [f"host_{t}" for t in halves.hosted_at_boundary]
+    names += [f"state_{op}" for op in halves.saved_states]
+    names += ["lease"] if halves.swaps_out_late else []
+    return names if arena is None else [*names, "arena"]
 
 
 def _forward(
@@ -245,12 +246,7 @@ def _forward(
     outputs = [writer.argument(o) for o in halves.captured.forward_outputs]
     bases = [halves.lowering.bases.get(t) for t in halves.carried]
     saved = [writer.value(b) for b in bases if b is not None]
-    saved += [f"host_{t}" for t in halves.hosted_at_boundary]
-    saved += [f"state_{op}" for op in halves.saved_states]
-    if halves.swaps_out_late:
-        saved.append("lease")
-    if arena is not None:
-        saved.append("arena")
+    saved += _crossing(halves, arena)
     writer.emit(f"return [{', '.join(outputs)}], [{', '.join(saved)}]")
     return writer
 
@@ -261,19 +257,14 @@ def _backward(forward: _Writer, names: dict[Any, str], globals_: dict[str, Any])
     writer.arena = forward.arena
     writer.swapping_out = set(forward.swapping_out)
     writer.swapping_in = set(forward.swapping_in)
-    writer.ran = {i.op for i in halves.forward if isinstance(i, Compute)}
+    writer.ran = {run.op for i, run in halves.program.computes if i < halves.boundary}
     writer.unpack([p.node for p in halves.captured.primals], "primals")
     writer.unpack([None, *halves.captured.tangents], "arguments")
     writer.emit("del _")
     writer.emit("arguments.clear()")
     bases = [halves.lowering.bases.get(t) for t in halves.carried]
     targets = [writer.bind(b) for b in bases if b is not None]
-    targets += [f"host_{t}" for t in halves.hosted_at_boundary]
-    targets += [f"state_{op}" for op in halves.saved_states]
-    if halves.swaps_out_late:
-        targets.append("lease")
-    if forward.arena is not None:
-        targets.append("arena")
+    targets += _crossing(halves, forward.arena)
     if targets:
         writer.emit(f"{', '.join(targets)}, = saved")
     if forward.arena is not None:

@@ -26,12 +26,14 @@ def _relu(x: Tensor, *, out: Tensor) -> Tensor:
     return torch.clamp_min(x, 0, out=out)
 
 
-def _add(x: Tensor, other: float, alpha: float = 1, *, out: Tensor) -> Tensor:
-    return torch.add(x, other, alpha=alpha, out=out)
+def _scaled(name: str, operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A sum or difference with a number, whose factor torch's `out=` takes by keyword only."""
 
+    def run(x: Tensor, other: float, alpha: float = 1, *, out: Tensor) -> Tensor:
+        return operator(x, other, alpha=alpha, out=out)
 
-def _sub(x: Tensor, other: float, alpha: float = 1, *, out: Tensor) -> Tensor:
-    return torch.sub(x, other, alpha=alpha, out=out)
+    run.__name__ = name
+    return run
 
 
 def _fill(_: Any, value: float, *, out: Tensor, **__: Any) -> Tensor:
@@ -46,39 +48,26 @@ def _ones(*_: Any, out: Tensor, **__: Any) -> Tensor:
     return out.fill_(1)
 
 
-def _slice_backward(
-    grad: Tensor, _sizes: list[int], dim: int, start: int, end: int, step: int, *, out: Tensor
-) -> Tensor:
-    out.zero_()
-    _aten.slice.Tensor(out, dim, start, end, step).copy_(grad)
-    return out
+def _backward_of(name: str, view: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The gradient of what a view looks into: 0 around it."""
+
+    def run(grad: Tensor, _sizes: list[int], *where: int, out: Tensor) -> Tensor:
+        view(out.zero_(), *where).copy_(grad)
+        return out
+
+    run.__name__ = name
+    return run
 
 
-def _select_backward(
-    grad: Tensor, _sizes: list[int], dim: int, index: int, *, out: Tensor
-) -> Tensor:
-    out.zero_().select(dim, index).copy_(grad)
-    return out
+def _scatter(name: str, view: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A tensor with another in the place that a view looks into."""
 
+    def run(x: Tensor, source: Tensor, *where: Any, out: Tensor, **named: Any) -> Tensor:
+        view(out.copy_(x), *where, **named).copy_(source)
+        return out
 
-def _slice_scatter(
-    x: Tensor,
-    source: Tensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-    *,
-    out: Tensor,
-) -> Tensor:
-    out.copy_(x)
-    _aten.slice.Tensor(out, dim, start, end, step).copy_(source)
-    return out
-
-
-def _select_scatter(x: Tensor, source: Tensor, dim: int, index: int, *, out: Tensor) -> Tensor:
-    out.copy_(x).select(dim, index).copy_(source)
-    return out
+    run.__name__ = name
+    return run
 
 
 def _embedding(weight: Tensor, indices: Tensor, _padding: int = -1, *_: Any, out: Tensor) -> Tensor:
@@ -114,29 +103,14 @@ def _dropout_backward(grad: Tensor, mask: Tensor, scale: float, *, out: Tensor) 
 
 
 def _batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
-    *,
-    out: Tensor,
-    save_mean: Tensor,
-    save_invstd: Tensor,
-    new_mean: Tensor,
-    new_var: Tensor,
-) -> Tensor:
+    x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *more: Any,
+    new_mean: Tensor, new_var: Tensor, **results: Tensor,
+) -> Tensor:  # fmt: skip
     """The functional form copies the running statistics and updates the copies."""
     new_mean.copy_(mean)
     new_var.copy_(var)
-    _aten._native_batch_norm_legit.out(
-        x, weight, bias, new_mean, new_var, training, momentum, eps,
-        out=out, save_mean=save_mean, save_invstd=save_invstd,
-    )  # fmt: skip
-    return out
+    _aten._native_batch_norm_legit.out(x, weight, bias, new_mean, new_var, *more, **results)
+    return results["out"]
 
 
 def _pool_whole(x: Tensor, size: list[int], *, out: Tensor) -> Tensor:
@@ -153,18 +127,18 @@ EVERYWHERE: dict[Any, Composed] = {
     _aten._to_copy.default: (_copy, _ONE),
     _aten.mul.Scalar: (torch.mul, _ONE),
     _aten.div.Scalar: (torch.div, _ONE),
-    _aten.add.Scalar: (_add, _ONE),
-    _aten.sub.Scalar: (_sub, _ONE),
+    _aten.add.Scalar: (_scaled("add", torch.add), _ONE),
+    _aten.sub.Scalar: (_scaled("sub", torch.sub), _ONE),
     _aten.full_like.default: (_fill, _ONE),
     _aten.full.default: (_fill, _ONE),
     _aten.zeros_like.default: (_zeros, _ONE),
     _aten.new_zeros.default: (_zeros, _ONE),
     _aten.zeros.default: (_zeros, _ONE),
     _aten.ones_like.default: (_ones, _ONE),
-    _aten.slice_backward.default: (_slice_backward, _ONE),
-    _aten.select_backward.default: (_select_backward, _ONE),
-    _aten.slice_scatter.default: (_slice_scatter, _ONE),
-    _aten.select_scatter.default: (_select_scatter, _ONE),
+    _aten.slice_backward.default: (_backward_of("slice_backward", _aten.slice.Tensor), _ONE),
+    _aten.select_backward.default: (_backward_of("select_backward", _aten.select.int), _ONE),
+    _aten.slice_scatter.default: (_scatter("slice_scatter", _aten.slice.Tensor), _ONE),
+    _aten.select_scatter.default: (_scatter("select_scatter", _aten.select.int), _ONE),
     _aten.embedding.default: (_embedding, _ONE),
     _aten._safe_softmax.default: (_safe_softmax, _ONE),
 }

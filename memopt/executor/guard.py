@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from memopt.errors import CaptureError, GuardError
-from memopt.profiler.autocast import autocast_state
+from memopt.profiler.backend import autocast_state
 from memopt.profiler.capture import Captured, traced_again
 from memopt.profiler.dependencies.dependencies import Dependencies
-from memopt.profiler.dependencies.dependency import Dependency, described, described_text, same
+from memopt.profiler.dependencies.reader import Dependency, described, described_text, same
 from memopt.profiler.inputs import Call, repeated
 
 _LOG = logging.getLogger(__name__)
@@ -120,8 +120,8 @@ class DependencyCheck:
         """Whether nothing has changed, the structure included."""
         return self._everything.unchanged(model)
 
-    def check(self, model: nn.Module) -> None:
-        """Raise GuardError, naming what changed and both values, unless all is as planned.
+    def difference(self, model: nn.Module) -> str | None:
+        """What changed and both values; None: all is as planned.
 
         Dynamo asks for more than a graph needs where a global is concerned: a registry that has
         grown fails its guards. Where only such things changed, the model is traced again, and what
@@ -129,7 +129,7 @@ class DependencyCheck:
         """
         changed = self._dependencies.changed(model)
         if changed is None:
-            return
+            return None
         dependency, found = changed
         difference = dependency.difference(found)
         refused = self._refused
@@ -141,10 +141,10 @@ class DependencyCheck:
             if dependencies is not None:
                 self._dependencies = dependencies
                 self._everything = dependencies.with_others(self._structure)
-                return
+                return None
             # A trace takes seconds: not for every call.
             self._refused = (dependency, found)
-        raise GuardError(f"{difference}; {REMEDY}")
+        return difference
 
     def _traced_again(self, model: nn.Module) -> Dependencies | None:
         try:
@@ -234,86 +234,75 @@ class Guard:
 
     def check(self, model: nn.Module, call: Call) -> None:
         """Raise GuardError, naming both sides, unless the call is the planned one."""
+        difference = next(self._differences(model, call), None)
+        if difference is not None:
+            raise GuardError(f"{difference}; {REMEDY}")
+
+    def _differences(self, model: nn.Module, call: Call) -> Iterator[str]:
+        """Where the call is not the planned one, the first first; not to be asked for a second."""
         if call.spec != self.spec:
-            raise GuardError(
-                f"the plan was made for other arguments: planned {self.text}, got "
-                f"{_call_text(call)}; {REMEDY}"
-            )
-        leaves = call.leaves
-        for i, (leaf, planned) in enumerate(zip(leaves, self.leaves, strict=True)):
+            other = _call_text(call)
+            yield f"the plan was made for other arguments: planned {self.text}, got {other}"
+        for i, (leaf, planned) in enumerate(zip(call.leaves, self.leaves, strict=True)):
             found = described(leaf)
             if found != planned:
-                raise GuardError(f"argument {i}: {_difference(planned, found)}; {REMEDY}")
+                yield f"argument {i}: {_difference(planned, found)}"
         as_planned = self.dependencies is not None and self.dependencies.unchanged(model)
         if not as_planned:
             modules = dict(model.named_modules())
-            self._check_modules(modules)
+            yield from self._other_modules(modules)
             tensors = _registered(modules)
-            self._check_parameters(tensors)
-            self._check_ties(tensors)
-        self._check_identities(model, leaves)
+            yield from self._other_parameters(tensors)
+            yield from self._other_ties(tensors)
+        yield from self._other_identities(model, call.leaves)
         if autocast_state() != self.autocast:
-            raise GuardError(
-                f"autocast: planned {self.autocast}, got {autocast_state()} (on cpu, cuda); "
-                + REMEDY
-            )
+            yield f"autocast: planned {self.autocast}, got {autocast_state()} (on cpu, cuda)"
         if self.dependencies is not None and not as_planned:
-            self.dependencies.check(model)
+            difference = self.dependencies.difference(model)
+            if difference is not None:
+                yield difference
 
-    def _check_modules(self, modules: dict[str, nn.Module]) -> None:
+    def _other_modules(self, modules: dict[str, nn.Module]) -> Iterator[str]:
         for name, kind, training, constants in self.modules:
             where = f"module {name!r}" if name else "the model"
             module = modules.get(name)
             if module is None or type(module) is not kind:
                 found = "nothing" if module is None else type(module).__name__
-                raise GuardError(f"{where}: planned {kind.__name__}, got {found}; {REMEDY}")
-            if module.training != training:
+                yield f"{where}: planned {kind.__name__}, got {found}"
+            elif module.training != training:
                 modes = ("train", "eval") if training else ("eval", "train")
-                raise GuardError(
-                    f"{where}: planned in {modes[0]} mode, got {modes[1]} mode; {REMEDY}"
-                )
+                yield f"{where}: planned in {modes[0]} mode, got {modes[1]} mode"
             for setting, value in constants:
                 now = getattr(module, setting, None)
                 if now != value:
-                    raise GuardError(f"{where}: planned {setting}={value}, got {now}; {REMEDY}")
+                    yield f"{where}: planned {setting}={value}, got {now}"
 
-    def _check_parameters(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _other_parameters(self, tensors: dict[str, torch.Tensor]) -> Iterator[str]:
         for name, planned in self.parameters:
             if name not in tensors:
-                raise GuardError(f"parameter or buffer {name!r} is gone; {REMEDY}")
+                yield f"parameter or buffer {name!r} is gone"
             found = described(tensors[name])
             if found != planned:
-                raise GuardError(f"{name}: {_difference(planned, found)}; {REMEDY}")
+                yield f"{name}: {_difference(planned, found)}"
 
-    def _check_ties(self, tensors: dict[str, torch.Tensor]) -> None:
-        found = _ties(tensors)
-        planned = dict(self.ties)
-        if found == planned:
-            return
+    def _other_ties(self, tensors: dict[str, torch.Tensor]) -> Iterator[str]:
+        found, planned = _ties(tensors), dict(self.ties)
         for name, other in planned.items():
             if found.get(name) != other:
-                raise GuardError(
-                    f"{name}: planned as one tensor with {other}, got a tensor of its own; "
-                    + REMEDY
-                )
+                yield f"{name}: planned as one tensor with {other}, got a tensor of its own"
         for name, other in found.items():
             if name not in planned and (name in self.apart or other in self.apart):
-                raise GuardError(
-                    f"{name}: planned as a tensor of its own, got one tensor with {other}; "
-                    + REMEDY
-                )
+                yield f"{name}: planned as a tensor of its own, got one tensor with {other}"
 
-    def _check_identities(self, model: nn.Module, leaves: list[Any]) -> None:
+    def _other_identities(self, model: nn.Module, leaves: list[Any]) -> Iterator[str]:
         if not self.separate and not any(s is not None for s in self.same):
             return
         tensors = _registered(dict(model.named_modules()))
         found = _identities(leaves, {id(tensor): name for name, tensor in tensors.items()})
         for position, (planned, now) in enumerate(zip(self.same, found, strict=True)):
             if planned != now and (planned is not None or self.separate):
-                raise GuardError(
-                    f"argument {position}: planned as {_identity_text(planned)}, got "
-                    f"{_identity_text(now)}; {REMEDY}"
-                )
+                texts = _identity_text(planned), _identity_text(now)
+                yield f"argument {position}: planned as {texts[0]}, got {texts[1]}"
 
 
 def _identity_text(identity: Any) -> str:

@@ -9,7 +9,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from memopt.errors import InvalidProgramError
-from memopt.executor.values import Halves, argument_in, kernel_of, unpacked
+from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
 from memopt.profiler.in_place import in_place_call
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 
@@ -30,10 +30,7 @@ class _Machine:
         if node in self.values:
             return self.values[node]
         if node.op == "get_attr":
-            value: Any = self.halves.captured.module
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
-            return value
+            return attribute_of(self.halves, node)
         if kernel_of(self.lowering, node) is not None:
             base = self.lowering.bases[self.lowering.storages[node][0]]  # type: ignore[index]
             if base is not node:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +14,6 @@ from torch import nn
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.arena import Arenas, arena_layout
 from memopt.executor.arena_check import CheckedArenas
-from memopt.executor.calls import Calls
 from memopt.executor.codegen import generate
 from memopt.executor.guard import Guard
 from memopt.executor.interpret import interpret
@@ -105,6 +105,41 @@ def _device(captured: Captured) -> torch.device:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             return value.device
     return torch.device("cpu")
+
+
+@dataclass
+class Calls:
+    """How many calls of a planned module ran in which way.
+
+    Attributes:
+        planned: under the plan.
+        original: by the unplanned model: evaluation, and with `otherwise="original"` calls that
+            were not planned.
+        replanned: under another plan, with `otherwise="replan"`.
+    """
+
+    planned: int = 0
+    original: int = 0
+    replanned: int = 0
+    _warned: bool = field(default=False, repr=False, compare=False)
+
+    def fall_back(self, model: nn.Module, reason: str) -> None:
+        """Count a call of the unplanned model; warn when it is the first training step.
+
+        Args:
+            model: the unplanned model.
+            reason: why the plan does not run, for people.
+        """
+        self.original += 1
+        if self._warned or not torch.is_grad_enabled():
+            return
+        if any(module.training for module in model.modules()):
+            self._warned = True
+            warnings.warn(
+                f"a training step ran without its plan: {reason}. The planned module's .calls "
+                "counts how its calls ran; this is said once",
+                stacklevel=5,
+            )
 
 
 class PlannedModule(nn.Module):

@@ -22,12 +22,12 @@ from memopt.profiler.as_eager.dropout import EAGER_DROPOUT
 from memopt.profiler.as_eager.updates import in_place_twin, written_into
 from memopt.profiler.backend import backend_of, estimated_backend
 from memopt.profiler.build import Lowering
-from memopt.profiler.generator_state import with_state
 from memopt.profiler.memory_layout import fills_storage, storage_of
 from memopt.profiler.session import Profiled
 from memopt.profiler.signature import Arguments, signature, values_of
 from memopt.profiler.torch_private import has_kernel
 from memopt.profiler.trial import poisoned, same_bits
+from memopt.profiler.workspace import with_state
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,9 @@ def for_placing(profiled: Profiled) -> Profiled:
     if profiled.record is not None and profiled.record.block_bytes > 1:
         backend = estimated_backend(profiled.record.block_bytes)
     graph = with_state(profiled.graph, backend, placed=True)
-    return replace(profiled, graph=replace(graph, outside=allocator_owned(profiled.lowering)))
+    return replace(
+        profiled, graph=replace(graph, allocator_owned=allocator_owned(profiled.lowering))
+    )
 
 
 def allocator_owned(lowering: Lowering) -> tuple[int, ...]:

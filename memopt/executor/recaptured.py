@@ -1,4 +1,5 @@
-"""A plan for a model that was captured anew: is its graph the planned one, and does the plan hold?
+"""A plan for a model, or a whole step, that was captured anew: is its graph the planned one, and
+does the plan hold?
 
 What runs is checked against the graph that is built from the capture. Of a plan file's own graph
 only the times are believed, and memory where it counts more; where the plan is within a budget and
@@ -7,16 +8,21 @@ was measured on such a device, every kernel's workspace and results are measured
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.fx import Node
 
 from memopt.errors import InvalidProgramError, PlanFileError
 from memopt.executor.out_variants import allocator_owned
+from memopt.models.budget import Budget, format_bytes
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Phase
+from memopt.models.record import difference
 from memopt.models.same_graph import (
     as_captured,
     graph_difference,
@@ -24,13 +30,23 @@ from memopt.models.same_graph import (
     without_implementations,
 )
 from memopt.profiler.backend import LARGEST_BLOCK_BYTES, backend_of, estimated_backend
+from memopt.profiler.baseline import Baseline, Loss
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.capture import Captured
-from memopt.profiler.measure import MeasureOptions, memory_of
-from memopt.programs.instructions import Compute, Program
+from memopt.profiler.input_errors import diagnosed
+from memopt.profiler.inputs import Call, device_of
+from memopt.profiler.measure import MeasureOptions, costs_of
+from memopt.profiler.optimizer_state import optimizer_state
+from memopt.profiler.record import example_call, record_of
+from memopt.profiler.step_capture import StepModule, capture_step, update_name, with_updates
+from memopt.profiler.step_optimizer import check_splittable
+from memopt.profiler.step_session import ProfiledStep, update_costs
+from memopt.programs.instructions import Program
+from memopt.programs.serialize import fingerprint
 from memopt.programs.violations import Violation
-from memopt.reductions.validate_and_replay import judge
+from memopt.reductions.stage_map import has_updates
+from memopt.reductions.validate_and_replay import validate_and_replay
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -42,7 +58,7 @@ def planned_lowering(
     captured: Captured,
     device: torch.device,
     more: str = "",
-    update_bytes: dict[str, int] | None = None,
+    update_bytes: Mapping[str, int] = MappingProxyType({}),
 ) -> Lowering:
     """The lowering of a model that was captured anew, its graph with the plan's figures; the
     program is valid for that graph and within the budget.
@@ -58,10 +74,12 @@ def planned_lowering(
     Raises:
         PlanFileError: the graphs differ, or the plan does not hold; the message says where.
     """
-    assert plan.graph is not None
-    assert plan.program is not None
     planned = plan.graph if lowering.alternatives else without_implementations(plan.graph)
-    lowering = _with_scalars(plan, lowering, device)
+    # The scalars that every step holds, as priced graphs count them.
+    block_bytes = plan.record.block_bytes if plan.record is not None else 1
+    backend = estimated_backend(block_bytes) if block_bytes > 1 else backend_of(device)
+    extra_bytes = lowering.graph.extra_resident_bytes + backend.step_scalars_bytes
+    lowering = replace(lowering, graph=replace(lowering.graph, extra_resident_bytes=extra_bytes))
     differs = graph_difference(planned, lowering.graph)
     if differs is not None:
         raise PlanFileError(f"this plan is not one of this model: {differs}. {again(plan, more)}")
@@ -70,21 +88,13 @@ def planned_lowering(
     if _is_measured_here(plan, device):
         sizes, workspaces = _measured(plan, lowering, captured, device)
         for index, operator in enumerate(lowering.graph.operators):
-            if operator.name in (update_bytes or {}):
-                workspaces[index, None] = (update_bytes or {})[operator.name]
+            if operator.name in update_bytes:
+                workspaces[index, None] = update_bytes[operator.name]
     graph = with_figures(lowering.graph, planned, sizes, workspaces)
     if plan.program.offsets is not None:
-        graph = replace(graph, outside=allocator_owned(replace(lowering, graph=graph)))
+        graph = replace(graph, allocator_owned=allocator_owned(replace(lowering, graph=graph)))
     _check_plan(plan, graph, more)
     return replace(lowering, graph=graph)
-
-
-def _with_scalars(plan: PlanRecord, lowering: Lowering, device: torch.device) -> Lowering:
-    """A lowering whose graph counts the scalars that every step holds, as priced graphs do."""
-    block_bytes = plan.record.block_bytes if plan.record is not None else 1
-    backend = estimated_backend(block_bytes) if block_bytes > 1 else backend_of(device)
-    extra_bytes = lowering.graph.extra_resident_bytes + backend.step_scalars_bytes
-    return replace(lowering, graph=replace(lowering.graph, extra_resident_bytes=extra_bytes))
 
 
 def _check_plan(plan: PlanRecord, graph: Graph, more: str) -> None:
@@ -95,7 +105,8 @@ def _check_plan(plan: PlanRecord, graph: Graph, more: str) -> None:
     """
     problem: Violation | Exception | str | None
     try:
-        problem, _ = judge(graph, None, plan.program, plan.budget, plan.device, plan.host_budget)
+        budget = Budget(plan.budget, plan.host_budget)
+        problem, _ = validate_and_replay(graph, plan.program, budget, plan.device)
     except (InvalidProgramError, IndexError) as error:
         problem = error
     if problem is None and _wasteful(graph, plan.program):
@@ -128,33 +139,30 @@ def _measured(
     plan: PlanRecord, lowering: Lowering, captured: Captured, device: torch.device
 ) -> tuple[dict[int, int], dict[tuple[int, str | None], int]]:
     """Sizes of tensors, and workspaces of the kernels that the program runs."""
-    assert plan.program is not None
     operators = lowering.graph.operators
-    run = {(i.op, i.implementation) for i in plan.program if isinstance(i, Compute)}
-    calls: list[tuple[int, str | None]] = []
-    nodes: list[Node] = []
-    for op, name in sorted(run, key=lambda pair: (pair[0], pair[1] or "")):
-        known = 0 <= op < len(operators) and operators[op].phase is not Phase.UPDATE
-        if known and (name is None or (op, name) in lowering.alternatives):
-            calls.append((op, name))
-            nodes.append(lowering.node_of(op, name))
+    run = {(run.op, run.implementation) for _, run in plan.program.computes}
+    calls = [
+        (op, name)
+        for op, name in sorted(run, key=lambda pair: (pair[0], pair[1] or ""))
+        if 0 <= op < len(operators) and operators[op].phase is not Phase.UPDATE
+        if name is None or (op, name) in lowering.alternatives
+    ]
+    nodes: list[Node] = [lowering.node_of(*call) for call in calls]
     options = MeasureOptions(cache=ProfileCache())
     sizes: dict[int, int] = {}
     workspaces: dict[tuple[int, str | None], int] = {}
-    for call, node, cost in zip(
-        calls, nodes, memory_of(nodes, device, options, captured), strict=True
-    ):
-        workspaces[call] = cost.workspace_bytes
+    costs = costs_of(nodes, device, options, captured=captured, timed=False)
+    for (op, name), node, cost in zip(calls, nodes, costs, strict=True):
+        workspaces[op, name] = cost.workspace_bytes
         held = [t for t in lowering.storages[node] if t is not None]
-        if len(held) == len(cost.output_bytes) and call[1] is None:
-            written = operators[call[0]].writes
+        if len(held) == len(cost.output_bytes) and name is None:
+            written = operators[op].writes
             sizes |= {t: n for t, n in zip(held, cost.output_bytes, strict=True) if t in written}
     return sizes, workspaces
 
 
 def where_graphs_differ(plan: PlanRecord, captured: Graph) -> str:
     """For messages: where a captured graph first differs from the planned one, if that is found."""
-    assert plan.graph is not None
     resized = plan.record.resized if plan.record is not None else ()
     where = graph_difference(as_captured(plan.graph, resized), captured)
     return "" if where is None else f": {where}"
@@ -166,3 +174,76 @@ def again(plan: PlanRecord, more: str = "") -> str:
         f"Plan again: memopt.plan(model, inputs, {more}budget={plan.budget}, "
         f"strategy={plan.strategy.name!r})"
     )
+
+
+_OF_A_STEP = "loss_fn=..., targets=..., optimizer=..., whole_step=True, "
+
+
+def with_step(
+    plan: PlanRecord, model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer
+) -> PlanRecord:
+    """The plan with its step captured from `model`; as it is unless it comes from a file and is of
+    a whole step.
+
+    Raises:
+        PlanFileError: model, mode, loss or optimizer are not the planned ones; the message says
+            what differs.
+        ValueError: the optimizer cannot be split.
+    """
+    record, graph = plan.record, plan.graph
+    if plan.profiled is not None or record is None or graph is None or not has_updates(graph):
+        return plan
+    check_splittable(optimizer, model)
+    call = example_call(record)
+    loss = Loss(loss_fn, call.args[0])
+    user_call = Call(call.args[1:], call.kwargs)
+    device = device_of(model, call)
+    module = StepModule(model, loss_fn)
+    differs = difference(record, record_of(module, call, device))
+    if differs is None:
+        with diagnosed(model, user_call, loss):
+            parts = capture_step(model, user_call, loss, optimizer, record.block_bytes)
+        captured, lowering = with_updates(parts, parts.lowering, {})
+        if fingerprint(lowering.graph) != record.fingerprint:
+            differs = (
+                "the captured steps differ (another loss, trained parameters or their order; "
+                f"planned with torch {record.torch_version}, this is {torch.__version__})"
+            ) + where_graphs_differ(plan, lowering.graph)
+    if differs is not None:
+        raise PlanFileError(
+            f"this plan is for another step: {differs.replace('model.', '')}. "
+            + again(plan, _OF_A_STEP)
+        )
+    state = optimizer_state(optimizer, model.parameters(), record.block_bytes)
+    own_bytes = backend_of(device).step_scalars_bytes + record.library_bytes
+    stays_bytes = graph.extra_resident_bytes - lowering.graph.extra_resident_bytes - own_bytes
+    # State that is on the host between updates is charged to their workspace instead.
+    updates = [one for one in graph.operators if one.phase is Phase.UPDATE]
+    hosted_bytes = state.bytes_total - stays_bytes
+    charged_bytes = sum(one.workspace_bytes for one in updates)
+    if stays_bytes not in (0, state.bytes_total) or hosted_bytes > charged_bytes:
+        raise PlanFileError(
+            f"this plan is for {format_bytes(stays_bytes)} of optimizer state, and this "
+            f"{state.name} keeps {format_bytes(state.bytes_total)}. {again(plan, _OF_A_STEP)}"
+        )
+    update_bytes = {}
+    if plan.budget is not None:
+        costs = update_costs(parts, optimizer, device, hosted=hosted_bytes > 0)
+        update_bytes = {
+            update_name(site): costs[site.name][1] for site in parts.sites if site.name in costs
+        }
+    lowering = planned_lowering(plan, lowering, captured, device, _OF_A_STEP, update_bytes)
+    base = plan.baseline
+    profiled = ProfiledStep(
+        lowering.graph,
+        lowering,
+        captured,
+        Baseline(base.peak_bytes, base.step_time_s, base.measured),
+        device,
+        record=record,
+        optimizer=replace(state, bytes_total=stays_bytes),
+        parts=parts,
+        user_call=user_call,
+        host_state_bytes=hosted_bytes,
+    )
+    return replace(plan, profiled=profiled)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,23 +17,15 @@ from memopt.models.recording import Occupied, Recorded
 from memopt.profiler.backend import backend_of
 
 
-class Clock(Protocol):
-    """Moments and the seconds between them."""
-
-    def now(self) -> Any:
-        """This moment on the compute stream."""
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Seconds from one moment to another, asked for when the step is over."""
-
-
 class HostClock:
     """The host's clock, for steps on CPU."""
 
     def now(self) -> float:
+        """The time now."""
         return time.perf_counter()
 
     def seconds(self, begin: float, end: float) -> float:
+        """Seconds from one time to another."""
         return end - begin
 
 
@@ -44,15 +36,17 @@ class DeviceClock:
         self._device, self._runtime = device, backend_of(device).runtime
 
     def now(self) -> Any:
+        """An event recorded now on the compute stream."""
         return self.on(self._runtime.current_stream(self._device))
 
     def on(self, stream: Any) -> Any:
-        """This moment on a stream."""
+        """An event recorded now on a stream."""
         event = self._runtime.Event(enable_timing=True)
         event.record(stream)
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
+        """Seconds from one event to another, asked for when the step is over."""
         end.synchronize()
         begin.synchronize()
         milliseconds: float = begin.elapsed_time(end)
@@ -62,7 +56,7 @@ class DeviceClock:
 class Recorder:
     """Collects one step; made for one program, used for one step at a time."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: HostClock | DeviceClock) -> None:
         self.clock = clock
         self._spans: list[tuple[Occupied, int, Any, Any]] = []
         self._position = 0
@@ -93,7 +87,7 @@ class Recorder:
         self._spans.append((what, self._position, begin, end))
 
     def timed(self, copy: Callable[..., None], outward: bool) -> Callable[..., None]:
-        """The same copy, recorded when it runs, for the instruction under way now."""
+        """Wrap a copy so that it is recorded when it runs, for the instruction under way now."""
         what = Occupied.TO_HOST if outward else Occupied.FROM_HOST
         position = self._position
 

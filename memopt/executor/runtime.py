@@ -17,7 +17,7 @@ import torch
 
 from memopt.errors import ExecutionError
 from memopt.executor.tied_values import TiedValue, tie
-from memopt.profiler.autocast import autocast_off
+from memopt.profiler.backend import autocast_off
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
 from memopt.profiler.model_outputs import in_memory_of_its_own, repeating

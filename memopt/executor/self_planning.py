@@ -18,11 +18,10 @@ import torch
 from torch import nn
 
 from memopt.errors import GuardError
-from memopt.executor.calls import Calls
-from memopt.executor.module import PlannedModule
+from memopt.executor.module import Calls, PlannedModule
 from memopt.models.locks import ForkedLock
-from memopt.profiler.autocast import autocast_state
-from memopt.profiler.dependencies.dependency import described
+from memopt.profiler.backend import autocast_state
+from memopt.profiler.dependencies.reader import described
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.torch_private import captured_around
 
@@ -93,7 +92,7 @@ class SelfPlanning:
         self._planner, self._most, self._on_mismatch = planner, most_plans, on_mismatch
         self._ready: OrderedDict[Any, Made] = OrderedDict()
         self._planning = ForkedLock()
-        self._run = torch.compiler.disable(self._running)
+        self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
         setattr(model, _CALL, self._call)
         # First, so that dynamo stops before the other hooks.
         self._hook = model.register_forward_pre_hook(_opaque, prepend=True)
@@ -128,12 +127,12 @@ class SelfPlanning:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         # This much dynamo sees, while it captures the model or one around it.
         if captured_around():
-            return self.model._call_impl(*args, **kwargs)
+            return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         return self._run(*args, **kwargs)
 
     def _running(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
-        unplanned = model._call_impl
+        unplanned: Callable[..., Any] = model._call_impl
         if getattr(_INSIDE, "running", False):
             return unplanned(*args, **kwargs)
         with _inside():

@@ -76,7 +76,7 @@ class HostAccount:
 
     @property
     def now_bytes(self) -> int:
-        """Of the copies that are alive."""
+        """Bytes of the copies that are alive."""
         return sum(kept.value for kept in list(self._sizes))
 
     @property

@@ -99,7 +99,7 @@ class DeviceStreams:
 
 
 @dataclass
-class Lease:
+class PoolLease:
     """One step's use of a pool; the pool is free again when the step's copies are gone."""
 
     pool: torch.Tensor
@@ -122,7 +122,7 @@ class PooledCopy(StoredTensor):
     """A stored tensor in the pool, copied on streams."""
 
     streams: Streams
-    lease: Lease | None
+    lease: PoolLease | None
     stored: Any = None
     held: torch.Tensor | None = field(default=None, repr=False)
     """The device side of the transfer under way: alive until the compute stream has waited."""
@@ -152,7 +152,7 @@ class StreamSwap:
         self._recorder = recorder
         self._free: list[tuple[torch.Tensor, Any]] = []
 
-    def lease(self) -> Lease:
+    def lease(self) -> PoolLease:
         """A pool for one step; a second one only if two steps are under way at once."""
         home = self._streams.here()
         try:
@@ -163,10 +163,10 @@ class StreamSwap:
         else:
             # The step before may have run on another stream.
             self._streams.wait(idle, home)
-        return Lease(pool, self._streams, self._free, home)
+        return PoolLease(pool, self._streams, self._free, home)
 
     def out(
-        self, tensor: torch.Tensor, address: int | None = None, lease: Lease | None = None
+        self, tensor: torch.Tensor, address: int | None = None, lease: PoolLease | None = None
     ) -> PooledCopy:
         """Start copying `tensor`'s storage to `address` of the lease's pool (without them: to
         host memory of its own)."""

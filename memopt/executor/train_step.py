@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,17 +16,15 @@ from torch import nn
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.guard import Guard
 from memopt.executor.input_gradients import check_behind, pass_on
-from memopt.executor.interrupts import ctrl_c_deferred
 from memopt.executor.module import install
-from memopt.executor.step_file import with_step
+from memopt.executor.recaptured import with_step
 from memopt.models.budget import format_bytes
-from memopt.profiler.autocast import autocast_as, autocast_off, autocast_state
+from memopt.profiler.backend import autocast_as, autocast_off, autocast_state
 from memopt.profiler.baseline import as_targets
-from memopt.profiler.host_state import HostState
 from memopt.profiler.inputs import Call, align
+from memopt.profiler.joint_graph import unit_tangents
 from memopt.profiler.optimizer_state import optimizer_state
-from memopt.profiler.parameter_updates import unit_tangents
-from memopt.profiler.step_optimizer import Touch, check_splittable, update_one
+from memopt.profiler.step_optimizer import HostState, Touch, check_splittable, update_one
 from memopt.profiler.step_session import ProfiledStep
 from memopt.profiler.training_call import as_planned
 
@@ -52,7 +54,6 @@ class TrainStep:
         profiled = plan.profiled
         assert isinstance(profiled, ProfiledStep)
         assert profiled.parts is not None
-        assert plan.program is not None
         self._optimizer = optimizer
         self._profiled = profiled
         self._parts = profiled.parts
@@ -217,6 +218,37 @@ def _other_parameters(profiled: ProfiledStep, optimizer: torch.optim.Optimizer) 
                 which = "this optimizer trains and the planned one does not"
             return f"{name.removeprefix('model.')}: {which}"
     return None
+
+
+@contextmanager
+def ctrl_c_deferred() -> Iterator[Callable[[], None]]:
+    """Once the yielded function has been called, Ctrl-C raises KeyboardInterrupt only at the end
+    of the block, which finishes first; a second Ctrl-C raises at once.
+
+    Changes nothing outside the main thread, or where somebody else handles the signal.
+    """
+    usual = signal.default_int_handler
+    asked = begun = False
+
+    def handle(_number: int, _frame: object) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, usual)
+
+    def begin() -> None:
+        nonlocal begun
+        main = threading.current_thread() is threading.main_thread()
+        if not begun and main and signal.getsignal(signal.SIGINT) is usual:
+            begun = True
+            signal.signal(signal.SIGINT, handle)
+
+    try:
+        yield begin
+    finally:
+        if begun:
+            signal.signal(signal.SIGINT, usual)
+    if asked:
+        raise KeyboardInterrupt
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""What a program needs at the edges of its two halves: live values, random operators, reads."""
+"""The two halves of a program, and what crosses from one to the other: values, host copies,
+states of the random generator."""
 
 from __future__ import annotations
 
@@ -12,20 +13,11 @@ from typing import Any
 from torch.fx import Node
 
 from memopt.executor.host_pool import HostPlacement, place_host_copies
-from memopt.models.variants import variant
 from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured
 from memopt.profiler.in_place import overwritable
-from memopt.programs.instructions import (
-    Compute,
-    DropHost,
-    Free,
-    Instruction,
-    LossBoundary,
-    Program,
-    SwapIn,
-    SwapOut,
-)
+from memopt.programs.instructions import Instruction, Program
+from memopt.programs.lifetimes import Lifetimes, lifetimes
 
 
 @dataclass(frozen=True)
@@ -45,10 +37,8 @@ class Halves:
     @cached_property
     def boundary(self) -> int:
         """Index of the loss boundary; the number of instructions if there is none."""
-        for i, instruction in enumerate(self.program.instructions):
-            if isinstance(instruction, LossBoundary):
-                return i
-        return len(self.program)
+        found = self.program.boundary
+        return len(self.program) if found is None else found
 
     @property
     def forward(self) -> tuple[Instruction, ...]:
@@ -63,7 +53,7 @@ class Halves:
     @cached_property
     def repeated_random(self) -> frozenset[int]:
         """Random operators that run more than once: their generator state is kept."""
-        runs = Counter(i.op for i in self.program if isinstance(i, Compute))
+        runs = Counter(run.op for _, run in self.program.computes)
         operators = self.lowering.graph.operators
         return frozenset(op for op, n in runs.items() if n > 1 and operators[op].random)
 
@@ -71,19 +61,12 @@ class Halves:
     def carried(self) -> tuple[int, ...]:
         """Computed tensors that the backward half needs from the forward half's device memory,
         ascending. Outputs it does not read are the user's to hold."""
-        wanted: set[int] = set()
-        for instruction in self.backward:
-            match instruction:
-                case Compute(op, _, name):
-                    wanted.update(variant(self.lowering.graph.operators[op], name).reads)
-                case SwapOut(tensor):
-                    wanted.add(tensor)
-                case _:
-                    pass
+        wanted = set(self._read_in_backward)
         for gradient in self.captured.gradients:
             if isinstance(gradient, Node):
                 wanted.update(t for t in self.lowering.storages[gradient] if t is not None)
-        return tuple(t for t in self._live_at_boundary if t in wanted)
+        live = {x.tensor for x in self._lifetimes.device if x.is_live_at(self.boundary)}
+        return tuple(sorted(live & wanted))
 
     @cached_property
     def outputs_read_later(self) -> tuple[int, ...]:
@@ -96,36 +79,20 @@ class Halves:
         )
 
     @cached_property
-    def _live_at_boundary(self) -> tuple[int, ...]:
-        """Computed tensors on the device when the forward ends, ascending."""
-        live: set[int] = set()
-        for instruction in self.forward:
-            match instruction:
-                case Compute(_, outputs, _, in_place):
-                    live.update(outputs)
-                    if in_place is not None:
-                        live.discard(in_place)
-                case Free(tensor):
-                    live.discard(tensor)
-                case SwapIn(tensor):
-                    live.add(tensor)
-                case _:
-                    pass
-        return tuple(sorted(live))
-
-    @cached_property
     def hosted_at_boundary(self) -> tuple[int, ...]:
         """Tensors with a host copy when the forward ends, ascending."""
-        hosted: set[int] = set()
-        for instruction in self.forward:
-            match instruction:
-                case SwapOut(tensor):
-                    hosted.add(tensor)
-                case DropHost(tensor):
-                    hosted.discard(tensor)
-                case _:
-                    pass
+        hosted = (x.tensor for x in self._lifetimes.host if x.begin < self.boundary <= x.end)
         return tuple(sorted(hosted))
+
+    @cached_property
+    def _lifetimes(self) -> Lifetimes:
+        return lifetimes(self.lowering.graph, self.program)
+
+    @cached_property
+    def _read_in_backward(self) -> frozenset[int]:
+        """Tensors whose device copy the backward half reads."""
+        effects = (instruction.effects(self.lowering.graph) for instruction in self.backward)
+        return frozenset(tensor for one in effects for tensor in one.reads)
 
     @cached_property
     def host_placement(self) -> HostPlacement:
@@ -135,28 +102,22 @@ class Halves:
     @cached_property
     def swaps_out_late(self) -> bool:
         """Whether the backward half moves something to the host."""
-        return any(isinstance(i, SwapOut) for i in self.backward)
+        return any(copy.begin > self.boundary for copy in self._lifetimes.host)
 
     @cached_property
     def saved_states(self) -> tuple[int, ...]:
         """Repeated random operators whose state must cross the boundary, ascending."""
-        first = {i.op for i in self.forward if isinstance(i, Compute)}
-        later = {i.op for i in self.backward if isinstance(i, Compute)}
+        first = {run.op for i, run in self.program.computes if i < self.boundary}
+        later = {run.op for i, run in self.program.computes if i > self.boundary}
         return tuple(sorted(self.repeated_random & first & later))
 
     @cached_property
     def backward_primals(self) -> frozenset[int]:
         """Positions of the primals that the backward half may read."""
-        tensors = {
-            tensor
-            for i in self.backward
-            if isinstance(i, Compute)
-            for tensor in variant(self.lowering.graph.operators[i.op], i.implementation).reads
-        }
         return frozenset(
             position
             for position, primal in enumerate(self.captured.primals)
-            if self.lowering.storages[primal.node][0] in tensors
+            if self.lowering.storages[primal.node][0] in self._read_in_backward
         )
 
 
@@ -167,6 +128,11 @@ def kernel_of(lowering: Lowering, node: Node) -> Node | None:
         if isinstance(parent, Node) and parent not in lowering.views:
             return parent
     return None
+
+
+def attribute_of(halves: Halves, node: Node) -> Any:
+    """The attribute of the captured module that a get_attr node names."""
+    return operator.attrgetter(str(node.target))(halves.captured.module)
 
 
 def argument_in(lowering: Lowering, node: Node, tensor: int) -> Node:

@@ -13,6 +13,7 @@ from memopt.errors import InvalidProgramError, PlanFileError
 from memopt.files.envelope import pack, read_plan, unpack, write_atomically
 from memopt.files.strategy_record import StrategyRecord
 from memopt.models import codec
+from memopt.models.budget import NO_LIMIT, Budget
 from memopt.models.chain import Chain
 from memopt.models.codec import NAME, Check, Codec, Seconds
 from memopt.models.device import Device
@@ -25,7 +26,8 @@ from memopt.plan_record import BaselineFigures, PlanRecord
 from memopt.programs.instructions import Program
 from memopt.programs.serialize import fingerprint
 from memopt.programs.violations import Violation
-from memopt.reductions.validate_and_replay import Figures, judge
+from memopt.reductions.chain_to_graph import chain_to_graph
+from memopt.reductions.validate_and_replay import Figures, validate_and_replay
 from memopt.strategies.base import Status
 
 FileName: TypeAlias = str | PathLike[str]
@@ -118,6 +120,8 @@ def encode(plan: PlanRecord) -> dict[str, Any]:
     """A plan as what `json` writes."""
     figures = Figures(plan.peak_bytes, plan.step_time_s, plan.host_peak_bytes)
     shared = {name: getattr(plan, name) for name in _SHARED}
+    if plan.is_of_chain:
+        shared |= {"graph": None, "program": None}
     found: dict[str, Any] = codec.encode(_Content(**shared, figures=figures))
     return found
 
@@ -130,34 +134,48 @@ def decode(reader: Reader) -> PlanRecord:
     """
     _refuse_huge_numbers(reader.value)
     found = codec.read(_Content, reader)
-    graph, chain, steps = found.graph, found.chain, found.chain_steps
-    cost_model = graph if graph is not None else chain
-    if cost_model is None or (found.program if graph is not None else steps) is None:
-        raise reader.fail("a graph with its program, or a chain with its steps")
-    if graph is None and found.program is not None:
-        raise PlanFileError("plan file: a program without the graph it is of")
+    graph, program = _planned(reader, found)
     if found.record is not None:
-        _check_graph(graph, found.record)
-    figures = _checked(
-        cost_model,
-        steps,
-        found.program,
-        (found.budget, found.host_budget),
-        found.device,
-        found.strategy.features.offload,
-    )
+        _check_graph(found.graph, found.record)
+    figures = _checked(graph, program, Budget(found.budget, found.host_budget), found.device)
     _check_figures(reader, found, figures)
-    if graph is not None and chain is not None and steps is not None:
+    if found.graph is not None and found.chain is not None and found.chain_steps is not None:
         # They are shown; the program is what runs.
-        _checked(chain, steps, None, (None, None), found.device)
+        _checked(*_of_chain(found.chain, found.chain_steps), NO_LIMIT, found.device)
+    shared = {name: getattr(found, name) for name in _SHARED if name not in ("graph", "program")}
     return PlanRecord(
-        **{name: getattr(found, name) for name in _SHARED},
+        **shared,
+        graph=graph,
+        program=program,
+        is_of_chain=found.graph is None,
         peak_bytes=figures.peak_bytes,
-        resident_bytes=cost_model.resident_bytes,
+        resident_bytes=graph.resident_bytes,
         step_time_s=figures.time_s,
         host_peak_bytes=figures.host_peak_bytes,
-        compute_time_s=cost_model.compute_time_s,
+        compute_time_s=graph.compute_time_s,
     )
+
+
+def _planned(reader: Reader, found: _Content) -> tuple[Graph, Program]:
+    """The graph of the plan and its program."""
+    if found.graph is not None and found.program is not None:
+        return found.graph, found.program
+    if found.graph is not None or found.chain is None or found.chain_steps is None:
+        raise reader.fail("a graph with its program, or a chain with its steps")
+    if found.program is not None:
+        raise PlanFileError("plan file: a program without the graph it is of")
+    return _of_chain(found.chain, found.chain_steps, found.budget)
+
+
+def _of_chain(
+    chain: Chain, steps: tuple[ChainStep, ...], budget_bytes: int | None = None
+) -> tuple[Graph, Program]:
+    """The graph of a chain and the program of its schedule."""
+    try:
+        view = chain_to_graph(chain)
+        return view.graph, view.lower(steps, budget_bytes)
+    except (InvalidProgramError, ValueError) as error:
+        raise PlanFileError(f"the file holds no valid plan: {error}") from error
 
 
 def _check_graph(graph: Graph | None, record: ModelRecord) -> None:
@@ -192,19 +210,10 @@ def _refuse_huge_numbers(value: object) -> None:
             raise PlanFileError("plan file: a number is larger than any size or count can be")
 
 
-def _checked(
-    cost_model: Graph | Chain,
-    steps: tuple[ChainStep, ...] | None,
-    program: Program | None,
-    limits: tuple[int | None, int | None],
-    device: Device,
-    offloading: bool = False,
-) -> Figures:
+def _checked(graph: Graph, program: Program, budget: Budget, device: Device) -> Figures:
     problem: Violation | Exception | None
     try:
-        problem, figures = judge(
-            cost_model, steps, program, limits[0], device, limits[1], offloading=offloading
-        )
+        problem, figures = validate_and_replay(graph, program, budget, device)
     except (InvalidProgramError, IndexError) as error:
         problem, figures = error, Figures(0, 0.0, 0)
     if problem is not None:

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from memopt.implementations import (
-    activations,
     attention,
-    batch_norm,
-    clipped,
     convolution,
-    convolution_again,
-    convolution_fft,
-    convolution_gemm,
-    convolution_library,
-    convolution_parts,
+    convolution_neighbours,
     cross_entropy,
-    cross_entropy_rows,
-    dropout,
-    group_norm,
     norms,
     pooling,
-    smooth,
+)
+from memopt.implementations.convolution_products import FFT, GEMM, attach_products
+from memopt.implementations.elementwise import (
+    ACTIVATIONS,
+    CLIPPED,
+    SMOOTH,
+    attach_dropout,
+    attach_savings,
 )
 from memopt.implementations.site import Attach, Sites
 from memopt.models.device import Device
@@ -36,31 +35,31 @@ from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.estimate import work_time_s
 from memopt.profiler.flops import work
-from memopt.profiler.generator_state import with_state
 from memopt.profiler.measure import MeasureOptions, costs_of
 from memopt.profiler.session import Profiled
 from memopt.profiler.signature import describe_value, signature
+from memopt.profiler.workspace import with_state
 
 FAMILIES: tuple[tuple[str, Attach], ...] = (
-    ("clipped", clipped.attach),
-    ("dropout", dropout.attach),
+    ("clipped", partial(attach_savings, CLIPPED)),
+    ("dropout", attach_dropout),
     ("pooling", pooling.attach),
-    ("activations", activations.attach),
-    ("smooth", smooth.attach),
-    ("batch norm", batch_norm.attach),
-    ("layer norm", norms.attach),
-    ("group norm", group_norm.attach),
+    ("activations", partial(attach_savings, ACTIVATIONS)),
+    ("smooth", partial(attach_savings, SMOOTH)),
+    ("batch norm", norms.attach_batch_norm),
+    ("layer norm", norms.attach_layer_norm),
+    ("group norm", norms.attach_group_norm),
     ("convolution", convolution.attach),
-    ("convolution from what made its input", convolution_again.attach),
-    ("convolution by products", convolution_gemm.attach),
-    ("convolution by transforms", convolution_fft.attach),
-    ("convolution by libraries", convolution_library.attach),
-    ("convolution behind a concatenation", convolution_parts.attach),
+    ("convolution from what made its input", convolution_neighbours.attach_again),
+    ("convolution by products", partial(attach_products, GEMM)),
+    ("convolution by transforms", partial(attach_products, FFT)),
+    ("convolution by libraries", convolution.attach_libraries),
+    ("convolution behind a concatenation", convolution_neighbours.attach_parts),
     ("attention", attention.attach),
     ("cross-entropy", cross_entropy.attach),
-    ("cross-entropy by rows", cross_entropy_rows.attach),
+    ("cross-entropy by rows", cross_entropy.attach_rows),
 )
-"""(name, what attaches it): adding a family is a file and a row here."""
+"""(name, what attaches it): adding a family is a function and a row here."""
 
 
 def attach(
@@ -103,7 +102,16 @@ def with_implementations(
         profiled.lowering, families=families, exact_only=exact_only, block_bytes=block_bytes
     )
     lowering = _allowed(lowering, profiled)
-    figures = _figures(lowering, profiled.torch_device, device, options)
+    nodes = lowering.alternatives
+    figures: dict[tuple[int, str], dict[str, Any]]
+    if device is not None:
+        figures = {key: {"time_s": _estimated_s(node, device)} for key, node in nodes.items()}
+    else:
+        costs = costs_of(list(nodes.values()), profiled.torch_device, options or MeasureOptions())
+        figures = {
+            key: {"time_s": cost.time_s, "workspace_bytes": cost.workspace_bytes}
+            for key, cost in zip(nodes, costs, strict=True)
+        }
     graph = _priced(profiled.graph, lowering, figures, pruned=device is not None)
     graph = with_state(graph, estimated_backend(block_bytes))
     return replace(profiled, graph=graph, lowering=lowering)
@@ -137,10 +145,8 @@ def _allowed(lowering: Lowering, profiled: Profiled) -> Lowering:
         if node.meta["memopt_requires"] is None:
             return False
         test, arguments = node.meta["memopt_requires"]
-        given = [values.get(a) if isinstance(a, Node) else a for a in arguments]
-        if any(isinstance(a, Node) and a not in values for a in arguments):
-            return False
-        if not all(_has_values(v) for v in given if isinstance(v, torch.Tensor)):
+        given = [values.get(a, a) if isinstance(a, Node) else a for a in arguments]
+        if any(isinstance(a, Node | torch.Tensor) and not _has_values(a) for a in given):
             return False
         with torch.no_grad():
             return not test(*given)
@@ -157,25 +163,9 @@ def _allowed(lowering: Lowering, profiled: Profiled) -> Lowering:
     return replace(lowering, graph=graph, alternatives=kept)
 
 
-def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether it is no stand-in: the captured model may be a copy of fake tensors."""
-    return tensor.device.type != "meta" and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-
-
-def _figures(
-    lowering: Lowering,
-    torch_device: torch.device,
-    device: Device | None,
-    options: MeasureOptions | None,
-) -> dict[tuple[int, str], tuple[float, int | None]]:
-    """(operator, name) → seconds and workspace bytes (None: as declared)."""
-    nodes = lowering.alternatives
-    if device is None:
-        costs = costs_of(list(nodes.values()), torch_device, options or MeasureOptions())
-        return {
-            key: (cost.time_s, cost.workspace_bytes) for key, cost in zip(nodes, costs, strict=True)
-        }
-    return {key: (_estimated_s(node, device), None) for key, node in nodes.items()}
+def _has_values(given: Node | torch.Tensor) -> bool:
+    """Whether it is a tensor and no stand-in: the captured model may be a copy of fake tensors."""
+    return type(given) in (torch.Tensor, torch.nn.Parameter) and given.device.type != "meta"  # type: ignore[union-attr]  # a tensor
 
 
 def _estimated_s(node: Node, device: Device) -> float:
@@ -193,22 +183,19 @@ def _estimated_s(node: Node, device: Device) -> float:
 def _priced(
     graph: Graph,
     lowering: Lowering,
-    figures: dict[tuple[int, str], tuple[float, int | None]],
+    figures: dict[tuple[int, str], dict[str, Any]],
     pruned: bool,
 ) -> Graph:
-    """The priced graph with the lowering's extra tensors and alternatives; `pruned`: without those
-    that others dominate. Measured ones all stay: near ties would change from run to run."""
+    """The priced graph with the lowering's extra tensors and alternatives, which get the figures of
+    (operator, name); `pruned`: without those that others dominate. Measured ones all stay: near
+    ties would change from run to run."""
     extras: tuple[Tensor, ...] = lowering.graph.tensors[len(graph.tensors) :]
     operators = []
     for i, (old, new) in enumerate(zip(graph.operators, lowering.graph.operators, strict=True)):
-        choices = []
-        for choice in new.implementations:
-            time_s, workspace = figures[i, choice.name]
-            known = choice.workspace_bytes if workspace is None else workspace
-            choices.append(replace(choice, time_s=time_s, workspace_bytes=known))
-        priced = replace(old, implementations=tuple(choices))
+        priced = (replace(c, **figures[i, c.name]) for c in new.implementations)
+        operator = replace(old, implementations=tuple(priced))
         if pruned:
-            better = undominated(priced, graph.resident)
-            priced = replace(priced, implementations=better)
-        operators.append(priced)
+            better = undominated(operator, graph.resident)
+            operator = replace(operator, implementations=better)
+        operators.append(operator)
     return replace(graph, tensors=(*graph.tensors, *extras), operators=tuple(operators))

@@ -1,5 +1,5 @@
 """Convolutions: in parts of the batch, to bound the workspace or to write over what they read; the
-gradients of the input and of the weight as runs of their own.
+gradients of the input and of the weight as runs of their own; the other ways a library offers.
 
 A library may choose another algorithm for another batch, so that the split ones are not declared
 exact. Both gradients are computed apart in ATen in any case: asked for alone they are the same
@@ -8,22 +8,24 @@ bits (tested on the CPU).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from memopt.implementations.kernel import Kernel, with_twin
-from memopt.implementations.parts import PARTS, part_bytes, split
-from memopt.implementations.site import Sites, value_of
+from memopt.implementations.kernel import PARTS, Kernel, split, with_twin
+from memopt.implementations.site import Sites, contiguous, part_bytes, storage_bytes, value_of
 
 ATEN = torch.ops.aten
+CONVOLUTION = "aten.convolution.default"
+CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 SPLITS = (2, PARTS)
 """Parts of the batch."""
 
 
-def _forward(x: torch.Tensor, parts: int, *arguments: Any) -> Any:
+def _forward(x: Tensor, parts: int, *arguments: Any) -> Any:
     result = None
     for part in split(len(x), parts):
         one = ATEN.convolution(x[part], *arguments)
@@ -33,24 +35,20 @@ def _forward(x: torch.Tensor, parts: int, *arguments: Any) -> Any:
     return result
 
 
-def _forward_over(x: torch.Tensor, parts: int, *arguments: Any) -> Any:
+def _forward_over(x: Tensor, parts: int, *arguments: Any) -> Any:
     for part in split(len(x), parts):
         x[part] = ATEN.convolution(x[part], *arguments)
     return x
 
 
-def input_gradient(g: torch.Tensor, shape: Any, *arguments: Any) -> Any:
+def input_gradient(g: Tensor, shape: Any, *arguments: Any) -> Any:
     """A tuple of the input gradient of a convolution alone, without its input's values."""
     # The input's values are not used (MONeT appendix C); oneDNN copies it all the same.
     like = g.new_empty(()).expand(shape)
     return ATEN.convolution_backward(g, like, *arguments, [True, False, False])[:1]
 
 
-def _input_gradient_split(g: torch.Tensor, parts: int, shape: Any, *arguments: Any) -> Any:
-    return _input_gradient_into(g.new_empty(shape), g, parts, *arguments)
-
-
-def _input_gradient_into(result: torch.Tensor, g: torch.Tensor, parts: int, *arguments: Any) -> Any:
+def _input_gradient_into(result: Tensor, g: Tensor, parts: int, *arguments: Any) -> Any:
     for part in split(len(g), parts):
         (result[part],) = input_gradient(g[part], result[part].shape, *arguments)
     return (result,)
@@ -65,7 +63,7 @@ def _weight_gradient(bias: bool, *arguments: Any) -> Any:
 
 
 def summed_weight_gradients(
-    parts: Iterable[tuple[torch.Tensor, torch.Tensor]], bias: bool, *arguments: Any
+    parts: Iterable[tuple[Tensor, Tensor]], bias: bool, *arguments: Any
 ) -> Any:
     """(gradient of the weight, of the bias or None): the sum over parts of the batch.
 
@@ -76,7 +74,7 @@ def summed_weight_gradients(
     """
     total: list[Any] = []
     for g, x in parts:
-        found = ATEN.convolution_backward(g, x, *arguments, [False, True, bias])[1:]
+        found = _weight_gradient(bias, g, x, *arguments)
         if not total:
             total = [None if one is None else one.clone() for one in found]
         else:
@@ -84,90 +82,120 @@ def summed_weight_gradients(
     return tuple(total)
 
 
-def _weight_gradient_split(
-    g: torch.Tensor, x: torch.Tensor, parts: int, bias: bool, *arguments: Any
-) -> Any:
+def _weight_gradient_split(g: Tensor, x: Tensor, parts: int, bias: bool, *arguments: Any) -> Any:
     pieces = ((g[part], x[part]) for part in split(len(g), parts))
     return summed_weight_gradients(pieces, bias, *arguments)
+
+
+def _native(operator: Any) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        with torch.backends.mkldnn.flags(enabled=False):
+            return operator(*arguments)
+
+    return run
+
+
+def _cudnn(benchmark: bool, deterministic: bool, backward: bool, *arguments: Any) -> Any:
+    operator = ATEN.convolution_backward if backward else ATEN.convolution
+    with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark, deterministic=deterministic):
+        return operator(*arguments)
 
 
 FORWARD = with_twin("convolution.split.2", _forward, _forward_over)
 INPUT_SPLIT = with_twin(
     "convolution_backward.input.split",
-    _input_gradient_split,
+    lambda g, parts, shape, *more: _input_gradient_into(g.new_empty(shape), g, parts, *more),
     lambda g, parts, _, *more: _input_gradient_into(g, g, parts, *more),
 )
 INPUT = Kernel("convolution_backward.input.2", input_gradient)
 WEIGHT_SPLIT = Kernel("convolution_backward.weight.split", _weight_gradient_split)
 KEEPING = Kernel("convolution_backward.input", _input_gradient_of)
 WEIGHT = Kernel("convolution_backward.weight", _weight_gradient)
+NATIVE = Kernel("convolution.native", _native(ATEN.convolution))
+NATIVE_BACKWARD = Kernel("convolution_backward.native", _native(ATEN.convolution_backward))
+CUDNN = Kernel("convolution.cudnn", _cudnn)
+
+
+def wanted(backward: Node) -> tuple[bool, bool, bool]:
+    """Whether a convolution's backward gives gradients of the input, the weight and the bias."""
+    mask: Any = backward.args[-1]
+    return tuple(mask)
 
 
 def attach(sites: Sites) -> None:
     """Every convolution with contiguous images; gradients where both are wanted."""
-    for forward in sites.calls("aten.convolution.default"):
-        x = value_of(forward.args[0])
-        y = value_of(forward)
+    for forward in sites.calls(CONVOLUTION):
+        x, *more = forward.args
         for parts in SPLITS:
-            if x.shape[0] >= parts and x.is_contiguous() and y.is_contiguous():
+            if len(value_of(x)) >= parts and contiguous(x, forward):
                 sites.add(
                     forward,
                     f"split {parts}",
                     FORWARD,
-                    (forward.args[0], parts, *forward.args[1:]),
-                    workspace_bytes=part_bytes(y, parts),
+                    (x, parts, *more),
+                    workspace_bytes=part_bytes(forward, parts),
                     exact=False,
-                    like=((forward, 1.0),),
-                    moved_bytes=2 * y.untyped_storage().nbytes(),
+                    like=1.0,
+                    moved_bytes=2 * storage_bytes(forward),
                 )
-    for backward in sites.calls("aten.convolution_backward.default"):
-        _attach_backward(sites, backward)
+    for backward in sites.calls(CONVOLUTION_BACKWARD):
+        if all(wanted(backward)[:2]):
+            _attach_backward(sites, backward)
 
 
 def _attach_backward(sites: Sites, backward: Node) -> None:
-    *arguments, mask = backward.args
-    if not (mask[0] and mask[1]):  # type: ignore[index]  # a list of booleans
-        return
-    given = tuple(arguments)
-    results = [sites.result(backward, i) for i in range(2 + bool(mask[2]))]  # type: ignore[index]  # as above
-    bias = len(results) == 3
-    half = ((backward, 0.5),)
-    # First the weight's: then its input can go.
-    sites.add(
-        backward,
-        "weight gradient",
-        WEIGHT,
-        (bias, *given),
-        (results[1], results[2] if bias else None),
-        like=half,
-    )
+    given = backward.args[:-1]
     g, x, *more = given
-    if len(value_of(x)) >= PARTS:
+    by_input, *by_weight = (sites.result(backward, i) for i in range(3))
+    bias = wanted(backward)[2]
+    many = len(value_of(x)) >= PARTS
+    # First the weight's: then its input can go.
+    sites.add(backward, "weight gradient", WEIGHT, (bias, *given), tuple(by_weight), like=0.5)
+    if many:
         sites.add(
             backward,
             "weight gradient split",
             WEIGHT_SPLIT,
             (g, x, PARTS, bias, *more),
-            (results[1], results[2] if bias else None),
-            workspace_bytes=value_of(more[0]).untyped_storage().nbytes(),
+            tuple(by_weight),
+            workspace_bytes=storage_bytes(more[0]),
             exact=False,
-            like=half,
+            like=0.5,
         )
-    if value_of(x).is_contiguous():
-        without = (g, tuple(value_of(x).shape), *more)
-        sites.add(backward, "input gradient", INPUT, without, (results[0],), like=half)
-        if len(value_of(x)) >= PARTS and value_of(g).is_contiguous():
-            # Over the gradient, where the shapes are alike.
-            sites.add(
-                backward,
-                "input gradient split",
-                INPUT_SPLIT,
-                (g, PARTS, *without[1:]),
-                (results[0],),
-                workspace_bytes=part_bytes(value_of(x)),
-                exact=False,
-                like=half,
-                moved_bytes=2 * value_of(x).untyped_storage().nbytes(),
-            )
-    else:
-        sites.add(backward, "input gradient", KEEPING, given, (results[0],), like=half)
+    if not contiguous(x):
+        sites.add(backward, "input gradient", KEEPING, tuple(given), (by_input,), like=0.5)
+        return
+    shape = tuple(value_of(x).shape)
+    sites.add(backward, "input gradient", INPUT, (g, shape, *more), (by_input,), like=0.5)
+    if many and contiguous(g):
+        # Over the gradient, where the shapes are alike.
+        sites.add(
+            backward,
+            "input gradient split",
+            INPUT_SPLIT,
+            (g, PARTS, shape, *more),
+            (by_input,),
+            workspace_bytes=part_bytes(x),
+            exact=False,
+            like=0.5,
+            moved_bytes=2 * storage_bytes(x),
+        )
+
+
+def attach_libraries(sites: Sites) -> None:
+    """Every convolution with contiguous images, on the device where the step was captured: on the
+    CPU by ATen's own kernels in place of oneDNN's, on CUDA by cuDNN's deterministic algorithms or
+    the fastest of a trial. An estimate cannot tell them apart: none is attached where the device is
+    not the one that runs."""
+    for call in sites.calls(CONVOLUTION, CONVOLUTION_BACKWARD):
+        if not contiguous(*call.all_input_nodes):
+            continue
+        backward = str(call.target) == CONVOLUTION_BACKWARD
+        device = value_of(call.all_input_nodes[0]).device.type
+        if device == "cuda":
+            for name, benchmark in (("benchmarked", True), ("deterministic", False)):
+                given = (benchmark, not benchmark, backward, *call.args)
+                sites.add(call, name, CUDNN, given, exact=False, like=1.0)
+        elif device == "cpu" and not sites.cuda_blocks:
+            kernel = NATIVE_BACKWARD if backward else NATIVE
+            sites.add(call, "native", kernel, call.args, exact=False, like=1.0)

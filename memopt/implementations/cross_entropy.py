@@ -7,20 +7,23 @@ it has a chunk's logits it makes their gradient, too, and adds up those of hidde
 tangent of 1. Backward they are multiplied by the tangent. So nothing is computed twice, and the
 operators between need not run at all (Liger Kernel, arXiv:2410.10989, §3.2). Sums over chunks, and
 the late tangent, change rounding.
+
+And the gradient of any cross-entropy's logits in one call, over the log-softmax. ATen writes the
+gradient of the log-softmax, which has one element per row that is not 0, as a tensor as large as
+the logits, and the gradient of the logits beside it. Here the former exists for an eighth of the
+rows at a time. The same kernels on the same rows: exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from memopt.implementations.kernel import Kernel, with_twin
-from memopt.implementations.parts import split
-from memopt.implementations.site import Sites, value_of
+from memopt.implementations.kernel import Kernel, split, with_twin, writing
+from memopt.implementations.site import Sites, contiguous, part_bytes, value_of
 
 ATEN = torch.ops.aten
 CHUNKS = 16
@@ -28,6 +31,9 @@ CHUNKS = 16
 ROUNDED = (torch.float32, torch.float64, torch.bfloat16)
 """What hidden may be of; float16 would lose gradients that wait for a GradScaler's factor."""
 MEAN, SUM = 1, 2
+LOG_SOFTMAX = "aten._log_softmax.default"
+Uses = tuple[Node | None, Node | None, Node | None]
+"""The two products and the sum that give the gradients of hidden, weight and bias; None: absent."""
 VIEWS = frozenset(
     f"aten.{name}"
     for name in ("view.default", "_unsafe_view.default", "reshape.default", "alias.default",
@@ -41,14 +47,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _loss(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    target: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
     reduction: int,
     ignore: int,
     wanted: tuple[bool, bool, bool],
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:
     """(loss, count of its targets, gradients of hidden, weight [classes, features] and bias)."""
     rows, wide = len(hidden), _wide(hidden.dtype)
     seen = target != ignore
@@ -82,155 +88,142 @@ def _loss(
     return loss, count, *(None if x is None else x.to(hidden.dtype) for x in made)
 
 
+def _rows(result: Tensor, logs: Tensor, g: Tensor, target: Tensor, *given: Any) -> Tensor:
+    for part in split(len(logs)):
+        picked = ATEN.nll_loss_backward(g, logs[part], target[part], *given)
+        ATEN._log_softmax_backward_data.out(picked, logs[part], 1, logs.dtype, out=result[part])
+    return result
+
+
 LOSS = Kernel("cross_entropy.chunked.2", _loss)
-SCALED = with_twin("cross_entropy_gradient.chunked", torch.mul, torch.Tensor.mul_)
+SCALED = with_twin("cross_entropy_gradient.chunked", torch.mul, Tensor.mul_)
+ROWS = writing("cross_entropy_backward.rows", _rows)
 
 
-@dataclass(frozen=True)
-class LinearLoss:
-    """A loss, the linear layer before it, and what reads its logits' gradient.
-
-    Attributes:
-        forward, backward: of the loss.
-        softmax, softmax_backward: the log-softmax before it.
-        product, hidden, weight, bias: hidden [rows, features], weight [features, classes].
-        uses: the two products and the sum that give the gradients of hidden, weight and bias;
-            None: not there.
-    """
-
-    forward: Node
-    backward: Node
-    softmax: Node
-    softmax_backward: Node
-    product: Node
-    hidden: Node
-    weight: Node
-    bias: Node | None
-    uses: tuple[Node | None, Node | None, Node | None]
+def _is(node: Any, *targets: str) -> bool:
+    return isinstance(node, Node) and str(node.target) in targets
 
 
-def _behind(node: Any) -> Node | None:
-    """The kernel call behind a value, through casts and views."""
-    while isinstance(node, Node) and str(node.target) in VIEWS:
+def _behind(node: Any, *targets: str) -> Node | None:
+    """The kernel call behind a value, through casts and views, if it is one of these."""
+    while _is(node, *VIEWS):
         node = node.args[0]
-    return node if isinstance(node, Node) else None
+    return node if _is(node, *targets) else None
 
 
-def _same_rows(left: Node, right: Node) -> bool:
-    return bool(value_of(left).shape == value_of(right).shape)
-
-
-def _product(node: Node | None) -> tuple[Node, Node, Node | None] | None:
-    """(hidden, weight, bias) of a linear layer's call."""
-    if node is None or node.kwargs:
-        return None
-    if str(node.target) == "aten.mm.default":
-        return node.args[0], node.args[1], None  # type: ignore[return-value]  # nodes
-    if str(node.target) != "aten.addmm.default" or value_of(node.args[0]).ndim != 1:
-        return None
-    return node.args[1], node.args[2], node.args[0]  # type: ignore[return-value]  # nodes
-
-
-def _uses(
-    sites: Sites, gradient: Node, hidden: Node, weight: Node
-) -> tuple[Node | None, Node | None, Node | None] | None:
+def _uses(sites: Sites, gradient: Node, hidden: Node, weight: Node) -> Uses | None:
     """What reads the logits' gradient, through views; None: also something else does."""
     around: set[Node] = {gradient}
     turned: set[Node] = set()
     found: dict[int, Node] = {}
     for node in gradient.graph.nodes:
-        read = around.union(turned).intersection(node.all_input_nodes)
-        if not read:
+        if not around.union(turned).intersection(node.all_input_nodes):
             continue
-        name, first = str(node.target), node.args[0]
-        if name in VIEWS or name in TURNS:
-            (turned if (first in turned) != (name in TURNS) else around).add(node)
+        first, *rest = node.args
+        if _is(node, *VIEWS, *TURNS):
+            (turned if (first in turned) != _is(node, *TURNS) else around).add(node)
             continue
-        if name == "aten.mm.default" and first in around and sites.looks_into(node.args[1], weight):
+        product = _is(node, "aten.mm.default")
+        if product and first in around and sites.looks_into(rest[0], weight):
             place = 0
-        elif name == "aten.mm.default" and first in turned and sites.looks_into(
-            node.args[1], hidden
-        ):  # fmt: skip
+        elif product and first in turned and sites.looks_into(rest[0], hidden):
             place = 1
-        elif name == "aten.sum.dim_IntList" and first in around and node.args[1:] == ([0], True):
+        elif _is(node, "aten.sum.dim_IntList") and first in around and rest == [[0], True]:
             place = 2
         else:
             return None
-        if place in found or not value_of(node).is_contiguous():
+        if place in found or not contiguous(node):
             return None
         found[place] = node
     return found.get(0), found.get(1), found.get(2)
 
 
-def linear_losses(sites: Sites) -> Iterator[LinearLoss]:
-    """Losses of linear layers (language models' heads): mean or sum, classes not weighted."""
+def attach(sites: Sites) -> None:
+    """The loss of a linear layer (a language model's head) in chunks with its gradients, and the
+    gradients multiplied by the tangent: mean or sum, classes not weighted."""
     by_loss = {n.args[0]: n for n in sites.calls("aten._log_softmax_backward_data.default")}
-    for backward in sites.calls("aten.nll_loss_backward.default"):
-        _, logs, _, weights, reduction, _, count = backward.args
-        softmax, forward = _behind(logs), sites.producer(count)
-        softmax_backward = by_loss.get(backward)
-        if softmax is None or str(softmax.target) != "aten._log_softmax.default":
+    for forward, backward in sites.pairs("aten.nll_loss_backward.default", 6):
+        _, logs, _, weights, reduction, _, _ = backward.args
+        softmax, softmax_backward = _behind(logs, LOG_SOFTMAX), by_loss.get(backward)
+        if softmax is None or softmax_backward is None or softmax.args[1] not in (1, -1):
             continue
-        if forward is None or softmax_backward is None or reduction not in (MEAN, SUM):
+        product = _behind(softmax.args[0], "aten.mm.default", "aten.addmm.default")
+        if product is None or weights is not None or reduction not in (MEAN, SUM):
             continue
-        product = _behind(softmax.args[0])
-        found = _product(product)
-        if product is None or found is None or weights is not None:
+        operands: Any = (None, *product.args)[-3:]
+        bias, hidden, weight = operands
+        if product.kwargs or (bias is not None and value_of(bias).ndim != 1):
             continue
-        hidden, weight, bias = found
-        if softmax.args[1] not in (1, -1) or not _same_rows(product, softmax):
+        # The chunks' sums are of the log-softmax's type.
+        dtype, of_logs = value_of(hidden).dtype, value_of(softmax)
+        if dtype not in ROUNDED or of_logs.dtype != _wide(dtype):
             continue
         uses = _uses(sites, softmax_backward, hidden, weight)
-        if uses is not None:
-            yield LinearLoss(
-                forward, backward, softmax, softmax_backward, product, hidden, weight, bias, uses
-            )
+        same_rows = value_of(product).shape == of_logs.shape
+        if same_rows and uses is not None and sites.result(forward, 0) is not None:
+            like = (product, softmax, forward, backward, softmax_backward, *uses)
+            _attach_chunks(sites, forward, backward, operands, uses, like)
 
 
-def attach(sites: Sites) -> None:
-    """The loss in chunks with its gradients, and the gradients multiplied by the tangent."""
-    for site in linear_losses(sites):
-        loss = sites.result(site.forward, 0)
-        dtype = value_of(site.hidden).dtype
-        # The chunks' sums are of the log-softmax's type.
-        known = dtype in ROUNDED and value_of(site.softmax).dtype == _wide(dtype)
-        if loss is not None and known and isinstance(site.backward.args[6], Node):
-            _attach_one(sites, site, loss)
-
-
-def _attach_one(sites: Sites, site: LinearLoss, loss: Node) -> None:
-    g, _, target, _, reduction, ignore, count = site.backward.args
+def _attach_chunks(
+    sites: Sites,
+    forward: Node,
+    backward: Node,
+    operands: Any,
+    uses: Uses,
+    like: tuple[Node | None, ...],
+) -> None:
+    """The loss in chunks; `operands`: bias, hidden and weight; `like`: the calls that it saves."""
+    g, _, target, _, reduction, ignore, count = backward.args
+    bias, hidden, weight = operands
     made = [
-        None if use is None else sites.extra(f"{site.forward.name}__{name}", value_of(use))
-        for use, name in zip(site.uses, ("hidden", "weight", "bias"), strict=True)
+        None if use is None else sites.extra(f"{forward.name}__{name}", value_of(use))
+        for use, name in zip(uses, ("hidden", "weight", "bias"), strict=True)
     ]
+    wanted = tuple(x is not None for x in made)
     sites.add(
-        site.forward,
+        forward,
         "chunked",
         LOSS,
-        (site.hidden, site.weight, site.bias, target, reduction, ignore,
-         tuple(x is not None for x in made)),
-        (loss, count, *made),  # type: ignore[arg-type]  # count is a node
-        workspace_bytes=_scratch_bytes(site),
+        (hidden, weight, bias, target, reduction, ignore, wanted),
+        (sites.result(forward, 0), count, *made),  # type: ignore[arg-type]  # count is a node
+        workspace_bytes=_scratch_bytes(value_of(hidden), value_of(weight)),
         exact=False,
-        like=tuple(
-            (n, 1.0)
-            for n in (site.product, site.softmax, site.forward, site.backward,
-                      site.softmax_backward, *site.uses)
-            if n is not None
-        ),
-        moved_bytes=2 * CHUNKS * 4 * value_of(site.weight).numel(),
-    )  # fmt: skip
-    for use, extra in zip(site.uses, made, strict=True):
+        like=tuple((call, 1.0) for call in like if call is not None),
+        moved_bytes=2 * CHUNKS * 4 * value_of(weight).numel(),
+    )
+    for use, extra in zip(uses, made, strict=True):
         if use is not None:
             sites.add(use, "chunked", SCALED, (extra, g), exact=False)
 
 
-def _scratch_bytes(site: LinearLoss) -> int:
+def _scratch_bytes(hidden: Tensor, weight: Tensor) -> int:
     """A chunk's logits, and where they are of a narrower type both types' and W's gradient."""
-    value, rows = value_of(site.product), value_of(site.hidden).shape[0]
-    width = int(_wide(value.dtype).itemsize)
-    narrow = int(value.dtype.itemsize) if value.dtype.itemsize < width else 0
-    chunk = -(-int(rows) // CHUNKS) * int(value.shape[-1])
-    sums = int(value_of(site.weight).numel()) * width if narrow else 0
-    return chunk * (width + narrow) + 2 * sums + 4 * 8 * int(rows)
+    rows, width = len(hidden), _wide(hidden.dtype).itemsize
+    narrow = hidden.dtype.itemsize if hidden.dtype.itemsize < width else 0
+    chunk = -(-rows // CHUNKS) * weight.shape[1]
+    sums = weight.numel() * width if narrow else 0
+    return chunk * (width + narrow) + 2 * sums + 4 * 8 * rows
+
+
+def attach_rows(sites: Sites) -> None:
+    """Mean or sum over rows, with or without class weights; no cast on the way."""
+    for softmax_backward in sites.calls("aten._log_softmax_backward_data.default"):
+        given: Any = softmax_backward.args
+        backward, logs, dim, dtype = given
+        if not _is(backward, "aten.nll_loss_backward.default"):
+            continue
+        g, own, target, weights, reduction, ignore, count = backward.args
+        value = value_of(logs)
+        same = sites.looks_into(own, logs) and value_of(own).shape == value.shape
+        if not same or dim not in (1, -1) or value.ndim != 2 or dtype != value.dtype:
+            continue
+        if reduction in (MEAN, SUM) and contiguous(logs):
+            sites.add(
+                softmax_backward,
+                "rows",
+                ROWS,
+                (logs, g, target, weights, reduction, ignore, count),
+                workspace_bytes=part_bytes(logs),
+                like=((backward, 1.0), (softmax_backward, 1.0)),
+            )

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+PARTS = 8
+"""Of a batch, where nothing else is asked for."""
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -60,3 +63,10 @@ def writing(name: str, write: Callable[..., Any], like: int = 0) -> Kernel:
         lambda *args: write(torch.empty_like(args[like]), *args),
         lambda *args: write(args[0], *args),
     )
+
+
+def split(length: int, parts: int = PARTS) -> list[slice]:
+    """At most so many slices of a batch or of rows, alike but for the last: kernels go through
+    them one by one, to bound their scratch memory."""
+    step = max(1, -(-length // parts))
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]

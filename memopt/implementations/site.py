@@ -11,7 +11,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
 from memopt.implementations.bits import packed_bytes
-from memopt.implementations.kernel import Kernel
+from memopt.implementations.kernel import PARTS, Kernel
 from memopt.models.device import in_blocks
 from memopt.models.graph import Implementation, Tensor
 from memopt.profiler.build import Lowering
@@ -24,6 +24,21 @@ Attach = Callable[["Sites"], None]
 def value_of(node: Any) -> Any:
     """The fake value of an FX node, or of an argument that is one."""
     return node.meta["val"]
+
+
+def storage_bytes(node: Any) -> int:
+    """The bytes of the storage behind a node's tensor."""
+    return int(value_of(node).untyped_storage().nbytes())
+
+
+def part_bytes(node: Any, parts: int = PARTS) -> int:
+    """The bytes of the largest of so many parts of a node's tensor."""
+    return -(-storage_bytes(node) // parts)
+
+
+def contiguous(*nodes: Any) -> bool:
+    """Whether the tensors of all nodes are contiguous."""
+    return all(value_of(node).is_contiguous() for node in nodes)
 
 
 class Sites:
@@ -56,9 +71,17 @@ class Sites:
             if str(node.target) in targets:
                 yield node
 
-    def producer(self, node: Any) -> Node | None:
+    def pairs(self, backward: str, position: int, *forwards: str) -> Iterator[tuple[Node, Node]]:
+        """(forward, backward) calls, in the graph's order of the latter: the argument at a position
+        of the backward is a result of the forward, whose target is a given one, if any are."""
+        for call in self.calls(backward):
+            forward = self.producer(call.args[position], *forwards)
+            if forward is not None:
+                yield forward, call
+
+    def producer(self, node: Any, *targets: str) -> Node | None:
         """The kernel call whose result `node` is, or looks into, with the same shape and strides;
-        None for resident tensors and other views."""
+        None for resident tensors and other views, and for other targets than the given ones."""
         if not isinstance(node, Node):
             return None
         tensor = self._storages[node][0]
@@ -66,8 +89,9 @@ class Sites:
         if tensor is None or operator is None:
             return None
         base, here = self._bases[tensor].meta["val"], node.meta["val"]
+        call = self._lowering.nodes[operator]
         same = base.shape == here.shape and base.stride() == here.stride()
-        return self._lowering.nodes[operator] if same else None
+        return call if same and (not targets or str(call.target) in targets) else None
 
     def result(self, node: Node, position: int = 0) -> Node | None:
         """The node that names one result of a kernel call; None if nothing does."""
@@ -109,7 +133,7 @@ class Sites:
         *,
         workspace_bytes: int = 0,
         exact: bool = True,
-        like: tuple[tuple[Node, float], ...] = (),
+        like: float | tuple[tuple[Node, float], ...] = (),
         moved_bytes: int = 0,
         requires: tuple[Callable[..., bool], tuple[Any, ...]] | None = None,
         draws: bool = False,
@@ -125,8 +149,9 @@ class Sites:
                 (None: dropped); None: it returns exactly what the operator does.
             workspace_bytes: for estimates: scratch memory beside the results; measured otherwise.
             exact: whether results are the operator's bit for bit.
-            like: for estimates: the calls whose work it does, and the share of each; (): its
-                time is that of moving its arguments and results.
+            like: for estimates: the share of the operator's work that it does, or the calls whose
+                work it does, and the share of each; (): its time is that of moving its arguments
+                and results.
             moved_bytes: for estimates: scratch memory read and written beside what `like` moves.
             requires: (a test, its arguments): the values of parameters must pass it for the
                 alternative to be chosen; the kernel itself must check them again when it runs.
@@ -155,7 +180,7 @@ class Sites:
             self._storages[call] = tuple(
                 None if r is None else self._storages[r][0] for r in results
             )
-        call.meta["memopt_like"] = like
+        call.meta["memopt_like"] = like if isinstance(like, tuple) else ((operator, like),)
         call.meta["memopt_moved_bytes"] = moved_bytes
         call.meta["memopt_requires"] = requires
         resident = self._lowering.graph.resident
@@ -205,16 +230,11 @@ class Sites:
         writes little first, so that an operand can go, or be written over by the second.
         """
         graph = self._lowering.graph
-        operators = [
-            replace(
-                o,
-                implementations=(
-                    *o.implementations,
-                    *sorted(self._choices.get(i, ()), key=self._read_and_written),
-                ),
-            )
-            for i, o in enumerate(graph.operators)
-        ]
+        operators = list(graph.operators)
+        for i, choices in self._choices.items():
+            added = sorted(choices, key=self._read_and_written)
+            known = operators[i].implementations
+            operators[i] = replace(operators[i], implementations=(*known, *added))
         return replace(
             self._lowering,
             graph=replace(graph, tensors=tuple(self._tensors), operators=tuple(operators)),

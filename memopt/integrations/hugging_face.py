@@ -7,7 +7,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from memopt.api.wrap import unwrap, wrap
-from memopt.executor.calls import Calls
+from memopt.executor.module import Calls
 from memopt.strategies import Strategy
 
 

@@ -11,7 +11,7 @@ except ImportError:
 from torch import nn
 
 from memopt.api.wrap import unwrap, wrap
-from memopt.executor.calls import Calls
+from memopt.executor.module import Calls
 from memopt.strategies import Strategy
 
 
@@ -53,7 +53,7 @@ class MemoptCallback(Callback):
         for module in self._planned(pl_module):
             wrap(module, **self._options)
             self._wrapped.append(module)
-            module.memopt.count_in(self.calls)
+            module.__dict__["memopt"].count_in(self.calls)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """The modules are as they were, after errors, too."""

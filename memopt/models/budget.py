@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from numbers import Integral
+from typing import TypeAlias
 
 _UNITS = {
     "b": 1,
@@ -24,6 +26,25 @@ _HINT = (
 )
 
 MINIMUM = "min"
+
+WrittenBudget: TypeAlias = int | float | str | None
+"""A budget as people write it; `parse_budget` makes bytes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The memory that a plan may take.
+
+    Attributes:
+        device_bytes: on the device, total, resident memory included; None: no limit.
+        host_bytes: on the host at once, for tensors that were moved there; None: no limit.
+    """
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+
+NO_LIMIT = Budget()
 
 
 def parse_budget(budget: object, baseline_peak_bytes: int) -> int | None:

@@ -4,37 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any, Protocol
+from typing import Any
 
 from memopt.models.budget import format_bytes
-
-
-class ChainFigures(Protocol):
-    """What is shown of a `memopt.models.chain.Chain`."""
-
-    @property
-    def input_bytes(self) -> int:
-        """Of the chain's input."""
-
-    @property
-    def resident_bytes(self) -> int:
-        """Live throughout."""
-
-    @property
-    def stages(self) -> Sequence[Any]:
-        """Its stages."""
-
-    @property
-    def compute_time_s(self) -> float:
-        """Every stage once, seconds."""
-
 
 _SHOWN = 60
 _HEAD = ("stage", "name", "forward, s", "backward, s", "output", "saved", "gradient")
 
 
-def chain_html(chain: ChainFigures) -> str:
-    """HTML of a chain; of a long one the first stages and how many more there are."""
+def chain_html(chain: Any) -> str:
+    """HTML of a `memopt.models.chain.Chain`; of a long one the first stages and how many more."""
     saved = sum(stage.saved_bytes for stage in chain.stages)
     totals = [
         ("resident", format_bytes(chain.resident_bytes)),
@@ -60,14 +39,15 @@ def chain_html(chain: ChainFigures) -> str:
         [
             "<div>",
             f"<b>memopt chain</b> of {len(chain.stages)} stages, the loss last",
-            _table(totals),
-            f"<details><summary>stages</summary>{_table(rows, _HEAD)}</details>",
+            html_table(totals),
+            f"<details><summary>stages</summary>{html_table(rows, _HEAD)}</details>",
             "</div>",
         ]
     )
 
 
-def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """An HTML table of texts, under titles if there are any."""
     lines = ["".join(f"<th>{escape(text)}</th>" for text in head)] if head else []
     lines += [
         "".join(f'<td style="text-align:left">{escape(text)}</td>' for text in row) for row in rows

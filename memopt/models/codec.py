@@ -42,7 +42,7 @@ _INFINITY = "inf"
 
 @dataclass(frozen=True)
 class Codec(Generic[T]):
-    """How values of one type are written and read."""
+    """A pair of functions that write and read the values of one type."""
 
     encode: Callable[[T], Any]
     read: Callable[[Reader], T]
@@ -50,7 +50,7 @@ class Codec(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a value that was read must fulfil; `wanted` says it in messages."""
+    """A condition on a value that was read; messages say `wanted` where it does not hold."""
 
     wanted: str
     holds: Callable[[Any], bool]
@@ -58,7 +58,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Row:
-    """What the elements of a list are, by their positions."""
+    """Names of the elements of a list of fixed length."""
 
     names: tuple[str, ...]
 

@@ -86,7 +86,7 @@ class Device:
         return self.transfer_latency_s + size_bytes / self.swap_in_bytes_per_s
 
     def allocated_bytes(self, size_bytes: int) -> int:
-        """What the allocator counts for a request of `size_bytes`."""
+        """Bytes that the allocator counts for a request of `size_bytes`."""
         return in_blocks(size_bytes, self.block_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Where memopt keeps files of its own."""
+"""The folder in which memopt keeps files of its own."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ Times are small whole numbers of seconds, so that sums of them are exact.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
 
@@ -21,7 +22,7 @@ from memopt.models.graph import (
 
 
 class Shape(StrEnum):
-    """How the sizes of a random chain run along it."""
+    """The course of the sizes along a random chain."""
 
     HETEROGENEOUS = "heterogeneous"
     EQUAL = "equal"
@@ -137,17 +138,17 @@ def random_graph(
     )
 
 
+@dataclass
 class _Builder:
     """Tensors and operators of a random training step under construction."""
 
-    def __init__(self, rng: Random, max_bytes: int, max_time_s: int, implementations: bool):
-        self.rng = rng
-        self.max_bytes = max_bytes
-        self.max_time_s = max_time_s
-        self.implementations = implementations
-        self.tensors: list[Tensor] = []
-        self.operators: list[Operator] = []
-        self.gradients: dict[int, list[int]] = {}
+    rng: Random
+    max_bytes: int
+    max_time_s: int
+    implementations: bool
+    tensors: list[Tensor] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    gradients: dict[int, list[int]] = field(default_factory=dict)
 
     def step(self, count: int, updates: bool, inference: bool) -> Graph:
         rng = self.rng

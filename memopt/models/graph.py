@@ -9,11 +9,11 @@ from functools import cached_property
 
 from memopt.models.chain import Chain
 from memopt.models.checks import check_bytes, check_seconds
-from memopt.models.codec import SPARSE
+from memopt.models.codec import NAME, SPARSE
 
 
 class TensorKind(StrEnum):
-    """What a storage holds."""
+    """The kind of values that a storage holds."""
 
     INPUT = "input"
     PARAMETER = "parameter"
@@ -157,8 +157,8 @@ class Graph:
             `Capabilities` in the executor); else they may be freed after their last reader.
         boundary_bytes: memory of the user's loss at the boundary, on top of everything live.
         extra_resident_bytes: resident bytes that belong to no tensor of the graph.
-        outside: computed tensors that a placement leaves to the allocator: their kernels cannot
-            write at a given address, or the user keeps them.
+        allocator_owned: computed tensors that a placement leaves to the allocator: their kernels
+            cannot write at a given address, or the user keeps them.
     """
 
     tensors: tuple[Tensor, ...]
@@ -169,7 +169,7 @@ class Graph:
     tangents_held: bool = True
     boundary_bytes: int = 0
     extra_resident_bytes: int = 0
-    outside: tuple[int, ...] = field(default=(), metadata=SPARSE)
+    allocator_owned: tuple[int, ...] = field(default=(), metadata={**SPARSE, NAME: "outside"})
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class Graph:
         tangents_held: bool = True,
         boundary_bytes: int = 0,
         extra_resident_bytes: int = 0,
-        outside: Iterable[int] = (),
+        allocator_owned: Iterable[int] = (),
     ) -> None:
         for name, value in (
             ("tensors", tuple(tensors)),
@@ -192,7 +192,7 @@ class Graph:
             ("tangents_held", bool(tangents_held)),
             ("boundary_bytes", boundary_bytes),
             ("extra_resident_bytes", extra_resident_bytes),
-            ("outside", tuple(outside)),
+            ("allocator_owned", tuple(allocator_owned)),
         ):
             object.__setattr__(self, name, value)
         check_bytes(
@@ -237,7 +237,7 @@ class Graph:
             self._check_in_place(owner, operator.in_place, operator.reads, operator.writes)
             written.update(operator.writes)
             available.update(operator.writes)
-        for index in self.outside:
+        for index in self.allocator_owned:
             if index not in self.computed:
                 raise ValueError(f"Graph: tensor {index}, outside the arena, is never computed")
         for index in (*self.outputs, *self.gradients):

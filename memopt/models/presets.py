@@ -22,6 +22,8 @@ Where a device has no public figure, that of its successor is assumed, and its `
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memopt.models.device import Device
 
 _GIB = 2**30
@@ -30,6 +32,10 @@ _LAUNCH_LATENCY_S = 5e-6
 """Between small kernels in a stream: 3.8 µs launched back to back from C (NVIDIA, "Getting started
 with CUDA graphs"), a little more from Python."""
 _TRANSFER_LATENCY_S = 10e-6
+
+
+def _usable_bytes(capacity_gib: float) -> int:
+    return int(capacity_gib * _GIB) - _CUDA_CONTEXT_BYTES
 
 
 def _gpu(
@@ -43,7 +49,7 @@ def _gpu(
 ) -> Device:
     return Device(
         name=name,
-        capacity_bytes=int(capacity_gib * _GIB) - _CUDA_CONTEXT_BYTES,
+        capacity_bytes=_usable_bytes(capacity_gib),
         to_host_bytes_per_s=link_bytes_per_s[0],
         from_host_bytes_per_s=link_bytes_per_s[1],
         transfer_latency_s=_TRANSFER_LATENCY_S,
@@ -54,29 +60,6 @@ def _gpu(
         memory_fraction=fractions[1],
         block_bytes=512,
         source=source,
-    )
-
-
-def _hopper(name: str, capacity_gib: float, memory_bytes_per_s: float, source: str) -> Device:
-    return _gpu(
-        name,
-        capacity_gib,
-        memory_bytes_per_s,
-        {
-            "float64": 33.5e12,
-            "float32": 67e12,
-            "tfloat32": 494.5e12,
-            "float16": 989e12,
-            "bfloat16": 989e12,
-            "bfloat16 attention": 0.35 * 989e12,
-            "float16 attention": 0.35 * 989e12,
-            "float32 convolution": 0.22 * 494.5e12,
-            "bfloat16 convolution": 0.36 * 989e12,
-            "float16 convolution": 0.36 * 989e12,
-        },
-        (0.80, 0.87),
-        (46.8e9, 54.8e9),
-        source,
     )
 
 
@@ -125,12 +108,32 @@ A100 = _gpu(
     "NVIDIA's A100 data sheet; link: PCIe 4.0 ×16 (31.5 GB/s) at the shares measured on an H100; "
     "share of the memory bandwidth as on an H100",
 )
-H100 = _hopper("H100-SXM-80GB", 79.1, 3350e9, "NVIDIA's H100 data sheet; see memopt.models.presets")
-H200 = _hopper(
-    "H200-SXM-141GB",
-    139.8,
-    4800e9,
-    "NVIDIA's H200 data sheet; shares and link as on an H100; see memopt.models.presets",
+H100 = _gpu(
+    "H100-SXM-80GB",
+    79.1,
+    3350e9,
+    {
+        "float64": 33.5e12,
+        "float32": 67e12,
+        "tfloat32": 494.5e12,
+        "float16": 989e12,
+        "bfloat16": 989e12,
+        "bfloat16 attention": 0.35 * 989e12,
+        "float16 attention": 0.35 * 989e12,
+        "float32 convolution": 0.22 * 494.5e12,
+        "bfloat16 convolution": 0.36 * 989e12,
+        "float16 convolution": 0.36 * 989e12,
+    },
+    (0.80, 0.87),
+    (46.8e9, 54.8e9),
+    "NVIDIA's H100 data sheet; see memopt.models.presets",
+)
+H200 = replace(
+    H100,
+    name="H200-SXM-141GB",
+    capacity_bytes=_usable_bytes(139.8),
+    memory_bytes_per_s=4800e9,
+    source="NVIDIA's H200 data sheet; shares and link as on an H100; see memopt.models.presets",
 )
 CPU_CORE = Device(
     name="cpu-core",

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def canonical(document: object) -> bytes:
-    """The one way memopt writes a parsed JSON document."""
+    """A parsed JSON document as memopt always writes it: sorted, without spaces, in ASCII."""
     text = json.dumps(
         document,
         sort_keys=True,
@@ -134,7 +134,7 @@ class Reader:
         return {name: Reader(item, f"{self.place}.{name}") for name, item in self.value.items()}
 
     def only_entry(self, wanted: str) -> tuple[str, Reader]:
-        """The one field of an object that has one."""
+        """The field of an object that has exactly one."""
         entries = list(self.entries().items())
         if len(entries) != 1:
             raise self.fail(wanted)

@@ -1,4 +1,4 @@
-"""What a plan was made for: the model, its mode and its example call, as plain data.
+"""The model, its mode and the example call that a plan was made for, as plain data.
 
 A plan file stores it, and applying a plan compares it with the model at hand, so that a refusal
 names what differs.
@@ -20,7 +20,7 @@ _HALVES = (None, "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class OutputGradients:
-    """What the user's loss is known to do with the leaves of the model's output.
+    """Gradients that the user's loss is known to give to the leaves of the model's output.
 
     Attributes:
         unused: positions of the leaves that get no gradient.
@@ -59,7 +59,7 @@ _Repeated = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """What a plan was made for.
+    """The model, mode and example call that a plan was made for.
 
     Attributes:
         model: qualified name of the model's class, for people.

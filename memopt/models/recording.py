@@ -1,4 +1,4 @@
-"""What a measured step did when: plain records, made by the executor and drawn by the reports."""
+"""The timeline of a measured step: plain records, made by the executor, drawn by the reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Occupied(Enum):
-    """What was under way."""
+    """The kinds of work that a step's streams are occupied by."""
 
     COMPUTE = "compute"
     WAIT = "wait"

@@ -1,4 +1,4 @@
-"""Whether a priced graph is the graph of a model, and that model's graph with its figures.
+"""Comparing a plan's priced graph with the graph of a model, and pricing that with its figures.
 
 A plan file brings its own graph. Nothing in it is believed but its times, and memory where it
 counts more than the model's graph does: what runs is checked against a graph that is captured
@@ -40,7 +40,7 @@ def as_captured(priced: Graph, sizes: Resized = ()) -> Graph:
             raise ValueError(f"there is no tensor {index} of another size")
         tensors[index] = replace(tensors[index], size_bytes=size_bytes)
     operators = [replace(one, in_place=()) for one in plain.operators]
-    return replace(plain, tensors=tuple(tensors), operators=tuple(operators), outside=())
+    return replace(plain, tensors=tuple(tensors), operators=tuple(operators), allocator_owned=())
 
 
 def without_implementations(graph: Graph) -> Graph:
@@ -52,7 +52,7 @@ def without_implementations(graph: Graph) -> Graph:
         graph,
         tensors=graph.tensors[:count],
         operators=tuple(replace(one, implementations=()) for one in graph.operators),
-        outside=tuple(t for t in graph.outside if t < count),
+        allocator_owned=tuple(t for t in graph.allocator_owned if t < count),
     )
 
 
@@ -67,7 +67,8 @@ def graph_difference(planned: Graph, found: Graph) -> str | None:
 def _differences(planned: Graph, found: Graph) -> Iterator[str]:
     for one, other in zip(planned.tensors, found.tensors, strict=False):
         if (one.name, one.kind) != (other.name, other.kind):
-            yield f"the plan has the {one.kind} {one.name!r} where the model has {_shown(other)}"
+            planned_one = f"the {one.kind} {one.name!r}"
+            yield f"the plan has {planned_one} where the model has the {other.kind} {other.name!r}"
         elif one.size_bytes < other.size_bytes:
             sizes = f"{one.size_bytes} bytes in the plan and {other.size_bytes} in the model"
             yield f"the {one.kind} {one.name!r} has {sizes}"
@@ -85,10 +86,6 @@ def _differences(planned: Graph, found: Graph) -> Iterator[str]:
     if planned.extra_resident_bytes < found.extra_resident_bytes:
         more = f"{planned.extra_resident_bytes}, of the model {found.extra_resident_bytes}"
         yield f"resident bytes outside of the plan's graph are {more}"
-
-
-def _shown(tensor: Tensor) -> str:
-    return f"the {tensor.kind} {tensor.name!r}"
 
 
 _STRUCTURE = ("name", "target", "phase", "reads", "writes", "recomputable", "random")
@@ -171,5 +168,5 @@ def with_figures(
 def _of_same_size(
     tensors: tuple[Tensor, ...], in_place: tuple[int, ...], writes: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Those that the first output can still take over."""
+    """The tensors of the size of the first output, whose storage it can take over."""
     return tuple(t for t in in_place if tensors[t].size_bytes == tensors[writes[0]].size_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, TypeAlias
@@ -33,6 +34,10 @@ class Move(StrEnum):
     waits for it, and the host copy is dropped right after that reader."""
 
 
+FORWARD_MOVES = (Move.FORWARD_NO_SAVE, Move.FORWARD_CHECKPOINT, Move.FORWARD_ALL)
+TRANSFER_MOVES = (Move.OFFLOAD, Move.RELEASE, Move.PREFETCH)
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class ChainStep:
     """One step of a chain schedule: `move` at stage `stage` (1-based, the loss is the last)."""
@@ -42,6 +47,11 @@ class ChainStep:
 
     def __str__(self) -> str:
         return f"{self.move}^{self.stage}"
+
+
+def has_transfers(steps: Iterable[ChainStep]) -> bool:
+    """Whether a schedule moves data between the device and the host."""
+    return any(step.move in TRANSFER_MOVES for step in steps)
 
 
 Steps: TypeAlias = tuple[Annotated[ChainStep, Row("move", "stage")], ...]

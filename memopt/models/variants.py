@@ -1,4 +1,4 @@
-"""What one Compute really runs: the operator's own figures or those of an implementation."""
+"""The figures of an operator under one of its implementations, which a Compute chooses."""
 
 from __future__ import annotations
 

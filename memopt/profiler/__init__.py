@@ -33,8 +33,9 @@ def profiled_of(
     offload_optimizer: bool = False,
     progress: Callable[[float, str], None],
 ) -> Profiled:
-    """What `memopt.plan` takes as a model, profiled: a Profiled as it is, a module measured, or
-    estimated for a device; with `whole_step`, a loss and an optimizer instance, updates included.
+    """Profile the model that `memopt.plan` was given: a Profiled stays as it is, a module is
+    measured, or estimated for a device; with `whole_step`, a loss and an optimizer instance,
+    updates are included.
 
     Raises:
         ValueError: something else, or a module without inputs.

@@ -1,17 +1,20 @@
 """What differs between the kinds of devices that memopt runs on, in one table (BACKENDS).
 
-Everything else asks here; docs/adding.md says how to add a row.
+Everything else asks here; docs/adding.md says how to add a row. Autocast's state, which torch keeps
+for each kind of device, is named for records and messages, entered again, and switched off here.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from memopt.models.record import AUTOCAST_DEVICES
 from memopt.profiler.torch_private import give_back_workspaces
 
 
@@ -89,9 +92,11 @@ def estimated_backend(block_bytes: int) -> Backend:
     return BACKENDS["cuda" if block_bytes > 1 else "cpu"]
 
 
-def with_own_generators(devices: Iterable[torch.device]) -> list[torch.device]:
-    """The devices that draw random numbers from a generator of their own, for `fork_rng`."""
-    return [d for d in devices if d.type in BACKENDS and not BACKENDS[d.type].on_host]
+def random_state_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Context after which the random generators of the host and of these devices are what they were
+    before: each time it is entered the same numbers come."""
+    own = [d for d in devices if d.type in BACKENDS and not BACKENDS[d.type].on_host]
+    return torch.random.fork_rng(devices=own)
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
@@ -102,3 +107,30 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
     run()
     backend.synchronize(device)
     return time.perf_counter() - begin
+
+
+def autocast_state() -> tuple[str | None, ...]:
+    """The dtype of autocast on cpu and cuda as it is here and now; None: off."""
+    return tuple(
+        str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        if torch.is_autocast_enabled(kind)
+        else None
+        for kind in AUTOCAST_DEVICES
+    )
+
+
+def autocast_off() -> ExitStack:
+    """A context without autocast: the casts are in the graph, so kernels run as they are, even
+    where the user calls them under autocast."""
+    return autocast_as((None,) * len(AUTOCAST_DEVICES))
+
+
+def autocast_as(state: tuple[str | None, ...]) -> ExitStack:
+    """A context with autocast as it was when `autocast_state()` said `state`."""
+    stack = ExitStack()
+    for kind, wanted, found in zip(AUTOCAST_DEVICES, state, autocast_state(), strict=True):
+        if wanted is not None and wanted != found:
+            stack.enter_context(torch.autocast(kind, getattr(torch, wanted)))
+        elif wanted is None and found is not None:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack

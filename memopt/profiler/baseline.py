@@ -6,9 +6,9 @@ Measuring leaves what the user owns as it was, see `memopt.profiler.restored_sta
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +27,11 @@ _MINIMUM_STEPS = 3
 _MOST_STEPS = 10
 _ENOUGH_S = 2.0
 LARGEST_NUMBER_BYTES = 64
-"""Of a loss that is no more than a number, as torch allocates it."""
+"""The memory that torch allocates for a loss that is no more than a number."""
 
 
 def as_targets(given: Any) -> tuple[Any, ...]:
-    """What a loss takes beside the output: a tuple or a list, or the only one by itself."""
+    """A loss's arguments after the output, as a tuple; a single one may come by itself."""
     return tuple(given) if isinstance(given, (tuple, list)) else (given,)
 
 
@@ -51,7 +51,7 @@ class Loss:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """What runs or is read with it."""
+        """The objects that run or are read with it."""
         return self.function, self.targets
 
     def value(self, output: Any) -> torch.Tensor:
@@ -82,7 +82,7 @@ class Baseline:
         step_time_s: seconds, median.
         measured: whether it was measured (else replayed from the graph).
         library_bytes: what libraries keep on the device from step to step (`library_bytes`);
-            not in the peak of `measure_steps`, which counts from where a step begins.
+            not in the peak of `measure_baseline`, which counts from where a step begins.
     """
 
     peak_bytes: int
@@ -111,29 +111,51 @@ def backward(output: Any, loss: Loss | None) -> None:
 
 
 def measure_baseline(
-    model: nn.Module, call: Call, loss: Loss | None, device: torch.device, resident_bytes: int
+    model: nn.Module,
+    call: Call,
+    loss: Loss | None,
+    device: torch.device,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Baseline:
-    """The unplanned step of a module: forward, loss, backward; see `measure_steps`.
+    """The unplanned step: the first warms up, the second is metered, the rest are timed. What a
+    module's step returns is held while the metered one ends.
 
     Args:
         model: the user's model, in its mode.
         call: the example call.
         loss: the user's loss, if known.
         device: where the model is.
-        resident_bytes: added to the measured activations' peak.
+        optimizer: steps, and drops the gradients, in a whole training step; None: forward, loss and
+            backward alone.
+
+    Returns:
+        The baseline; its peak is above what is resident.
     """
     call = call.detached()
 
     def step() -> Any:
-        output = model(*call.args, **call.kwargs)
-        backward(output, loss)
-        return output
+        if optimizer is None or loss is None:
+            output = model(*call.args, **call.kwargs)
+            backward(output, loss)
+            return output
+        loss.value(model(*call.args, **call.kwargs)).backward()  # type: ignore[no-untyped-call]
+        # A scheduler's wrapper around step() must notice nothing.
+        type(optimizer).step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        return None
 
-    def clear() -> None:
-        clear_gradients(model, call.tensors())
-
-    with state_restored(model, call, *(loss.parts if loss else ())) as kept:
-        return measure_steps(step, clear, device, resident_bytes, kept.first_run())
+    clear = partial(clear_gradients, model, () if optimizer else call.tensors())
+    with state_restored(model, call, *(loss.parts if loss else ()), optimizer) as kept:
+        clear()
+        with kept.first_run():
+            step()
+        clear()
+        with metered(device) as use:
+            held = step()
+        del held
+        time_s = median_step_s(step, clear, device)
+        clear()
+        return Baseline(use.peak_bytes, time_s, True, library_bytes(device))
 
 
 def clear_gradients(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> None:
@@ -141,36 +163,6 @@ def clear_gradients(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> No
     for tensor in (*model.parameters(), *inputs):
         if tensor.is_leaf:
             tensor.grad = None
-
-
-def measure_steps(
-    step: Callable[[], Any],
-    clear: Callable[[], None],
-    device: torch.device,
-    resident_bytes: int,
-    watching: AbstractContextManager[object],
-) -> Baseline:
-    """Run unplanned steps: the first warms up, the second is metered, the rest are timed.
-
-    Args:
-        step: one step; what it returns is held while the metered one ends.
-        clear: called before every step, not timed: drops gradients.
-        device: where the model is.
-        resident_bytes: added to the metered peak.
-        watching: entered around the first step (`StorageCopies.first_run`).
-    """
-    clear()
-    with watching:
-        step()
-    clear()
-    with metered(device) as use:
-        held = step()
-    del held
-    time_s = median_step_s(step, clear, device)
-    clear()
-    kept = library_bytes(device)
-    peak_bytes = resident_bytes + use.peak_bytes
-    return Baseline(peak_bytes, time_s, measured=True, library_bytes=kept)
 
 
 def median_step_s(
@@ -185,8 +177,40 @@ def median_step_s(
 
 
 @dataclass(frozen=True)
+class OutputTree:
+    """A model's output without its differentiable tensors.
+
+    Attributes:
+        leaves: the others, at their places among the leaves.
+        ranks: for each leaf, which differentiable tensor it is; None: none.
+        spec: the structure.
+    """
+
+    leaves: list[Any]
+    ranks: list[int | None]
+    spec: pytree.TreeSpec
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The output with these tensors at the places of its own, by their rank."""
+        pairs = zip(self.leaves, self.ranks, strict=True)
+        return pytree.tree_unflatten(
+            [leaf if rank is None else tensors[rank] for leaf, rank in pairs], self.spec
+        )
+
+
+def cut_output(output: Any) -> tuple[OutputTree, list[torch.Tensor]]:
+    """An output without its differentiable tensors, and these, each once."""
+    leaves, spec = pytree.tree_flatten(output)
+    tensors = list(differentiable(output).values())
+    rank = {id(tensor): i for i, tensor in enumerate(tensors)}
+    ranks = [rank.get(id(leaf)) for leaf in leaves]
+    others = [leaf if i is None else None for leaf, i in zip(leaves, ranks, strict=True)]
+    return OutputTree(others, ranks, spec), tensors
+
+
+@dataclass(frozen=True)
 class LossUse:
-    """What the user's loss does at the boundary.
+    """The memory that the user's loss needs at the boundary, and the gradients that it gives.
 
     Attributes:
         boundary_bytes: what it needs beside outputs, tangents and the last step's loss.
@@ -203,7 +227,7 @@ class LossUse:
 
 @dataclass(frozen=True)
 class _Arrivals:
-    """What a loss hands to differentiable outputs, by their rank.
+    """The gradients that a loss hands to differentiable outputs, by their rank.
 
     Attributes:
         own: the model's own inputs and parameters among them; autograd keeps their gradients.
@@ -246,7 +270,7 @@ class _Boundary(torch.autograd.Function):
             tangent, tangents[i] = tangents[i], None
             if tangent is None or memory is None:
                 continue
-            size_bytes = tangent.numel() * tangent.element_size()
+            size_bytes = tangent.nbytes
             own = i in arrivals.own
             made = tangent if own else in_memory_of_its_own(tangent)
             del tangent
@@ -279,18 +303,13 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
     with state_restored(model, call, *loss.parts) as kept:
         with kept.first_run():
             output = model(*call.args, **call.kwargs)
-        leaves, spec = pytree.tree_flatten(output)
-        found = list(differentiable(output).values())
+        tree, found = cut_output(output)
         if not found:
             return LossUse()
-        rank = {id(value): i for i, value in enumerate(found)}
-        ranks = [rank.get(id(leaf)) for leaf in leaves]
-        values = [value.detach() for value in found]
-        leaves = [leaf if i is None else None for leaf, i in zip(leaves, ranks, strict=True)]
-        del output, found
         given = {id(tensor) for tensor in (*model.parameters(), *call.tensors())}
-        own = frozenset(i for key, i in rank.items() if key in given)
-        arrivals = _Arrivals(own)
+        arrivals = _Arrivals(frozenset(i for i, value in enumerate(found) if id(value) in given))
+        values = [value.detach() for value in found]
+        del output, found
         # Twice: while a training loop makes its loss it holds the last step's.
         with metered(device) as use:
             for _ in range(2):
@@ -298,15 +317,12 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
                 arrivals.held.clear()
                 reached = torch.empty(0, requires_grad=True)
                 cut = _Boundary.apply(arrivals, reached, *values)  # type: ignore[no-untyped-call]
-                again = [
-                    leaf if i is None else cut[i] for leaf, i in zip(leaves, ranks, strict=True)
-                ]
                 with kept.first_run():
-                    value = loss.value(pytree.tree_unflatten(again, spec))
+                    value = loss.value(tree.with_tensors(cut))
                 value.backward()  # type: ignore[no-untyped-call]
-        found_bytes = sum(g.numel() * g.element_size() for g in arrivals.gradients.values())
+        found_bytes = sum(gradient.nbytes for gradient in arrivals.gradients.values())
         held_bytes = sum(size_bytes for _, size_bytes in arrivals.held)
-        gradients = gradients_of(ranks, arrivals.gradients, held_bytes)
+        gradients = gradients_of(tree.ranks, arrivals.gradients, held_bytes)
         kept_bytes = value.untyped_storage().nbytes()
         made_bytes = 0 if _storage(value) in map(_storage, values) else kept_bytes
     boundary_bytes = max(0, use.peak_bytes - found_bytes - held_bytes - made_bytes)

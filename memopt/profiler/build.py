@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,11 +20,10 @@ from torch.fx import Node
 from memopt.errors import CaptureError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.profiler.capture import Captured
+from memopt.profiler.capture import Captured, named_tensors
 from memopt.profiler.in_place import overwritable, same_bits_in_place
 from memopt.profiler.memory_layout import storage_of
-from memopt.profiler.names import module_paths
-from memopt.profiler.nodes import is_random, overload_of
+from memopt.profiler.nodes import is_random, module_paths, overload_of
 from memopt.profiler.signature import values_of
 from memopt.profiler.torch_private import backward_owns_tangents
 
@@ -63,6 +62,14 @@ class Lowering:
         return self.nodes[op] if implementation is None else self.alternatives[op, implementation]
 
 
+def held_by(
+    nodes: Iterable[Any], storages: Mapping[Node, tuple[int | None, ...]]
+) -> tuple[int, ...]:
+    """The tensors that nodes hold, each once; other things than nodes hold none."""
+    held = (t for node in nodes if isinstance(node, Node) for t in storages[node])
+    return tuple(dict.fromkeys(t for t in held if t is not None))
+
+
 @dataclass
 class _Builder:
     block_bytes: int
@@ -73,28 +80,28 @@ class _Builder:
     views: set[Node] = field(default_factory=set)
     bases: dict[int, Node] = field(default_factory=dict)
     by_storage: dict[int, int] = field(default_factory=dict)
-    keep_alive: list[Any] = field(default_factory=list)
     backward: set[Node] = field(default_factory=set)
 
     def size_of(self, value: torch.Tensor) -> int:
-        return self.in_blocks(value.untyped_storage().nbytes())
-
-    def in_blocks(self, size_bytes: int) -> int:
-        return in_blocks(size_bytes, self.block_bytes)
-
-    def storage_key(self, value: torch.Tensor) -> int:
-        storage = value.untyped_storage()
-        self.keep_alive.append(storage)
-        return int(storage._cdata)
+        return in_blocks(value.untyped_storage().nbytes(), self.block_bytes)
 
     def new_tensor(self, name: str, value: torch.Tensor, kind: TensorKind) -> int:
         index = len(self.tensors)
         self.tensors.append(Tensor(name, self.size_of(value), kind))
-        self.by_storage[self.storage_key(value)] = index
+        self.by_storage[storage_of(value)] = index
         return index
 
     def find(self, value: torch.Tensor) -> int | None:
-        return self.by_storage.get(self.storage_key(value))
+        # The graph's nodes keep their values, so a storage's name stays its own.
+        return self.by_storage.get(storage_of(value))
+
+    def add_given(self, node: Node, value: torch.Tensor, name: str, kind: TensorKind) -> None:
+        """A node that is there before the step; several may share a storage."""
+        index = self.find(value)
+        if index is None:
+            index = self.new_tensor(name, value, kind)
+            self.bases[index] = node
+        self.storages[node] = (index,)
 
 
 def build(model: nn.Module, captured: Captured, block_bytes: int = 1) -> Lowering:
@@ -112,12 +119,7 @@ def build(model: nn.Module, captured: Captured, block_bytes: int = 1) -> Lowerin
     _add_inputs(builder, captured)
     paths = module_paths(captured.module)
     needed = _needed(captured)
-    mutated = {
-        tensor
-        for i in captured.mutated
-        for tensor in builder.storages[captured.primals[i].node]
-        if tensor is not None
-    }
+    mutated = set(held_by((captured.primals[i].node for i in captured.mutated), builder.storages))
     for node in captured.module.graph.nodes:
         if node.op in ("placeholder", "output") or node not in needed:
             continue
@@ -145,43 +147,26 @@ def _needed(captured: Captured) -> set[Node]:
 
 
 def _add_inputs(builder: _Builder, captured: Captured) -> None:
-    kinds = {
-        "parameter": TensorKind.PARAMETER,
-        "buffer": TensorKind.BUFFER,
-        "input": TensorKind.INPUT,
-    }
     for primal in captured.primals:
         value = primal.node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
+            name = primal.name or primal.node.name
+            builder.add_given(primal.node, value, name, TensorKind(primal.kind))
+        else:
             builder.storages[primal.node] = (None,)
-            continue
-        index = builder.find(value)
-        if index is None:
-            index = builder.new_tensor(primal.name or primal.node.name, value, kinds[primal.kind])
-            builder.bases[index] = primal.node
-        builder.storages[primal.node] = (index,)
     for tangent in captured.tangents:
-        value = tangent.meta["val"]
-        index = builder.new_tensor(tangent.name, value, TensorKind.GRADIENT)
-        builder.bases[index] = tangent
-        builder.storages[tangent] = (index,)
+        builder.add_given(tangent, tangent.meta["val"], tangent.name, TensorKind.GRADIENT)
         builder.backward.add(tangent)
 
 
 def _add_constant(builder: _Builder, captured: Captured, node: Node) -> None:
-    value = captured.module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
+    value = operator.attrgetter(str(node.target))(captured.module)
     if not isinstance(value, torch.Tensor):
         raise CaptureError(
             f"the model uses a higher-order operator ({node.target}) that memopt cannot plan; "
             "replace torch.cond/while_loop/flex_attention there by plain tensor operators"
         )
-    index = builder.find(value)
-    if index is None:
-        index = builder.new_tensor(node.name, value, TensorKind.CONSTANT)
-        builder.bases[index] = node
-    builder.storages[node] = (index,)
+    builder.add_given(node, value, node.name, TensorKind.CONSTANT)
 
 
 def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> None:
@@ -196,7 +181,7 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> No
             builder.backward.add(node)
         return
     _check_target(node)
-    reads = tuple(dict.fromkeys(_reads(builder, node.all_input_nodes)))
+    reads = held_by(node.all_input_nodes, builder.storages)
     backward = node.meta.get("partitioner_tag") == "is_backward" or any(
         n in builder.backward for n in node.all_input_nodes
     )
@@ -262,13 +247,6 @@ def _check_target(node: Node) -> None:
         )
 
 
-def _reads(builder: _Builder, nodes: Iterable[Node]) -> Iterable[int]:
-    for node in nodes:
-        for index in builder.storages[node]:
-            if index is not None:
-                yield index
-
-
 def _only_replaces_statistics(node: Node) -> bool:
     """An operator that reads a value which the step overwrites may run once only; but batch
     norm in training mode uses its running statistics for nothing but their own new values."""
@@ -280,8 +258,8 @@ def _only_replaces_statistics(node: Node) -> bool:
 
 
 def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering:
-    outputs = _results(builder, captured.forward_outputs)
-    gradients = _results(builder, captured.gradients)
+    outputs = held_by(captured.forward_outputs, builder.storages)
+    gradients = held_by(captured.gradients, builder.storages)
     beside = _beside(builder, captured)
     operators = _with_in_place(builder, {*outputs, *gradients}, captured.device)
     for index in outputs:
@@ -313,7 +291,7 @@ def _beside(builder: _Builder, captured: Captured) -> tuple[int, ...]:
     the loss boundary to the end."""
     first = len(builder.tensors)
     for position, size_bytes in captured.outputs.beside:
-        size = builder.in_blocks(size_bytes)
+        size = in_blocks(size_bytes, builder.block_bytes)
         builder.tensors.append(Tensor(f"gradient of output {position}", size, TensorKind.GRADIENT))
     return tuple(range(first, len(builder.tensors)))
 
@@ -323,12 +301,7 @@ def _with_in_place(
 ) -> list[Operator]:
     """The operators, with the tensors that they may overwrite."""
     readers = Counter(t for operator in builder.operators for t in operator.reads)
-    given = {
-        t
-        for node in builder.storages
-        if node.op != "call_function"
-        for t in _reads(builder, [node])
-    }
+    given = set(held_by((n for n in builder.storages if n.op != "call_function"), builder.storages))
     immutable = _from_zeros_without_memory(builder)
     made: list[Operator] = []
     for call, node in zip(builder.operators, builder.nodes, strict=True):
@@ -358,27 +331,14 @@ def _from_zeros_without_memory(builder: _Builder) -> set[Node]:
     return found
 
 
-def _results(builder: _Builder, values: Iterable[Any]) -> tuple[int, ...]:
-    nodes = [v for v in values if isinstance(v, Node)]
-    indices = (index for node in nodes for index in builder.storages[node])
-    return tuple(dict.fromkeys(index for index in indices if index is not None))
-
-
 def _untouched_bytes(builder: _Builder, model: nn.Module, captured: Captured) -> int:
     """Parameters, buffers and inputs that the step never reads still take memory."""
     seen = {p.name for p in captured.primals if p.kind != "input"}
-    touched = {id(p) for n, p in _named_tensors(model) if n in seen}
-    untouched: dict[int, torch.Tensor] = {}
-    for _, tensor in _named_tensors(model):
-        if id(tensor) not in touched:
-            untouched[storage_of(tensor)] = tensor
+    named = named_tensors(model)
+    touched = {id(tensor) for name, tensor in named if name in seen}
+    untouched = {storage_of(tensor): tensor for _, tensor in named if id(tensor) not in touched}
     read = {p.index for p in captured.primals if p.kind == "input"}
     for position, leaf in enumerate(captured.call.leaves):
         if isinstance(leaf, torch.Tensor) and position not in read:
             untouched[storage_of(leaf)] = leaf
     return sum(builder.size_of(tensor) for tensor in untouched.values())
-
-
-def _named_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)

@@ -29,7 +29,7 @@ _Seconds: TypeAlias = Annotated[float, Check("the time of a call", lambda time: 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one kernel call costs.
+    """The measured or estimated cost of one kernel call.
 
     Attributes:
         time_s: median seconds.

@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,15 +26,22 @@ from memopt.profiler.as_eager.corrections import joint_as_eager, tracing_as_eage
 from memopt.profiler.as_eager.layouts import computing_device
 from memopt.profiler.dependencies.dependencies import Dependencies, digest
 from memopt.profiler.inputs import Call
-from memopt.profiler.joint_split import Boxed, compiler, mutations, partitioner, split_joint
-from memopt.profiler.leaf_gradients import gradients_as_kept
+from memopt.profiler.joint_graph import (
+    Boxed,
+    compiler,
+    gradients_as_kept,
+    mutations,
+    partitioner,
+    split_joint,
+    without_zero_gradients,
+)
 from memopt.profiler.model_outputs import NO_OUTPUTS, TracedOutputs, hand_out, separate_outputs
-from memopt.profiler.parameter_updates import without_zero_gradients
-from memopt.profiler.side_effects import check_side_effects
 from memopt.profiler.uncaptured import (
     cache_remedy,
     check_effects,
     check_initialised,
+    check_side_effects,
+    first_line,
     shape_from_data,
     why_not_captured,
 )
@@ -63,20 +71,19 @@ class Primal:
     reader: Callable[[nn.Module], Any] | None = None
 
     def value(self, model: nn.Module, leaves: Sequence[Any]) -> Any:
-        """What it is at run time, given the model and the call's flat arguments."""
+        """Its value at run time, given the model and the call's flat arguments."""
         if self.index is not None:
             return leaves[self.index]
         if self.reader is not None:
             return self.reader(model)
         if self.constant is not None:
             return self.constant
-        path, _, name = self.name.rpartition(".")
-        return getattr(model.get_submodule(path), name)
+        return attrgetter(self.name)(model)
 
 
 @dataclass(eq=False)
 class Hooks:
-    """What the compiled callable runs; set by the executor's runtime, which `owner` is."""
+    """The functions that the compiled callable runs; `owner`, the executor's runtime, sets them."""
 
     forward: Boxed | None = None
     backward: Boxed | None = None
@@ -170,7 +177,7 @@ def capture(
 
 
 def traced_again(captured: Captured, model: nn.Module) -> Dependencies | None:
-    """What a new trace of the model reads, as it is now; None if it gives another graph."""
+    """The dependencies of a new trace of the model; None if it gives another graph."""
     with tracing_as_eager(captured.device) as tracing:
         traced, dependencies = _trace(model, captured.call, tracing)
     return dependencies if digest(traced, model, dependencies) == captured.trace else None
@@ -256,7 +263,7 @@ def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
     try:
         return torch_private.export_joint(stack, traced, call.args, call.kwargs)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        first = first_line(error) or repr(error)
         where = shape_from_data(traced)
         if where is not None:
             raise CaptureError(
@@ -272,19 +279,17 @@ def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
 
 def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, torch.Tensor]]:
     """Mangled name in the traced module → (name in the user's model or "", the tensor)."""
-    known: dict[int, str] = {}
-    for name, tensor in (
+    known = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
+    tensors = {name: attrgetter(name)(traced) for name in (*joint.params_spec, *joint.buffers_spec)}
+    return {name: (known.get(id(tensor), ""), tensor) for name, tensor in tensors.items()}
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """A model's parameters and buffers, one that has several names under each of them."""
+    return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
-    ):
-        known.setdefault(id(tensor), name)
-    names = {}
-    for mangled in (*joint.params_spec, *joint.buffers_spec):
-        tensor = traced
-        for part in mangled.split("."):
-            tensor = getattr(tensor, part)
-        names[mangled] = (known.get(id(tensor), ""), tensor)
-    return names
+    ]
 
 
 def _primal(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ _STREAM_ELEMENTS, _STREAMS = 2**19, 16
 _SQUARE = 512
 
 Run = Callable[[], Any]
+
+Probes = dict[str, tuple[float, Run]]
+"""Kind of operator → operations of a run (as `flops.work` counts them) and the run."""
 
 
 def measure_device(device: torch.device | str | None = None) -> Device:
@@ -53,12 +57,12 @@ def measure_device(device: torch.device | str | None = None) -> Device:
         )
 
 
-def best_s(place: torch.device, run: Run, budget_s: float = _BUDGET_S) -> float:
-    """Seconds of the fastest of several runs within a time budget, after two to warm up."""
+def best_s(place: torch.device, run: Run) -> float:
+    """Seconds of the fastest of the runs within `_BUDGET_S`, after two to warm up."""
     run()
     run()
     best, begin = float("inf"), time.perf_counter()
-    while time.perf_counter() - begin < budget_s:
+    while time.perf_counter() - begin < _BUDGET_S:
         best = min(best, timed(run, place))
     return best
 
@@ -127,30 +131,19 @@ def _launch(place: torch.device) -> float:
 
 def _rates(place: torch.device) -> dict[str, float]:
     rates = {}
+    scale = 1 if backend_of(place).on_host else 8
+    size = _SQUARE * scale
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        rates[str(dtype).removeprefix("torch.")] = _matmul_rate(place, dtype)
-    for name, (operations, run) in _probes(place).items():
-        rates[f"float32 {name}"] = operations / best_s(place, run)
+        left = torch.rand(size, size, device=place).to(dtype)
+        seconds = best_s(place, partial(torch.matmul, left, left))
+        rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
+    for probes in (_convolution_probes, _image_probes, _row_probes):
+        for name, (operations, run) in probes(place, scale).items():
+            rates[f"float32 {name}"] = operations / best_s(place, run)
     return rates
 
 
-def _matmul_rate(place: torch.device, dtype: torch.dtype) -> float:
-    size = _SQUARE * (1 if backend_of(place).on_host else 8)
-    left = torch.rand(size, size, device=place).to(dtype)
-    return 2 * size**3 / best_s(place, lambda: left @ left)
-
-
-def _probes(place: torch.device) -> dict[str, tuple[float, Run]]:
-    """Kind of operator → operations of a run (as `flops.work` counts them) and the run."""
-    scale = 1 if backend_of(place).on_host else 8
-    return {
-        **_convolution_probes(place, scale),
-        **_image_probes(place, scale),
-        **_row_probes(place, scale),
-    }
-
-
-def _convolution_probes(place: torch.device, scale: int) -> dict[str, tuple[float, Run]]:
+def _convolution_probes(place: torch.device, scale: int) -> Probes:
     aten = torch.ops.aten
     image = torch.rand(2 * scale, 64, 56, 56, device=place)
     filters, depth = (torch.rand(64, n, 3, 3, device=place) for n in (64, 1))
@@ -167,7 +160,7 @@ def _convolution_probes(place: torch.device, scale: int) -> dict[str, tuple[floa
     }
 
 
-def _image_probes(place: torch.device, scale: int) -> dict[str, tuple[float, Run]]:
+def _image_probes(place: torch.device, scale: int) -> Probes:
     aten = torch.ops.aten
     image = torch.rand(2 * scale, 64, 56, 56, device=place)
     one = torch.ones(64, device=place)
@@ -200,7 +193,7 @@ def _image_probes(place: torch.device, scale: int) -> dict[str, tuple[float, Run
     }
 
 
-def _row_probes(place: torch.device, scale: int) -> dict[str, tuple[float, Run]]:
+def _row_probes(place: torch.device, scale: int) -> Probes:
     aten = torch.ops.aten
     rows = torch.rand(512 * scale, 768, device=place)
     width = torch.ones(768, device=place)

@@ -18,12 +18,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.profiler.backend import estimated_backend
-from memopt.profiler.baseline import LARGEST_NUMBER_BYTES, Loss, LossUse, differentiable
+from memopt.profiler.baseline import (
+    LARGEST_NUMBER_BYTES,
+    Baseline,
+    Loss,
+    LossUse,
+    OutputTree,
+    cut_output,
+)
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost
 from memopt.profiler.capture import Captured, capture
@@ -38,17 +44,16 @@ from memopt.profiler.flops import (
     tensors_of,
     work,
 )
-from memopt.profiler.generator_state import with_state
 from memopt.profiler.inputs import Call
 from memopt.profiler.measure import Progress, with_costs
 from memopt.profiler.memory_layout import is_dense
 from memopt.profiler.model_outputs import gradients_of
 from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.record import record_of
-from memopt.profiler.session import Profiled, replayed_baseline
+from memopt.profiler.session import Profiled, with_resident
 from memopt.profiler.signature import Signature, describe_value, signature
 from memopt.profiler.training_call import training_call
-from memopt.profiler.workspace import cublas_workspace_bytes, workspace_bytes
+from memopt.profiler.workspace import cublas_workspace_bytes, with_state, workspace_bytes
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 
@@ -120,7 +125,7 @@ def _result_bytes(call: Signature, outputs: Any, device: Device) -> tuple[int, .
     CUDA's attention saves the logarithm of the scores' sums as float32, its rows padded to 32 by
     the memory-efficient kernel, and the random generator's seed and offset.
     """
-    found = list(tensors_of(outputs))
+    found = tensors_of(outputs)
     sizes = [t.storage_bytes for t in found]
     name = operator_name(call.target)
     if name in _SUMMED_IN_PLACE:
@@ -174,16 +179,11 @@ def estimate_model(
     report(0.8, f"pricing operators for {device.name}")
     graph = with_state(with_costs(lowering, estimate_costs(lowering, device)), backend)
     state = optimizer_state(optimizer, model.parameters(), device.block_bytes)
-    graph = replace(
-        graph,
-        boundary_bytes=used().boundary_bytes,
-        extra_resident_bytes=graph.extra_resident_bytes
-        + state.bytes_total
-        + used().kept_bytes
-        + backend.step_scalars_bytes
-        + (cublas_workspace_bytes(device.name) if cuda else 0),
-    )
-    held = real_call(call)
+    more_bytes = state.bytes_total + used().kept_bytes + backend.step_scalars_bytes
+    if cuda:
+        more_bytes += cublas_workspace_bytes(device.name)
+    graph = with_resident(graph, more_bytes, used().boundary_bytes)
+    timeline = replay(graph, store_all(graph))
     cpu = torch.device("cpu")
     record = record_of(
         stand_in,
@@ -198,8 +198,8 @@ def estimate_model(
     return Profiled(
         graph=graph,
         lowering=lowering,
-        captured=replace(captured, call=held),
-        baseline=replayed_baseline(graph),
+        captured=replace(captured, call=real_call(call)),
+        baseline=Baseline(timeline.peak_bytes, timeline.time_s, measured=False),
         torch_device=cpu,
         record=record,
         notes=_notes(captured, device),
@@ -210,41 +210,31 @@ def estimate_model(
 class _LossOnly(nn.Module):
     """The user's loss as a function of the model's differentiable outputs."""
 
-    def __init__(
-        self, loss: Loss, leaves: list[Any], ranks: list[int | None], spec: pytree.TreeSpec
-    ) -> None:
+    def __init__(self, loss: Loss, tree: OutputTree) -> None:
         super().__init__()
-        self._loss, self._leaves, self._ranks, self._spec = loss, leaves, ranks, spec
+        self._loss, self._tree = loss, tree
 
     def forward(self, *outputs: torch.Tensor) -> torch.Tensor:
         """The loss."""
-        leaves = [
-            leaf if rank is None else outputs[rank]
-            for leaf, rank in zip(self._leaves, self._ranks, strict=True)
-        ]
-        output = pytree.tree_unflatten(leaves, self._spec)
-        value = self._loss.function(output, *self._loss.targets)
+        value = self._loss.function(self._tree.with_tensors(outputs), *self._loss.targets)
         # A model's own loss: AOTAutograd leaves out the gradient of an input that is returned.
         return value.clone() if any(value is leaf for leaf in outputs) else value
 
 
 def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device: Device) -> LossUse:
-    """What the loss does at the boundary, by a capture of the loss alone."""
+    """The loss's use of memory and outputs at the boundary, from a capture of the loss alone."""
     with fakes.mode, torch.enable_grad():
         output = stand_in(*call.args, **call.kwargs)
-        leaves, spec = pytree.tree_flatten(output)
-        found = differentiable(output)
+        tree, found = cut_output(output)
         if not found:
             return LossUse()
         # Copies: an output may be a view of a parameter.
-        cut = [t.detach().clone().requires_grad_() for t in found.values()]
-        order = {id(t): i for i, t in enumerate(found.values())}
-        ranks = [order.get(id(leaf)) for leaf in leaves]
+        cut = [t.detach().clone().requires_grad_() for t in found]
     function = loss.function
     if isinstance(function, nn.Module):
         function = fakes.model(function)
     fake_loss = Loss(function, fakes.value(loss.targets))
-    module = _LossOnly(fake_loss, leaves, ranks, spec)
+    module = _LossOnly(fake_loss, tree)
     captured = capture(module, Call(tuple(cut), {}))
     lowering = build(module, captured, device.block_bytes)
     graph: Graph = with_costs(lowering, estimate_costs(lowering, device))
@@ -252,9 +242,9 @@ def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device:
     held = sum(graph.tensors[i].size_bytes for i in graph.gradients)
     reached = zip(captured.primals, captured.gradients, strict=True)
     values = {p.index: g.meta["val"] for p, g in reached if g is not None and p.index is not None}
-    gradients = gradients_of(ranks, values)
+    gradients = gradients_of(tree.ranks, values)
     copied = [v for v in values.values() if not is_dense(v.shape, v.stride())]
-    peak += sum(device.allocated_bytes(v.numel() * v.element_size()) for v in copied)
+    peak += sum(device.allocated_bytes(v.nbytes) for v in copied)
     (value,) = graph.outputs
     kept_bytes = graph.tensors[value].size_bytes
     if kept_bytes <= device.allocated_bytes(LARGEST_NUMBER_BYTES):
@@ -263,7 +253,7 @@ def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device:
 
 
 def _notes(captured: Captured, device: Device) -> tuple[str, ...]:
-    """What a user should know about an estimate."""
+    """Notes for the user on an estimate."""
     notes = [f"Times and memory are estimates for {device.name} ({device.source})."]
     if device.block_bytes == 1:
         return tuple(notes)

@@ -56,8 +56,7 @@ class Fakes:
 
     def call(self, real: Call) -> Call:
         """The call with fake tensors."""
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self.tensor, (real.args, real.kwargs))
-        return Call(args, kwargs)
+        return real.with_tensors(self.tensor)
 
     def value(self, real: Any) -> Any:
         """Any nest of values with its tensors fake."""
@@ -74,8 +73,7 @@ def real_call(call: Call) -> Call:
             tensor.requires_grad
         )
 
-    args, kwargs = pytree.tree_map_only(torch.Tensor, made, (call.args, call.kwargs))
-    return Call(args, kwargs)
+    return call.with_tensors(made)
 
 
 @contextlib.contextmanager

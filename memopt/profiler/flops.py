@@ -9,9 +9,10 @@ memory alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from torch.utils import _pytree as pytree
 
 from memopt.profiler.signature import Signature, TensorArgument
 
@@ -24,24 +25,11 @@ takes as long as one with 32 (measured, MKL and oneDNN; GPU tiles are no smaller
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
 
 _ELEMENT_KINDS = {
-    "native_dropout": "random",
-    "bernoulli": "random",
-    "rand_like": "random",
+    **dict.fromkeys(("native_dropout", "bernoulli", "rand_like"), "random"),
     "tanh": "tanh",
-    "_safe_softmax": "softmax",
-    "_softmax": "softmax",
-    "_log_softmax": "softmax",
-    "exp": "activation",
-    "log": "activation",
-    "erf": "activation",
-    "sin": "activation",
-    "cos": "activation",
-    "sigmoid": "activation",
-    "silu": "activation",
-    "silu_backward": "activation",
-    "gelu": "activation",
-    "gelu_backward": "activation",
-    "mish": "activation",
+    **dict.fromkeys(("_safe_softmax", "_softmax", "_log_softmax"), "softmax"),
+    **dict.fromkeys(("exp", "log", "erf", "sin", "cos", "sigmoid", "mish"), "activation"),
+    **dict.fromkeys(("silu", "silu_backward", "gelu", "gelu_backward"), "activation"),
     "_native_batch_norm_legit_functional": "batch norm",
     "native_batch_norm_backward": "batch norm backward",
     "native_group_norm": "batch norm",
@@ -79,7 +67,7 @@ _CALLS = {
 
 @dataclass(frozen=True)
 class Work:
-    """What one kernel call does.
+    """The work of one kernel call.
 
     Attributes:
         kind: "" for matrix products, else "convolution", "attention", "softmax"...: which rate
@@ -102,15 +90,9 @@ def operator_name(target: Any) -> str:
     return str(target).split(".")[1] if str(target).count(".") else str(target)
 
 
-def tensors_of(value: Any) -> Iterator[TensorArgument]:
+def tensors_of(value: Any) -> list[TensorArgument]:
     """The tensor arguments in nested lists and dicts."""
-    if isinstance(value, TensorArgument):
-        yield value
-    elif isinstance(value, dict):
-        yield from tensors_of(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, TensorArgument)]
 
 
 def elements(tensor: TensorArgument) -> int:
@@ -132,7 +114,7 @@ def work(call: Signature, outputs: Any) -> Work:
         outputs: its results, described as the arguments are.
     """
     name = operator_name(call.target)
-    reads, writes = list(tensors_of((call.args, call.kwargs))), list(tensors_of(outputs))
+    reads, writes = tensors_of((call.args, call.kwargs)), tensors_of(outputs)
     floating = [t.dtype for t in (*reads, *writes) if t.dtype.is_floating_point]
     dtype = str(floating[0]).removeprefix("torch.") if floating else ""
     kind, operations = _operations(name, call, reads, writes)
@@ -175,7 +157,8 @@ def _operations(
     return "element", 0.0
 
 
-def _padded(size: int, tile: int) -> int:
+def padded(size: int, tile: int) -> int:
+    """A size rounded up to whole tiles."""
     return -(-size // tile) * tile
 
 
@@ -185,9 +168,9 @@ def _matmul(left: TensorArgument, right: TensorArgument) -> float:
     return (
         2.0
         * batch
-        * _padded(rows, _OUTER_TILE)
-        * _padded(inner, _INNER_TILE)
-        * _padded(right.shape[-1], _OUTER_TILE)
+        * padded(rows, _OUTER_TILE)
+        * padded(inner, _INNER_TILE)
+        * padded(right.shape[-1], _OUTER_TILE)
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from memopt.profiler.baseline import Loss
 from memopt.profiler.inputs import Call
 from memopt.profiler.restored_state import state_restored
-from memopt.profiler.uncaptured import check_initialised
+from memopt.profiler.uncaptured import check_initialised, first_line
 
 _LOGGER = "torch._subclasses.fake_tensor"
 _REMEDY = (
@@ -81,7 +81,7 @@ def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterato
 
 
 def _failure(model: nn.Module, call: Call, loss: Loss | None = None) -> str | None:
-    """What the model, or its loss, raises when it is simply called; None if it works."""
+    """The error of the model, or its loss, when it is simply called; None if it works."""
     reason = None
     # A forward that differentiates something needs gradients; without them it takes less memory.
     for gradients in (torch.no_grad, torch.enable_grad):
@@ -93,6 +93,5 @@ def _failure(model: nn.Module, call: Call, loss: Loss | None = None) -> str | No
                     loss.function(output, *loss.targets)
             return None
         except Exception as error:  # noqa: BLE001  # a user's model may raise anything
-            lines = str(error).strip().splitlines() or [""]
-            reason = reason or f"{type(error).__name__}: {lines[0]}"
+            reason = reason or f"{type(error).__name__}: {first_line(error)}"
     return reason

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +38,19 @@ class Call:
         their history, which a backward would run, and which belongs to the user."""
         made: dict[int, Tensor] = {}
 
-        def one(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.is_leaf:
+        def one(leaf: Tensor) -> Tensor:
+            if leaf.is_leaf:
                 return leaf
             if id(leaf) not in made:
                 reached = torch.empty(0, requires_grad=True)
                 made[id(leaf)] = _WithoutHistory.apply(leaf.detach(), reached)  # type: ignore[no-untyped-call]
             return made[id(leaf)]
 
-        args, kwargs = pytree.tree_map(one, (self.args, self.kwargs))
-        return Call(args, kwargs)
+        return self.with_tensors(one)
+
+    def with_tensors(self, made_of: Callable[[Tensor], Tensor]) -> Call:
+        """The same call with what `made_of` makes of each of its tensors."""
+        return Call(*pytree.tree_map_only(Tensor, made_of, (self.args, self.kwargs)))
 
 
 class _WithoutHistory(torch.autograd.Function):
@@ -72,6 +75,21 @@ def repeated(leaves: Iterable[Any]) -> dict[int, int]:
             if earlier < position:
                 found[position] = earlier
     return found
+
+
+def device_of(model: nn.Module, call: Call) -> torch.device:
+    """The one device of the model's parameters, buffers and inputs.
+
+    Raises:
+        ValueError: they are on several devices.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *call.tensors()]
+    devices = {t.device for t in tensors}
+    accelerators = {d for d in devices if d.type != "cpu"}
+    if len(accelerators) > 1 or (accelerators and any(p.device.type == "cpu" for p in tensors)):
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"model and inputs must be on one device, found {names}; move them first")
+    return next(iter(accelerators or devices), torch.device("cpu"))
 
 
 def to_call(inputs: Any) -> Call:

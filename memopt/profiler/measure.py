@@ -1,4 +1,9 @@
-"""Measured costs: time and workspace of every distinct kernel call of a Graph."""
+"""Measured costs: time and workspace of every distinct kernel call of a Graph.
+
+Calls run on stand-in data. Some kernels need values that fit each other (pivots of a factorisation,
+lengths of segments, the workspace that an LSTM's forward leaves to its backward): they get what
+they get in a real step.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +12,39 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from memopt.errors import ProfileError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Tensor
-from memopt.profiler.backend import backend_of
+from memopt.profiler.backend import autocast_off, backend_of
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured
-from memopt.profiler.generator_state import with_state
 from memopt.profiler.memory import metered_sections
-from memopt.profiler.real_values import real_arguments
-from memopt.profiler.signature import ENDS_PROCESS, REFUSALS, Signature, StandIns, signature
+from memopt.profiler.signature import (
+    ENDS_PROCESS,
+    REFUSALS,
+    Arguments,
+    Signature,
+    StandIns,
+    copied,
+    signature,
+)
+from memopt.profiler.workspace import with_state
 
 Progress = Callable[[float, str], None]
+
+
+def silent(_fraction: float, _what: str) -> None:
+    """Progress that nobody hears."""
+
 
 _MINIMUM_SAMPLE_S = 100e-6
 _PRECISION = 0.05
@@ -50,7 +69,7 @@ class MeasureOptions:
 
 
 def environment(device: torch.device) -> str:
-    """What a cost depends on besides the call: device, threads, torch version."""
+    """The parts of a cost's key besides the call: device, threads, torch version."""
     runtime = backend_of(device).runtime
     if runtime is not None:
         return f"{runtime.get_device_name(device)}|torch {torch.__version__}"
@@ -73,7 +92,7 @@ def measure(
     lowering: Lowering,
     device: torch.device,
     options: MeasureOptions,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     captured: Captured | None = None,
 ) -> Graph:
     """The lowering's Graph with measured times, workspaces and real output sizes.
@@ -95,29 +114,12 @@ def costs_of(
     nodes: Sequence[Node],
     device: torch.device,
     options: MeasureOptions,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     captured: Captured | None = None,
+    timed: bool = True,
 ) -> list[Cost]:
-    """The measured cost of each kernel call; see `measure`."""
-    return _costs(nodes, device, options, progress, captured, timed=True)
-
-
-def memory_of(
-    nodes: Sequence[Node], device: torch.device, options: MeasureOptions, captured: Captured
-) -> list[Cost]:
-    """The workspace and result sizes of each kernel call, and a time where one is known already:
-    each call that is not in the cache runs twice."""
-    return _costs(nodes, device, options, None, captured, timed=False)
-
-
-def _costs(
-    nodes: Sequence[Node],
-    device: torch.device,
-    options: MeasureOptions,
-    progress: Progress | None,
-    captured: Captured | None,
-    timed: bool,
-) -> list[Cost]:
+    """The measured cost of each kernel call; see `measure`. If not `timed`, each call that is not
+    in the cache runs twice, for its workspace and result sizes."""
     signatures = [signature(node) for node in nodes]
     distinct = {s.text: s for s in signatures}
     place = environment(device)
@@ -167,14 +169,14 @@ def _measure(
     missing: list[Signature],
     device: torch.device,
     options: MeasureOptions,
-    progress: Progress | None,
+    progress: Progress,
     captured: Captured | None,
     timed: bool,
 ) -> list[Cost]:
     stand_ins = StandIns(device)
     outputs = _output_sizes(missing, stand_ins, device, captured, progress)
     uses = metered_sections(device, [functools.partial(_ready, one, stand_ins) for one in missing])
-    times = [0.0 for _ in missing]
+    times = [0.0] * len(missing)
     if timed:
         times = _times(missing, stand_ins, device, options, progress)
     return [
@@ -188,31 +190,28 @@ def _output_sizes(
     stand_ins: StandIns,
     device: torch.device,
     captured: Captured | None,
-    progress: Progress | None,
+    progress: Progress,
 ) -> list[tuple[int, ...]]:
     """Bytes of the results of a first run of each call. One real step gives arguments to all
     those that refuse stand-in data, now and later."""
     found: dict[str, tuple[int, ...]] = {}
     refused: dict[str, ProfileError | None] = {}
     for position, one in enumerate(missing):
-        if progress is not None:
-            progress(0.3 * position / len(missing), f"warming up {one.target}")
+        progress(0.3 * position / len(missing), f"warming up {one.target}")
         if captured is not None and one.target in ENDS_PROCESS:
             refused[one.text] = None
             continue
         try:
             found[one.text] = _output_bytes(_ready(one, stand_ins)(), device)
         except ProfileError as error:
+            if captured is None:
+                raise
             refused[one.text] = error
-    if refused:
-        first = next((error for error in refused.values() if error is not None), None)
-        if captured is None and first is not None:
-            raise first
-        assert captured is not None
+    if refused and captured is not None:
         try:
             stand_ins.give(real_arguments(captured, refused))
         except REFUSALS as error:  # of an operator before these
-            raise first or error from None
+            raise next(filter(None, refused.values()), error) from None
     for one in missing:
         if one.text in refused:
             found[one.text] = _output_bytes(_ready(one, stand_ins)(), device)
@@ -276,7 +275,7 @@ def _times(
     stand_ins: StandIns,
     device: torch.device,
     options: MeasureOptions,
-    progress: Progress | None,
+    progress: Progress,
 ) -> list[float]:
     samples: list[list[float]] = [[] for _ in missing]
     first = [_sample(one, stand_ins, device, 1) for one in missing]
@@ -288,9 +287,54 @@ def _times(
         open_ = [i for i, s in enumerate(samples) if not _precise(s)]
         if not open_ or (spent > options.cap_s and round_number > 0):
             break
-        if progress is not None:
-            share = max(round_number / options.max_rounds, spent / options.cap_s)
-            progress(min(1.0, 0.3 + 0.7 * share), f"timing {len(open_)} kernels")
+        share = max(round_number / options.max_rounds, spent / options.cap_s)
+        progress(min(1.0, 0.3 + 0.7 * share), f"timing {len(open_)} kernels")
         for i in open_:
             samples[i].append(_sample(missing[i], stand_ins, device, repeats[i]))
     return [statistics.median(s) for s in samples]
+
+
+def real_arguments(captured: Captured, wanted: Collection[str]) -> dict[str, Arguments]:
+    """Run one step on the example inputs, and keep copies of what the wanted calls get.
+
+    Nothing of the model changes: the captured graph is functional. Random state is left as it was.
+
+    Args:
+        captured: the captured model, whose parameters and inputs hold values.
+        wanted: texts of the calls' signatures (`signature(node).text`).
+    """
+    model = captured.model()
+    assert model is not None
+    found: dict[str, Arguments] = {}
+    values: dict[Node, Any] = {}
+    primals = {primal.node: primal for primal in captured.primals}
+    nodes = list(captured.module.graph.nodes)
+    last = {read: node for node in nodes for read in node.all_input_nodes}
+    with torch.random.fork_rng(), torch.no_grad(), autocast_off():
+        for node in nodes:
+            if len(found) == len(wanted) or node.op == "output":
+                break
+            if node.op == "placeholder":
+                primal = primals.get(node)
+                values[node] = (
+                    _tangent(node) if primal is None else primal.value(model, captured.call.leaves)
+                )
+            elif node.op == "get_attr":
+                values[node] = getattr(captured.module, str(node.target))
+            else:
+                args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+                text = signature(node).text
+                if text in wanted and text not in found:
+                    found[text] = copied((args, kwargs))
+                values[node] = node.target(*args, **kwargs)
+            for read in {*node.all_input_nodes, node}:
+                if last.get(read, node) is node:
+                    values.pop(read, None)
+    return found
+
+
+def _tangent(node: Node) -> torch.Tensor:
+    like = node.meta["val"]
+    flat = torch.rand(tuple(like.shape), device=like.device).to(like.dtype)
+    laid_out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return laid_out.copy_(flat)

@@ -6,11 +6,10 @@ allocator (oneDNN's own) is invisible. On CUDA the caching allocator's statistic
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import os
-import sys
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,11 +54,7 @@ def metered(device: torch.device) -> Iterator[MemoryUse]:
         return
     with _cpu_profile() as profiler:
         yield use
-    level = 0
-    for _, size in memory_events(profiler):
-        level += size
-        use.peak_bytes = max(use.peak_bytes, level)
-    use.end_bytes = level
+    use.peak_bytes, use.end_bytes = _levels(memory_events(profiler))
 
 
 def library_bytes(device: torch.device) -> int:
@@ -135,16 +130,12 @@ def metered_sections(
         (event.start_ns(), event.end_ns()) for event in results if event.name() == "memopt::section"
     )
     events = memory_events(profiler)
-    return [_use_within(span, events) for span in spans]
+    times = [time_ns for time_ns, _ in events]
+    within = [slice(bisect_left(times, start), bisect_right(times, end)) for start, end in spans]
+    return [MemoryUse(*_levels(events[part])) for part in within]
 
 
-def _use_within(span: tuple[int, int], events: list[tuple[int, int]]) -> MemoryUse:
-    use, level = MemoryUse(), 0
-    first = bisect.bisect_left(events, (span[0], -sys.maxsize))
-    for time_ns, size in itertools.islice(events, first, None):
-        if time_ns > span[1]:
-            break
-        level += size
-        use.peak_bytes = max(use.peak_bytes, level)
-    use.end_bytes = level
-    return use
+def _levels(events: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The highest level and the last, from 0 at the start."""
+    levels = list(itertools.accumulate((size for _, size in events), initial=0))
+    return max(levels), levels[-1]

@@ -31,5 +31,4 @@ def storage_of(value: torch.Tensor) -> int:
 
 def fills_storage(value: torch.Tensor) -> bool:
     """Whether a tensor is all of its storage, without gaps."""
-    size_bytes = value.numel() * value.element_size()
-    return value.storage_offset() == 0 and value.untyped_storage().nbytes() == size_bytes
+    return value.storage_offset() == 0 and value.untyped_storage().nbytes() == value.nbytes

@@ -28,12 +28,12 @@ from memopt.profiler import torch_private
 from memopt.profiler.memory_layout import is_dense, storage_of
 
 _COPIED: dict[Any, int] = {torch.ops.aten.clone.default: 0, torch.ops.aten.copy.default: 1}
-"""What makes a copy, and which argument is copied."""
+"""Operators that make a copy, and the position of the argument that they copy."""
 
 
 @dataclass(frozen=True)
 class TracedOutputs:
-    """What is known of the leaves of a model's output. Numbers are positions among them.
+    """How the leaves of a model's output were traced. Numbers are positions among them.
 
     Attributes:
         count: how many there are.
@@ -73,7 +73,7 @@ def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedO
     Raises:
         CaptureError: the model does not return the same outputs each time it is called.
     """
-    output = next(node for node in traced.graph.nodes if node.op == "output")
+    output: Any = traced.graph.output_node()
     leaves = list(output.args[0])
     last = max((*gradients.unused, *(i for i, _ in gradients.strides)), default=-1)
     if last >= len(leaves):
@@ -106,9 +106,7 @@ def _copy(
     """A copy of an output, in the memory layout of its gradient."""
     graph = traced.graph
     # A fake output may have other strides than the real one: what is known is always said.
-    if strides is None or len(strides) != value.dim():
-        return graph.call_function(torch.clone, (leaf,))
-    if not is_dense(value.shape, strides):
+    if strides is None or len(strides) != value.dim() or not is_dense(value.shape, strides):
         return graph.call_function(torch.clone, (leaf,))
     empty = graph.call_method("new_empty_strided", (leaf, tuple(value.shape), strides))
     return graph.call_method("copy_", (empty, leaf))
@@ -128,7 +126,7 @@ def tangent_of(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def gradients_of(
     ranks: list[int | None], arrived: dict[int, torch.Tensor], held_bytes: int = 0
 ) -> OutputGradients:
-    """What a loss does with the leaves of an output.
+    """Which leaves of an output a loss gives gradients, and in which layouts.
 
     Args:
         ranks: for each leaf, which differentiable output it is.
@@ -152,7 +150,7 @@ def gradients_of(
 def in_memory_of_its_own(tangent: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy if it would keep more memory alive than is its own: a part of the
     gradient of several outputs' concatenation, say."""
-    if tangent.untyped_storage().nbytes() <= tangent.numel() * tangent.element_size():
+    if tangent.untyped_storage().nbytes() <= tangent.nbytes:
         return tangent
     return tangent.clone()
 
@@ -188,9 +186,8 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
             # again from the input itself.
             if own or source._version or not differentiable:
                 if differentiable and not (own and source._version):
-                    size = value.numel() * value.element_size()
                     view = 0 if own else 2 * source.untyped_storage().nbytes()
-                    beside.append((position, size + view))
+                    beside.append((position, value.nbytes + view))
                 continue
             shared.add(position)
         copied.append(position)
@@ -257,7 +254,7 @@ def hand_out(module: GraphModule, outputs: TracedOutputs) -> None:
     Raises:
         CaptureError: outputs that share memory would not share it any more.
     """
-    output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
+    output: Any = module.graph.output_node()
     results = list(output.args[0])
     plain = torch_private.descriptor_types().PlainAOTOutput
     place = {d.idx: i for i, d in enumerate(output.meta["desc"]) if isinstance(d, plain)}

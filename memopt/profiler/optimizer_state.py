@@ -16,7 +16,7 @@ Per parameter of n elements (p: bytes of the parameter's own element):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,16 @@ class OptimizerState:
     parts: tuple[tuple[str, int], ...] = ()
 
 
+PER_PARAMETER: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], int]] = {
+    torch.optim.SGD: lambda group: int(bool(group["momentum"])),
+    torch.optim.Adam: lambda group: 2 + int(group["amsgrad"]),
+    torch.optim.AdamW: lambda group: 2 + int(group["amsgrad"]),
+    torch.optim.RMSprop: lambda group: 1 + int(bool(group["momentum"])) + int(group["centered"]),
+    torch.optim.Adagrad: lambda _group: 1,
+}
+"""Optimizers that treat every parameter on its own, and how many tensors of its size they keep for
+one, by its group's options."""
+
 _KINDS = (
     "sgd",
     "sgd-momentum",
@@ -60,7 +70,7 @@ def optimizer_state(
     parameters: Iterable[torch.Tensor],
     block_bytes: int = 1,
 ) -> OptimizerState:
-    """What an optimizer keeps for a model's trainable parameters.
+    """The state that an optimizer keeps for a model's trainable parameters.
 
     Args:
         optimizer: a name (see the module), a `torch.optim` instance, or None (nothing).
@@ -130,21 +140,10 @@ def _sizes(
     if held:
         tensors = [v for v in held.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
         return [v.untyped_storage().nbytes() for v in tensors]
-    count = _tensors_per_parameter(optimizer, group)
-    return [parameter.numel() * parameter.element_size()] * count
-
-
-def _tensors_per_parameter(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
     kind = type(optimizer)
-    if kind is torch.optim.SGD:
-        return int(bool(group["momentum"]))
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        return 2 + int(group["amsgrad"])
-    if kind is torch.optim.RMSprop:
-        return 1 + int(bool(group["momentum"])) + int(group["centered"])
-    if kind is torch.optim.Adagrad:
-        return 1
-    raise ValueError(
-        f"memopt does not know what state {kind.__name__} keeps before its first step; run one "
-        f"step before planning, or name one of {', '.join(_KINDS)}"
-    )
+    if kind not in PER_PARAMETER:
+        raise ValueError(
+            f"memopt does not know what state {kind.__name__} keeps before its first step; run one "
+            f"step before planning, or name one of {', '.join(_KINDS)}"
+        )
+    return [parameter.nbytes] * PER_PARAMETER[kind](group)

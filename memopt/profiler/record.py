@@ -1,4 +1,4 @@
-"""What a plan was made for, taken from a live model and its call; and such a call made again."""
+"""The record of a model and its example call that plans keep, and a call made from a record."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from memopt.models.arguments import Argument, Nest, Opaque, Plain, TensorSpec
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
 from memopt.models.same_graph import resized
-from memopt.profiler.autocast import autocast_state
+from memopt.profiler.backend import autocast_state
 from memopt.profiler.inputs import Call, repeated
 from memopt.programs.serialize import fingerprint
 
 _LARGEST_EXAMPLE_BYTES = 2**44
-"""Of one tensor of an example call; larger ones are not even reserved."""
+"""The most that one tensor of an example call may take; larger ones are not even reserved."""
 
 
 def record_of(
@@ -79,8 +79,7 @@ def example_call(record: ModelRecord) -> Call:
         if position >= len(leaves):
             raise PlanFileError(f"the plan's call has no argument {position}; save the plan again")
         leaves[position] = leaves[earlier]
-    again, named = pytree.tree_unflatten(leaves, call.spec)
-    return Call(again, named)
+    return Call(*pytree.tree_unflatten(leaves, call.spec))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memopt.profiler.backend import with_own_generators
+from memopt.profiler.backend import random_state_kept
 from memopt.profiler.inputs import Call
 
 _MOST_OBJECTS = 100_000
@@ -93,7 +93,7 @@ def _storage(tensor: Any) -> Any:
 
 
 class _Reached:
-    """What can be reached from a user's objects, and how it is now."""
+    """Everything that can be reached from a user's objects, and its state before."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -154,7 +154,8 @@ class _Reached:
     def put_back(self) -> None:
         """Make the objects what they were; those that still are, are left alone."""
         for now, before in self._dicts:
-            if list(now) != list(before) or any(now[key] is not before[key] for key in before):
+            same = [*map(id, now)] == [*map(id, before)]
+            if not same or any(now[key] is not before[key] for key in before):
                 now.clear()
                 now.update(before)
         for items, old in self._sequences:
@@ -186,7 +187,7 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
 
     Args:
         model, call: the user's model, and what it is called with.
-        others: a loss, its targets: whatever else runs or is read.
+        others: a loss, its targets, an optimizer: whatever else runs or is read.
 
     Yields:
         What copies values: the first run inside is to be `first_run()`.
@@ -196,12 +197,12 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
     owners = [one for one in (model, *others) if isinstance(one, nn.Module)]
     for buffer in (b for owner in owners for b in owner.buffers()):
         kept.keep(buffer)
-    devices = with_own_generators(dict.fromkeys(t.device for t in reached.tensors))
+    devices = dict.fromkeys(t.device for t in reached.tensors)
     restore = _other_generators()
     dtype = torch.get_default_dtype()
     try:
         reached.without_gradients()
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with random_state_kept(devices), torch.enable_grad():
             yield kept
     finally:
         torch.set_default_dtype(dtype)

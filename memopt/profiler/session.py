@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.models.budget import format_bytes
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
@@ -27,15 +29,13 @@ from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.input_errors import check_arguments, diagnosed
-from memopt.profiler.inputs import Call
+from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.measure import MeasureOptions, Progress, environment, measure
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.signature import signature
 from memopt.profiler.training_call import training_call
-from memopt.programs.liveness import store_all
-from memopt.programs.replay import replay
 
 _SUSPICIOUS = 2.0
 """Kernels that add up to this many times the whole step were measured on a busy machine."""
@@ -64,32 +64,6 @@ class Profiled:
     record: ModelRecord | None = None
     notes: tuple[str, ...] = ()
     optimizer: OptimizerState | None = None
-
-
-def device_of(model: nn.Module, call: Call) -> torch.device:
-    """The one device of the model's parameters, buffers and inputs.
-
-    Raises:
-        ValueError: they are on several devices.
-    """
-    tensors = [*model.parameters(), *model.buffers(), *call.tensors()]
-    devices = {t.device for t in tensors}
-    accelerators = {d for d in devices if d.type != "cpu"}
-    if len(accelerators) > 1 or (accelerators and any(p.device.type == "cpu" for p in tensors)):
-        names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"model and inputs must be on one device, found {names}; move them first")
-    return next(iter(accelerators or devices), torch.device("cpu"))
-
-
-def measured_device(model: nn.Module, call: Call) -> torch.device:
-    """The device of a model that is to be measured there.
-
-    Raises:
-        ValueError: nothing can be measured there; or as `device_of`.
-    """
-    device = device_of(model, call)
-    backend_of(device)
-    return device
 
 
 def forward_only(progress: Progress | None) -> Progress:
@@ -151,9 +125,8 @@ def _profiled(
     output_gradients: OutputGradients,
     report: Progress,
 ) -> Profiled:
-    device = measured_device(model, call)
-    block_bytes = backend_of(device).block_bytes
-    chosen = options or MeasureOptions(cache=ProfileCache())
+    device = device_of(model, call)
+    backend = backend_of(device)
     report(0.0, "capturing the model")
     check_arguments(model, call)
     used = cache(
@@ -161,7 +134,7 @@ def _profiled(
     )
     with diagnosed(model, call, loss):
         captured = capture(model, call, lambda: used().gradients)
-        lowering = build(model, captured, block_bytes)
+        lowering = build(model, captured, backend.block_bytes)
 
     def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
         report(0.2, "measuring kernels")
@@ -170,25 +143,22 @@ def _profiled(
         report(0.8, "measuring the unplanned step")
         return graph, _baseline(model, call, loss, device, lowering, options)
 
+    chosen = options or MeasureOptions(cache=ProfileCache())
     graph, step, notes = measured_again_if_busy(measured, chosen)
-    state = optimizer_state(optimizer, model.parameters(), block_bytes)
-    loss_bytes = in_blocks(used().kept_bytes, block_bytes)
+    state = optimizer_state(optimizer, model.parameters(), backend.block_bytes)
+    loss_bytes = in_blocks(used().kept_bytes, backend.block_bytes)
     record = record_of(
         model,
         call,
         device,
-        block_bytes=block_bytes,
+        block_bytes=backend.block_bytes,
         graphs=(lowering.graph, graph),
         output_gradients=used().gradients,
         loss_bytes=loss_bytes,
         library_bytes=step.library_bytes,
     )
-    extra_bytes = state.bytes_total + step.library_bytes + backend_of(device).step_scalars_bytes
-    graph = replace(
-        graph,
-        boundary_bytes=used().boundary_bytes,
-        extra_resident_bytes=graph.extra_resident_bytes + extra_bytes + loss_bytes,
-    )
+    more_bytes = state.bytes_total + step.library_bytes + backend.step_scalars_bytes + loss_bytes
+    graph = with_resident(graph, more_bytes, used().boundary_bytes)
     # The unplanned step was metered with its loss.
     baseline = replace(step, peak_bytes=graph.resident_bytes - loss_bytes + step.peak_bytes)
     report(1.0, "profiled")
@@ -196,6 +166,12 @@ def _profiled(
     return Profiled(
         graph, lowering, captured, baseline, device, record, notes=notes, optimizer=known
     )
+
+
+def with_resident(graph: Graph, more_bytes: int, boundary_bytes: int = 0) -> Graph:
+    """The graph with more that is resident, and what the loss needs at its boundary."""
+    extra_bytes = graph.extra_resident_bytes + more_bytes
+    return replace(graph, extra_resident_bytes=extra_bytes, boundary_bytes=boundary_bytes)
 
 
 _BUSY = (
@@ -241,7 +217,7 @@ def _baseline(
         if key in known and known[key].time_s > 0:
             one = known[key]
             return Baseline(one.workspace_bytes, one.time_s, True, sum(one.output_bytes))
-    measured = measure_baseline(model, call, loss, device, 0)
+    measured = measure_baseline(model, call, loss, device)
     if cache is not None and key is not None:
         kept = (measured.library_bytes,) if measured.library_bytes else ()
         cache.store({key: Cost(measured.step_time_s, measured.peak_bytes, kept)})
@@ -258,7 +234,28 @@ def _baseline_key(lowering: Lowering, device: torch.device, loss: Loss | None) -
     return f"{environment(device)}|baseline {digest}"
 
 
-def replayed_baseline(graph: Graph) -> Baseline:
-    """The baseline of a graph that is not measured: its own order, nothing recomputed."""
-    timeline = replay(graph, store_all(graph))
-    return Baseline(timeline.peak_bytes, timeline.time_s, measured=False)
+def loss_notes(captured: Captured, *, covered: bool) -> tuple[str, ...]:
+    """Notes on the loss of a captured model.
+
+    Args:
+        captured: tells the outputs that carry gradients: a scalar among them is the model's loss.
+        covered: the memory of the user's own loss is charged, or the step is planned as a whole.
+    """
+    outputs = [tangent.meta["val"] for tangent in captured.tangents]
+    others = [value for value in outputs if value.dim()]
+    if len(others) == len(outputs):
+        return () if covered else (_MODULE_ONLY,)
+    if not others:
+        return ()
+    size_bytes = sum(math.prod(value.shape) * value.element_size() for value in others)
+    what = "another output" if len(others) == 1 else f"{len(others)} other outputs"
+    return (
+        f"The model returns a scalar (its loss) beside {what}; gradients of "
+        f"{format_bytes(size_bytes)} for the rest are charged, and made, as well. If you train "
+        "with that loss alone, say so: loss_fn=lambda output: output.loss (or output[0]).",
+    )
+
+
+_MODULE_ONLY = (
+    "The budget covers the module; pass loss_fn= to have the memory of your loss charged too."
+)

@@ -1,4 +1,4 @@
-"""What makes two kernel calls the same measurement, and stand-in arguments to run one."""
+"""Signatures, by which two kernel calls are one measurement, and stand-in arguments to run one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
-from memopt.profiler.as_eager.backward import dearest_values, is_eager_backward
+from memopt.profiler.as_eager.functions import EAGER_BACKWARD, dearest_values
 
 ENDS_PROCESS = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
 """Kernels that end the process on data that does not fit."""
 
 REFUSALS = (RuntimeError, IndexError, TypeError, ValueError)
-"""What kernels raise for arguments that do not fit."""
+"""Errors of kernels whose arguments do not fit."""
+
+
+_MOST_ANSWERS = 20_000
 
 
 @dataclass(frozen=True)
@@ -33,19 +37,9 @@ class TensorArgument:
         return f"{dtype}{list(self.shape)}s{list(self.stride)}+{self.offset}"
 
 
-def _replace(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_replace(v, leaf) for v in value)
-    if isinstance(value, dict):
-        return {k: _replace(v, leaf) for k, v in value.items()}
-    return leaf(value)
-
-
 def _describe(value: Any) -> Any:
     if isinstance(value, Node):
-        value = value.meta.get("val")
-    if isinstance(value, (list, tuple)):
-        return type(value)(_describe(v) for v in value)
+        return pytree.tree_map(_describe, value.meta.get("val"))
     if isinstance(value, torch.Tensor):
         return TensorArgument(
             tuple(value.shape),
@@ -60,7 +54,7 @@ def _describe(value: Any) -> Any:
 def describe_value(value: Any) -> Any:
     """A call's arguments or a node's results: tensors and nodes become TensorArguments, in any
     nest of lists, tuples and dicts."""
-    return _replace(value, _describe)
+    return pytree.tree_map(_describe, value)
 
 
 @dataclass(frozen=True)
@@ -80,8 +74,8 @@ def signature(node: Node) -> Signature:
 
 def call_signature(target: Any, args: Any, kwargs: Any) -> Signature:
     """The signature of a call, of tensors or of nodes that have them as values."""
-    args, kwargs = _replace((tuple(args), dict(kwargs)), _describe)
-    shown = _replace((args, kwargs), str)
+    args, kwargs = pytree.tree_map(_describe, (tuple(args), dict(kwargs)))
+    shown = pytree.tree_map(str, (args, kwargs))
     return Signature(target, args, kwargs, f"{target}{shown}")
 
 
@@ -93,6 +87,18 @@ def values_of(node: Node) -> tuple[Any, ...]:
     return (value,)
 
 
+class Answers(dict[Any, Any]):
+    """Answers about calls, found once each; all are forgotten when there are too many."""
+
+    def find(self, key: Any, find: Callable[[], Any]) -> Any:
+        """The answer for a key, found now if it is not known."""
+        if key not in self:
+            if len(self) >= _MOST_ANSWERS:
+                self.clear()
+            self[key] = find()
+        return self[key]
+
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
 
@@ -101,10 +107,8 @@ def copied(
     arguments: Arguments, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
 ) -> Arguments:
     """The arguments with their tensors copied."""
-    args, kwargs = _replace(
-        arguments, lambda value: copy(value) if isinstance(value, torch.Tensor) else value
-    )
-    return args, kwargs
+    made: Arguments = pytree.tree_map_only(torch.Tensor, copy, arguments)
+    return made
 
 
 class StandIns:
@@ -141,14 +145,11 @@ class StandIns:
             flat = torch.full((elements,), value, device=self._device, dtype=wanted.dtype)
         return flat.as_strided(wanted.shape, wanted.stride, wanted.offset)
 
-    def arguments(self, one: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, one: Signature) -> Arguments:
         """Fresh real arguments for a call."""
         if one.text in self._given:
             return copied(self._given[one.text])
-        args, kwargs = _replace(
-            (one.args, one.kwargs),
-            lambda value: self._tensor(value) if isinstance(value, TensorArgument) else value,
-        )
-        if is_eager_backward(one.target):
+        args, kwargs = pytree.tree_map_only(TensorArgument, self._tensor, (one.args, one.kwargs))
+        if one.target is EAGER_BACKWARD:
             dearest_values(args)
         return args, kwargs

@@ -16,10 +16,10 @@ from torch.fx import Node
 
 from memopt.models.graph import Operator, Phase
 from memopt.profiler.baseline import Loss
-from memopt.profiler.build import Lowering, build
+from memopt.profiler.build import Lowering, build, held_by
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import Call
-from memopt.profiler.parameter_updates import of_the_loss
+from memopt.profiler.joint_graph import of_the_loss
 from memopt.profiler.step_optimizer import Update
 
 
@@ -63,7 +63,7 @@ class UpdateSite:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of the update's call."""
+        """The arguments of the update's call."""
         given = (self.name, self.gradient)
         return given if self.value is None else (*given, self.value)
 
@@ -107,7 +107,8 @@ def capture_step(
     captured = replace(captured, tangents=of_the_loss(captured.tangents))
     lowering = build(module, captured, block_bytes)
     parameters = dict(module.named_parameters())
-    trained = {id(p): i for i, p in enumerate(_trained(optimizer))}
+    every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    trained = {id(p): i for i, p in enumerate(every)}
     values = dict(zip(captured.mutated, captured.forward_outputs, strict=False))
     found: list[tuple[int, UpdateSite]] = []
     pairs = zip(captured.primals, captured.gradients, strict=True)
@@ -119,16 +120,11 @@ def capture_step(
             continue
         value = values.get(position)
         read = [gradient, primal.node, *([] if value is None else [value])]
-        held = [t for node in read for t in lowering.storages[node]]
-        reads = tuple(dict.fromkeys(t for t in held if t is not None))
+        reads = held_by(read, lowering.storages)
         found.append((rank, UpdateSite(primal.name, gradient, reads, value)))
     found.sort(key=lambda pair: pair[0])
     sites = tuple(site for _, site in found)
     return StepParts(module, step_call, captured, lowering, Update(), sites)
-
-
-def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def update_name(site: UpdateSite) -> str:
@@ -155,7 +151,9 @@ def with_updates(
     )
     captured = replace(parts.captured, gradients=gradients)
     fx_graph = captured.module.graph
-    output = next(n for n in reversed(fx_graph.nodes) if n.op == "output")
+    output = fx_graph.output_node()
+    for before in fx_graph.find_nodes(op="call_function", target=parts.update):
+        fx_graph.erase_node(before)  # of an earlier call, with other costs
     nodes, operators, storages = [], [], dict(lowering.storages)
     for site in sites:
         with fx_graph.inserting_before(output):
@@ -179,9 +177,8 @@ def with_updates(
             )
         )
     graph = lowering.graph
-    held = [lowering.storages[g] for g in gradients if isinstance(g, Node)]
-    remaining = dict.fromkeys(t for group in held for t in group if t is not None)
-    graph = replace(graph, operators=(*graph.operators, *operators), gradients=tuple(remaining))
+    remaining = held_by(gradients, lowering.storages)
+    graph = replace(graph, operators=(*graph.operators, *operators), gradients=remaining)
     return captured, replace(
         lowering, graph=graph, nodes=(*lowering.nodes, *nodes), storages=storages
     )

@@ -1,27 +1,25 @@
-"""One optimizer step, cut into one update per parameter.
+"""One optimizer step, cut into one update per parameter; with its state on the device or the host.
 
 An update narrows the optimizer's `param_groups` to one parameter, with that group's options as
 they are at that moment (so learning-rate schedulers work), and calls `step()`. This is the
 ordinary step, bit for bit, for optimizers that treat every parameter on its own.
+
+State on the host is not from a paper: ZeRO-Offload (arXiv:2101.06840) keeps state there, too, but
+updates there. Here the update is the optimizer's own, on the device. Nothing overlaps: an update
+brings its parameter's state, runs, and writes it back; its time and memory are measured as such.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-PER_PARAMETER = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-)
-"""Optimizers whose step can be cut into one update per parameter."""
+from memopt.profiler.backend import backend_of
+from memopt.profiler.optimizer_state import PER_PARAMETER
 
 
 class Update:
@@ -84,12 +82,17 @@ def check_splittable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
             raise ValueError(f"{name} has gradient hooks, which planned updates would not call")
 
 
+def group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """The group of options that a parameter is in."""
+    return next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+
+
 def update_one(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, gradient: torch.Tensor
 ) -> None:
     """Step one parameter, leaving the optimizer's groups as they were."""
     groups = optimizer.param_groups
-    group = next(g for g in groups if any(p is parameter for p in g["params"]))
+    group = group_of(optimizer, parameter)
     # What is changed in place keeps the layout of the parameter, as autograd's own .grad would.
     if gradient.stride() != parameter.stride():
         gradient = torch.empty_like(parameter).copy_(gradient)
@@ -129,32 +132,102 @@ class Touch:
         return self._fused or any(tensor._version != seen for tensor, seen in self._versions)
 
 
-@contextmanager
-def optimizer_restored(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put parameters, their gradients and the optimizer's state back afterwards, in place."""
-    parameters = [(p, p.detach().clone(), p.grad) for p in model.parameters()]
-    states: dict[torch.Tensor, dict[str, tuple[Any, Any]]] = {
-        parameter: {
-            key: (value, value.clone() if isinstance(value, torch.Tensor) else value)
-            for key, value in state.items()
-        }
-        for parameter, state in optimizer.state.items()
-    }
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value, gradient in parameters:
-                parameter.copy_(value)
-                parameter.grad = gradient
-            for stepped in list(optimizer.state):
-                if stepped not in states:
-                    del optimizer.state[stepped]
-            for key_tensor, saved in states.items():
-                optimizer.state[key_tensor] = {
-                    key: _put_back(tensor, copy) for key, (tensor, copy) in saved.items()
+class HostState:
+    """The state of one optimizer, on the host between updates.
+
+    `optimizer.state` holds host tensors meanwhile (pinned for CUDA; for a model on CPU, memory
+    that is not torch's), so `state_dict()` works. Counters without dimensions stay as they are.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._hosted: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes of state on the host now."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._hosted.values())
+
+    def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Step one parameter as `update_one` does, its state away before and afterwards."""
+        self.step(parameter, gradient)
+        self.put_away(parameter)
+
+    def step(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Bring a parameter's state and step it. If that fails, its state is as before."""
+        states = self._optimizer.state
+        before = states.get(parameter)
+        try:
+            if before is not None:
+                states[parameter] = {
+                    key: self._brought(parameter, key, value) for key, value in before.items()
                 }
+            update_one(self._optimizer, parameter, gradient)
+        except BaseException:
+            # The host's copies have not been touched.
+            if before is None:
+                states.pop(parameter, None)
+            else:
+                states[parameter] = before
+            raise
+
+    def leave(self) -> None:
+        """Move what is on the device to the host: state from before, or just loaded."""
+        for parameter in list(self._optimizer.state):
+            self.put_away(parameter)
+
+    def settle(self) -> None:
+        """Wait until what has been written back can be read."""
+        for device in {parameter.device for parameter, _ in self._hosted}:
+            runtime = backend_of(device).runtime
+            if runtime is not None:
+                runtime.current_stream(device).synchronize()
+
+    def come_back(self) -> None:
+        """Put all state on its parameter's device again, for `optimizer.step()`."""
+        for parameter, state in self._optimizer.state.items():
+            for key in self._movable(state):
+                state[key] = self._brought(parameter, key, state[key])
+        self._hosted.clear()
+
+    def _brought(self, parameter: torch.Tensor, key: str, value: Any) -> Any:
+        """A copy on the device of what is on the host; everything else as it is."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        away = value.dim() > 0 and value.device != parameter.device
+        if away or value is self._hosted.get((parameter, key)):
+            there = torch.empty_strided(
+                value.size(), value.stride(), dtype=value.dtype, device=parameter.device
+            )
+            return there.copy_(value, non_blocking=True)
+        # A counter, which an update changes in place: a copy, so that a failure changes nothing.
+        return value.clone() if value.dim() == 0 else value
+
+    def put_away(self, parameter: torch.Tensor) -> None:
+        """Move a parameter's state to the host. What cannot be moved stays on the device."""
+        state = self._optimizer.state[parameter]
+        for key in self._movable(state):
+            value = state[key]
+            host = self._hosted.get((parameter, key))
+            if value is host:
+                continue
+            if host is None or (host.size(), host.dtype) != (value.size(), value.dtype):
+                host = _host_like(value, parameter.device)
+                self._hosted[parameter, key] = host
+            # In the compute stream's order, as is the copy that brings it for the next update.
+            host.copy_(value, non_blocking=True)
+            state[key] = host
+
+    def _movable(self, state: dict[str, Any]) -> list[str]:
+        return [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0]
 
 
-def _put_back(value: Any, copy: Any) -> Any:
-    return value.copy_(copy) if isinstance(value, torch.Tensor) else copy
+def _host_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Host memory for a tensor of a device: pinned, or for CPU not of torch's allocator."""
+    if not backend_of(device).on_host:
+        return torch.empty_strided(
+            value.size(), value.stride(), dtype=value.dtype, device="cpu", pin_memory=True
+        )
+    size_bytes = value.untyped_storage().nbytes()
+    flat = torch.from_numpy(np.empty(size_bytes, dtype=np.uint8)).view(value.dtype)
+    return flat.as_strided(value.size(), value.stride(), 0)

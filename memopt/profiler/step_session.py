@@ -13,10 +13,9 @@ from torch import nn
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
 from memopt.profiler.backend import backend_of, timed
-from memopt.profiler.baseline import Baseline, Loss, clear_gradients, measure_steps
-from memopt.profiler.host_state import HostState
+from memopt.profiler.baseline import Baseline, Loss, measure_baseline
 from memopt.profiler.input_errors import check_arguments, diagnosed
-from memopt.profiler.inputs import Call
+from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.measure import MeasureOptions, Progress, measure
 from memopt.profiler.memory import metered
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
@@ -24,14 +23,13 @@ from memopt.profiler.record import record_of
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.session import (
     Profiled,
-    device_of,
     forward_only,
     measured_again_if_busy,
-    measured_device,
     part_of,
+    with_resident,
 )
 from memopt.profiler.step_capture import StepParts, capture_step, with_updates
-from memopt.profiler.step_optimizer import check_splittable, optimizer_restored, update_one
+from memopt.profiler.step_optimizer import HostState, check_splittable, group_of, update_one
 from memopt.profiler.training_call import training_call
 
 _ROUNDS = 3
@@ -89,14 +87,13 @@ def _profiled(
     report: Progress,
     offload_optimizer: bool,
 ) -> ProfiledStep:
-    device = measured_device(model, call)
-    chosen = options or MeasureOptions()
+    device = device_of(model, call)
+    backend = backend_of(device)
     report(0.0, "capturing the step")
     check_arguments(model, call)
-    block_bytes = backend_of(device).block_bytes
     with diagnosed(model, call, loss):
-        parts = capture_step(model, call, loss, optimizer, block_bytes)
-    state = optimizer_state(optimizer, model.parameters(), block_bytes)
+        parts = capture_step(model, call, loss, optimizer, backend.block_bytes)
+    state = optimizer_state(optimizer, model.parameters(), backend.block_bytes)
     stays_bytes = 0 if offload_optimizer else state.bytes_total
 
     def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
@@ -107,15 +104,16 @@ def _profiled(
         report(0.7, "measuring updates")
         costs = update_costs(parts, optimizer, device, offload_optimizer)
         _, lowering = with_updates(parts, replace(parts.lowering, graph=priced), costs)
-        graph = _with_resident(lowering.graph, stays_bytes + backend_of(device).step_scalars_bytes)
+        graph = with_resident(lowering.graph, stays_bytes + backend.step_scalars_bytes)
         report(0.8, "measuring the unplanned step")
         # That step has its state on the device, wherever the plan keeps it.
         resident_bytes = graph.resident_bytes - stays_bytes + state.bytes_total
-        step = measure_step_baseline(model, call, loss, optimizer, resident_bytes)
-        step = replace(step, peak_bytes=step.peak_bytes + step.library_bytes)
-        return _with_resident(graph, step.library_bytes), step
+        step = measure_baseline(model, call, loss, device, optimizer)
+        peak_bytes = resident_bytes + step.peak_bytes + step.library_bytes
+        step = replace(step, peak_bytes=peak_bytes)
+        return with_resident(graph, step.library_bytes), step
 
-    graph, baseline, busy = measured_again_if_busy(measured, chosen)
+    graph, baseline, busy = measured_again_if_busy(measured, options or MeasureOptions())
     captured, unpriced = with_updates(parts, parts.lowering, {})
     report(1.0, "profiled")
     return ProfiledStep(
@@ -128,7 +126,7 @@ def _profiled(
             parts.module,
             parts.call,
             device,
-            block_bytes=block_bytes,
+            block_bytes=backend.block_bytes,
             graphs=(unpriced.graph, graph),
             library_bytes=baseline.library_bytes,
         ),
@@ -138,10 +136,6 @@ def _profiled(
         host_state_bytes=state.bytes_total - stays_bytes,
         notes=(*_where_the_state_is(state, offload_optimizer), *busy),
     )
-
-
-def _with_resident(graph: Graph, more_bytes: int) -> Graph:
-    return replace(graph, extra_resident_bytes=graph.extra_resident_bytes + more_bytes)
 
 
 def _where_the_state_is(state: OptimizerState, hosted: bool) -> tuple[str, ...]:
@@ -160,16 +154,12 @@ def update_costs(
     costs = {}
     for site in parts.sites:
         parameter = parameters[site.name]
-        group = next(
-            i
-            for i, g in enumerate(optimizer.param_groups)
-            if any(p is parameter for p in g["params"])
-        )
+        group = group_of(optimizer, parameter)
         gradient = site.gradient.meta["val"]
         strides = (parameter.stride(), tuple(gradient.stride()))
-        key = (group, tuple(parameter.shape), parameter.dtype, strides)
+        key = (id(group), tuple(parameter.shape), parameter.dtype, strides)
         if key not in known:
-            options = {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
+            options = {k: v for k, v in group.items() if k != "params"}
             known[key] = _update_cost(
                 type(optimizer), options, parameter, strides[1], device, hosted
             )
@@ -197,25 +187,3 @@ def _update_cost(
         update(stand_in, gradient)
     times = [timed(partial(update, stand_in, gradient), device) for _ in range(_ROUNDS)]
     return statistics.median(times), max(0, use.peak_bytes - max(0, use.end_bytes))
-
-
-def measure_step_baseline(
-    model: nn.Module,
-    call: Call,
-    loss: Loss,
-    optimizer: torch.optim.Optimizer,
-    resident_bytes: int,
-) -> Baseline:
-    """The unplanned step, metered: forward, loss, backward, `optimizer.step()`, `zero_grad()`."""
-    call = call.detached()
-
-    def step() -> None:
-        loss.value(model(*call.args, **call.kwargs)).backward()  # type: ignore[no-untyped-call]
-        # Of a scheduler's wrapper around step() nothing must notice.
-        type(optimizer).step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-
-    device = device_of(model, call)
-    with state_restored(model, call, *loss.parts) as kept, optimizer_restored(model, optimizer):
-        clear = partial(clear_gradients, model)
-        return measure_steps(step, clear, device, resident_bytes, kept.first_run())

@@ -36,15 +36,13 @@ def _import(module: str, name: str) -> Any:
         raise CaptureError(message) from error
 
 
+_imported_once = functools.cache(_import)
+_FUNCTIONAL_TENSOR = ("torch._subclasses.functional_tensor", "FunctionalTensor")
+
+
 def profiler_looks_on() -> bool:
     """Whether torch's profiler records what this thread does."""
-    return bool(_profiler_enabled()())
-
-
-@functools.cache
-def _profiler_enabled() -> Callable[[], bool]:
-    enabled: Callable[[], bool] = _import("torch.autograd", "_profiler_enabled")
-    return enabled
+    return bool(_imported_once("torch.autograd", "_profiler_enabled")())
 
 
 def give_back_workspaces() -> None:
@@ -77,7 +75,7 @@ def captured_around() -> bool:
 
 
 def shape_from_data_error() -> type[Exception]:
-    """What dynamo raises where it loses track of a shape that depends on values."""
+    """Dynamo's error where it loses track of a shape that depends on values."""
     error: type[Exception] = _import(
         "torch.fx.experimental.symbolic_shapes", "PendingUnbackedSymbolNotFound"
     )
@@ -289,26 +287,20 @@ def compile_joint(
 ) -> Callable[..., Any]:
     """Wrap our own forward and backward callables in AOTAutograd's runtime."""
     compile_ = _import("torch._functorch.aot_autograd", "aot_compile_joint_with_descriptors")
-    with _deep_recursion():
+    # AOTAutograd writes one long expression over all parameters, and Python's compiler recurses
+    # into it: the default limit stops models of about a thousand layers (ResNet-1001).
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 30_000))
+    try:
         compiled: Callable[..., Any] = compile_(
             joint,
             partition_fn=partition,
             fw_compiler=forward_compiler,
             bw_compiler=backward_compiler,
         )
-    return compiled
-
-
-@contextlib.contextmanager
-def _deep_recursion() -> Iterator[None]:
-    """AOTAutograd writes one long expression over all parameters, and Python's compiler recurses
-    into it: the default limit stops models of about a thousand layers (ResNet-1001)."""
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(limit, 30_000))
-    try:
-        yield
     finally:
         sys.setrecursionlimit(limit)
+    return compiled
 
 
 def descriptor_types() -> Any:
@@ -344,17 +336,12 @@ def no_donated_buffers(joint: Any) -> Iterator[None]:
 
 def is_functional(value: Any) -> bool:
     """Whether a value is one of AOTAutograd's tensors, whose updates in place become new values."""
-    return isinstance(value, _functional_tensor())
-
-
-@functools.cache
-def _functional_tensor() -> Any:
-    return _import("torch._subclasses.functional_tensor", "FunctionalTensor")
+    return isinstance(value, _imported_once(*_FUNCTIONAL_TENSOR))
 
 
 def as_functional(value: torch.Tensor) -> Any:
     """While AOTAutograd traces: a tensor of its own that has a value which is in the trace."""
-    return _functional_tensor().to_functional(value)
+    return _imported_once(*_FUNCTIONAL_TENSOR).to_functional(value)
 
 
 def replace_functional(tensor: Any, value: Any) -> None:

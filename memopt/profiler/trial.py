@@ -10,19 +10,18 @@ is not used.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from memopt.profiler.autocast import autocast_off
-from memopt.profiler.backend import with_own_generators
+from memopt.profiler.backend import autocast_off, random_state_kept
 from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.signature import (
     ENDS_PROCESS,
     REFUSALS,
+    Answers,
     Arguments,
     Signature,
     StandIns,
@@ -37,8 +36,7 @@ POISON = 0xFF
 Other = Callable[[Arguments], Any]
 """Runs a call another way, with these arguments; it may write over them."""
 
-_MOST_KNOWN = 20_000
-_known: dict[tuple[Any, ...], bool] = {}
+_known = Answers()
 
 
 class TrialData(StandIns):
@@ -73,12 +71,7 @@ def same_bits(
     """
     layouts = tuple((tuple(v.shape), tuple(v.stride()), v.dtype) for v in likes)
     key = (call.target, call.text, layouts, way, device, torch.get_num_threads())
-    found = _known.get(key)
-    if found is None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        found = _known[key] = _tried(call, likes, device, other)
-    return found
+    return bool(_known.find(key, lambda: _tried(call, likes, device, other)))
 
 
 def _tried(call: Signature, likes: Sequence[Tensor], device: torch.device, other: Other) -> bool:
@@ -95,7 +88,7 @@ def _tried(call: Signature, likes: Sequence[Tensor], device: torch.device, other
             if not _as_planned(expected, likes):
                 return False
             try:
-                with _same_draws(device):
+                with random_state_kept([device]):
                     found = pytree.tree_leaves(other(copied_as_laid_out(arguments)))
             except REFUSALS:
                 return False
@@ -109,13 +102,8 @@ def _tried(call: Signature, likes: Sequence[Tensor], device: torch.device, other
 
 
 def _results(call: Signature, arguments: Arguments, device: torch.device) -> list[Any]:
-    with _same_draws(device):
+    with random_state_kept([device]):
         return pytree.tree_leaves(call.target(*arguments[0], **arguments[1]))
-
-
-def _same_draws(device: torch.device) -> AbstractContextManager[None]:
-    """Each time it is entered the same random numbers come; afterwards it is as if none had."""
-    return torch.random.fork_rng(devices=with_own_generators([device]))
 
 
 def copied_as_laid_out(arguments: Arguments) -> Arguments:

@@ -1,18 +1,24 @@
-"""Why a model's forward is not one graph, in words that say what to do."""
+"""Why a model cannot be captured as one graph, in words that say what to do."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
+from memopt.profiler.dependencies.dynamo_guards import ROOT
+from memopt.profiler.inputs import Call
 from memopt.profiler.remedies import known_remedy
+from memopt.profiler.restored_state import state_restored
 
 
 def check_initialised(model: nn.Module) -> None:
@@ -31,7 +37,7 @@ def check_initialised(model: nn.Module) -> None:
 
 
 def why_not_captured(model: nn.Module, error: Exception) -> str:
-    """What dynamo refused in a model's forward, where, and what to do about it."""
+    """The message on what dynamo refused in a model's forward, where, and what to do about it."""
     known = _cumulative_average(model) or known_remedy(model, error)
     if known is not None:
         return known
@@ -42,12 +48,17 @@ def why_not_captured(model: nn.Module, error: Exception) -> str:
     home = os.path.dirname(torch.__file__)
     frames = [f for f in stack or () if f.filename and not f.filename.startswith(home)]
     where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = first_line(error) or type(error).__name__
     return (
         f"the model cannot be captured as one graph{where}: {first}. memopt needs a forward "
         "without data-dependent Python control flow (.item(), tensor truth values); rewrite that "
         "part with tensor operators (torch.where) or plan the sub-modules around it"
     )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says; "" if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def _cumulative_average(model: nn.Module) -> str | None:
@@ -76,7 +87,7 @@ def _backward_hooks(model: nn.Module) -> str | None:
 
 
 def cache_remedy(model: nn.Module) -> str | None:
-    """What to do about a result that is no pytree, where it is the model's cache."""
+    """The remedy for a result that is no pytree, where it is the model's cache."""
     if not getattr(getattr(model, "config", None), "use_cache", False):
         return None
     return (
@@ -109,3 +120,54 @@ def shape_from_data(traced: GraphModule) -> str | None:
             )
             return " at {}:{} ({})".format(*places[-1]) if places else ""
     return None
+
+
+def check_side_effects(model: nn.Module, call: Call, changed: Iterable[str]) -> None:
+    """Raise unless a planned step leaves behind what the forward would.
+
+    Args:
+        model: the user's model.
+        call: the captured call.
+        changed: dynamo's names of the objects that the forward changes.
+
+    Raises:
+        CaptureError: it sets attributes of the model or its inputs, or assigns a buffer anew.
+    """
+    # Globals are left out: libraries set and reset context variables there.
+    names = [_python_name(source) for source in changed if source.startswith("L[")]
+    if names and all(name.endswith("._buffers") for name in names):
+        # `self.buffer += 1` assigns the same tensor again: only the update counts.
+        names = _assigned_buffers(model, call)
+    if names:
+        raise CaptureError(
+            f"the forward changes Python state of {', '.join(names)}, which a planned step would "
+            "leave as it is. Return such values as outputs; update buffers in place "
+            "(self.buffer.copy_(...)) instead of assigning them; if this is a cache that the first "
+            "call builds, call the model once before planning"
+        )
+
+
+def _python_name(source: str) -> str:
+    """`L['self']._modules['_export_root']._modules['i']._buffers` → `model.i._buffers`."""
+    path = source.replace(ROOT, "model")
+    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
+    return re.sub(r"^L\['flat_args'\]", "inputs", path)
+
+
+def _assigned_buffers(model: nn.Module, call: Call) -> list[str]:
+    """Buffers that hold another tensor after one forward on fake tensors (nothing is computed)."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # it makes one fake of each tensor
+    modules = [(name, module._buffers) for name, module in model.named_modules()]
+    with state_restored(model, call):
+        for _, buffers in modules:
+            buffers.update(pytree.tree_map_only(Tensor, mode.from_tensor, buffers))
+        given = [dict(buffers) for _, buffers in modules]
+        faked = call.with_tensors(mode.from_tensor)
+        with mode:
+            model(*faked.args, **faked.kwargs)
+        return [
+            ".".join(filter(None, ("model", path, name)))
+            for (path, buffers), old in zip(modules, given, strict=True)
+            for name in buffers
+            if buffers[name] is not old.get(name)
+        ]

@@ -18,17 +18,29 @@ On CUDA they are those that are known from torch's sources:
 - cuBLAS holds one workspace per handle and stream to the end of the process: 32 MiB on Hopper,
   8.1 MiB before (CublasHandlePool.cpp). Handles belong to threads, and autograd's backward runs on
   its own, so a step has two. They are resident.
+
+A random operator that runs again brings the generator's state along: its first run saves the state,
+a second run saves it, too, to put it back. On the CPU torch hands out a state as a tensor of its
+allocator, copied and dropped before the operator begins (`memopt.executor.random_state`), so there
+is either the state or what the operator itself needs, whichever is larger. A CUDA generator's state
+is a tensor of the CPU.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
-from memopt.profiler.flops import elements, operator_name, tensors_of
+from memopt.models.graph import Graph, Implementation, Operator
+from memopt.profiler.backend import Backend
+from memopt.profiler.flops import elements, operator_name, padded, tensors_of
 from memopt.profiler.signature import Signature, TensorArgument
+
+Choice = TypeVar("Choice", Operator, Implementation)
 
 _CHANNEL_BLOCK = 16
 """oneDNN's blocked layout of AVX-512 (nChw16c)."""
@@ -40,7 +52,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def cublas_workspace_bytes(device_name: str) -> int:
-    """What cuBLAS keeps on a device for the thread of the forward and for that of the backward;
+    """The memory that cuBLAS keeps on a device for the threads of the forward and of the backward;
     the larger figure for devices memopt does not know."""
     older = any(word in device_name.upper() for word in ("P100", "V100", "T4", "A100", "A10"))
     return 2 * ((4096 * 2 + 16 * 8) * 1024 if older else 4096 * 8 * 1024)
@@ -55,8 +67,7 @@ def workspace_bytes(call: Signature, outputs: Any, *, cuda: bool) -> int:
         cuda: on CUDA, else on the CPU with one thread.
     """
     name = operator_name(call.target)
-    writes = list(tensors_of(outputs))
-    reads = list(tensors_of((call.args, call.kwargs)))
+    writes, reads = tensors_of(outputs), tensors_of((call.args, call.kwargs))
     if name in ("convolution", "convolution_backward"):
         return _convolution(name, call, writes, cuda)
     if name.startswith("_scaled_dot_product"):
@@ -82,21 +93,15 @@ def contiguous(tensor: TensorArgument) -> bool:
     return True
 
 
-def _product(sizes: list[int]) -> int:
-    return math.prod(sizes)
-
-
 def _dense(tensor: TensorArgument) -> int:
-    """What `.contiguous()` allocates."""
+    """The bytes that `.contiguous()` allocates."""
     return 0 if contiguous(tensor) else _bytes(tensor)
 
 
 def _cpu(name: str, reads: list[TensorArgument], writes: list[TensorArgument]) -> int:
     if name == "_native_batch_norm_legit_functional":
         return 2 * _bytes(writes[1])
-    if name == "native_batch_norm_backward":
-        return _bytes(writes[0])
-    if name in ("native_dropout", "native_dropout_backward"):
+    if name in ("native_batch_norm_backward", "native_dropout", "native_dropout_backward"):
         return _bytes(writes[0])
     if name == "_safe_softmax":
         # Masks of the rows that are masked whole: one boolean per element and two per row.
@@ -116,21 +121,18 @@ def _layer_norm(name: str, reads: list[TensorArgument]) -> int:
     return _dense(reads[0]) + _dense(reads[1]) + (2 * _bytes(weight) if weight else 0)
 
 
-def _padded(channels: int) -> int:
-    return -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
-
-
 def _blocked(tensor: TensorArgument) -> int:
     """Bytes in the blocked layout: channels padded to the block."""
     channels = tensor.shape[1]
-    return _bytes(tensor) // channels * _padded(channels)
+    return _bytes(tensor) // channels * padded(channels, _CHANNEL_BLOCK)
 
 
 def _blocked_weight(weight: TensorArgument) -> int:
     """Both channel dimensions are padded, those of few inputs to nothing."""
     out, inner = weight.shape[:2]
-    few = inner <= _PLAIN_CHANNELS // 2
-    return _bytes(weight) // (out * inner) * _padded(out) * (inner if few else _padded(inner))
+    if inner > _PLAIN_CHANNELS // 2:
+        inner = padded(inner, _CHANNEL_BLOCK)
+    return _bytes(weight) // math.prod(weight.shape[:2]) * padded(out, _CHANNEL_BLOCK) * inner
 
 
 def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda: bool) -> int:
@@ -147,7 +149,7 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda:
     if cuda:
         transposes = contiguous(given) and given.dtype in _HALF
         return _bytes(given) + _bytes(weight) + _bytes(result) if transposes else 0
-    strided = _product(stride) > 1
+    strided = math.prod(stride) > 1
     pointwise = math.prod(weight.shape[2:]) == 1 and set(padding) == {0}
     if pointwise and not strided:
         return 0
@@ -162,7 +164,7 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda:
             given, result, image_bytes, other_bytes, weight_bytes, transposed, plain
         ) + (
             # The strided pointwise kernel gathers one image's points.
-            _bytes(given) // given.shape[0] // _product(stride)
+            _bytes(given) // given.shape[0] // math.prod(stride)
             if pointwise and len(given.shape) == 4
             else 0
         )
@@ -219,12 +221,37 @@ def _attention(name: str, call: Signature, cuda: bool) -> int:
     threads = torch.get_num_threads()
     if not backward:
         return 4 * threads * block * (keys + 2 + query.shape[-1])
-    transposed = TensorArgument(
-        tuple(gradient.shape[i] for i in (0, 2, 1, 3)),
-        tuple(gradient.stride[i] for i in (0, 2, 1, 3)),
-        gradient.offset,
-        gradient.dtype,
-        gradient.storage_bytes,
+    transposed = replace(
+        gradient,
+        shape=tuple(gradient.shape[i] for i in (0, 2, 1, 3)),
+        stride=tuple(gradient.stride[i] for i in (0, 2, 1, 3)),
     )
     copied = 0 if contiguous(transposed) or contiguous(gradient) else _bytes(gradient)
     return copied + 4 * threads * (2 * block * keys + block)
+
+
+def with_state(graph: Graph, backend: Backend, *, placed: bool = False) -> Graph:
+    """The graph whose random operators that may run again have the state in their workspace.
+
+    Args:
+        graph: priced.
+        backend: where the step runs.
+        placed: the operators' results may be in an arena, which is there before they are.
+    """
+    if not backend.on_host:
+        return graph
+    state_bytes = torch.Generator().get_state().nbytes
+
+    def charged(one: Choice, writes: Sequence[int]) -> Choice:
+        results_bytes = 0 if placed else sum(graph.tensors[t].size_bytes for t in writes)
+        return replace(one, workspace_bytes=max(one.workspace_bytes, state_bytes - results_bytes))
+
+    operators = list(graph.operators)
+    for index, one in enumerate(operators):
+        if one.random and one.recomputable:
+            choices = [
+                charged(c, one.writes if c.writes is None else c.writes)
+                for c in one.implementations
+            ]
+            operators[index] = replace(charged(one, one.writes), implementations=tuple(choices))
+    return replace(graph, operators=tuple(operators))

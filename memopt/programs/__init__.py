@@ -1,1 +1,1 @@
-"""What a plan is made of: instructions, their lifetimes, replay and validation. No torch."""
+"""Programs, which plans consist of: instructions, lifetimes, replay and validation. No torch."""

@@ -6,18 +6,18 @@ from itertools import pairwise
 from random import Random
 
 from memopt.models.graph import Graph, Phase
-from memopt.models.variants import variant
 from memopt.programs.instructions import (
     Compute,
     DropHost,
     Free,
     Instruction,
-    LossBoundary,
     Program,
     SwapIn,
     SwapOut,
 )
+from memopt.programs.lifetimes import lifetimes
 from memopt.programs.liveness import computes, with_frees
+from memopt.programs.placed import first_fit
 
 
 def random_program(
@@ -39,12 +39,10 @@ def random_program(
     """
     order = _random_order(rng, graph) if reorder else _own_order(graph)
     _recompute(rng, graph, order, recomputations)
-    instructions = [
-        x if isinstance(x, LossBoundary) else _any_implementation(rng, graph, x)
-        for x in computes(graph, order)
-        if isinstance(x, Compute | LossBoundary)
+    moved = [
+        _any_implementation(rng, graph, one) if isinstance(one, Compute) else one
+        for one in computes(graph, order)
     ]
-    moved: list[Instruction] = list(instructions)
     for _ in range(swaps):
         _swap(rng, graph, moved)
     return Program(with_frees(graph, moved))
@@ -52,19 +50,21 @@ def random_program(
 
 def random_placement(rng: Random, graph: Graph, program: Program) -> Program:
     """The program with offsets: first fit, in a random order of its lifetimes."""
-    stays = _stays(graph, program)
-    rng.shuffle(stays)
-    placed: list[tuple[int, int, int, int, int]] = []
-    for begin, end, tensor in stays:
-        size = graph.tensors[tensor].size_bytes
-        offset = 0
-        for other_begin, other_end, _, low, high in sorted(placed, key=lambda x: x[3]):
-            together = begin < other_end and other_begin < end
-            if together and offset < high and low < offset + size:
-                offset = high
-        placed.append((begin, end, tensor, offset, offset + size))
-    offsets = sorted((begin, tensor, low) for begin, _, tensor, low, _ in placed)
-    return Program(program.instructions, offsets)
+    listed = [
+        lifetime
+        for lifetime in sorted(lifetimes(graph, program).device, key=lambda one: one.end)
+        if not lifetime.transient and lifetime.tensor not in graph.tangents
+    ]
+    rng.shuffle(listed)
+    offsets: list[tuple[int, int, int]] = []
+    placed: list[tuple[int, int, int, int]] = []
+    for one in listed:
+        size = graph.tensors[one.tensor].size_bytes
+        together = (x[2:] for x in placed if one.begin < x[1] and x[0] < one.end)
+        low = first_fit(together, size)
+        placed.append((one.begin, one.end, low, low + size))
+        offsets.append((one.begin, one.tensor, low))
+    return Program(program.instructions, sorted(offsets))
 
 
 def _own_order(graph: Graph) -> list[int | None]:
@@ -138,16 +138,16 @@ def _any_implementation(rng: Random, graph: Graph, instruction: Compute) -> Comp
 
 def _swap(rng: Random, graph: Graph, instructions: list[Instruction]) -> None:
     """Swap a random tensor out and in again between two of its uses, if it has two."""
-    swapped = {x.tensor for x in instructions if isinstance(x, SwapOut)}
+    uses = [instruction.effects(graph) for instruction in instructions]
+    swapped = {tensor for effects in uses for tensor in effects.host_begins}
     gaps: list[tuple[int, int, int]] = []
     latest: dict[int, int] = {}
-    for position, instruction in enumerate(instructions):
-        reads, writes = _uses(graph, instruction)
-        for tensor in reads:
+    for position, effects in enumerate(uses):
+        for tensor in effects.reads:
             if tensor not in swapped | graph.kept | graph.resident:
                 gaps.append((tensor, latest[tensor], position))
                 latest[tensor] = position
-        for tensor in writes:
+        for tensor in effects.writes:
             latest[tensor] = position
     if not gaps:
         return
@@ -160,25 +160,3 @@ def _swap(rng: Random, graph: Graph, instructions: list[Instruction]) -> None:
     if rng.random() < 0.5:
         instructions.insert(free, Free(tensor))
     instructions.insert(out, SwapOut(tensor))
-
-
-def _uses(graph: Graph, instruction: Instruction) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if isinstance(instruction, Compute):
-        chosen = variant(graph.operators[instruction.op], instruction.implementation)
-        return chosen.reads, chosen.writes
-    return (), graph.tangents if isinstance(instruction, LossBoundary) else ()
-
-
-def _stays(graph: Graph, program: Program) -> list[tuple[int, int, int]]:
-    """(begin, end, tensor) of every lifetime that begins at a Compute or SwapIn."""
-    stays: list[tuple[int, int, int]] = []
-    since: dict[int, int] = {}
-    for position, instruction in enumerate(program):
-        if isinstance(instruction, Compute):
-            since.update(dict.fromkeys(instruction.outputs, position))
-        elif isinstance(instruction, SwapIn):
-            since[instruction.tensor] = position
-        elif isinstance(instruction, Free) and instruction.tensor in since:
-            stays.append((since.pop(instruction.tensor), position, instruction.tensor))
-    stays += [(begin, len(program), tensor) for tensor, begin in since.items()]
-    return [x for x in stays if x[2] not in graph.tangents]

@@ -12,15 +12,7 @@ from dataclasses import replace
 
 from memopt.models.graph import Graph
 from memopt.models.variants import variant
-from memopt.programs.instructions import (
-    Compute,
-    DropHost,
-    Free,
-    Instruction,
-    Program,
-    SwapIn,
-    SwapOut,
-)
+from memopt.programs.instructions import Compute, Free, Instruction, Program
 
 
 def with_in_place(graph: Graph, program: Program) -> Program:
@@ -39,11 +31,7 @@ def with_in_place(graph: Graph, program: Program) -> Program:
     waiting = list(reversed(program.instructions))
     while waiting:
         instruction = waiting.pop()
-        if isinstance(instruction, SwapOut):
-            leaving.add(instruction.tensor)
-        elif isinstance(instruction, DropHost | SwapIn):
-            leaving.discard(instruction.tensor)
-        elif isinstance(instruction, Compute):
+        if isinstance(instruction, Compute):
             frees: list[Free] = []
             while waiting and isinstance(waiting[-1], Free):
                 frees.append(waiting.pop())  # type: ignore[arg-type]  # checked in the condition
@@ -53,6 +41,9 @@ def with_in_place(graph: Graph, program: Program) -> Program:
                 frees.remove(taken)
             made += [instruction, *frees]
             continue
+        effects = instruction.effects(graph)
+        leaving.update(effects.host_begins)
+        leaving.difference_update(effects.host_ends, effects.begins)
         made.append(instruction)
     return Program(made)
 

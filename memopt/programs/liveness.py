@@ -8,19 +8,11 @@ from enum import Enum, auto
 from memopt.errors import InvalidProgramError
 from memopt.models.graph import Graph, Phase
 from memopt.models.variants import variant
-from memopt.programs.instructions import (
-    Compute,
-    Free,
-    Instruction,
-    LossBoundary,
-    Program,
-    SwapIn,
-    SwapOut,
-)
+from memopt.programs.instructions import Compute, Free, Instruction, LossBoundary, Program
 
 
 class _Future(Enum):
-    """What the rest of the program does with a tensor's present device copy."""
+    """The next thing that the program does with a tensor's present device copy."""
 
     DEAD = auto()
     READ = auto()
@@ -79,7 +71,7 @@ def with_frees(graph: Graph, instructions: Iterable[Instruction]) -> tuple[Instr
         instruction = program[position]
         if isinstance(instruction, Compute):
             chosen = variant(graph.operators[instruction.op], instruction.implementation)
-            kept = []
+            reads, kept = chosen.reads, []
             for tensor in chosen.writes:
                 if tensor in graph.kept:
                     if first[tensor] == position:
@@ -88,19 +80,17 @@ def with_frees(graph: Graph, instructions: Iterable[Instruction]) -> tuple[Instr
                 elif future[tensor] is not _Future.DEAD:
                     kept.append(tensor)
                     future[tensor] = _Future.DEAD
-            _read(graph, chosen.reads, future, backwards)
             instruction = Compute(instruction.op, tuple(kept), instruction.implementation)
-        elif isinstance(instruction, SwapOut):
-            _read(graph, (instruction.tensor,), future, backwards)
-        elif isinstance(instruction, SwapIn):
-            _appear(graph, (instruction.tensor,), future, backwards)
-        elif isinstance(instruction, LossBoundary):
-            _appear(graph, graph.tangents, future, backwards)
-        elif isinstance(instruction, Free):
-            if future[instruction.tensor] is _Future.READ:
-                name = graph.tensors[instruction.tensor].name
-                raise InvalidProgramError(f"instruction {position} frees {name!r}, read later")
-            future[instruction.tensor] = _Future.FREED
+        else:
+            effects = instruction.effects(graph)
+            reads = effects.reads
+            for tensor in effects.ends:
+                if future[tensor] is _Future.READ:
+                    name = graph.tensors[tensor].name
+                    raise InvalidProgramError(f"instruction {position} frees {name!r}, read later")
+                future[tensor] = _Future.FREED
+            _appear(effects.begins, future, backwards)
+        _read(graph, reads, future, backwards)
         backwards.append(instruction)
     for tensor, after in enumerate(future):
         if after is not _Future.DEAD:
@@ -141,12 +131,7 @@ def _read(
             future[tensor] = _Future.READ
 
 
-def _appear(
-    graph: Graph,
-    tensors: Iterable[int],
-    future: list[_Future],
-    backwards: list[Instruction],
-) -> None:
+def _appear(tensors: Iterable[int], future: list[_Future], backwards: list[Instruction]) -> None:
     """Note the arrival of tensors by other means than a Compute; unread ones go at once."""
     for tensor in tensors:
         if future[tensor] is _Future.DEAD:

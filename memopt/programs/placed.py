@@ -1,18 +1,29 @@
-"""What a placement covers, and what it leaves to the allocator."""
+"""The share of a program that its placement covers, and the kernels it leaves to the allocator."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memopt.models.graph import Graph
 from memopt.models.variants import variant
-from memopt.programs.instructions import Compute, Program
+from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 
 ALIGNMENT_BYTES = 64
-"""Of addresses that kernels write to, as torch's own allocator aligns them on the CPU (on CUDA
-sizes are multiples of 512 bytes, and so are addresses)."""
+"""Addresses that kernels write to are multiples of this, as torch's own allocator aligns them on
+the CPU. (On CUDA sizes are multiples of 512 bytes, and so are addresses.)"""
+
+
+def first_fit(taken: Iterable[tuple[int, int]], size_bytes: int) -> int:
+    """The lowest offset at which so many bytes overlap none of the intervals [low, high)."""
+    offset = 0
+    for low, high in sorted(taken):
+        if offset + size_bytes <= low:
+            break
+        offset = max(offset, high)
+    return offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +70,7 @@ class ArenaUse:
 
 
 def arena_use(graph: Graph, program: Program) -> ArenaUse | None:
-    """What a program's placement covers; None if it has none.
+    """Count what a program's placement covers; None if it has none.
 
     Args:
         graph: the cost model of the program.
@@ -74,9 +85,7 @@ def arena_use(graph: Graph, program: Program) -> ArenaUse | None:
     covered = results = 0
     written: dict[str, int] = defaultdict(int)
     calls: dict[str, int] = defaultdict(int)
-    for position, instruction in enumerate(program):
-        if not isinstance(instruction, Compute):
-            continue
+    for position, instruction in program.computes:
         operator = graph.operators[instruction.op]
         outside = 0
         for tensor in variant(operator, instruction.implementation).writes:

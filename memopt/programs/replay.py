@@ -29,6 +29,8 @@ from memopt.programs.instructions import (
     SwapIn,
     SwapOut,
 )
+from memopt.programs.lifetimes import bytes_during, lifetimes
+from memopt.programs.link_clock import LinkClock
 
 
 class Direction(StrEnum):
@@ -51,7 +53,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What replaying a program gives. Tuples have one entry per instruction.
+    """The memory and the times of a replayed program. Tuples have one entry per instruction.
 
     Attributes:
         peak_bytes: the largest device memory, resident included.
@@ -103,7 +105,7 @@ def replay(graph: Graph, program: Program, device: Device | None = None) -> Time
         InvalidProgramError: an instruction that cannot be processed, such as a read of an
             absent tensor. Whole-program laws are the validator's.
     """
-    state = _State(graph, device)
+    state = _Streams(graph, device)
     for position, instruction in enumerate(program.instructions):
         try:
             state.run(position, instruction)
@@ -125,43 +127,22 @@ def replay(graph: Graph, program: Program, device: Device | None = None) -> Time
 def _outside_bytes(graph: Graph, program: Program, step_bytes: tuple[int, ...]) -> int:
     """The largest memory outside the arena: all of it, less the lifetimes with an offset."""
     placed = {(position, tensor) for position, tensor, _ in program.offsets or ()}
-    live: set[int] = set()
-    inside_bytes = 0
-    peak = 0 if step_bytes else graph.resident_bytes
-    for position, instruction in enumerate(program.instructions):
-        during = inside_bytes
-        if isinstance(instruction, Compute):
-            chosen = variant(graph.operators[instruction.op], instruction.implementation)
-            new = [tensor for tensor in chosen.writes if (position, tensor) in placed]
-            if instruction.in_place in live:
-                live.remove(instruction.in_place)
-                inside_bytes -= graph.tensors[instruction.in_place].size_bytes
-                during = inside_bytes
-            during += sum(graph.tensors[tensor].size_bytes for tensor in new)
-            new = [tensor for tensor in new if tensor in instruction.outputs]
-            live.update(new)
-            inside_bytes += sum(graph.tensors[tensor].size_bytes for tensor in new)
-        elif isinstance(instruction, SwapIn) and (position, instruction.tensor) in placed:
-            live.add(instruction.tensor)
-            inside_bytes += graph.tensors[instruction.tensor].size_bytes
-            during = inside_bytes
-        elif isinstance(instruction, Free) and instruction.tensor in live:
-            live.remove(instruction.tensor)
-            inside_bytes -= graph.tensors[instruction.tensor].size_bytes
-        peak = max(peak, step_bytes[position] - during)
-    return peak
+    listed = (lifetime for lifetime in lifetimes(graph, program).device if lifetime.key in placed)
+    inside_bytes = bytes_during(graph, listed, len(program))
+    outside_bytes = (total - inside for total, inside in zip(step_bytes, inside_bytes, strict=True))
+    return max(outside_bytes, default=graph.resident_bytes)
 
 
 class _Invalid(Exception):
     """Why an instruction cannot be processed."""
 
 
-class _State:
+class _Streams(LinkClock):
     """Device, host and streams while a program is replayed."""
 
     def __init__(self, graph: Graph, device: Device | None) -> None:
+        super().__init__(device or Device())
         self.graph = graph
-        self.device = device or Device()
         self.sizes = [tensor.size_bytes for tensor in graph.tensors]
         self.resident = graph.resident
         self.live: set[int] = set()
@@ -171,14 +152,6 @@ class _State:
         self.device_bytes = graph.resident_bytes
         self.during_bytes = self.device_bytes
         self.copied_bytes = 0
-        self.now_s = 0.0
-        self.arrival_s: dict[int, float] = {}
-        """Tensor → end of its latest transfer, until the compute stream has passed it."""
-        self.stored_s: dict[int, float] = {}
-        """Tensor → when its host copy is complete."""
-        self.to_host_free_s = 0.0
-        self.from_host_free_s = 0.0
-        self.wait_s = 0.0
         self.transfers: list[Transfer] = []
         self.rows: list[tuple[int, int, int, float, float, float]] = []
 
@@ -238,7 +211,7 @@ class _State:
             if tensor not in self.live and tensor not in self.resident:
                 raise _Invalid(f"{self._name(tensor)} is not on the device")
             if self.arrival_s:
-                self._wait_for_arrival(tensor)
+                self.arrive(tensor)
         sizes = self.sizes
         self.during_bytes = (
             self.device_bytes + sum([sizes[t] for t in chosen.writes]) + chosen.workspace_bytes
@@ -269,7 +242,7 @@ class _State:
     def _free(self, tensor: int) -> None:
         if tensor not in self.live:
             raise _Invalid(f"{self._name(tensor)} is not on the device")
-        self._wait(self.arrival_s.pop(tensor, 0.0), self.stored_s.get(tensor, 0.0))
+        self.free(tensor)
         self.live.remove(tensor)
         self.during_bytes = self.device_bytes
         self.device_bytes -= self.sizes[tensor]
@@ -281,12 +254,7 @@ class _State:
             raise _Invalid(f"{self._name(tensor)} is on the host already")
         # The data exist: the producer is done, and so is an earlier swap-in, since the host
         # copy it read from was dropped, which waits.
-        start_s = max(self.now_s, self.to_host_free_s)
-        end_s = start_s + self.device.swap_out_time_s(self.sizes[tensor])
-        self.to_host_free_s = end_s
-        if not self.device.duplex:
-            self.from_host_free_s = end_s
-        self.stored_s[tensor] = end_s
+        start_s, end_s = self.copy_out(tensor, self.sizes[tensor])
         self.host.add(tensor)
         self.leaving.add(tensor)
         self.copied_bytes += self.sizes[tensor]
@@ -299,19 +267,14 @@ class _State:
         self._appear(tensor)
         self.leaving.discard(tensor)
         # The host copy is complete: the device copy was freed, which waits.
-        start_s = max(self.now_s, self.from_host_free_s)
-        end_s = start_s + self.device.swap_in_time_s(self.sizes[tensor])
-        self.from_host_free_s = end_s
-        if not self.device.duplex:
-            self.to_host_free_s = end_s
-        self.arrival_s[tensor] = end_s
+        start_s, end_s = self.copy_back(tensor, self.sizes[tensor])
         self.during_bytes = self.device_bytes
         self.transfers.append(Transfer(position, tensor, Direction.FROM_HOST, start_s, end_s))
 
     def _drop_host(self, tensor: int) -> None:
         if tensor not in self.host:
             raise _Invalid(f"{self._name(tensor)} is not on the host")
-        self._wait(self.arrival_s.pop(tensor, 0.0), self.stored_s.pop(tensor))
+        self.wait(self.arrival_s.pop(tensor, 0.0), self.stored_s.pop(tensor))
         self.host.remove(tensor)
         self.leaving.discard(tensor)
         self.copied_bytes -= self.sizes[tensor]
@@ -322,16 +285,6 @@ class _State:
             raise _Invalid(f"{self._name(tensor)} is on the device already")
         self.live.add(tensor)
         self.device_bytes += self.sizes[tensor]
-
-    def _wait_for_arrival(self, tensor: int) -> None:
-        if tensor in self.arrival_s:
-            self._wait(self.arrival_s.pop(tensor))
-
-    def _wait(self, *until_s: float) -> None:
-        wait_s = max(until_s) - self.now_s
-        if wait_s > 0:
-            self.wait_s += wait_s
-            self.now_s = max(until_s)
 
     def _name(self, tensor: int) -> str:
         if 0 <= tensor < len(self.graph.tensors):

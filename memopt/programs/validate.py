@@ -18,18 +18,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memopt.models.graph import Graph, Operator, Phase, TensorKind
+from memopt.models.budget import NO_LIMIT, Budget
+from memopt.models.graph import Graph, Phase, TensorKind
 from memopt.programs.instructions import (
     Compute,
-    DropHost,
-    Free,
     Instruction,
     LossBoundary,
+    OfTensor,
     Program,
     SwapIn,
-    SwapOut,
 )
-from memopt.programs.validate_placement import Lifetime, misplaced
+from memopt.programs.validate_placement import LiveRange, misplaced, tensors_of
 from memopt.programs.violations import Violation as Violation
 from memopt.programs.violations import ViolationCode as ViolationCode
 from memopt.programs.violations import first
@@ -52,17 +51,15 @@ class Use(NamedTuple):
 def validate(
     graph: Graph,
     program: Program,
-    budget_bytes: int | None = None,
-    host_budget_bytes: int | None = None,
+    budget: Budget = NO_LIMIT,
 ) -> Violation | None:
     """Check a program; None means that it is valid.
 
     Args:
         graph: the cost model the program refers to.
         program: what to check, with its placement if it has one.
-        budget_bytes: device memory, resident included; None: no limit. With a placement, the
-            arena and everything outside it must fit, too.
-        host_budget_bytes: memory for host copies; None: no limit.
+        budget: what the program may take. With a placement, the arena and everything outside it
+            must fit on the device, too.
 
     Returns:
         The first violation, or None.
@@ -81,15 +78,15 @@ def validate(
         return first(found)
     use = memory_use(graph, program)
     for limit, values, code in (
-        (budget_bytes, use.during, Code.OVER_BUDGET),
-        (host_budget_bytes, use.host, Code.OVER_HOST_BUDGET),
+        (budget.device_bytes, use.during, Code.OVER_BUDGET),
+        (budget.host_bytes, use.host, Code.OVER_HOST_BUDGET),
     ):
         for position, value in enumerate(values):
             if limit is not None and value > limit:
                 return Violation(code, position, f"{value} bytes, {value - limit} too many")
     if program.offsets is None:
         return None
-    return misplaced(graph, program, device, max(use.outside, default=0), budget_bytes)
+    return misplaced(graph, program, device, max(use.outside, default=0), budget.device_bytes)
 
 
 def memory_use(graph: Graph, program: Program) -> Use:
@@ -127,7 +124,7 @@ class _Covering:
     """Sums the sizes of the lifetimes that began before one position and end at or after
     another."""
 
-    def __init__(self, lifetimes: Sequence[Lifetime], sizes: Sequence[int]) -> None:
+    def __init__(self, lifetimes: Sequence[LiveRange], sizes: Sequence[int]) -> None:
         self.begin = np.array([x.begin for x in lifetimes], dtype=np.int64)
         self.end = np.array([x.end for x in lifetimes], dtype=np.int64)
         self.size = np.array([sizes[x.tensor] for x in lifetimes], dtype=np.int64)
@@ -136,20 +133,12 @@ class _Covering:
         return int(self.size[(self.begin < before) & (self.end >= until)].sum())
 
 
-def _variant(operator: Operator, name: str | None) -> tuple[Sequence[int], Sequence[int], int]:
-    """(reads, writes, workspace) of the chosen implementation."""
-    for choice in operator.implementations:
-        if name is not None and choice.name == name:
-            reads = operator.reads if choice.reads is None else choice.reads
-            writes = operator.writes if choice.writes is None else choice.writes
-            return reads, writes, choice.workspace_bytes
-    return operator.reads, operator.writes, operator.workspace_bytes
-
-
 def _produced(graph: Graph, instruction: Instruction) -> tuple[Sequence[int], int]:
     """Tensors an instruction allocates, and the scratch memory on top while it runs."""
     if isinstance(instruction, Compute):
-        _, writes, workspace = _variant(graph.operators[instruction.op], instruction.implementation)
+        _, writes, workspace = tensors_of(
+            graph.operators[instruction.op], instruction.implementation
+        )
         return writes, workspace
     if isinstance(instruction, SwapIn):
         return (instruction.tensor,), 0
@@ -163,7 +152,7 @@ def _malformed(graph: Graph, instructions: Sequence[object]) -> Iterator[Violati
     for i, instruction in enumerate(instructions):
         if isinstance(instruction, Compute):
             yield from _malformed_compute(graph, i, instruction)
-        elif isinstance(instruction, Free | SwapOut | SwapIn | DropHost):
+        elif isinstance(instruction, OfTensor):
             if not 0 <= instruction.tensor < len(graph.tensors):
                 yield Violation(Code.UNKNOWN_TENSOR, i, f"{instruction}")
             elif graph.tensors[instruction.tensor].resident:
@@ -192,7 +181,7 @@ def _malformed_compute(graph: Graph, i: int, instruction: Compute) -> Iterator[V
         message = f"{operator.name!r} has no {instruction.implementation!r}"
         yield Violation(Code.UNKNOWN_IMPLEMENTATION, i, message)
         return
-    _, writes, _ = _variant(operator, instruction.implementation)
+    _, writes, _ = tensors_of(operator, instruction.implementation)
     for position, tensor in enumerate(instruction.outputs):
         if tensor not in writes:
             message = f"{operator.name!r} does not write tensor {tensor}"
@@ -225,7 +214,7 @@ def _order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violat
         if not operator.recomputable and instruction.op in ran:
             yield Violation(Code.NOT_RECOMPUTABLE, i, f"{operator.name!r}")
         ran.add(instruction.op)
-        reads, _, _ = _variant(operator, instruction.implementation)
+        reads, _, _ = tensors_of(operator, instruction.implementation)
         parameters = {t for t in reads if graph.tensors[t].kind is TensorKind.PARAMETER}
         if operator.phase is not Phase.UPDATE and parameters & updated:
             yield Violation(Code.READ_AFTER_UPDATE, i, f"{operator.name!r}")
@@ -264,7 +253,7 @@ def _draws(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violat
 
 
 def _late_outputs(
-    graph: Graph, program: Program, lifetimes: Sequence[Lifetime]
+    graph: Graph, program: Program, lifetimes: Sequence[LiveRange]
 ) -> Iterator[Violation]:
     """The user's loss reads the outputs: those of the forward are there at the boundary."""
     for i, instruction in enumerate(program.instructions):
@@ -281,12 +270,12 @@ def _late_outputs(
 
 def _lifetimes(
     graph: Graph, instructions: Sequence[Instruction]
-) -> tuple[list[Lifetime], list[Lifetime], list[Violation]]:
+) -> tuple[list[LiveRange], list[LiveRange], list[Violation]]:
     """Every tensor's lifetimes on the device and on the host, and what is wrong with them."""
     histories: list[list[tuple[int, str]]] = [[] for _ in graph.tensors]
     for i, instruction in enumerate(instructions):
         if isinstance(instruction, Compute):
-            reads, _, _ = _variant(graph.operators[instruction.op], instruction.implementation)
+            reads, _, _ = tensors_of(graph.operators[instruction.op], instruction.implementation)
             for tensor in reads:
                 histories[tensor].append((i, "read"))
             if instruction.in_place is not None:
@@ -298,8 +287,8 @@ def _lifetimes(
                 histories[tensor].append((i, "produce"))
         else:
             histories[instruction.tensor].append((i, type(instruction).__name__))
-    device: list[Lifetime] = []
-    host: list[Lifetime] = []
+    device: list[LiveRange] = []
+    host: list[LiveRange] = []
     found: list[Violation] = []
     for tensor, history in enumerate(histories):
         if not graph.tensors[tensor].resident:
@@ -322,8 +311,8 @@ class _History:
         self.length = length
         held = graph.tangents if graph.tangents_held else ()
         self.result = tensor in (*graph.outputs, *graph.gradients, *held)
-        self.device: list[Lifetime] = []
-        self.host: list[Lifetime] = []
+        self.device: list[LiveRange] = []
+        self.host: list[LiveRange] = []
         self.found: list[Violation] = []
         self.live_since: int | None = None
         self.copied_since: int | None = None
@@ -342,7 +331,7 @@ class _History:
             self._end_device(i)
         elif event == "overwrite":
             # Where the tensor is absent, its reading has been found wrong already. A copy made
-            # of this very stay may still be under way.
+            # of this very lifetime may still be under way.
             since, copy = self.live_since, self.copied_since
             leaving = since is not None and copy is not None and copy > since
             self._need(not self.result and not leaving, Code.IN_PLACE, i)
@@ -375,10 +364,10 @@ class _History:
 
     def _end_device(self, i: int) -> None:
         if self.live_since is not None:
-            self.device.append(Lifetime(self.tensor, self.live_since, i))
+            self.device.append(LiveRange(self.tensor, self.live_since, i))
         self.live_since = None
 
     def _end_host(self, i: int) -> None:
         if self.copied_since is not None:
-            self.host.append(Lifetime(self.tensor, self.copied_since, i))
+            self.host.append(LiveRange(self.tensor, self.copied_since, i))
         self.copied_since = None

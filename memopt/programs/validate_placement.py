@@ -7,34 +7,44 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memopt.models.graph import Graph
+from memopt.models.graph import Graph, Operator
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.violations import Violation, ViolationCode, first
 
 Code = ViolationCode
 
 
-class Lifetime(NamedTuple):
-    """One stay of a tensor in memory: instructions [begin, end)."""
+class LiveRange(NamedTuple):
+    """One lifetime of a tensor in memory: instructions [begin, end)."""
 
     tensor: int
     begin: int
     end: int
 
 
+def tensors_of(operator: Operator, name: str | None) -> tuple[Sequence[int], Sequence[int], int]:
+    """(reads, writes, workspace) of the chosen implementation."""
+    for choice in operator.implementations:
+        if name is not None and choice.name == name:
+            reads = operator.reads if choice.reads is None else choice.reads
+            writes = operator.writes if choice.writes is None else choice.writes
+            return reads, writes, choice.workspace_bytes
+    return operator.reads, operator.writes, operator.workspace_bytes
+
+
 def misplaced(
     graph: Graph,
     program: Program,
-    lifetimes: Sequence[Lifetime],
+    lifetimes: Sequence[LiveRange],
     outside_bytes: int,
     budget_bytes: int | None,
 ) -> Violation | None:
-    """What is wrong with `program.offsets`, or None.
+    """Find what is wrong with `program.offsets`; None: nothing.
 
     Every lifetime that begins at a Compute or SwapIn has an offset or is named in
-    `program.apart`; those of results (`graph.kept`), which the user may hold beyond the step, and
-    transient outputs may have one. Tangents come from outside and have none, nor have the tensors
-    that the graph lists as `outside`. Workspace is not placed.
+    `program.unplaced`; those of results (`graph.kept`), which the user may hold beyond the step,
+    and transient outputs may have one. Tangents come from outside and have none, nor have the
+    tensors that the graph lists as `allocator_owned`. Workspace is not placed.
 
     Args:
         graph: the cost model.
@@ -43,12 +53,12 @@ def misplaced(
         outside_bytes: largest memory outside the arena at any instruction, resident included.
         budget_bytes: for the arena and what is outside it; None: no limit.
     """
-    stays = {(x.begin, x.tensor): x for x in lifetimes}
-    placed: dict[tuple[int, int], tuple[Lifetime, int]] = {}
+    ranges = {(x.begin, x.tensor): x for x in lifetimes}
+    placed: dict[tuple[int, int], tuple[LiveRange, int]] = {}
     found: list[Violation] = []
     for position, tensor, offset in program.offsets or ():
-        stay = stays.get((position, tensor)) or _transient(graph, program, position, tensor)
-        if stay is None or tensor in graph.tangents or tensor in graph.outside:
+        one = ranges.get((position, tensor)) or _transient(graph, program, position, tensor)
+        if one is None or tensor in graph.tangents or tensor in graph.allocator_owned:
             message = f"tensor {tensor} does not appear here, or is not to be placed"
             found.append(Violation(Code.OFFSET_STRAY, position, message))
         elif (position, tensor) in placed:
@@ -56,16 +66,16 @@ def misplaced(
         elif offset < 0:
             found.append(Violation(Code.OFFSET_NEGATIVE, position, f"tensor {tensor}"))
         else:
-            placed[position, tensor] = stay, offset
-    free = {*graph.outputs, *graph.gradients, *graph.tangents, *graph.outside}
-    apart = set(program.apart)
-    for stay in lifetimes:
-        key = stay.begin, stay.tensor
-        if stay.tensor not in free and key not in placed and key not in apart:
-            name = graph.tensors[stay.tensor].name
-            found.append(Violation(Code.OFFSET_MISSING, stay.begin, f"{name!r}"))
-    for position, tensor in apart:
-        if (position, tensor) in placed or (position, tensor) not in stays:
+            placed[position, tensor] = one, offset
+    free = {*graph.outputs, *graph.gradients, *graph.tangents, *graph.allocator_owned}
+    unplaced = set(program.unplaced)
+    for one in lifetimes:
+        key = one.begin, one.tensor
+        if one.tensor not in free and key not in placed and key not in unplaced:
+            name = graph.tensors[one.tensor].name
+            found.append(Violation(Code.OFFSET_MISSING, one.begin, f"{name!r}"))
+    for position, tensor in unplaced:
+        if (position, tensor) in placed or (position, tensor) not in ranges:
             message = f"tensor {tensor} is apart, but has an offset or does not appear here"
             found.append(Violation(Code.OFFSET_STRAY, position, message))
     if found:
@@ -87,19 +97,15 @@ def misplaced(
 def _moved(
     graph: Graph,
     program: Program,
-    lifetimes: Sequence[Lifetime],
-    placed: Mapping[tuple[int, int], tuple[Lifetime, int]],
+    lifetimes: Sequence[LiveRange],
+    placed: Mapping[tuple[int, int], tuple[LiveRange, int]],
 ) -> Violation | None:
     """A Compute in place whose output is not where the tensor is that it overwrites."""
     begin = {(x.tensor, x.end): x.begin for x in lifetimes}
     for position, instruction in enumerate(program):
         if not isinstance(instruction, Compute) or instruction.in_place is None:
             continue
-        operator = graph.operators[instruction.op]
-        writes: Sequence[int] = operator.writes
-        for choice in operator.implementations:
-            if choice.name == instruction.implementation and choice.writes is not None:
-                writes = choice.writes
+        _, writes, _ = tensors_of(graph.operators[instruction.op], instruction.implementation)
         taken, made = instruction.in_place, writes[0]
         keys = ((begin[taken, position], taken), (position, made))
         here = [placed[key][1] for key in keys if key in placed]
@@ -108,35 +114,31 @@ def _moved(
     return None
 
 
-def _transient(graph: Graph, program: Program, position: int, tensor: int) -> Lifetime | None:
-    """The stay of a written tensor that is not kept: its Compute alone."""
+def _transient(graph: Graph, program: Program, position: int, tensor: int) -> LiveRange | None:
+    """The lifetime of a written tensor that is not kept: its Compute alone."""
     if not 0 <= position < len(program):
         return None
     instruction = program.instructions[position]
     if not isinstance(instruction, Compute) or tensor in instruction.outputs:
         return None
-    operator = graph.operators[instruction.op]
-    writes: Sequence[int] = operator.writes
-    for choice in operator.implementations:
-        if choice.name == instruction.implementation and choice.writes is not None:
-            writes = choice.writes
-    return Lifetime(tensor, position, position + 1) if tensor in writes else None
+    _, writes, _ = tensors_of(graph.operators[instruction.op], instruction.implementation)
+    return LiveRange(tensor, position, position + 1) if tensor in writes else None
 
 
-def _overlap(graph: Graph, placed: Sequence[tuple[Lifetime, int]]) -> Violation | None:
+def _overlap(graph: Graph, placed: Sequence[tuple[LiveRange, int]]) -> Violation | None:
     """The first lifetime that shares addresses with one that is live at its begin."""
-    stays = sorted(placed, key=lambda pair: pair[0].begin)
-    begin = np.array([x.begin for x, _ in stays], dtype=np.int64)
-    end = np.array([x.end for x, _ in stays], dtype=np.int64)
-    low = np.array([offset for _, offset in stays], dtype=np.int64)
-    high = low + np.array([graph.tensors[x.tensor].size_bytes for x, _ in stays], dtype=np.int64)
-    for i, (stay, offset) in enumerate(stays):
+    ranges = sorted(placed, key=lambda pair: pair[0].begin)
+    begin = np.array([x.begin for x, _ in ranges], dtype=np.int64)
+    end = np.array([x.end for x, _ in ranges], dtype=np.int64)
+    low = np.array([offset for _, offset in ranges], dtype=np.int64)
+    high = low + np.array([graph.tensors[x.tensor].size_bytes for x, _ in ranges], dtype=np.int64)
+    for i, (one, offset) in enumerate(ranges):
         # Those before it in the order began no later, so they meet it if they end after its begin.
         shared = np.maximum(low[:i], low[i]) < np.minimum(high[:i], high[i])
         clash = (begin[i] < end[:i]) & shared
         if clash.any():
-            other = stays[int(np.argmax(clash))][0]
-            names = (graph.tensors[stay.tensor].name, graph.tensors[other.tensor].name)
+            other = ranges[int(np.argmax(clash))][0]
+            names = (graph.tensors[one.tensor].name, graph.tensors[other.tensor].name)
             message = f"{names[0]!r} at {offset} and {names[1]!r}, live since {other.begin}"
-            return Violation(Code.ADDRESSES_OVERLAP, stay.begin, message)
+            return Violation(Code.ADDRESSES_OVERLAP, one.begin, message)
     return None

@@ -52,7 +52,7 @@ class ViolationCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """What is wrong, and where.
+    """One thing that is wrong with a program, and where.
 
     Attributes:
         code: the kind of violation.

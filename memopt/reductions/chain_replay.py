@@ -13,9 +13,7 @@ from dataclasses import dataclass
 
 from memopt.errors import InvalidProgramError
 from memopt.models.chain import Chain
-from memopt.models.steps import ChainStep, Move
-
-FORWARD_MOVES = (Move.FORWARD_NO_SAVE, Move.FORWARD_CHECKPOINT, Move.FORWARD_ALL)
+from memopt.models.steps import FORWARD_MOVES, ChainStep, Move
 
 
 @dataclass(frozen=True, slots=True)

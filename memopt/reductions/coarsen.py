@@ -15,15 +15,7 @@ from heapq import heappop, heappush
 
 from memopt.models.graph import Graph, Operator, Phase
 from memopt.models.variants import variant
-from memopt.programs.instructions import (
-    Compute,
-    DropHost,
-    Free,
-    Instruction,
-    Program,
-    SwapIn,
-    SwapOut,
-)
+from memopt.programs.instructions import Compute, Free, Instruction, OfTensor, Program
 from memopt.reductions.stage_costs import stage_name
 
 
@@ -58,15 +50,13 @@ class Coarsening:
         for instruction in program:
             if isinstance(instruction, Compute):
                 fine.extend(self._group(instruction, live))
-            elif isinstance(instruction, Free | SwapOut | SwapIn | DropHost):
-                tensor = self.tensors[instruction.tensor]
-                if isinstance(instruction, Free):
-                    live.discard(tensor)
-                elif isinstance(instruction, SwapIn):
-                    live.add(tensor)
-                fine.append(type(instruction)(tensor))
-            else:
-                fine.append(instruction)
+                continue
+            effects = instruction.effects(self.graph)
+            live.difference_update(self.tensors[tensor] for tensor in effects.ends)
+            live.update(self.tensors[tensor] for tensor in effects.begins)
+            if isinstance(instruction, OfTensor):
+                instruction = replace(instruction, tensor=self.tensors[instruction.tensor])
+            fine.append(instruction)
         return Program(fine)
 
     def _group(self, instruction: Compute, live: set[int]) -> list[Instruction]:

@@ -94,7 +94,7 @@ class Linearization(StagedGraph):
             results += stage.parameter_gradient_bytes
         return chain.resident_bytes + chain.input_bytes + peak
 
-    def lower(self, steps: Sequence[ChainStep]) -> Program:
+    def lower(self, steps: Sequence[ChainStep], budget_bytes: int | None = None) -> Program:
         """The program of a chain schedule (see `memopt.reductions.lower.lower_steps`), computing in
         place what can be."""
         return with_in_place(self.graph, lower_steps(self, steps))

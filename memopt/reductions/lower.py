@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from memopt.errors import InvalidProgramError
+from memopt.models.chain import Chain
 from memopt.models.graph import Graph
-from memopt.models.steps import ChainStep, Move
+from memopt.models.steps import FORWARD_MOVES, ChainStep, Move, has_transfers
 from memopt.models.variants import variant
 from memopt.programs.instructions import (
     Compute,
@@ -26,8 +28,9 @@ from memopt.programs.instructions import (
     SwapOut,
 )
 from memopt.programs.liveness import with_frees
-from memopt.reductions.chain_replay import FORWARD_MOVES, replay_chain
-from memopt.reductions.offload_replay import has_transfers, replay_offload
+from memopt.programs.replay import replay
+from memopt.reductions.chain_replay import replay_chain
+from memopt.reductions.chain_to_graph import chain_to_graph
 from memopt.reductions.stage_map import StagedGraph
 
 
@@ -50,13 +53,20 @@ def lower_steps(
         InvalidProgramError: the schedule is not valid for the chain.
     """
     if has_transfers(steps):
-        replay_offload(staged.chain, steps)
+        _check_with_transfers(staged.chain, steps)
     else:
         replay_chain(staged.chain, steps)
     instructions = _Lowering(staged, steps).instructions()
     if not keep_unread:
         instructions = without_unread_reruns(staged.graph, instructions)
     return Program(with_frees(staged.graph, instructions))
+
+
+def _check_with_transfers(chain: Chain, steps: Sequence[ChainStep]) -> None:
+    view = chain_to_graph(chain)
+    replay(view.graph, view.lower(steps))
+    if ChainStep(Move.BACKWARD, 1) not in steps:
+        raise InvalidProgramError("the schedule ends before B^1")
 
 
 class _Lowering:
@@ -188,10 +198,10 @@ def without_unread_reruns(graph: Graph, instructions: Sequence[Instruction]) -> 
                 continue
             read_later.difference_update(run.writes)
             read_later.update(run.reads)
-        elif isinstance(instruction, SwapIn):
-            read_later.discard(instruction.tensor)
-        elif isinstance(instruction, SwapOut):
-            read_later.add(instruction.tensor)
+        else:
+            effects = instruction.effects(graph)
+            read_later.difference_update(effects.begins)
+            read_later.update(effects.reads)
         kept.append(instruction)
     kept.reverse()
     return kept

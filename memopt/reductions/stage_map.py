@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memopt.models.chain import Chain
 from memopt.models.graph import Graph, Phase
+from memopt.reductions.chain_view import ChainView
 from memopt.reductions.cuts import (
     Cut,
     always_held,
@@ -61,17 +61,13 @@ class StageMap:
 
 
 @dataclass(frozen=True)
-class StagedGraph:
-    """A graph whose operators are the stages of a chain.
+class StagedGraph(ChainView):
+    """A graph whose operators are the stages of a chain; stage n is the loss boundary.
 
     Attributes:
-        graph: the graph.
-        chain: its chain; stage n is the loss boundary.
         stage_map: the operators of stages 1..n-1, and the held storages.
     """
 
-    graph: Graph
-    chain: Chain
     stage_map: StageMap
 
     @property

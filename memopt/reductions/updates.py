@@ -50,12 +50,11 @@ def with_early_updates(graph: Graph, program: Program) -> Program:
     last: dict[int, int] = {}
     drawn: dict[int, int] = {}
     """Random operator → its first run."""
-    for position, instruction in enumerate(program):
-        if isinstance(instruction, Compute):
-            if graph.operators[instruction.op].random:
-                drawn.setdefault(instruction.op, position)
-            chosen = variant(graph.operators[instruction.op], instruction.implementation)
-            last.update(dict.fromkeys((*chosen.reads, *chosen.writes), position))
+    for position, run in program.computes:
+        if graph.operators[run.op].random:
+            drawn.setdefault(run.op, position)
+        chosen = variant(graph.operators[run.op], run.implementation)
+        last.update(dict.fromkeys((*chosen.reads, *chosen.writes), position))
     after: dict[int, list[int]] = {}
     for index in _updates(graph):
         position = max((last.get(t, 0) for t in graph.operators[index].reads), default=0)
@@ -85,7 +84,7 @@ class StepLinearization(Linearization):
 
     plain: Linearization = field(kw_only=True)
 
-    def lower(self, steps: Sequence[ChainStep]) -> Program:
+    def lower(self, steps: Sequence[ChainStep], budget_bytes: int | None = None) -> Program:
         """The program of a chain schedule, updates included, computing in place what can be."""
         return with_in_place(
             self.graph, with_early_updates(self.graph, lower_steps(self.plain, steps))

@@ -1,1 +1,1 @@
-"""What people look at: summaries, tables, plots, progress."""
+"""Summaries, tables, plots and progress: how people see plans and comparisons."""

@@ -6,11 +6,11 @@ them. Every function draws on `ax` (a new figure's if None) and returns it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from memopt.models.graph import Graph, Phase, TensorKind
-from memopt.programs.instructions import Compute, Free, LossBoundary, Program, SwapIn
+from memopt.models.graph import Graph, TensorKind
+from memopt.programs.instructions import Program
+from memopt.programs.lifetimes import lifetimes
 from memopt.programs.replay import replay
 from memopt.report.style import (
     BLUE,
@@ -37,7 +37,7 @@ TRANSIENT_COLOUR = GREY
 RELOADED_COLOUR = PURPLE
 
 
-class Block(NamedTuple):
+class Rectangle(NamedTuple):
     """One lifetime: [begin, end) in steps of the axis, its place if it has one, its colour."""
 
     tensor: int
@@ -49,46 +49,31 @@ class Block(NamedTuple):
     colour: str
 
 
-def blocks(graph: Graph, program: Program) -> tuple[Block, ...]:
-    """Every lifetime of a valid program that begins at a Compute or SwapIn, transient ones too."""
-    return tuple(sorted(_blocks(graph, program), key=lambda block: (block.begin, block.tensor)))
-
-
-def _blocks(graph: Graph, program: Program) -> Iterator[Block]:
+def blocks(graph: Graph, program: Program) -> tuple[Rectangle, ...]:
+    """Every lifetime of a valid program that begins at a Compute or SwapIn, transient ones where
+    they have a place, by their beginnings."""
     places = {(i, tensor): offset for i, tensor, offset in program.offsets or ()}
-    open_: dict[int, tuple[int, int, str, str]] = {}
+    runs, steps = dict(program.computes), program.steps_before
+    found: list[Rectangle] = []
     seen: set[int] = set()
-    step = 0
-
-    def finish(tensor: int, end: int) -> Block:
-        position, begin, label, colour = open_.pop(tensor)
-        size = graph.tensors[tensor].size_bytes
-        return Block(tensor, begin, end, places.get((position, tensor)), size, label, colour)
-
-    for position, instruction in enumerate(program):
-        if isinstance(instruction, Compute):
-            if instruction.in_place is not None:
-                yield finish(instruction.in_place, step)
-            for tensor in instruction.outputs:
-                kind = graph.tensors[tensor].kind
-                label, colour = str(kind), KIND_COLOURS.get(kind, BLUE)
-                if tensor in seen:
-                    label, colour = "computed again", RELOADED_COLOUR
-                seen.add(tensor)
-                open_[tensor] = (position, step, label, colour)
-            for (i, tensor), offset in places.items():
-                if i == position and tensor not in instruction.outputs:
-                    size = graph.tensors[tensor].size_bytes
-                    yield Block(tensor, step, step + 1, offset, size, "transient", TRANSIENT_COLOUR)
-        elif isinstance(instruction, SwapIn):
-            open_[instruction.tensor] = (position, step, "back from the host", RELOADED_COLOUR)
-        elif isinstance(instruction, Free):
-            if instruction.tensor in open_:
-                yield finish(instruction.tensor, step)
+    for lifetime in lifetimes(graph, program).device:
+        tensor, offset = lifetime.tensor, places.get(lifetime.key)
+        if lifetime.begin == program.boundary or (lifetime.transient and offset is None):
             continue
-        step += 1
-    for tensor in tuple(open_):
-        yield finish(tensor, step)
+        kind = graph.tensors[tensor].kind
+        label, colour = str(kind), KIND_COLOURS.get(kind, BLUE)
+        if lifetime.transient:
+            label, colour = "transient", TRANSIENT_COLOUR
+        elif lifetime.begin not in runs:
+            label, colour = "back from the host", RELOADED_COLOUR
+        elif tensor in seen:
+            label, colour = "computed again", RELOADED_COLOUR
+        else:
+            seen.add(tensor)
+        begin, end = steps[lifetime.begin], steps[lifetime.end]
+        size = graph.tensors[tensor].size_bytes
+        found.append(Rectangle(tensor, begin, end, offset, size, label, colour))
+    return tuple(sorted(found, key=lambda block: (block.begin, block.tensor)))
 
 
 def plot_addresses(graph: Graph, program: Program, ax: Axes | None = None) -> Axes:
@@ -116,7 +101,7 @@ def plot_addresses(graph: Graph, program: Program, ax: Axes | None = None) -> Ax
             linewidth=0.2,
             label=label,
         )
-    _mark_boundary(graph, program, axes)
+    _mark_boundary(program, axes)
     axes.set(xlabel="step", ylabel=f"address, {unit_name}", ylim=(0, top / unit * 1.02))
     axes.legend(loc="upper left", fontsize="small")
     return axes
@@ -155,11 +140,7 @@ def plot_orders(graph: Graph, before: Program, after: Program, ax: Axes | None =
     for program, timeline, name, colour in zip(
         (before, after), timelines, names, (GREY, BLUE), strict=True
     ):
-        during = [
-            size / unit
-            for instruction, size in zip(program, timeline.step_bytes, strict=True)
-            if not isinstance(instruction, Free)
-        ]
+        during = [timeline.step_bytes[position] / unit for position in program.steps]
         label = f"{name}: peak {timeline.peak_bytes / unit:.1f} {unit_name}"
         axes.plot(during, color=colour, label=label, linestyle="--" if name == "before" else "-")
     axes.set(xlabel="step", ylabel=f"memory, {unit_name}", ylim=(0, None))
@@ -183,21 +164,15 @@ def plot_lifetimes(graph: Graph, program: Program, ax: Axes | None = None) -> Ax
             label=None if block.label in shown else block.label,
         )
         shown.add(block.label)
-    _mark_boundary(graph, program, axes)
+    _mark_boundary(program, axes)
     axes.set(xlabel="step", ylabel="lifetimes in order of their begin")
     axes.invert_yaxis()
     axes.legend(fontsize="small")
     return axes
 
 
-def _mark_boundary(graph: Graph, program: Program, axes: Axes) -> None:
+def _mark_boundary(program: Program, axes: Axes) -> None:
     """A dotted line where the forward ends."""
-    step = 0
-    for instruction in program:
-        if isinstance(instruction, LossBoundary) or (
-            isinstance(instruction, Compute)
-            and graph.operators[instruction.op].phase is not Phase.FORWARD
-        ):
-            axes.axvline(step, color=text_color(), linewidth=0.6, linestyle=":")
-            return
-        step += not isinstance(instruction, Free)
+    if program.boundary is not None:
+        step = program.steps_before[program.boundary]
+        axes.axvline(step, color=text_color(), linewidth=0.6, linestyle=":")

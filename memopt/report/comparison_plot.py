@@ -76,18 +76,12 @@ def _points(
     comparison: ComparisonRecord[CellRecord], name: str, measured: bool
 ) -> list[tuple[int, float]]:
     """(peak in bytes, seconds) of a strategy's plans, by peak, each once."""
-    found = set()
-    for cell in comparison.cells:
-        figures = _figures(cell, measured)
-        if cell.strategy == name and figures is not None:
-            found.add(figures)
-    return sorted(found)
-
-
-def _figures(cell: CellRecord, measured: bool) -> tuple[int, float] | None:
-    peak = cell.measured_peak_bytes if measured else cell.peak_bytes
-    time_s = cell.measured_time_s if measured else cell.step_time_s
-    return None if peak is None or time_s is None else (peak, time_s)
+    names = (
+        ("measured_peak_bytes", "measured_time_s") if measured else ("peak_bytes", "step_time_s")
+    )
+    cells = (cell for cell in comparison.cells if cell.strategy == name)
+    figures = {tuple(getattr(cell, one) for one in names) for cell in cells}
+    return sorted((peak, time_s) for peak, time_s in figures if None not in (peak, time_s))
 
 
 def bounds(comparison: ComparisonRecord[CellRecord]) -> list[tuple[int, float]]:

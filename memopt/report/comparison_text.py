@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from memopt.models.budget import format_bytes
-from memopt.report.texts import format_seconds
+from memopt.report.texts import aligned, format_seconds, or_dash
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -19,13 +19,8 @@ _MEASURED_HEAD = ("measured peak", "measured time", "measured overhead")
 
 def text(comparison: ComparisonRecord[CellRecord]) -> str:
     """Aligned columns, the baseline above, notes below."""
-    table = [_head(comparison), *(_row(comparison, cell) for cell in comparison.cells)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(entry.ljust(width) for entry, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
-    ]
-    return "\n".join([*_above(comparison), *lines, *_notes(comparison)])
+    rows = [_head(comparison), *(_row(comparison, cell) for cell in comparison.cells)]
+    return "\n".join([*_above(comparison), *aligned(rows), *_notes(comparison)])
 
 
 def markdown(comparison: ComparisonRecord[CellRecord]) -> str:
@@ -74,44 +69,41 @@ def _head(comparison: ComparisonRecord[CellRecord]) -> tuple[str, ...]:
 
 
 def _row(comparison: ComparisonRecord[CellRecord], cell: CellRecord) -> tuple[str, ...]:
-    budget = "no limit" if cell.budget_bytes is None else format_bytes(cell.budget_bytes)
-    entries: tuple[str, ...] = (
+    peak = or_dash(cell.peak_bytes, format_bytes)
+    if cell.plan is None and cell.smallest_budget_bytes is not None:
+        peak = f"needs {format_bytes(cell.smallest_budget_bytes)}"
+    entries = (
         cell.strategy,
-        budget,
+        "no limit" if cell.budget_bytes is None else format_bytes(cell.budget_bytes),
         cell.status.value,
-        "-" if cell.peak_bytes is None else format_bytes(cell.peak_bytes),
-        _seconds(cell.step_time_s),
-        _share(cell.overhead),
-        _seconds(cell.lower_bound_s),
-        "-" if cell.gap is None else f"{cell.gap:.1%}",
+        peak,
+        or_dash(cell.step_time_s, format_seconds),
+        or_dash(cell.overhead, _share),
+        or_dash(cell.lower_bound_s, format_seconds),
+        or_dash(cell.gap, lambda gap: f"{gap:.1%}"),
         format_seconds(cell.solve_time_s),
     )
-    if cell.plan is None and cell.smallest_budget_bytes is not None:
-        least = f"needs {format_bytes(cell.smallest_budget_bytes)}"
-        entries = (*entries[:3], least, *entries[4:])
     baseline = comparison.measured_baseline
     if baseline is None:
         return entries
-    peak, seconds = cell.measured_peak_bytes, cell.measured_time_s
-    slower = None if seconds is None else seconds / baseline.step_time_s - 1
-    peak_text = "-" if peak is None else format_bytes(peak)
-    return (*entries, peak_text, _seconds(seconds), _share(slower))
+    seconds = cell.measured_time_s
+    return (
+        *entries,
+        or_dash(cell.measured_peak_bytes, format_bytes),
+        or_dash(seconds, format_seconds),
+        or_dash(seconds, lambda time_s: _share(time_s / baseline.step_time_s - 1)),
+    )
 
 
 def _above(comparison: ComparisonRecord[CellRecord]) -> list[str]:
-    base = comparison.baseline
-    how = "measured" if base.measured else "predicted"
-    lines = [
-        f"without memopt ({how}): {format_bytes(base.peak_bytes)}, "
-        f"{format_seconds(base.step_time_s)}"
-    ]
-    beside = comparison.measured_baseline
+    base, beside = comparison.baseline, comparison.measured_baseline
+    figures = {"measured" if base.measured else "predicted": base}
     if beside is not None:
-        lines.append(
-            f"without memopt (measured beside the plans): {format_bytes(beside.peak_bytes)}, "
-            f"{format_seconds(beside.step_time_s)}"
-        )
-    return lines
+        figures["measured beside the plans"] = beside
+    return [
+        f"without memopt ({how}): {format_bytes(one.peak_bytes)}, {format_seconds(one.step_time_s)}"
+        for how, one in figures.items()
+    ]
 
 
 def _notes(comparison: ComparisonRecord[CellRecord]) -> list[str]:
@@ -133,9 +125,5 @@ def _fastest(comparison: ComparisonRecord[CellRecord]) -> set[int]:
     return found
 
 
-def _seconds(time_s: float | None) -> str:
-    return "-" if time_s is None else format_seconds(time_s)
-
-
-def _share(share: float | None) -> str:
-    return "-" if share is None else f"{share:+.1%}"
+def _share(share: float) -> str:
+    return f"{share:+.1%}"

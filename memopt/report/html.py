@@ -5,8 +5,9 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from memopt.models.chain_html import html_table
 from memopt.report.style import BLUE, GREY, VERMILION
-from memopt.report.summary import Section, sections
+from memopt.report.summary import sections
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -16,23 +17,13 @@ def plan_html(plan: PlanRecord) -> str:
     """HTML of the summary, with bars for the plan's peak, the budget and the baseline's peak."""
     first, *others = sections(plan)
     parts = ["<div>", f"<b>memopt plan</b> ({escape(plan.strategy.name)})", _bars(plan)]
-    parts.append(_table(first))
+    parts.append(html_table(first.rows))
     parts += [
-        f"<details><summary>{escape(section.title)}</summary>{_table(section)}</details>"
+        f"<details><summary>{escape(section.title)}</summary>{html_table(section.rows)}</details>"
         for section in others
     ]
     parts += [f"<p>{escape(note)}</p>" for note in plan.notes]
     return "\n".join([*parts, "</div>"])
-
-
-def _table(section: Section) -> str:
-    columns = max(len(row) for row in section.rows)
-    rows = []
-    for row in section.rows:
-        cells = [f'<td style="text-align:left">{escape(text)}</td>' for text in row]
-        cells += ["<td></td>"] * (columns - len(row))
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table>{''.join(rows)}</table>"
 
 
 def _bars(plan: PlanRecord) -> str:

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from memopt.models.graph import Graph
-from memopt.models.steps import ChainStep
-from memopt.programs.instructions import Compute, Instruction
+from memopt.programs.instructions import Instruction
 from memopt.programs.replay import Direction, Timeline
 
 
 class Lane(StrEnum):
-    """What runs in parallel."""
+    """The streams that run in parallel."""
 
     COMPUTE = "compute"
     OUT = "to host"
@@ -68,13 +67,6 @@ class StepLanes:
         return sum(span.end_s - span.start_s for span in self.spans if span.stall)
 
 
-def chain_lanes(
-    timeline: Timeline, steps: Iterable[ChainStep], title: str = "predicted"
-) -> StepLanes:
-    """Lanes of a replayed chain schedule (`replay_offload`)."""
-    return _lanes(timeline, [str(step) for step in steps], lambda stage: f"x{stage}", title)
-
-
 def program_lanes(
     timeline: Timeline, graph: Graph, program: Iterable[Instruction], title: str = "predicted"
 ) -> StepLanes:
@@ -85,9 +77,7 @@ def program_lanes(
 
 def instruction_names(graph: Graph, program: Iterable[Instruction]) -> list[str]:
     """The operators' names, and what the other instructions are."""
-    return [
-        graph.operators[i.op].name if isinstance(i, Compute) else type(i).__name__ for i in program
-    ]
+    return [instruction.label(graph) for instruction in program]
 
 
 def _lanes(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memopt.models.budget import format_bytes
-from memopt.models.steps import ChainStep, Move
 from memopt.programs.liveness import store_all
 from memopt.report.memory_profile import (
     ACTIVATIONS,
@@ -15,7 +14,6 @@ from memopt.report.memory_profile import (
     RESIDENT,
     WORKSPACE,
     MemoryProfile,
-    chain_profile,
     program_profile,
 )
 from memopt.report.style import (
@@ -50,16 +48,8 @@ _COLORS = {
 
 def profiles(plan: PlanRecord) -> tuple[MemoryProfile, MemoryProfile]:
     """The memory of the plan, and of its cost model's own order with nothing recomputed."""
-    if plan.graph is not None and plan.program is not None:
-        own = program_profile(plan.graph, store_all(plan.graph), plan.device)
-        return program_profile(plan.graph, plan.program, plan.device), own
-    assert plan.chain is not None
-    assert plan.chain_steps is not None
-    stages = range(1, len(plan.chain) + 1)
-    forward = [ChainStep(Move.FORWARD_ALL, stage) for stage in stages]
-    backward = [ChainStep(Move.BACKWARD, stage) for stage in reversed(stages)]
-    own = chain_profile(plan.chain, (*forward, *backward), plan.device)
-    return chain_profile(plan.chain, plan.chain_steps, plan.device), own
+    own = program_profile(plan.graph, store_all(plan.graph), plan.device)
+    return program_profile(plan.graph, plan.program, plan.device), own
 
 
 def plot_memory(plan: PlanRecord, ax: Axes | None = None) -> Axes:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph, TensorKind
-from memopt.models.steps import ChainStep, Move
-from memopt.models.variants import variant
-from memopt.programs.instructions import Compute, Free, LossBoundary, Program, SwapIn
+from memopt.programs.instructions import Program
+from memopt.programs.lifetimes import Lifetime, bytes_during, lifetimes
 from memopt.programs.replay import replay
-from memopt.reductions.chain_replay import replay_chain
-from memopt.reductions.offload_replay import has_transfers, replay_offload
 
 PARAMETERS = "parameters"
 RESIDENT = "other resident"
@@ -34,7 +30,7 @@ _LAYER_OF_KIND = {
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Memory during each instruction or chain step.
+    """Memory during each instruction.
 
     Attributes:
         start_s: when each one starts, seconds; ascending.
@@ -62,110 +58,17 @@ def layer_of(graph: Graph, tensor: int) -> str:
 def program_profile(graph: Graph, program: Program, device: Device | None = None) -> MemoryProfile:
     """The memory of a program; see `memopt.programs.replay` for what is counted when."""
     timeline = replay(graph, program, device)
-    level = dict.fromkeys(LAYERS, 0)
+    fixed = dict.fromkeys(LAYERS, 0)
     for tensor in graph.resident:
-        level[layer_of(graph, tensor)] += graph.tensors[tensor].size_bytes
-    level[RESIDENT] += graph.extra_resident_bytes
-    live: set[int] = set()
-    rows: list[dict[str, int]] = []
-    backward_s: float | None = None
-
-    def appear(tensors: tuple[int, ...]) -> None:
-        for tensor in tensors:
-            if tensor not in live:
-                live.add(tensor)
-                level[layer_of(graph, tensor)] += graph.tensors[tensor].size_bytes
-
-    def vanish(tensor: int) -> None:
-        live.remove(tensor)
-        level[layer_of(graph, tensor)] -= graph.tensors[tensor].size_bytes
-
-    for position, instruction in enumerate(program):
-        during = dict(level)
-        if isinstance(instruction, Compute):
-            chosen = variant(graph.operators[instruction.op], instruction.implementation)
-            for tensor in chosen.writes:
-                during[layer_of(graph, tensor)] += graph.tensors[tensor].size_bytes
-            during[WORKSPACE] += chosen.workspace_bytes
-            if instruction.in_place is not None:
-                taken = graph.tensors[instruction.in_place]
-                during[layer_of(graph, instruction.in_place)] -= taken.size_bytes
-                vanish(instruction.in_place)
-            appear(instruction.outputs)
-        elif isinstance(instruction, LossBoundary):
-            backward_s = timeline.end_s[position]
-            appear(graph.tangents)
-            during = dict(level)
-            during[WORKSPACE] += graph.boundary_bytes
-        elif isinstance(instruction, SwapIn):
-            appear((instruction.tensor,))
-            during = dict(level)
-        elif isinstance(instruction, Free):
-            vanish(instruction.tensor)
-        rows.append(during)
-    layers = {name: tuple(row[name] for row in rows) for name in LAYERS}
+        fixed[layer_of(graph, tensor)] += graph.tensors[tensor].size_bytes
+    fixed[RESIDENT] += graph.extra_resident_bytes
+    members: dict[str, list[Lifetime]] = {name: [] for name in LAYERS}
+    for lifetime in lifetimes(graph, program).device:
+        members[layer_of(graph, lifetime.tensor)].append(lifetime)
+    layers = {
+        name: tuple(fixed[name] + size for size in bytes_during(graph, listed, len(program)))
+        for name, listed in members.items()
+    }
+    layers[WORKSPACE] = tuple(one.effects(graph).workspace_bytes for one in program)
+    backward_s = None if program.boundary is None else timeline.end_s[program.boundary]
     return MemoryProfile(timeline.start_s, timeline.time_s, layers, backward_s)
-
-
-def chain_profile(
-    chain: Chain, steps: tuple[ChainStep, ...], device: Device | None = None
-) -> MemoryProfile:
-    """The memory of a chain schedule. What the replay charges beyond the values is workspace."""
-    start_s: tuple[float, ...]
-    if has_transfers(steps):
-        moved = replay_offload(chain, steps, device)
-        start_s, end_s, totals = moved.start_s, moved.time_s, moved.step_bytes
-    else:
-        timeline = replay_chain(chain, steps)
-        totals, end_s = timeline.step_bytes, timeline.time_s
-        start_s = _starts(chain, steps)
-    activations, saved, parameter_gradients = {0}, set[int](), 0
-    gradient = len(chain)
-    rows = []
-    backward_s: float | None = None
-    for position, step in enumerate(steps):
-        stage = chain.stages[step.stage - 1]
-        if step.move in (Move.FORWARD_NO_SAVE, Move.FORWARD_CHECKPOINT):
-            activations.add(step.stage)
-        elif step.move in (Move.FORWARD_ALL, Move.PREFETCH):
-            (saved if step.stage else activations).add(step.stage)
-        gradients = chain.gradient_bytes(gradient) + parameter_gradients
-        if step.move is Move.BACKWARD:
-            backward_s = start_s[position] if backward_s is None else backward_s
-            parameter_gradients += stage.parameter_gradient_bytes
-            gradients += chain.gradient_bytes(step.stage - 1) + stage.parameter_gradient_bytes
-            gradient = step.stage - 1
-        held = sum(chain.activation_bytes(i) for i in activations)
-        held += sum(chain.stages[i - 1].saved_bytes for i in saved)
-        rest = max(0, totals[position] - chain.resident_bytes - held)
-        gradients = min(gradients, rest)
-        rows.append((chain.resident_bytes, held, gradients, rest - gradients))
-        _leave(step, activations, saved)
-    columns = tuple(zip(*rows, strict=True))
-    layers = dict(zip((RESIDENT, ACTIVATIONS, GRADIENTS, WORKSPACE), columns, strict=True))
-    return MemoryProfile(start_s, end_s, layers, backward_s)
-
-
-def _leave(step: ChainStep, activations: set[int], saved: set[int]) -> None:
-    """Drop what a step frees."""
-    if step.move in (Move.FORWARD_NO_SAVE, Move.BACKWARD):
-        if step.stage > 1:
-            activations.discard(step.stage - 1)
-    elif step.move is Move.DROP_ACTIVATION:
-        activations.discard(step.stage)
-    if step.move in (Move.BACKWARD, Move.DROP_SAVED, Move.RELEASE):
-        (saved if step.stage else activations).discard(step.stage)
-
-
-def _starts(chain: Chain, steps: tuple[ChainStep, ...]) -> tuple[float, ...]:
-    """When each step of a schedule without transfers starts, seconds."""
-    now_s = 0.0
-    starts = []
-    for step in steps:
-        starts.append(now_s)
-        stage = chain.stages[step.stage - 1]
-        if step.move is Move.BACKWARD:
-            now_s += stage.backward_time_s
-        elif step.move in (Move.FORWARD_NO_SAVE, Move.FORWARD_CHECKPOINT, Move.FORWARD_ALL):
-            now_s += stage.forward_time_s
-    return tuple(starts)

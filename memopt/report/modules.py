@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 OUTSIDE = "(model)"
-"""Where operators outside any sub-module stand."""
+"""The group of operators outside any sub-module."""
 
 
 def group_of(path: str, depth: int) -> str:

@@ -1,4 +1,4 @@
-"""What fills the memory at a plan's peak."""
+"""The tensors and scratch memory that fill the device at a plan's peak."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.variants import variant
-from memopt.programs.instructions import Compute, Free, LossBoundary, Program, SwapIn
+from memopt.programs.instructions import Program
+from memopt.programs.lifetimes import lifetimes
 from memopt.programs.replay import replay
 
 
@@ -42,30 +42,24 @@ class Peak:
 
 
 def peak_of(graph: Graph, program: Program, device: Device | None = None) -> Peak | None:
-    """What is in memory at the peak; None for an empty program."""
+    """List what is in memory at the peak; None for an empty program."""
     timeline = replay(graph, program, device)
     peak = timeline.peak_instruction
     if peak is None:
         return None
-    live: set[int] = set()
-    for instruction in program.instructions[:peak]:
-        _advance(graph, instruction, live)
-    instruction = program.instructions[peak]
-    tensors = sorted(live)
-    consumers: list[Consumer] = []
-    where = "the loss"
-    if isinstance(instruction, Compute):
-        operator = graph.operators[instruction.op]
-        chosen = variant(operator, instruction.implementation)
-        tensors += chosen.writes
-        where = _named(operator.module, operator.name)
-        consumers.append(Consumer(chosen.workspace_bytes, "workspace", where))
-    elif isinstance(instruction, LossBoundary):
-        tensors += [tensor for tensor in graph.tangents if tensor not in live]
-        consumers.append(Consumer(graph.boundary_bytes, "workspace", "your loss"))
-    elif isinstance(instruction, SwapIn):
-        tensors.append(instruction.tensor)
-        where = f"the return of {_tensor_name(graph, instruction.tensor)}"
+    effects = program.instructions[peak].effects(graph)
+    during = [x for x in lifetimes(graph, program).device if x.begin <= peak < x.until]
+    tensors = sorted(x.tensor for x in during if x.begin < peak)
+    tensors += [x.tensor for x in during if x.begin == peak]
+    run = dict(program.computes).get(peak)
+    if run is not None:
+        operator = graph.operators[run.op]
+        where = owner = _named(operator.module, operator.name)
+    elif peak == program.boundary:
+        where, owner = "the loss", "your loss"
+    else:
+        where = owner = f"the return of {_tensor_name(graph, effects.begins[0])}"
+    consumers = [Consumer(effects.workspace_bytes, "workspace", owner)]
     consumers += [
         Consumer(graph.tensors[t].size_bytes, str(graph.tensors[t].kind), _tensor_name(graph, t))
         for t in tensors
@@ -74,18 +68,6 @@ def peak_of(graph: Graph, program: Program, device: Device | None = None) -> Pea
     consumers.sort(key=lambda consumer: -consumer.size_bytes)
     share = timeline.start_s[peak] / timeline.time_s if timeline.time_s > 0 else 0.0
     return Peak(where, share, tuple(c for c in consumers if c.size_bytes > 0))
-
-
-def _advance(graph: Graph, instruction: object, live: set[int]) -> None:
-    if isinstance(instruction, Compute):
-        live.difference_update({instruction.in_place})
-        live.update(instruction.outputs)
-    elif isinstance(instruction, LossBoundary):
-        live.update(graph.tangents)
-    elif isinstance(instruction, SwapIn):
-        live.add(instruction.tensor)
-    elif isinstance(instruction, Free):
-        live.discard(instruction.tensor)
 
 
 def _named(module: str, name: str) -> str:
@@ -99,7 +81,7 @@ def _tensor_name(graph: Graph, tensor: int) -> str:
 
 
 def _resident(graph: Graph) -> list[Consumer]:
-    """What never moves, one entry per kind."""
+    """Resident tensors, one entry per kind."""
     sizes: dict[str, list[int]] = {}
     for tensor in graph.resident:
         kind = str(graph.tensors[tensor].kind)

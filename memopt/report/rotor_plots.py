@@ -7,6 +7,7 @@ in hatching too, curves in markers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 from memopt.models.chain import Chain
@@ -73,14 +74,13 @@ def plot_schedule(chain: Chain, steps: Iterable[ChainStep], ax: Axes | None = No
             )
             shown.add(step.move)
         values = {("a", k) for k in state.activations} | {("ā", k) for k in state.saved}
-        for value in values - held.keys():
+        for value in sorted(values - held.keys()):
             held[value] = now
-        for value in held.keys() - values:
+        for value in sorted(held.keys() - values):
             _held_bar(axes, value, held.pop(value), now)
     for value, since in held.items():
         _held_bar(axes, value, since, now)
-    axes.set_xlabel("time (s)")
-    axes.set_ylabel("stage (0 is the chain's input)")
+    axes.set(xlabel="time (s)", ylabel="stage (0 is the chain's input)")
     axes.set_ylim(-0.6, len(chain) + 0.6)
     axes.legend(loc="upper right", fontsize="small")
     return axes
@@ -102,18 +102,13 @@ def plot_memory(
     """Memory during each step over time, in MiB, resident bytes included; the budget dashed."""
     axes = new_axes(ax)
     steps = tuple(steps)
-    timeline = replay_chain(chain, steps)
     state = ChainState(chain)
-    edges = [0.0]
-    for step in steps:
-        edges.append(edges[-1] + state.apply(step)[1])
-    memory = [during / MIB for during in timeline.step_bytes]
+    edges = [0.0, *accumulate(state.apply(step)[1] for step in steps)]
+    memory = [during / MIB for during in replay_chain(chain, steps).step_bytes]
     axes.stairs(memory, edges, fill=True, color=CURVE_COLOURS[5], label="memory during the step")
     if budget_bytes is not None:
-        budget = budget_bytes / MIB
-        axes.axhline(budget, color=VERMILION, linestyle="--", label="budget")
-    axes.set_xlabel("time (s)")
-    axes.set_ylabel("memory (MiB)")
+        axes.axhline(budget_bytes / MIB, color=VERMILION, linestyle="--", label="budget")
+    axes.set(xlabel="time (s)", ylabel="memory (MiB)")
     axes.legend(loc="lower right", fontsize="small")
     return axes
 
@@ -140,7 +135,6 @@ def plot_curves(
             markersize=3,
             label=name,
         )
-    axes.set_xlabel("peak memory (MiB)")
-    axes.set_ylabel("step time / without recomputation")
+    axes.set(xlabel="peak memory (MiB)", ylabel="step time / without recomputation")
     axes.legend(fontsize="small")
     return axes

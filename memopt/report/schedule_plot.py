@@ -1,4 +1,4 @@
-"""What runs when: one row per module (or stage), and what runs again."""
+"""The schedule of a step: one row per module (or stage), runs and second runs as bars."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from memopt.models.graph import Graph, Phase
-from memopt.models.steps import Move
-from memopt.programs.instructions import Compute, Program
+from memopt.models.steps import has_transfers
+from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
-from memopt.reductions.offload_replay import has_transfers
-from memopt.report.memory_profile import chain_profile
 from memopt.report.modules import depth_for, group_of
 from memopt.report.rotor_plots import plot_schedule as plot_chain_schedule
 from memopt.report.style import (
@@ -26,9 +24,7 @@ from memopt.report.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from memopt.models.chain import Chain
     from memopt.models.device import Device
-    from memopt.models.steps import ChainStep
     from memopt.plan_record import PlanRecord
 
 FORWARD, AGAIN, BACKWARD, UPDATE = "forward", "recomputed", "backward", "update"
@@ -37,21 +33,14 @@ _MOST_ROWS = 40
 _MOST_LABELS = 20
 
 Bars = dict[str, list[tuple[int, float, float]]]
-"""What it is → (row, start, duration) of every bar, seconds."""
+"""Kind of bar → (row, start, duration) of every bar, seconds."""
 
 
 def plot_schedule(plan: PlanRecord, ax: Axes | None = None) -> Axes:
     """Draw when each module's operators run, or each stage of a bare chain."""
-    if plan.graph is not None and plan.program is not None:
-        names, bars = program_bars(plan.graph, plan.program, plan.device)
-        rows = "module"
-    else:
-        assert plan.chain is not None
-        assert plan.chain_steps is not None
-        if not has_transfers(plan.chain_steps):
-            return plot_chain_schedule(plan.chain, plan.chain_steps, ax)
-        names, bars = chain_bars(plan.chain, plan.chain_steps, plan.device)
-        rows = "stage"
+    if plan.is_of_chain and plan.chain and plan.chain_steps and not has_transfers(plan.chain_steps):
+        return plot_chain_schedule(plan.chain, plan.chain_steps, ax)
+    names, bars = program_bars(plan.graph, plan.program, plan.device)
     ax = new_axes(ax, 1.4 + 0.13 * max(12, len(names)))
     longest_s = max((start + long for b in bars.values() for _, start, long in b), default=0.0)
     scale, unit = time_unit(longest_s)
@@ -75,7 +64,7 @@ def plot_schedule(plan: PlanRecord, ax: Axes | None = None) -> Axes:
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.set_xlim(0, scale * longest_s or 1.0)
     ax.set_xlabel(f"time in the step, predicted ({unit})")
-    ax.set_ylabel(rows)
+    ax.set_ylabel("stage" if plan.is_of_chain else "module")
     ax.set_title(f"{plan.strategy.name}: what runs when", loc="left")
     legend_beside(ax)
     return ax
@@ -92,9 +81,7 @@ def program_bars(
     timeline = replay(graph, program, device)
     bars: Bars = {kind: [] for kind in _COLORS}
     ran: set[int] = set()
-    for position, instruction in enumerate(program):
-        if not isinstance(instruction, Compute):
-            continue
+    for position, instruction in program.computes:
         operator = graph.operators[instruction.op]
         kind = {Phase.BACKWARD: BACKWARD, Phase.UPDATE: UPDATE}.get(operator.phase, FORWARD)
         if instruction.op in ran:
@@ -104,24 +91,4 @@ def program_bars(
         bars[kind].append(
             (row[groups[instruction.op]], start_s, timeline.end_s[position] - start_s)
         )
-    return names, bars
-
-
-def chain_bars(
-    chain: Chain, steps: tuple[ChainStep, ...], device: Device | None = None
-) -> tuple[list[str], Bars]:
-    """Names of the stages, and the bars of a chain schedule."""
-    names = [stage.name or str(number) for number, stage in enumerate(chain.stages, 1)]
-    profile = chain_profile(chain, steps, device)
-    bars: Bars = {kind: [] for kind in _COLORS}
-    ran: set[int] = set()
-    forward = (Move.FORWARD_NO_SAVE, Move.FORWARD_CHECKPOINT, Move.FORWARD_ALL)
-    for step, start_s in zip(steps, profile.start_s, strict=True):
-        stage = chain.stages[step.stage - 1]
-        if step.move is Move.BACKWARD:
-            bars[BACKWARD].append((step.stage - 1, start_s, stage.backward_time_s))
-        elif step.move in forward:
-            kind = AGAIN if step.stage in ran else FORWARD
-            ran.add(step.stage)
-            bars[kind].append((step.stage - 1, start_s, stage.forward_time_s))
     return names, bars

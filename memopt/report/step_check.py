@@ -1,4 +1,4 @@
-"""What a planned step was predicted to need, beside what it needed."""
+"""A planned step's predicted memory and time beside the measured ones."""
 
 from __future__ import annotations
 

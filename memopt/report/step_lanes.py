@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memopt.models.recording import Occupied, Recorded
-from memopt.programs.instructions import LossBoundary, Program, SwapIn, SwapOut
+from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
-from memopt.reductions.offload_replay import replay_offload
 from memopt.report.lanes import (
     Lane,
     Span,
     StepLanes,
-    chain_lanes,
     instruction_names,
     program_lanes,
 )
@@ -27,19 +25,12 @@ _LANES = {Occupied.TO_HOST: Lane.OUT, Occupied.FROM_HOST: Lane.IN}
 
 def predicted_lanes(plan: PlanRecord) -> StepLanes:
     """The replayed step of a plan."""
-    if plan.graph is not None and plan.program is not None:
-        timeline = replay(plan.graph, plan.program, plan.device)
-        return program_lanes(timeline, plan.graph, plan.program)
-    assert plan.chain is not None
-    assert plan.chain_steps is not None
-    timeline = replay_offload(plan.chain, plan.chain_steps, plan.device)
-    return chain_lanes(timeline, plan.chain_steps)
+    timeline = replay(plan.graph, plan.program, plan.device)
+    return program_lanes(timeline, plan.graph, plan.program)
 
 
 def measured_lanes(plan: PlanRecord, recorded: Sequence[Recorded]) -> StepLanes:
     """A recorded step of a plan; its device memory is not recorded."""
-    assert plan.graph is not None
-    assert plan.program is not None
     names = instruction_names(plan.graph, plan.program)
     spans: list[Span] = []
     for one in recorded:
@@ -49,9 +40,9 @@ def measured_lanes(plan: PlanRecord, recorded: Sequence[Recorded]) -> StepLanes:
         elif one.what is Occupied.COMPUTE:
             spans.append(Span(Lane.COMPUTE, name, one.start_s, one.end_s))
         else:
-            instruction = plan.program.instructions[one.position]
-            assert isinstance(instruction, SwapOut | SwapIn)
-            name = plan.graph.tensors[instruction.tensor].name
+            effects = plan.program.instructions[one.position].effects(plan.graph)
+            (tensor,) = effects.host_begins or effects.begins
+            name = plan.graph.tensors[tensor].name
             spans.append(Span(_LANES[one.what], name, one.start_s, one.end_s))
     outside = _between_the_halves(plan.program, recorded)
     if outside is not None:
@@ -60,8 +51,8 @@ def measured_lanes(plan: PlanRecord, recorded: Sequence[Recorded]) -> StepLanes:
 
 
 def _between_the_halves(program: Program, recorded: Sequence[Recorded]) -> Span | None:
-    """What the step does between the plan's forward and its backward."""
-    boundary = next((i for i, one in enumerate(program) if isinstance(one, LossBoundary)), None)
+    """The time between the plan's forward and its backward."""
+    boundary = program.boundary
     if boundary is None:
         return None
     own = [one for one in recorded if one.what in (Occupied.COMPUTE, Occupied.WAIT)]

@@ -47,19 +47,14 @@ def plan_summary(plan: PlanRecord) -> str:
 
 
 def _aligned(rows: tuple[tuple[str, ...], ...], indent: int) -> list[str]:
-    columns = max(len(row) for row in rows)
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
+    """Rows in columns, the last one wrapped within its column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for row in rows:
-        *before, last = row
-        cells = [text.ljust(width) for text, width in zip(before, widths, strict=False)]
+    for *before, last in rows:
+        cells = (text.ljust(width) for text, width in zip(before, widths, strict=False))
         start = " " * indent + "".join(f"{cell}  " for cell in cells)
         lines += textwrap.wrap(
-            last,
-            WIDTH,
-            initial_indent=start,
-            subsequent_indent=" " * len(start),
-            break_long_words=True,
+            last, WIDTH, initial_indent=start, subsequent_indent=" " * len(start)
         ) or [start.rstrip()]
     return lines
 
@@ -92,7 +87,7 @@ def _figures(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
 
 
 def _passes(stats: Mapping[str, object]) -> list[tuple[str, str]]:
-    """What reordering and placement did, as the passes and OLLA's strategy leave it in stats."""
+    """The effect of reordering and placement, from the statistics of the passes and of OLLA."""
     rows = []
     before, gap = stats.get("peak_before_order_bytes"), stats.get("order_gap")
     if isinstance(before, int) and isinstance(gap, float):
@@ -125,8 +120,6 @@ def _slower(share: float) -> str:
 
 
 def _peak(plan: PlanRecord) -> Section | None:
-    if plan.graph is None or plan.program is None:
-        return None
     peak = peak_of(plan.graph, plan.program, plan.device)
     if peak is None:
         return None
@@ -142,12 +135,11 @@ def _peak(plan: PlanRecord) -> Section | None:
 
 
 def _recomputed(plan: PlanRecord) -> Section | None:
-    if plan.graph is None or plan.program is None:
-        return None
     extras = recomputed(plan.graph, plan.program)
     runs = sum(extra.count for extra in extras)
     time_s = sum(extra.time_s for extra in extras)
-    forward = plan.graph.first_backward
+    # The graph of a bare chain has operators that bring its input and the loss's gradient, too.
+    forward = len(plan.chain) if plan.is_of_chain and plan.chain else plan.graph.first_backward
     title = (
         f"recomputed: {counted(runs, 'run')} of {counted(forward, 'forward operator')}, "
         f"{format_seconds(time_s)}"
@@ -184,8 +176,6 @@ def _stages(plan: PlanRecord) -> Section | None:
 
 
 def _moved(plan: PlanRecord) -> Section | None:
-    if plan.graph is None or plan.program is None:
-        return None
     extras = moved(plan.graph, plan.program)
     count, size = sum(e.count for e in extras), sum(e.size_bytes for e in extras)
     rows = [(counted(e.count, "tensor"), format_bytes(e.size_bytes), e.module) for e in extras]

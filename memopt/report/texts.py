@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def format_seconds(time_s: float) -> str:
@@ -12,6 +16,21 @@ def format_seconds(time_s: float) -> str:
     if time_s >= 1e-3:
         return f"{1e3 * time_s:.2f} ms"
     return f"{1e6 * time_s:.1f} µs"
+
+
+def or_dash(value: T | None, write: Callable[[T], str]) -> str:
+    """A value as text; "-" where there is none."""
+    return "-" if value is None else write(value)
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table's lines: columns as wide as their widest entry, two spaces apart."""
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(entry.ljust(width) for entry, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
 
 
 def counted(count: int, noun: str) -> str:

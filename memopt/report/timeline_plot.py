@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memopt.programs.replay import Direction, Timeline, replay
-from memopt.reductions.offload_replay import has_transfers, replay_offload
-from memopt.report.schedule_plot import AGAIN, BACKWARD, FORWARD, UPDATE, chain_bars, program_bars
+from memopt.programs.replay import Direction, replay
+from memopt.report.schedule_plot import AGAIN, BACKWARD, FORWARD, UPDATE, program_bars
 from memopt.report.style import (
     BLUE,
     GREEN,
@@ -63,29 +62,19 @@ def plot_timeline(plan: PlanRecord, ax: Axes | None = None) -> Axes:
 
 
 def lanes(plan: PlanRecord) -> dict[str, tuple[int, list[tuple[float, float]]]]:
-    """What it is → (lane, (start, duration) of every bar), seconds."""
-    timeline: Timeline | None
-    if plan.graph is not None and plan.program is not None:
-        _, bars = program_bars(plan.graph, plan.program, plan.device)
-        timeline = replay(plan.graph, plan.program, plan.device)
-    else:
-        assert plan.chain is not None
-        assert plan.chain_steps is not None
-        _, bars = chain_bars(plan.chain, plan.chain_steps, plan.device)
-        moves = has_transfers(plan.chain_steps)
-        timeline = replay_offload(plan.chain, plan.chain_steps, plan.device) if moves else None
+    """For each kind of bar its lane and the (start, duration) of every bar, seconds."""
+    _, bars = program_bars(plan.graph, plan.program, plan.device)
+    timeline = replay(plan.graph, plan.program, plan.device)
     spans = {kind: (0, [(s, d) for _, s, d in bars[kind] if d > 0]) for kind in bars}
-    waits: list[tuple[float, float]] = []
+    # A Compute's wait ends where it starts; a Free's where it ends, which is the same moment.
+    waits = [
+        (start - stall, stall)
+        for start, stall in zip(timeline.start_s, timeline.stall_s, strict=True)
+        if stall > 0
+    ]
     out: list[tuple[float, float]] = []
     back: list[tuple[float, float]] = []
-    if timeline is not None:
-        # A Compute's wait ends where it starts; a Free's where it ends, which is the same moment.
-        waits = [
-            (start - stall, stall)
-            for start, stall in zip(timeline.start_s, timeline.stall_s, strict=True)
-            if stall > 0
-        ]
-        for move in timeline.transfers:
-            lane = out if move.direction is Direction.TO_HOST else back
-            lane.append((move.start_s, move.end_s - move.start_s))
+    for move in timeline.transfers:
+        lane = out if move.direction is Direction.TO_HOST else back
+        lane.append((move.start_s, move.end_s - move.start_s))
     return {**spans, _WAIT: (0, waits), _OUT: (1, out), _IN: (2, back)}

@@ -21,9 +21,11 @@ def trace_events(steps: Iterable[StepLanes]) -> list[dict[str, object]]:
     """The trace events of some steps, predicted and measured side by side."""
     events: list[dict[str, object]] = []
     for process, step in enumerate(steps, start=1):
-        events.append(_metadata("process_name", process, 0, step.title))
-        for thread, lane in enumerate(LANES, start=1):
-            events.append(_metadata("thread_name", process, thread, lane.value))
+        names = [(0, "process_name", step.title)]
+        names += [(i, "thread_name", lane.value) for i, lane in enumerate(LANES, start=1)]
+        for thread, kind, name in names:
+            args = {"name": name}
+            events.append({"name": kind, "ph": "M", "pid": process, "tid": thread, "args": args})
         for span in sorted(step.spans, key=lambda span: (span.start_s, span.end_s)):
             events.append(
                 {
@@ -59,7 +61,3 @@ def write_trace(path: str | PathLike[str], *steps: StepLanes) -> None:
     """
     content = {"traceEvents": trace_events(steps), "displayTimeUnit": "ms"}
     Path(path).write_text(json.dumps(content), encoding="utf-8")
-
-
-def _metadata(kind: str, process: int, thread: int, name: str) -> dict[str, object]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}

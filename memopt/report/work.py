@@ -1,4 +1,4 @@
-"""What a plan does beyond the model's own step: what it runs again and what it moves, and where."""
+"""The work of a plan beyond the model's own step, by module: operators run again, tensors moved."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from memopt.models.graph import Graph
 from memopt.models.steps import ChainStep, Move
 from memopt.models.variants import variant
-from memopt.programs.instructions import Compute, Program, SwapOut
+from memopt.programs.instructions import Program
 from memopt.report.modules import depth_for, group_of
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """What happens again, or moves, in one module.
+    """Operators that run again in one module, or tensors of it that move.
 
     Attributes:
         module: path of the user's module, cut to a common depth.
@@ -31,14 +31,12 @@ class Extra:
 
 
 def recomputed(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Extra, ...]:
-    """What runs again, by module, in the order of the model."""
+    """Operators that run again, by module, in the order of the model."""
     depth = depth_for((operator.module for operator in graph.operators), most_groups)
     ran: set[int] = set()
     count: Counter[str] = Counter()
     time_s: defaultdict[str, float] = defaultdict(float)
-    for instruction in program:
-        if not isinstance(instruction, Compute):
-            continue
+    for _, instruction in program.computes:
         operator = graph.operators[instruction.op]
         if instruction.op in ran:
             group = group_of(operator.module, depth)
@@ -51,7 +49,7 @@ def recomputed(graph: Graph, program: Program, most_groups: int = 12) -> tuple[E
 
 def moved(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Extra, ...]:
     """What is copied to the host, by the module that computes it."""
-    tensors = [i.tensor for i in program if isinstance(i, SwapOut)]
+    tensors = [tensor for one in program for tensor in one.effects(graph).host_begins]
     paths = {t: _module(graph, t) for t in tensors}
     depth = depth_for(paths.values(), most_groups)
     count: Counter[str] = Counter()

@@ -14,20 +14,21 @@ from dataclasses import replace
 from memopt.models.graph import Graph
 from memopt.programs.replay import replay
 from memopt.reductions.chain_replay import replay_chain
-from memopt.reductions.linearize import Linearization
+from memopt.reductions.chain_view import ChainView
 from memopt.strategies.base import Solution, Status
 from memopt.strategies.store_all import chain_steps
 
 PROBES = 10
 
 Attempt = Callable[[int | None], Solution]
+"""attempt(total bytes; None: no limit): a strategy's solution of what it plans."""
 
 
-def lowered_peak(graph: Graph, view: Linearization, solution: Solution) -> int | None:
+def lowered_peak(view: ChainView, solution: Solution) -> int | None:
     """Replayed peak of a chain solution's program, total bytes; None without a schedule."""
     if solution.steps is None:
         return None
-    return replay(graph, view.lower(solution.steps)).peak_bytes
+    return replay(view.graph, view.lower(solution.steps)).peak_bytes
 
 
 def smallest_plan(answer: Solution, attempt: Attempt) -> Solution | None:
@@ -45,18 +46,15 @@ def smallest_plan(answer: Solution, attempt: Attempt) -> Solution | None:
     return answer.smallest
 
 
-def smallest_budget(
-    graph: Graph, view: Linearization, attempt: Attempt
-) -> tuple[int, Solution] | None:
+def smallest_budget(view: ChainView, attempt: Attempt) -> tuple[int, Solution] | None:
     """(what the strategy's smallest chain schedule needs once lowered, total bytes; it)."""
     least = smallest_plan(attempt(1), attempt)
-    peak_bytes = None if least is None else lowered_peak(graph, view, least)
-    return None if least is None or peak_bytes is None else (peak_bytes, _looser(graph, least))
+    peak_bytes = None if least is None else lowered_peak(view, least)
+    return None if least is None or peak_bytes is None else (peak_bytes, _looser(view.graph, least))
 
 
 def best_that_fits(
-    graph: Graph,
-    view: Linearization,
+    view: ChainView,
     attempt: Attempt,
     budget_bytes: int,
     probes: int = PROBES,
@@ -64,8 +62,7 @@ def best_that_fits(
     """The fastest solution found whose program fits the budget.
 
     Args:
-        graph: what the chain stands for.
-        view: its linearization.
+        view: the chain, and the graph that it stands for.
         attempt: solves the chain for a budget.
         budget_bytes: total bytes.
         probes: larger chain budgets to try; 0 where a solve is dear.
@@ -77,14 +74,14 @@ def best_that_fits(
     """
     best = attempt(budget_bytes)
     if best.steps is not None:
-        best = _looser(graph, best)
+        best = _looser(view.graph, best)
     low = budget_bytes
     if best.steps is None:
         smallest = smallest_plan(best, attempt)
-        peak_bytes = None if smallest is None else lowered_peak(graph, view, smallest)
+        peak_bytes = None if smallest is None else lowered_peak(view, smallest)
         if smallest is None or peak_bytes is None:
             return replace(best, smallest_budget_bytes=None)
-        smallest = _looser(graph, smallest)
+        smallest = _looser(view.graph, smallest)
         if peak_bytes > budget_bytes:
             return replace(best, smallest_budget_bytes=peak_bytes, smallest=smallest)
         if best.status is Status.UNKNOWN:
@@ -92,17 +89,17 @@ def best_that_fits(
         best, low = smallest, best.smallest_budget_bytes or budget_bytes
     high = replay_chain(view.chain, chain_steps(view.chain)).peak_bytes
     for _ in range(probes):
-        if high - low <= max(1, budget_bytes // 2000) or _free(graph, best):
+        if high - low <= max(1, budget_bytes // 2000) or _free(view.graph, best):
             break
         middle = (low + high) // 2
         probe = attempt(middle)
-        peak_bytes = lowered_peak(graph, view, probe)
+        peak_bytes = lowered_peak(view, probe)
         if peak_bytes is None or peak_bytes > budget_bytes:
             high = middle
             continue
         low = middle
         if probe.time_s is not None and best.time_s is not None and probe.time_s < best.time_s:
-            best = _looser(graph, probe)
+            best = _looser(view.graph, probe)
     return best
 
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from memopt.errors import InvalidProgramError
+from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.locks import ForkedLock
 from memopt.strategies.base import CostModel, Solution, Strategy
-from memopt.strategies.budget_search import smallest_budget, smallest_plan
-from memopt.strategies.target import Attempt, Target
-
-if TYPE_CHECKING:
-    pass
+from memopt.strategies.budget_search import Attempt, smallest_budget, smallest_plan
+from memopt.strategies.target import Target
 
 CAPACITY = 16
 """Plans kept at a time, the latest."""
@@ -71,7 +68,7 @@ class Planning:
         if budget_bytes is None:
             return None
         solution = self.within(budget_bytes)
-        if self.target.view is None and solution.program is not None:
+        if self.target.linearized is None:
             # In place afterwards, it may need less than it was searched for.
             peak_bytes = max(1, self._checked(budget_bytes, solution))
             if peak_bytes < budget_bytes:
@@ -79,9 +76,9 @@ class Planning:
         return budget_bytes, solution
 
     def _smallest_budget(self) -> int | None:
-        view = self.target.view
+        view = self.target.linearized
         if view is not None:
-            found = smallest_budget(view.graph, view, self.attempt)
+            found = smallest_budget(view, self.attempt)
             return None if found is None else self._kept(*found)
         # One byte will hardly do: the answer names the smallest budget that does.
         answer = self.attempt(1)
@@ -98,7 +95,7 @@ class Planning:
         if solution.smallest is not None:
             named = solution.smallest_budget_bytes or solution.smallest.peak_bytes or 1
             self._kept(named, solution.smallest)
-        known = KEPT.least(self.target.strategy, self.target.cost_model)
+        known = KEPT.least(self.target.strategy, self.target.graph)
         if known is None:
             return solution
         if known[0] <= budget_bytes:
@@ -108,7 +105,7 @@ class Planning:
     def _kept(self, budget_bytes: int, plan: Solution) -> int:
         """The budget, its plan checked and kept."""
         self._checked(budget_bytes, plan)
-        KEPT.keep(self.target.strategy, self.target.cost_model, budget_bytes, plan)
+        KEPT.keep(self.target.strategy, self.target.graph, budget_bytes, plan)
         return budget_bytes
 
     def _checked(self, budget_bytes: int, plan: Solution) -> int:
@@ -117,8 +114,9 @@ class Planning:
         Raises:
             InvalidProgramError: the strategy named a budget with a plan that is not valid.
         """
-        program = self.target.program(plan)
-        violation, figures = self.target.check(plan, program, (budget_bytes, None), self.device)
+        program = self.target.program(plan, budget_bytes)
+        assert program is not None
+        violation, figures = self.target.check(program, Budget(budget_bytes), self.device)
         if violation is not None:
             raise InvalidProgramError(
                 f"{self.target.strategy.name} named {budget_bytes} bytes with an invalid plan: "

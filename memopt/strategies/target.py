@@ -1,26 +1,32 @@
-"""A strategy at a cost model. One for chains sees a graph through its linearization: the chain is
+"""A strategy at a cost model. One for chains sees a graph through its view as a chain: the chain is
 solved, and its schedule lowered to a program of the graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.violations import Violation
-from memopt.reductions.linearize import Linearization, linearize
+from memopt.reductions.chain_to_graph import chain_to_graph
+from memopt.reductions.chain_view import ChainView
+from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.updates import linearize_step
-from memopt.reductions.validate_and_replay import Figures, judge
+from memopt.reductions.validate_and_replay import Figures, validate_and_replay
 from memopt.strategies.base import CostModel, Solution, Strategy
-from memopt.strategies.budget_search import PROBES, best_that_fits
+from memopt.strategies.budget_search import PROBES, Attempt, best_that_fits
 
-Attempt = Callable[[int | None], Solution]
-"""attempt(total bytes; None: no limit): the strategy's solution of `Target.solved`."""
+
+def chain_view(cost_model: CostModel) -> ChainView:
+    """The cost model as a graph and its chain, whichever of the two it is."""
+    if isinstance(cost_model, Chain):
+        return chain_to_graph(cost_model)
+    return (linearize_step if has_updates(cost_model) else linearize)(cost_model)
 
 
 @dataclass(frozen=True)
@@ -29,72 +35,64 @@ class Target:
 
     Attributes:
         strategy: who plans.
-        cost_model: what: a graph, also where the strategy plans its chain, or a bare chain.
-        view: the graph's linearization, for a strategy that plans its chain.
+        graph: what its programs are of; of a bare chain, the graph that it is.
+        view: the graph and its chain, where the chain is solved: by a strategy for chains, and for
+            a bare chain by every strategy.
     """
 
     strategy: Strategy
-    cost_model: CostModel
-    view: Linearization | None = None
+    graph: Graph
+    view: ChainView | None = None
 
     @classmethod
     def of(
-        cls, strategy: Strategy, cost_model: CostModel, known: Linearization | None = None
+        cls, strategy: Strategy, cost_model: CostModel, known: ChainView | None = None
     ) -> Target:
-        """The target; `known` is the graph's linearization, where it has been made before."""
-        if strategy.needs != "chain" or not isinstance(cost_model, Graph):
+        """The target; `known` is the cost model's view, where it has been made before."""
+        if isinstance(cost_model, Graph) and strategy.needs != "chain":
             return cls(strategy, cost_model)
-        made = known or (linearize_step if has_updates(cost_model) else linearize)(cost_model)
-        return cls(strategy, cost_model, made)
+        view = known or chain_view(cost_model)
+        return cls(strategy, view.graph, view)
 
     @property
     def solved(self) -> CostModel:
         """What the strategy's `solve` gets."""
-        return self.cost_model if self.view is None else self.view.chain
+        return self.graph if self.view is None else self.view.chain
 
     @property
-    def chain(self) -> Chain | None:
-        """The chain that is solved, if it is one."""
-        return self.solved if isinstance(self.solved, Chain) else None
+    def bare_chain(self) -> Chain | None:
+        """The chain, if there is no other cost model."""
+        return self.view.chain if self.view is not None and self.view.exact else None
+
+    @property
+    def linearized(self) -> ChainView | None:
+        """The view of a graph as a chain, whose accounting counts more memory than its programs
+        need; None where the strategy's figures are those of its programs."""
+        return None if self.view is None or self.view.exact else self.view
 
     def why_not(self) -> str | None:
         """Why the strategy cannot plan this; None if it can."""
         return self.strategy.why_not(self.solved)
 
     def solve(self, budget_bytes: int | None, attempt: Attempt) -> Solution:
-        """The strategy's solution within a budget of the cost model's, total bytes."""
-        if self.view is None or budget_bytes is None:
+        """The strategy's solution within a budget of the graph's, total bytes."""
+        if self.linearized is None or budget_bytes is None:
             return attempt(budget_bytes)
         # One table of a recomputing strategy answers every budget; the others solve anew.
         probes = PROBES if self.strategy.features.recompute else 0
-        return best_that_fits(self.view.graph, self.view, attempt, budget_bytes, probes)
+        return best_that_fits(self.linearized, attempt, budget_bytes, probes)
 
-    def program(self, solution: Solution) -> Program | None:
+    def program(self, solution: Solution, budget_bytes: int | None = None) -> Program | None:
         """A solution's program as it runs: in place where it can be, unless the strategy decided
-        that; None for the schedule of a bare chain, and where there is no plan."""
+        that; None where there is no plan. `budget_bytes`: of the device, see `ChainView.lower`."""
         if self.view is not None and solution.steps is not None:
-            return solution.program or self.view.lower(solution.steps)
-        if solution.program is None or not isinstance(self.cost_model, Graph):
+            return solution.program or self.view.lower(solution.steps, budget_bytes)
+        if solution.program is None or self.strategy.decides_in_place:
             return solution.program
-        if self.strategy.decides_in_place:
-            return solution.program
-        return with_in_place(self.cost_model, solution.program)
+        return with_in_place(self.graph, solution.program)
 
     def check(
-        self,
-        solution: Solution,
-        program: Program | None,
-        limits: tuple[int | None, int | None],
-        device: Device,
+        self, program: Program, budget: Budget, device: Device
     ) -> tuple[Violation | None, Figures]:
-        """Validate and replay a solution with its program (`Target.program`, or what passes made
-        of it); `limits` are bytes on the device and on the host."""
-        return judge(
-            self.cost_model,
-            solution.steps,
-            program,
-            limits[0],
-            device,
-            limits[1],
-            offloading=self.strategy.features.offload,
-        )
+        """Validate and replay a program (`program`, or what passes made of it)."""
+        return validate_and_replay(self.graph, program, budget, device)

@@ -10,10 +10,11 @@ from random import Random
 
 import memopt
 from memopt.errors import InfeasibleBudgetError, MemoptError
+from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.generate import random_chain
 from memopt.models.graph import Graph
-from memopt.reductions.validate_and_replay import judge
+from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import STRATEGIES, Strategy
 from memopt.strategies.offload.exact import OffloadExact
 from tests.brute_force.program_search import ProgramSearch, Rules
@@ -76,9 +77,8 @@ def check(
 
     def verdict(made: memopt.Plan, budget: int | str) -> None:
         assert made.budget is not None
-        moves = strategy.features.offload
-        violation, figures = judge(
-            model, made.chain_steps, made.program, made.budget, LINK, offloading=moves
+        violation, figures = validate_and_replay(
+            made.graph, made.program, Budget(made.budget), LINK
         )
         least_s = made.step_time_s if optimum is None else optimum(made.budget)
         if violation is not None or figures.peak_bytes != made.peak_bytes:

@@ -12,6 +12,7 @@ import pytest
 import memopt
 from memopt.api.planning import solve
 from memopt.errors import InfeasibleBudgetError, MemoptError
+from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.generate import random_chain, random_graph
@@ -122,7 +123,7 @@ def test_is_the_minimum_on_models(name: str) -> None:
         smallest.append(plan.peak_bytes)
     assert made.peak_bytes <= min(smallest)
     assert made.program is not None
-    assert validate(one.graph, made.program, made.budget) is None
+    assert validate(one.graph, made.program, Budget(made.budget)) is None
     assert replay(one.graph, made.program).time_s == made.step_time_s
 
 

@@ -71,7 +71,7 @@ def with_offsets(plan: Plan, change: Callable[[int, int, int], int]) -> Plan:
     assert plan.program is not None
     assert plan.program.offsets is not None
     moved = [(i, t, change(i, t, o)) for i, t, o in plan.program.offsets]
-    made = Program(plan.program.instructions, moved, plan.program.apart)
+    made = Program(plan.program.instructions, moved, plan.program.unplaced)
     return replace(plan, program=made)
 
 

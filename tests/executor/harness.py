@@ -146,7 +146,7 @@ def prepare(model: nn.Module, inputs: Any) -> Prepared:
     """Capture a model for a call; nothing is measured."""
     captured = capture(model, to_call(inputs))
     lowering = build(model, captured)
-    graph = replace(lowering.graph, outside=allocator_owned(lowering))
+    graph = replace(lowering.graph, allocator_owned=allocator_owned(lowering))
     return Prepared(model, captured, replace(lowering, graph=graph))
 
 

@@ -13,7 +13,7 @@ import torch
 
 import memopt
 from memopt.executor.apply import runtime_of
-from memopt.executor.arena import Arenas, Lease, arena_layout
+from memopt.executor.arena import ArenaLease, Arenas, arena_layout
 from memopt.executor.module import PlannedModule, install
 from memopt.profiler.memory import metered
 from memopt.programs.instructions import Program
@@ -64,11 +64,11 @@ def test_lifetimes_left_to_the_allocator_lie_outside(checked: bool) -> None:
     program = plan.program
     for position, tensor, offset in (plan.program.offsets or ())[::3]:
         fewer = [x for x in program.offsets or () if x != (position, tensor, offset)]
-        made = Program(program.instructions, fewer, [*program.apart, (position, tensor)])
+        made = Program(program.instructions, fewer, [*program.unplaced, (position, tensor)])
         # What is computed in place stays with what it overwrites.
         if validate(plan.graph, made) is None:
             program = made
-    assert len(program.apart) > 5
+    assert len(program.unplaced) > 5
     twin = copy.deepcopy(model)
     expected = torch.optim.AdamW(twin.parameters(), lr=0.01)
     expected.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -164,9 +164,9 @@ def test_backward_twice_with_retain_graph() -> None:
 class _Watched(Arenas):
     """Arenas that remember their leases weakly."""
 
-    seen: list[weakref.ref[Lease]]
+    seen: list[weakref.ref[ArenaLease]]
 
-    def lease(self) -> Lease:
+    def lease(self) -> ArenaLease:
         lease = super().lease()
         self.seen.append(weakref.ref(lease))
         return lease
@@ -262,7 +262,7 @@ def test_a_loaded_plan_runs_in_its_arena(tmp_path: Path) -> None:
     loaded = memopt.load(tmp_path / "plan")
     assert loaded.graph is not None
     assert plan.graph is not None
-    assert loaded.graph.outside == plan.graph.outside
+    assert loaded.graph.allocator_owned == plan.graph.allocator_owned
     assert loaded.arena == plan.arena
     twin = copy.deepcopy(model)
     x, y = build()[1:]

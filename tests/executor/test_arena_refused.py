@@ -107,8 +107,8 @@ def test_what_lies_outside_is_named_and_charged() -> None:
     assert use.arena_bytes + use.extra_bytes == plan.peak_bytes
     assert plan.program.offsets is not None
     placed = {tensor for _, tensor, _ in plan.program.offsets}
-    assert not placed & set(plan.graph.outside)
-    first = plan.graph.outside[0]
+    assert not placed & set(plan.graph.allocator_owned)
+    first = plan.graph.allocator_owned[0]
     begin = next(i for i, x in enumerate(plan.program) if first in getattr(x, "outputs", ()))
     stray = Program(plan.program.instructions, [*plan.program.offsets, (begin, first, 0)])
     violation = validate(plan.graph, stray)

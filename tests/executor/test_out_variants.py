@@ -207,7 +207,7 @@ def test_inner_losses_and_gradients_of_outputs() -> None:
     check(Case(Auxiliary, inputs))
     graph = prepare(Auxiliary(), inputs()).graph
     assert set(graph.gradients) & set(graph.tangents)
-    assert graph.producer.keys() >= set(graph.outside)
+    assert graph.producer.keys() >= set(graph.allocator_owned)
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ def test_predicted_is_measured(case: str) -> None:
     model, x = make(), inputs()
     options = MeasureOptions(cap_s=0.2, max_rounds=1)
     profiled = for_placing(profile_model(model, x, loss=Loss(function), options=options))
-    graph = replace(profiled.lowering.graph, outside=profiled.graph.outside)
+    graph = replace(profiled.lowering.graph, allocator_owned=profiled.graph.allocator_owned)
     prepared = Prepared(model, profiled.captured, replace(profiled.lowering, graph=graph))
     resident = profiled.graph.resident_bytes - backend_of("cpu").step_scalars_bytes
     for name, make_program in PROGRAMS.items():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import memopt
 from memopt.errors import CaptureError, ExecutionError
 from memopt.profiler.estimate import estimate_model
-from memopt.profiler.loss_notes import loss_notes
+from memopt.profiler.session import loss_notes
 
 CLASSES = 4000
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from memopt.implementations import cross_entropy, cross_entropy_rows
+from memopt.implementations import cross_entropy
 
 F64 = torch.float64
 ATEN = torch.ops.aten
@@ -82,9 +82,9 @@ def test_rows_are_the_same_bits(dtype: torch.dtype) -> None:
         picked = ATEN.nll_loss_backward(g, logs, target, weights, reduction, -100, count)
         expected = ATEN._log_softmax_backward_data(picked, logs, 1, dtype)
         args = (logs, g, target, weights, reduction, -100, count)
-        found = cross_entropy_rows.BACKWARD(*args)
-        assert cross_entropy_rows.BACKWARD.over is not None
-        over = cross_entropy_rows.BACKWARD.over(*args)
+        found = cross_entropy.ROWS(*args)
+        assert cross_entropy.ROWS.over is not None
+        over = cross_entropy.ROWS.over(*args)
         assert over is logs
         for one in (found, over):
             assert torch.equal(one.view(torch.uint8), expected.view(torch.uint8))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.fx import Interpreter, Node
 from torch.fx.node import map_arg
+from torch.nn import functional
 
 from memopt.implementations import attach
 from memopt.implementations.bits import pack, packed_bytes, unpack
@@ -176,6 +177,43 @@ def test_elementwise(inner: nn.Module, dtype: torch.dtype) -> None:
             x = torch.randn([*shape, 2]).to(dtype)[..., 0]
         names |= _check(Scaled(inner, dtype), x, seed)
     assert names
+
+
+class Twice(nn.Module):
+    """One input through an operator with two settings."""
+
+    def __init__(self, function: Any, *settings: tuple[float, ...]) -> None:
+        super().__init__()
+        self.function, self.settings = function, settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((self.function(x, *given) * (i + 1) for i, given in enumerate(self.settings)), x)
+
+
+@pytest.mark.parametrize(
+    ("function", "settings"),
+    [
+        (functional.elu, ((0.5,), (2.0,))),
+        (functional.softplus, ((1.0,), (4.0,))),
+        (functional.hardtanh, ((-0.2, 0.2), (0.0, 6.0))),
+        (functional.hardtanh, ((0.0, 6.0), (0.0, 6.0))),
+        (functional.hardsigmoid, ((), ())),
+        (functional.leaky_relu, ((0.1,), (0.3,))),
+    ],
+)
+def test_one_input_through_an_operator_twice(function: Any, settings: Any) -> None:
+    """Each backward gets what its own forward made, and no alternative is there twice."""
+    model, x = Scaled(Twice(function, *settings), torch.float32), torch.randn(9, 7)
+    assert _check(model, x, 0)
+    lowering, values = _run(model, x, 0)
+    for (op, name), node in lowering.alternatives.items():
+        if name == "output":
+            own = lowering.nodes[op]
+            expected, found = (
+                n.target(*map_arg(n.args, values.__getitem__))  # type: ignore[operator]  # a kernel
+                for n in (own, node)
+            )
+            assert torch.allclose(found, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])

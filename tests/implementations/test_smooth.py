@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.implementations import batch_norm, group_norm, smooth
+from memopt.implementations import elementwise, norms
 
 ATEN = torch.ops.aten
 F64 = torch.float64
@@ -24,7 +24,7 @@ def _values(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 )
 def test_elu_from_its_output(dtype: torch.dtype, numbers: tuple[float, float, float]) -> None:
     g, x = _values(dtype)
-    found = smooth.ELU(g, ATEN.elu(x, *numbers), *numbers)
+    found = elementwise.ELU(g, ATEN.elu(x, *numbers), *numbers)
     expected = ATEN.elu_backward(g.to(F64), *numbers, False, x.to(F64))
     alpha, scale, inside = numbers
     # y + alpha·scale cancels where the slope is small.
@@ -37,7 +37,7 @@ def test_elu_from_its_output(dtype: torch.dtype, numbers: tuple[float, float, fl
 @pytest.mark.parametrize("beta", [1.0, 2.0, 0.3])
 def test_softplus_from_its_output(dtype: torch.dtype, beta: float) -> None:
     g, x = _values(dtype)
-    found = smooth.SOFTPLUS(g, ATEN.softplus(x, beta, 20.0), beta, 20.0)
+    found = elementwise.SOFTPLUS(g, ATEN.softplus(x, beta, 20.0), beta, 20.0)
     expected = ATEN.softplus_backward(g.to(F64), x.to(F64), beta, 20.0)
     # Above its threshold ATen's slope is 1: e^-20 off.
     step = (64 * torch.finfo(dtype).eps + 2.1e-9) * expected.abs() + 1e-38
@@ -57,7 +57,7 @@ def test_group_norm(dtype: torch.dtype, affine: bool, groups: int) -> None:
     g = torch.randn_like(x)
     wide = [None if v is None else v.to(F64) for v in (weight, bias)]
     mask = [True, affine, affine]
-    found = group_norm.OUTPUT(g, y, inverse, weight, bias, *sizes, mask)
+    found = norms.GROUP_OUTPUT(g, y, inverse, weight, bias, *sizes, mask)
     m64, i64 = mean.to(F64), inverse.to(F64)
     expected = ATEN.native_group_norm_backward(
         g.to(F64), x.to(F64), m64, i64, wide[0], *sizes, mask
@@ -74,7 +74,7 @@ def test_group_norm(dtype: torch.dtype, affine: bool, groups: int) -> None:
     if affine:
         for i, scale in ((1, size.sum((0, 2, 3)) * most), (2, size.sum((0, 2, 3)))):
             assert bool(((found[i].to(F64) - expected[i]).abs() <= step * scale).all())
-    (again,) = group_norm.AGAIN(x, weight, bias, mean, inverse)
+    (again,) = norms.GROUP_AGAIN(x, weight, bias, mean, inverse)
     terms = (x.to(F64).abs() * each + (m64.abs() * i64).amax()) * (1 if not affine else 2) + 5
     assert bool(((again.to(F64) - reference).abs() <= 64 * torch.finfo(dtype).eps * terms).all())
 
@@ -87,7 +87,7 @@ def test_batch_norm_by_known_statistics(dtype: torch.dtype, affine: bool) -> Non
     weight = torch.empty(4).uniform_(-2, -0.5).to(dtype) if affine else None
     bias = torch.randn(4).to(dtype) if affine else None
     y, mean, inverse = ATEN.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
-    (again,) = batch_norm.AGAIN(x, weight, bias, mean, inverse)
+    (again,) = norms.BATCH_AGAIN(x, weight, bias, mean, inverse)
     wide = [None if v is None else v.to(F64) for v in (weight, bias)]
     reference = ATEN.native_batch_norm(x.to(F64), *wide, None, None, True, 0.1, 1e-5)[0]
     scale = (inverse.to(F64) * (1 if wide[0] is None else wide[0].abs())).view(1, -1, 1, 1)

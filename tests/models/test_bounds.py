@@ -12,6 +12,7 @@ from memopt.models.instances import MEGABYTE, rotor_toy, three_layers
 from memopt.programs.generate_programs import random_program
 from memopt.programs.replay import replay
 
+from .chain_bounds import chain_memory_lower_bound
 from .chain_search import best_makespan, smallest_peak
 
 
@@ -112,16 +113,20 @@ def test_no_chain_schedule_is_below_the_bound(block):
             resident_bytes=rng.randint(0, 5),
         )
         peak = smallest_peak(chain)
-        assert memory_lower_bound(chain) <= memory_lower_bound(chain, transfers=False) <= peak
-        tight += memory_lower_bound(chain, transfers=False) == peak
+        assert (
+            chain_memory_lower_bound(chain)
+            <= chain_memory_lower_bound(chain, transfers=False)
+            <= peak
+        )
+        tight += chain_memory_lower_bound(chain, transfers=False) == peak
         assert best_makespan(chain, 10**9) >= time_lower_bound(chain)
     assert tight >= 5
 
 
 def test_toy_chain():
     # 82.12 MB is the smallest feasible budget.
-    bound = memory_lower_bound(rotor_toy(), transfers=False)
-    assert memory_lower_bound(rotor_toy()) <= bound <= round(82.12 * MEGABYTE)
+    bound = chain_memory_lower_bound(rotor_toy(), transfers=False)
+    assert chain_memory_lower_bound(rotor_toy()) <= bound <= round(82.12 * MEGABYTE)
     assert bound > 0.95 * 82.12 * MEGABYTE
     assert time_lower_bound(rotor_toy()) * 1000 == pytest.approx(37.38)
 
@@ -129,5 +134,5 @@ def test_toy_chain():
 def test_chain_by_hand():
     chain = Chain(10, [Stage(1, 1, 20, 25, 21, 0, 0, 3, 100), Stage(1, 1, 0, 0, 5)], 1000, 11)
     # B^1: a^0, ā^1, δ^1, δ^0, overhead, its parameter gradient.
-    assert memory_lower_bound(chain) == 1000 + 10 + 25 + 21 + 11 + 3 + 100
-    assert smallest_peak(chain) == memory_lower_bound(chain)
+    assert chain_memory_lower_bound(chain) == 1000 + 10 + 25 + 21 + 11 + 3 + 100
+    assert smallest_peak(chain) == chain_memory_lower_bound(chain)

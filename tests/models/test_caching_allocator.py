@@ -11,8 +11,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.models.generate import random_graph
-from memopt.programs.caching_allocator import (
+from benchmarks.caching_allocator import (
     LARGE_BYTES,
     LARGE_SEGMENT_BYTES,
     ROUND_BYTES,
@@ -25,6 +24,7 @@ from memopt.programs.caching_allocator import (
     allocation_trace,
     replay_allocations,
 )
+from memopt.models.generate import random_graph
 from memopt.programs.liveness import store_all
 from memopt.programs.validate import validate
 from memopt.strategies.olla import place_program

@@ -5,11 +5,11 @@ from random import Random
 
 import pytest
 
+from benchmarks.caching_allocator import Allocate, allocation_trace
 from memopt.errors import InvalidProgramError
 from memopt.models.bounds import memory_lower_bound
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Implementation, Operator, Tensor, TensorKind
-from memopt.programs.caching_allocator import Allocate, allocation_trace
 from memopt.programs.generate_programs import random_program
 from memopt.programs.in_place import with_in_place, without_in_place
 from memopt.programs.instructions import (

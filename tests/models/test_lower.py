@@ -19,7 +19,6 @@ from memopt.programs.validate import validate
 from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.lower import lower_steps
-from memopt.reductions.offload_replay import replay_offload
 from tests.models.training_graphs import (
     Builder,
     drawing,
@@ -29,6 +28,7 @@ from tests.models.training_graphs import (
     store_all_steps,
     with_random_transfers,
 )
+from tests.offload.replay_offload import replay_offload
 
 
 def check(lin: Linearization, steps: tuple[ChainStep, ...]) -> None:

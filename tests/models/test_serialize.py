@@ -50,6 +50,15 @@ def test_round_trip_of_random_values(seed):
         assert fingerprint(graph) == fingerprint(loads(dumps(graph)))
 
 
+def test_renamed_fields_have_their_old_names_in_files():
+    graph = random_graph(Random(0), 3)
+    owned = with_fields(graph, allocator_owned=tuple(graph.producer)[:1])
+    program = Program([Compute(0, (1,))], [], unplaced=[(0, 1)])
+    assert b'"outside":[' in dumps(owned)
+    assert b'"apart":[[0,1]]' in dumps(program)
+    assert (loads(dumps(owned)), loads(dumps(program))) == (owned, program)
+
+
 @pytest.mark.parametrize(
     "value",
     [

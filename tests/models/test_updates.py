@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
@@ -15,7 +16,7 @@ from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.updates import linearize_step, with_early_updates, without_updates
 from memopt.strategies.offload.dynprog import DynProg
-from memopt.strategies.rotor.persistent import Rotor
+from memopt.strategies.rotor import Rotor
 
 
 def steps(count: int, seed: int) -> list[Graph]:
@@ -100,7 +101,7 @@ def test_a_gradient_lives_in_its_stage_only() -> None:
     solution = Rotor().solve(view.chain, floor)
     assert solution.steps is not None
     program = view.lower(solution.steps)
-    assert validate(graph, program, floor) is None
+    assert validate(graph, program, Budget(floor)) is None
 
 
 def test_moving_strategies_take_steps_too() -> None:

@@ -7,10 +7,10 @@ import pytest
 from memopt.errors import InvalidProgramError
 from memopt.models.chain import Chain, Stage
 from memopt.models.generate import random_chain
-from memopt.models.steps import ChainStep, Move
+from memopt.models.steps import FORWARD_MOVES, ChainStep, Move
 from memopt.programs.violations import ViolationCode
-from memopt.reductions.chain_replay import FORWARD_MOVES, ChainState, replay_chain
-from memopt.reductions.validate_chain import chain_memory_use, validate_chain
+from memopt.reductions.chain_replay import ChainState, replay_chain
+from tests.models.validate_chain import chain_memory_use, validate_chain
 
 Code = ViolationCode
 

@@ -8,13 +8,14 @@ from random import Random
 import pytest
 
 from memopt.errors import InvalidProgramError
+from memopt.models.budget import Budget
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
 from memopt.models.variants import variant
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.reductions.validate_and_replay import judge
+from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies.base import Status
 from memopt.strategies.monet.intervals import IntervalModel, program_of, runs_of
 from tests.monet.graphs import training_graph, with_one_gradient_choices
@@ -66,7 +67,7 @@ def solved_as_brute_force(graph: Graph, budget: int) -> tuple[Program, float] | 
     assert runs is not None
     assert bound == pytest.approx(best)
     program = program_of(graph, runs)
-    violation, figures = judge(graph, None, program, budget, None)
+    violation, figures = validate_and_replay(graph, program, Budget(budget), None)
     assert violation is None
     assert figures.time_s == pytest.approx(best)
     assert runs_of(graph, program) == runs

@@ -9,17 +9,18 @@ import pytest
 from memopt import plan
 from memopt.errors import MemoptError
 from memopt.models.bounds import memory_lower_bound
+from memopt.models.budget import Budget
 from memopt.models.graph import Graph
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.reductions.validate_and_replay import judge
+from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies.base import Status
-from memopt.strategies.monet.binary_program import Solver, SolverOptions
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.incumbent import rotor_programs
 from memopt.strategies.monet.kernel_choice import fastest_kernels
 from memopt.strategies.monet.strategy import Checkmate, CheckmateRounding, Choices, Monet
+from memopt.strategies.solvers.running import Solver, SolverOptions
 from tests.monet.fast_oracle import FastBrute
 from tests.monet.graphs import in_place_graph, training_graph, with_one_gradient_choices
 from tests.monet.oracle import Brute
@@ -46,7 +47,9 @@ def check_monet(seed: int, most: int) -> None:
         return
     assert answer.status is Status.OPTIMAL
     assert answer.objective == best
-    violation, figures = judge(graph, None, built.program(answer.values), budget, None)
+    violation, figures = validate_and_replay(
+        graph, built.program(answer.values), Budget(budget), None
+    )
     assert violation is None
     assert figures.peak_bytes <= budget
     assert figures.time_s == best
@@ -109,7 +112,7 @@ def test_every_gradient_is_written_where_implementations_write_one_each(seed: in
     whole = without.model.solve(budget - graph.resident_bytes)
     if answer.values:
         program = built.program(answer.values)
-        violation, figures = judge(graph, None, program, budget, None)
+        violation, figures = validate_and_replay(graph, program, Budget(budget), None)
         assert violation is None
         assert figures.time_s == answer.objective
         halves = sum(getattr(step, "implementation", None) is not None for step in program)
@@ -130,7 +133,9 @@ def test_without_alternatives_monet_is_no_better_than_checkmate(seed: int) -> No
     if checkmate.status is Status.INFEASIBLE:
         assert monet.status is Status.INFEASIBLE
         return
-    violation, figures = judge(graph, None, built.program(checkmate.values), budget, None)
+    violation, figures = validate_and_replay(
+        graph, built.program(checkmate.values), Budget(budget), None
+    )
     assert violation is None
     assert figures.time_s == checkmate.objective
     assert monet.status is Status.INFEASIBLE or monet.objective >= checkmate.objective
@@ -163,7 +168,7 @@ def test_strategies_keep_their_laws(strategy: Monet, seed: int) -> None:
         assert smallest is not None
         assert strategy.solve(graph, smallest, time_limit_s=20.0).program is not None
         return
-    violation, figures = judge(graph, None, solution.program, budget, None)
+    violation, figures = validate_and_replay(graph, solution.program, Budget(budget), None)
     assert violation is None
     assert figures.peak_bytes == solution.peak_bytes
     assert solution.lower_bound_s is not None
@@ -181,7 +186,7 @@ def test_rounding_ends_with_the_fastest_kernels() -> None:
         assert (plain.program is None) == (quick.program is None)
         if plain.program is None or quick.program is None:
             continue
-        violation, figures = judge(graph, None, quick.program, budget, None)
+        violation, figures = validate_and_replay(graph, quick.program, Budget(budget), None)
         assert violation is None
         assert figures.time_s == quick.time_s <= (plain.time_s or 0.0)
         # The same runs, and no kernel of the same operands that fits where it runs is faster.
@@ -261,7 +266,7 @@ def test_a_start_that_the_program_cannot_represent_is_kept_and_flagged(seed: int
     solution = Monet().solve(graph, budget, time_limit_s=20.0)
     assert solution.stats["chosen"] == "rotor"
     assert solution.stats["outside_the_program"] is True
-    violation, figures = judge(graph, None, solution.program, budget, None)
+    violation, figures = validate_and_replay(graph, solution.program, Budget(budget), None)
     assert violation is None
     assert solution.lower_bound_s is not None
     assert solution.lower_bound_s < figures.time_s

@@ -10,6 +10,7 @@ import pytest
 
 from memopt.api.planning import solve
 from memopt.models.bounds import time_lower_bound
+from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
@@ -17,14 +18,14 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.reductions.linearize import linearize
-from memopt.reductions.validate_and_replay import judge
+from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import Rotor
 from memopt.strategies.base import Status
 from memopt.strategies.monet.alternatives_table import AlternativesTable
-from memopt.strategies.monet.deadline import Deadline
 from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.stage_alternatives import stage_alternatives
 from memopt.strategies.monet.time_point_search import TimePointSearch
+from memopt.strategies.solvers.running import Deadline
 from tests.models.training_graphs import drawing
 from tests.monet.graphs import training_graph, with_one_gradient_choices
 
@@ -48,7 +49,7 @@ def test_menus_are_never_slower_than_rotor(seed: int) -> None:
         assert made.program is not None
         assert made.time_s is not None
         assert made.time_s <= solve(graph, budget, Rotor(), device=Device()).step_time_s
-        violation, figures = judge(graph, None, made.program, budget, None)
+        violation, figures = validate_and_replay(graph, made.program, Budget(budget), None)
         assert violation is None
         assert figures.peak_bytes == made.peak_bytes
         assert figures.peak_bytes <= budget
@@ -92,7 +93,7 @@ def test_programs_of_the_table_keep_its_figures(seed: int) -> None:
     feasible = [m for m in range(table.slots + 1) if table.table[1, n, m] < float("inf")]
     assert feasible
     for m in feasible[:: max(1, len(feasible) // 6)]:
-        violation, figures = judge(graph, None, table.program(m), None, None)
+        violation, figures = validate_and_replay(graph, table.program(m), Budget(), None)
         assert violation is None
         assert figures.peak_bytes <= table.fixed + m * table.slot
         assert figures.time_s <= table.table[1, n, m] * (1 + 1e-9)
@@ -163,5 +164,5 @@ def test_programs_of_graphs_that_draw(seed: int) -> None:
         assert validate(graph, program) is None
     search = TimePointSearch(graph, None, 2 * peak_bytes, Deadline().within(60)).run()
     assert search.best.program is not None
-    assert validate(graph, search.best.program, 2 * peak_bytes) is None
+    assert validate(graph, search.best.program, Budget(2 * peak_bytes)) is None
     assert search.bound_s >= time_lower_bound(graph) * (1 - 1e-9)

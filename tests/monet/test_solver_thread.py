@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
 
 import pytest
 
-from memopt.strategies.monet.solver_thread import call_in_thread
+from memopt.strategies.solvers.running import call_in_thread
 
 
 def interrupt(fraction: float, what: str) -> None:
@@ -51,3 +55,30 @@ def test_errors_come_through() -> None:
 
     with pytest.raises(ValueError, match="no such parameter"):
         call_in_thread(call, None, lambda: "", limit_s=5.0)
+
+
+def test_ctrl_c_ends_a_search_with_what_it_has() -> None:
+    """Without a progress that takes it, too."""
+    threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+    stopped = threading.Event()
+    assert call_in_thread(lambda: stopped.wait(60.0), None, lambda: "", stop=stopped.set)
+
+
+def test_ctrl_c_is_still_pythons_after_cp_sat() -> None:
+    """CP-SAT's own handler would leave the signal's default: the process would end at once."""
+    script = """
+        import signal
+        from memopt.models.chain import Chain, Stage
+        from memopt.models.device import Device
+        from memopt.strategies.offload import OffloadExact
+        chain = Chain(4, [Stage(1.0, 1.0, 4, 4, 4) for _ in range(4)])
+        plan = OffloadExact().solve(chain, 21, device=Device(to_host_bytes_per_s=4.0))
+        print(plan.stats["proved"])
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["True", "interrupted"]

@@ -7,16 +7,17 @@ from random import Random
 
 import pytest
 
+from memopt.models.budget import Budget
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.reductions.validate_and_replay import judge
+from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies.base import Status
-from memopt.strategies.monet.binary_program import Solver, SolverOptions
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.strategy import Monet
 from memopt.strategies.monet.time_points import TimePointModel
+from memopt.strategies.solvers.running import Solver, SolverOptions
 from tests.monet.graphs import training_graph
 
 
@@ -48,7 +49,7 @@ def test_the_relaxation_is_a_bound_whatever_the_time_points(seed: int) -> None:
         if answer.values:
             program = built.program(answer.values)
             peak = replay(graph, program).peak_bytes
-            violation, figures = judge(graph, None, program, peak, None)
+            violation, figures = validate_and_replay(graph, program, Budget(peak), None)
             assert violation is None
             assert figures.time_s <= answer.objective
             last = answer.objective if not points else last
@@ -77,7 +78,7 @@ def test_monet_on_a_large_graph_has_a_bound_and_a_plan_within_the_budget(seed: i
     assert solution.program is not None
     assert solution.time_s is not None
     assert solution.lower_bound_s is not None
-    violation, figures = judge(graph, None, solution.program, budget, None)
+    violation, figures = validate_and_replay(graph, solution.program, Budget(budget), None)
     assert violation is None
     assert solution.lower_bound_s <= figures.time_s == solution.time_s
 

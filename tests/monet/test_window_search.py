@@ -7,14 +7,14 @@ from random import Random
 
 import pytest
 
+from memopt.models.budget import Budget
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.reductions.validate_and_replay import judge
+from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies.base import Status
-from memopt.strategies.monet.deadline import Deadline
 from memopt.strategies.monet.incumbent import Incumbent, rotor_programs
-from memopt.strategies.monet.intervals import IntervalModel
-from memopt.strategies.monet.window_search import search_windows
+from memopt.strategies.monet.intervals import IntervalModel, search_windows
+from memopt.strategies.solvers.running import Deadline
 from tests.monet.graphs import training_graph
 
 SEEDS = (2, 3, 4, 5, 6, 8, 9, 11)
@@ -33,7 +33,7 @@ def test_windows_keep_the_budget_and_reach_the_optimum_of_the_whole(seed: int) -
     best.offer(program)
     search_windows(best, None, budget, Deadline().within(20.0))
     found = best.program
-    violation, figures = judge(graph, None, found, budget, None)
+    violation, figures = validate_and_replay(graph, found, Budget(budget), None)
     assert violation is None
     assert figures.time_s <= replay(graph, program).time_s
     status, _, bound = IntervalModel(graph, budget, None, 3).solve(20.0)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from memopt.strategies.offload.bounds import fractional_optimum_s
 from memopt.strategies.offload.dynprog import solve_dynprog
-from memopt.strategies.offload.improve import searched_amounts
-from memopt.strategies.offload.ordered import makespan_s
-from memopt.strategies.offload.problem import OffloadProblem, offload_problem, with_capacity
+from memopt.strategies.offload.ordered import fractional_optimum_s, makespan_s, searched_amounts
+from memopt.strategies.offload.problem import OffloadProblem, offload_problem
 from memopt.strategies.offload.rounding import recurrence_data
 from tests.offload.oracle import TOLERANCE, paper_link, random_chain, subsets
 from tests.offload.test_against_lp import random_link
@@ -20,7 +19,7 @@ from tests.offload.test_against_lp import random_link
 def random_problem(rng: random.Random, stages: int) -> OffloadProblem:
     chain, device = random_chain(rng, stages), random_link(rng)
     problem = offload_problem(chain, None, device)
-    return with_capacity(problem, rng.randint(problem.floor_bytes, problem.peak_bytes))
+    return replace(problem, capacity_bytes=rng.randint(problem.floor_bytes, problem.peak_bytes))
 
 
 def brute_force_s(
@@ -83,7 +82,7 @@ def test_unrounded_and_fractional_never_get_slower_with_more_memory_or_bandwidth
         problem = offload_problem(chain, None, paper_link(1.0))
         before = np.inf, np.inf
         for capacity in range(problem.floor_bytes, problem.peak_bytes + 1):
-            now = _times(with_capacity(problem, capacity))
+            now = _times(replace(problem, capacity_bytes=capacity))
             assert now[0] <= before[0] + TOLERANCE
             assert now[1] <= before[1] + TOLERANCE
             before = now

@@ -8,13 +8,14 @@ import random
 import numpy as np
 import pytest
 
+from memopt.models.budget import Budget
 from memopt.models.device import Device
-from memopt.reductions.validate_offload import validate_offload
 from memopt.strategies.base import Status
 from memopt.strategies.offload import DynProg, OffloadExact
 from memopt.strategies.offload.problem import offload_problem
 from tests.offload.oracle import TOLERANCE, paper_link, random_chain
 from tests.offload.search import least_makespan
+from tests.offload.validate_offload import validate_offload
 
 
 def check(rng: random.Random, stages: int, device: Device) -> None:
@@ -117,7 +118,7 @@ def test_sixty_stages() -> None:
     solution = OffloadExact(effort=0.3).solve(chain, budget, device=device)
     other = DynProg().solve(chain, budget, device=device)
     assert solution.steps is not None
-    assert validate_offload(chain, solution.steps, budget) is None
+    assert validate_offload(chain, solution.steps, Budget(budget)) is None
     assert solution.time_s is not None
     assert other.time_s is not None
     assert solution.lower_bound_s is not None

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from memopt.errors import InfeasibleBudgetError
+from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
@@ -33,11 +34,10 @@ from memopt.reductions.linearize import has_updates, linearize
 from memopt.strategies.base import Solution, Status
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.offload import graph as module
-from memopt.strategies.offload.dynprog import DynProg
+from memopt.strategies.offload.dynprog import DynProg, Greedy
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.offload.graph_problem import Absence, GraphProblem, graph_problem
 from memopt.strategies.offload.graph_schedule import Scheduled, schedule
-from memopt.strategies.offload.greedy import Greedy
 
 SHARES = (0.0, 0.3, 0.7)
 
@@ -64,7 +64,7 @@ def test_valid_within_the_budget_and_above_the_bound(seed: int) -> None:
     for budget in budgets(problem):
         solution = OffloadGraph(moves=20).solve(graph, budget, device=device)
         assert solution.program is not None
-        assert validate(graph, solution.program, budget) is None
+        assert validate(graph, solution.program, Budget(budget)) is None
         timeline = replay(graph, solution.program, device)
         assert solution.time_s == pytest.approx(timeline.time_s)
         assert solution.peak_bytes == timeline.peak_bytes <= budget
@@ -82,11 +82,11 @@ def lowered_s(graph: Graph, strategy: DynProg | Greedy, budget: int, device: Dev
     def attempt(budget_bytes: int | None) -> Solution:
         return strategy.solve(view.chain, budget_bytes, device=device)
 
-    found = best_that_fits(graph, view, attempt, budget, 0)
+    found = best_that_fits(view, attempt, budget, 0)
     if found.steps is None:
         return math.inf
     program = view.lower(found.steps)
-    if validate(graph, program, budget) is not None:
+    if validate(graph, program, Budget(budget)) is not None:
         return math.inf
     return replay(graph, program, device).time_s
 
@@ -150,7 +150,7 @@ def test_the_time_limit_is_kept_to_one_schedule(
     )
     assert clock[0] <= limit_s + 1.0
     assert solution.program is not None
-    assert validate(graph, solution.program, problem.floor_bytes) is None
+    assert validate(graph, solution.program, Budget(problem.floor_bytes)) is None
     assert told == sorted(told)
     assert all(0 <= fraction <= 1 for fraction in told)
     clock[0] = 0.0
@@ -168,7 +168,7 @@ def test_an_interrupt_returns_the_best_plan_so_far() -> None:
 
     solution = OffloadGraph().solve(graph, problem.floor_bytes, device=device, progress=interrupt)
     assert solution.program is not None
-    assert validate(graph, solution.program, problem.floor_bytes) is None
+    assert validate(graph, solution.program, Budget(problem.floor_bytes)) is None
 
 
 Choice = tuple[int, int, int]

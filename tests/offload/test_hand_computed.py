@@ -11,13 +11,14 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.strategies.base import Status
 from memopt.strategies.offload import DynProg, Greedy, OffloadExact, Vdnn
-from memopt.strategies.offload.bounds import (
+from memopt.strategies.offload.ordered import (
     eager_amounts,
     fractional_optimum_s,
+    makespan_s,
+    ordered_schedule,
     per_operation_s,
     proposition_3_s,
 )
-from memopt.strategies.offload.ordered import makespan_s, ordered_schedule
 from memopt.strategies.offload.problem import offload_problem
 from tests.offload.chains import splits, stage, three_partition, three_stages, two_partition
 from tests.offload.oracle import paper_link

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from memopt.models.device import Device
 from memopt.programs.replay import replay
-from memopt.reductions.offload_replay import replay_offload
-from memopt.report.lanes import Lane, Span, StepLanes, chain_lanes, program_lanes
+from memopt.reductions.chain_to_graph import chain_to_graph
+from memopt.report.lanes import Lane, Span, StepLanes, program_lanes
 from memopt.report.trace import write_trace
 from tests.offload.chains import three_stages
 from tests.offload.test_replay import GOOD, as_graph, lowered, schedule
@@ -18,8 +18,9 @@ DEVICE = Device(to_host_bytes_per_s=2.0, from_host_bytes_per_s=1.0)
 
 
 def lanes() -> StepLanes:
-    steps = schedule(GOOD)
-    return chain_lanes(replay_offload(three_stages(), steps, DEVICE), steps)
+    view = chain_to_graph(three_stages())
+    program = view.lower(schedule(GOOD))
+    return program_lanes(replay(view.graph, program, DEVICE), view.graph, program)
 
 
 def test_lanes_tell_stalls_from_work() -> None:
@@ -27,9 +28,9 @@ def test_lanes_tell_stalls_from_work() -> None:
     assert step.time_s == 10.0
     assert step.stall_s == 4.0
     stalls = [(s.name, s.start_s, s.end_s) for s in step.spans if s.stall]
-    assert stalls == [("wait: release^0", 1, 2), ("wait: B^1", 6, 9)]
-    assert [s for s in step.spans if s.lane is Lane.OUT] == [Span(Lane.OUT, "x0", 0, 2)]
-    assert [s for s in step.spans if s.lane is Lane.IN] == [Span(Lane.IN, "x0", 5, 9)]
+    assert stalls == [("wait: Free", 1, 2), ("wait: B^1", 6, 9)]
+    assert [s for s in step.spans if s.lane is Lane.OUT] == [Span(Lane.OUT, "a^0", 0, 2)]
+    assert [s for s in step.spans if s.lane is Lane.IN] == [Span(Lane.IN, "a^0", 5, 9)]
     compute = sorted((s.start_s, s.end_s) for s in step.spans if s.lane is Lane.COMPUTE)
     assert compute[0][0] == 0
     assert compute[-1][1] == 10

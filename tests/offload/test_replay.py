@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from memopt.errors import InvalidProgramError
+from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.models.steps import ChainStep, Move
+from memopt.models.steps import ChainStep, Move, has_transfers
 from memopt.programs.instructions import (
     Compute,
     DropHost,
@@ -26,12 +27,12 @@ from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.programs.violations import ViolationCode
 from memopt.reductions.chain_replay import replay_chain
-from memopt.reductions.offload_replay import has_transfers, replay_offload
-from memopt.reductions.validate_offload import validate_offload
 from memopt.strategies.offload import Greedy
 from memopt.strategies.offload.problem import offload_problem
 from tests.offload.chains import three_stages
 from tests.offload.oracle import random_chain
+from tests.offload.replay_offload import replay_offload
+from tests.offload.validate_offload import validate_offload
 
 
 def schedule(text: str) -> list[ChainStep]:
@@ -156,7 +157,7 @@ def test_equals_the_program_replay() -> None:
         solution = Greedy().solve(chain, budget, device=device)
         assert solution.steps is not None
         graph, program = as_graph(chain), lowered(chain, solution.steps)
-        assert validate(graph, program, budget) is None
+        assert validate(graph, program, Budget(budget)) is None
         ours, theirs = replay_offload(chain, solution.steps, device), replay(graph, program, device)
         assert ours.peak_bytes == theirs.peak_bytes
         assert ours.host_peak_bytes == theirs.host_peak_bytes
@@ -200,10 +201,10 @@ def test_validator_names_the_violation(text: str, code: ViolationCode | None) ->
 
 def test_validator_checks_both_budgets() -> None:
     chain = three_stages()
-    assert validate_offload(chain, schedule(GOOD), 9, 4) is None
-    over = validate_offload(chain, schedule(GOOD), 8)
+    assert validate_offload(chain, schedule(GOOD), Budget(9, 4)) is None
+    over = validate_offload(chain, schedule(GOOD), Budget(8))
     assert over is not None
     assert (over.code, over.instruction) == (ViolationCode.OVER_BUDGET, 6)
-    host = validate_offload(chain, schedule(GOOD), 9, 3)
+    host = validate_offload(chain, schedule(GOOD), Budget(9, 3))
     assert host is not None
     assert host.code is ViolationCode.OVER_HOST_BUDGET

@@ -9,17 +9,18 @@ import random
 import pytest
 
 from memopt.errors import InfeasibleBudgetError
+from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator, Tensor
-from memopt.reductions.offload_replay import replay_offload
-from memopt.reductions.validate_offload import validate_offload
 from memopt.strategies.base import Solution, Status, Strategy
 from memopt.strategies.offload import AutoSwap, DynProg, Greedy, OffloadExact, Tflms, Vdnn
-from memopt.strategies.offload.bounds import lower_bound_s
+from memopt.strategies.offload.ordered import lower_bound_s
 from memopt.strategies.offload.problem import offload_problem
 from tests.offload.chains import three_stages
 from tests.offload.oracle import TOLERANCE, paper_link, random_chain
+from tests.offload.replay_offload import replay_offload
+from tests.offload.validate_offload import validate_offload
 
 FAST = (Greedy(), DynProg(), DynProg(slots=None), DynProg(slots=20, refine=False), Vdnn(), Tflms())
 ALL = (*FAST, AutoSwap(trials=8), OffloadExact(effort=0.5))
@@ -43,7 +44,7 @@ def check_laws(strategy: Strategy, chain: Chain, budget: int, device: Device) ->
         assert strategy.solve(chain, smallest, device=device).steps is not None
         return solution
     assert solution.steps is not None
-    assert validate_offload(chain, solution.steps, budget) is None
+    assert validate_offload(chain, solution.steps, Budget(budget)) is None
     timeline = replay_offload(chain, solution.steps, device)
     assert timeline.peak_bytes == solution.peak_bytes
     assert timeline.peak_bytes <= budget
@@ -136,7 +137,7 @@ def test_host_budget_is_kept() -> None:
     for strategy in (Greedy, DynProg, Vdnn, OffloadExact, AutoSwap):
         solution = strategy(host_budget_bytes=4).solve(chain, 8, device=paper_link(1))
         assert solution.steps is not None
-        assert validate_offload(chain, solution.steps, 8, 4) is None
+        assert validate_offload(chain, solution.steps, Budget(8, 4)) is None
 
 
 def test_bad_input() -> None:

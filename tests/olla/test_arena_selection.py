@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import memopt
+from memopt.models.budget import Budget
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
 from memopt.programs.generate_programs import random_program
@@ -38,7 +39,7 @@ def cases(count: int, seed: int, most: int) -> list[tuple[Graph, Program]]:
             graph,
             tensors=tuple(tensors),
             operators=tuple(operators),
-            outside=tuple(sorted(set(outside))),
+            allocator_owned=tuple(sorted(set(outside))),
         )
         program = random_program(
             rng, graph, recomputations=rng.randint(0, 2), swaps=rng.randint(0, 2), reorder=True
@@ -93,7 +94,7 @@ def test_placed_programs_keep_their_limit(slack: float) -> None:
         peak = replay(graph, program).peak_bytes
         limit = peak + int(slack * (peak - graph.resident_bytes))
         placed, _ = place_program(graph, program, limit_bytes=limit)
-        assert validate(graph, placed, limit) is None
+        assert validate(graph, placed, Budget(limit)) is None
         timeline = replay(graph, placed)
         if placed.offsets is None:
             assert placed == program
@@ -104,11 +105,11 @@ def test_placed_programs_keep_their_limit(slack: float) -> None:
             memory_use(graph, placed).outside
         )
         assert loads(dumps(placed)) == placed
-        apart += bool(placed.apart)
+        apart += bool(placed.unplaced)
         joined += any(
             isinstance(x, Compute)
-            and x.in_place in graph.outside
-            and x.outputs[0] not in graph.outside
+            and x.in_place in graph.allocator_owned
+            and x.outputs[0] not in graph.allocator_owned
             for x in placed
         )
     assert apart > 10
@@ -120,15 +121,15 @@ def test_a_lifetime_is_placed_or_named_apart() -> None:
     for graph, program in cases(40, 4, 8):
         placed, _ = place_program(graph, program, limit_bytes=replay(graph, program).peak_bytes)
         # Results may be without an offset in any case.
-        named = [x for x in placed.apart if x[1] not in graph.kept]
+        named = [x for x in placed.unplaced if x[1] not in graph.kept]
         if placed.offsets is None or not named:
             continue
         seen += 1
         first = named[0]
         for apart, code in (
-            ([x for x in placed.apart if x != first], ViolationCode.OFFSET_MISSING),
-            ((*placed.apart, placed.offsets[0][:2]), ViolationCode.OFFSET_STRAY),
-            ((*placed.apart, (len(placed), first[1])), ViolationCode.OFFSET_STRAY),
+            ([x for x in placed.unplaced if x != first], ViolationCode.OFFSET_MISSING),
+            ((*placed.unplaced, placed.offsets[0][:2]), ViolationCode.OFFSET_STRAY),
+            ((*placed.unplaced, (len(placed), first[1])), ViolationCode.OFFSET_STRAY),
         ):
             violation = validate(graph, Program(placed.instructions, placed.offsets, apart))
             assert violation is not None
@@ -152,13 +153,13 @@ def test_olla_places_within_its_cost_and_its_budget() -> None:
             assert solution.program is not None
             assert solution.peak_bytes is not None
             assert solution.peak_bytes <= limit
-            assert validate(graph, solution.program, int(limit)) is None
+            assert validate(graph, solution.program, Budget(int(limit))) is None
         assert whole.program is not None
         assert whole.program.offsets
-        assert whole.program.apart == ()
+        assert whole.program.unplaced == ()
         assert tight.program is not None
         left_out += tight.program.offsets is None
-        partly += bool(tight.program.apart)
+        partly += bool(tight.program.unplaced)
     assert left_out > 0
     assert partly > 0
 
@@ -173,9 +174,9 @@ def test_the_summary_says_what_has_no_address() -> None:
             said["none"] += 1
             assert "arena none: beside what lies outside" in text
         else:
-            said["left" if plan.program.apart else "all"] += 1
+            said["left" if plan.program.unplaced else "all"] += 1
             assert "with what lies outside" in text
-            assert ("too dear to place" in text) == bool(plan.program.apart)
+            assert ("too dear to place" in text) == bool(plan.program.unplaced)
     assert min(said.values()) > 0
 
 

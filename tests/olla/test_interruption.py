@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 
+from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.programs.liveness import store_all
@@ -72,7 +73,7 @@ def test_an_interrupted_order_is_placed_without_a_search() -> None:
     assert told[0].startswith("ordering")
     assert solution.program is not None
     assert solution.program.offsets is not None
-    assert validate(graph, solution.program, solution.peak_bytes) is None
+    assert validate(graph, solution.program, Budget(solution.peak_bytes)) is None
     assert isinstance(solution.stats["order_bound_bytes"], int)
     assert isinstance(solution.stats["arena_bound_bytes"], int)
 
@@ -81,7 +82,7 @@ def test_both_passes_under_a_limit_of_no_time() -> None:
     for seed in range(10):
         graph = random_graph(Random(seed), 10, updates=True)
         program, stats = order_and_place(
-            graph, store_all(graph), None, Device(), order=True, place=True, time_limit_s=0.0
+            graph, store_all(graph), Budget(), Device(), order=True, place=True, time_limit_s=0.0
         )
         assert validate(graph, program) is None
         assert stats["placed"]

@@ -12,6 +12,7 @@ import torch
 
 import memopt
 from memopt.api.plan import Plan
+from memopt.models.budget import NO_LIMIT, Budget
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Tensor, TensorKind
 from memopt.models.instances import rotor_toy
@@ -55,7 +56,7 @@ def test_a_rotor_plan_reordered_and_placed(
     assert both.program is not None
     assert both.stats["placed"]
     assert both.program.offsets is not None
-    assert validate(both.graph, both.program, both.budget) is None
+    assert validate(both.graph, both.program, Budget(both.budget)) is None
     assert both.peak_bytes == both.stats["placed_peak_bytes"]
     # At addresses a random operator is charged more, in both programs.
     before = replay(both.graph, plain.program).peak_bytes
@@ -104,9 +105,9 @@ def test_random_programs_stay_valid_and_within_their_budget() -> None:
         program = random_program(rng, graph, recomputations=2, swaps=2, reorder=True)
         own = replay(graph, program, device)
         made, stats = order_and_place(
-            graph, program, own.peak_bytes, device, order=True, place=True
+            graph, program, Budget(own.peak_bytes), device, order=True, place=True
         )
-        assert validate(graph, made, own.peak_bytes) is None
+        assert validate(graph, made, Budget(own.peak_bytes)) is None
         timeline = replay(graph, made, device)
         assert timeline.peak_bytes <= own.peak_bytes
         slower = stats["slower"]
@@ -119,8 +120,8 @@ def test_random_programs_stay_valid_and_within_their_budget() -> None:
             left_out += 1
             continue
         assert stats["placed_peak_bytes"] == timeline.placed_peak_bytes
-        whole += not made.apart
-        partly += bool(made.apart)
+        whole += not made.unplaced
+        partly += bool(made.unplaced)
         short += stats["shortened"] is True
     assert min(whole, partly, left_out, short) > 0
 
@@ -130,10 +131,10 @@ def test_without_a_budget_everything_has_an_address() -> None:
     for _ in range(20):
         graph = random_graph(rng, rng.randint(1, 6))
         made, stats = order_and_place(
-            graph, store_all(graph), None, memopt.Device(), order=False, place=True
+            graph, store_all(graph), NO_LIMIT, memopt.Device(), order=False, place=True
         )
         assert made.offsets
-        assert made.apart == ()
+        assert made.unplaced == ()
         assert stats["apart_bytes"] == 0
 
 
@@ -225,10 +226,10 @@ def test_an_output_that_gets_its_own_address_is_no_shortened_lifetime() -> None:
     changed = 0
     for _ in range(60):
         graph = overwriting(rng, random_graph(rng, 6))
-        graph = dataclasses.replace(graph, outside=tuple(graph.producer)[::2])
+        graph = dataclasses.replace(graph, allocator_owned=tuple(graph.producer)[::2])
         program = with_in_place(graph, store_all(graph))
         made, stats = order_and_place(
-            graph, program, None, memopt.Device(), order=False, place=True
+            graph, program, NO_LIMIT, memopt.Device(), order=False, place=True
         )
         if stats["arena_gap"] == 0:
             changed += made.instructions != program.instructions

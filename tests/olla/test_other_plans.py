@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import memopt
+from memopt.models.budget import Budget
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
 from memopt.programs.instructions import Compute, Program, SwapIn
@@ -21,7 +22,7 @@ from memopt.strategies.offload.dynprog import DynProg
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.olla import order_program, place_program
 from memopt.strategies.olla.order_and_place import MOST_SLOWER, order_and_place
-from memopt.strategies.rotor.persistent import Rotor
+from memopt.strategies.rotor import Rotor
 from tests import zoo
 
 DEVICE = "A100"
@@ -120,7 +121,7 @@ def test_plans_are_placed_within_a_percent(name: str, strategy: str) -> None:
     gaps = []
     for program, ordered, _ in arranged(name, strategy):
         for one in (program, ordered):
-            placed, stats = order_and_place(graph, one, None, device, order=False, place=True)
+            placed, stats = order_and_place(graph, one, Budget(), device, order=False, place=True)
             violation = validate(graph, placed)
             slower = replay(graph, placed, device).time_s / replay(graph, one, device).time_s
             assert violation is None

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
@@ -162,7 +163,7 @@ def test_strategy(order: bool, place: bool) -> None:
         solution = Olla(order=order, place=place).solve(graph, None)
         assert solution.program is not None
         assert solution.peak_bytes is not None
-        assert validate(graph, solution.program, solution.peak_bytes) is None
+        assert validate(graph, solution.program, Budget(solution.peak_bytes)) is None
         timeline = replay(graph, solution.program)
         expected = timeline.placed_peak_bytes if place else timeline.peak_bytes
         assert solution.peak_bytes == expected
@@ -176,7 +177,7 @@ def test_strategy(order: bool, place: bool) -> None:
         assert tight.smallest_budget_bytes is not None
         exact = Olla(order=order, place=place).solve(graph, tight.smallest_budget_bytes)
         assert exact.program is not None
-        assert validate(graph, exact.program, tight.smallest_budget_bytes) is None
+        assert validate(graph, exact.program, Budget(tight.smallest_budget_bytes)) is None
 
 
 def test_progress_may_interrupt() -> None:
@@ -187,7 +188,7 @@ def test_progress_may_interrupt() -> None:
 
     solution = Olla().solve(graph, None, progress=stop)
     assert solution.program is not None
-    assert validate(graph, solution.program, solution.peak_bytes) is None
+    assert validate(graph, solution.program, Budget(solution.peak_bytes)) is None
 
 
 def test_bad_parameters_are_refused() -> None:

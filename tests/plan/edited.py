@@ -16,6 +16,7 @@ from memopt.api.plan import Plan
 from memopt.errors import MemoptError
 from memopt.executor.check import loss_of
 from memopt.files import plan_file
+from memopt.models.budget import Budget
 from memopt.models.codec import read
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -25,7 +26,7 @@ from memopt.models.same_graph import as_captured
 from memopt.profiler.memory import metered
 from memopt.programs.instructions import Program
 from memopt.programs.serialize import fingerprint
-from memopt.reductions.validate_and_replay import judge
+from memopt.reductions.validate_and_replay import validate_and_replay
 
 CPU = torch.device("cpu")
 
@@ -95,7 +96,7 @@ def refigured(value: Any) -> Any | None:
         graph = read(Graph, Reader(changed["graph"], ""))
         program = read(Program, Reader(changed["program"], ""))
         device = read(Device, Reader(changed["device"], ""))
-        violation, figures = judge(graph, None, program, None, device)
+        violation, figures = validate_and_replay(graph, program, Budget(), device)
         structure = as_captured(graph, tuple(map(tuple, changed["record"].get("resized", ()))))
     except (MemoptError, ValueError, IndexError, TypeError, KeyError):
         return None

@@ -20,12 +20,15 @@ from memopt.models.instances import rotor_toy
 from memopt.models.steps import ChainStep, Move
 from memopt.plan_record import BaselineFigures
 from memopt.programs.generate_programs import random_program
+from memopt.programs.in_place import with_in_place
 from memopt.programs.replay import replay
-from memopt.report.memory_profile import chain_profile, program_profile
+from memopt.reductions.chain_replay import replay_chain
+from memopt.report.memory_profile import program_profile
 from memopt.report.modules import depth_for, group_of
 from memopt.report.peak import peak_of
 from memopt.report.work import stage_runs
 from memopt.strategies import Sequential, Status
+from tests.models.training_graphs import overwriting
 from tests.plan.tiny import make, profiled, tight_plan
 
 KINDS = ("memory", "schedule", "timeline")
@@ -85,17 +88,29 @@ def test_profile_of_a_program_is_the_replay(seed: int) -> None:
     assert sum(consumer.size_bytes for consumer in peak.consumers) == timeline.peak_bytes
 
 
+def test_what_is_computed_in_place_is_at_the_peak_once() -> None:
+    in_place = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        graph = overwriting(rng, random_graph(rng, 5, implementations=True))
+        program = with_in_place(graph, random_program(rng, graph, swaps=2))
+        timeline, peak = replay(graph, program), peak_of(graph, program)
+        assert program_profile(graph, program).total_bytes == timeline.step_bytes
+        assert peak is not None
+        assert sum(consumer.size_bytes for consumer in peak.consumers) == timeline.peak_bytes
+        run = dict(program.computes).get(timeline.peak_instruction or 0)
+        in_place += run is not None and run.in_place is not None
+    assert in_place > 0
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_profile_of_a_chain_is_the_replay(seed: int) -> None:
-    from memopt.reductions.chain_replay import replay_chain
-
     chain = random_chain(random.Random(seed), 5)
     plan = memopt.plan(chain, budget="min")
     assert plan.chain_steps is not None
-    profile = chain_profile(chain, plan.chain_steps)
-    timeline = replay_chain(chain, plan.chain_steps)
-    assert all(a >= b for a, b in zip(profile.total_bytes, timeline.step_bytes, strict=True))
-    assert max(profile.total_bytes) == timeline.peak_bytes
+    profile = program_profile(plan.graph, plan.program)
+    assert profile.total_bytes == replay(plan.graph, plan.program).step_bytes
+    assert max(profile.total_bytes) == replay_chain(chain, plan.chain_steps).peak_bytes
 
 
 def test_summary_has_the_figures(plans: dict[str, Plan]) -> None:

@@ -9,10 +9,8 @@ import pytest
 
 from memopt.models.steps import ChainStep
 from memopt.reductions.chain_replay import ChainState, replay_chain
-from memopt.strategies.rotor.codes import MOVES, steps_of
-from memopt.strategies.rotor.floating import RotorFree, RotorOptimal
-from memopt.strategies.rotor.persistent import Revolve, Rotor
-from memopt.strategies.rotor.sequential import Sequential
+from memopt.strategies.rotor import Revolve, Rotor, RotorFree, RotorOptimal, Sequential
+from memopt.strategies.rotor.schedules import MOVES, steps_of
 from tests.rotor import brute_force as search
 from tests.rotor.chains import figure_4_chain, random_chain, toy_chain
 

@@ -8,15 +8,13 @@ import pytest
 from memopt.models.quantize import SlotScale, slot_scale, store_all_bytes
 from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies.base import Status
-from memopt.strategies.rotor import persistent_tables
-from memopt.strategies.rotor.codes import codes_of, steps_of
-from memopt.strategies.rotor.floating import RotorFree, RotorOptimal
+from memopt.strategies.rotor import Revolve, Rotor, RotorFree, RotorOptimal, Sequential, tables
 from memopt.strategies.rotor.grouping import expand, group_ends, grouped
-from memopt.strategies.rotor.model import chain_arrays
-from memopt.strategies.rotor.persistent import Revolve, Rotor
+from memopt.strategies.rotor.model import ChainArrays
 from memopt.strategies.rotor.persistent_kernels import Rows, fill_block, memory_bounds, row_offsets
 from memopt.strategies.rotor.persistent_kernels import need_table as need_table_of
-from memopt.strategies.rotor.sequential import Sequential
+from memopt.strategies.rotor.schedules import codes_of, steps_of
+from memopt.strategies.solvers.running import Deadline
 from tests.rotor.chains import long_chain, random_chain, toy_chain
 
 
@@ -38,7 +36,7 @@ def test_sizes_go_up_and_budgets_go_down():
 
 def test_rows_past_two_to_the_31_are_filled_like_any_other(tmp_path):
     chain = long_chain(12)
-    c = chain_arrays(chain, slot_scale(chain, 60))
+    c = ChainArrays.of(chain, slot_scale(chain, 60))
     n = c.length
     low, high = memory_bounds(c, c.slot, c.output, c.saved, True)
     offset, total = row_offsets(n, low, high)
@@ -67,7 +65,7 @@ def test_a_table_that_is_too_large_gets_fewer_slots_and_says_so(monkeypatch):
     sizes = []
     empty = np.empty
     monkeypatch.setattr(
-        persistent_tables.np,
+        tables.np,
         "empty",
         lambda shape, *rest: sizes.append(np.prod(shape)) or empty(shape, *rest),
     )
@@ -119,7 +117,7 @@ def test_an_interrupt_still_gives_a_schedule_and_is_not_remembered():
 def test_progress_rises_to_the_end():
     seen = []
     Rotor(exact_stages=0).plan_set(
-        long_chain(50), progress=lambda fraction, what: seen.append(fraction)
+        long_chain(50), Deadline(progress=lambda fraction, what: seen.append(fraction))
     )
     assert seen == sorted(seen)
     assert 0 <= seen[0] <= seen[-1] <= 1

@@ -6,8 +6,7 @@ import pytest
 
 from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies.base import Status
-from memopt.strategies.rotor.persistent import Rotor
-from memopt.strategies.rotor.sequential import Sequential
+from memopt.strategies.rotor import Rotor, Sequential
 from tests.rotor.chains import TOY_CURVE, toy_chain
 
 

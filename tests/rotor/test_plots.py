@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from memopt.report.rotor_plots import plot_curves, plot_memory, plot_schedule
-from memopt.strategies.rotor.floating import RotorFree
-from memopt.strategies.rotor.persistent import Rotor
-from memopt.strategies.rotor.sequential import Sequential
+from memopt.strategies.rotor import Rotor, RotorFree, Sequential
 from tests.rotor.chains import toy_chain
 
 
@@ -34,3 +36,26 @@ def test_curves_share_an_axis(tmp_path):
     assert len(axes.lines) == 3
     assert min(axes.lines[0].get_ydata()) == pytest.approx(1)
     axes.figure.savefig(tmp_path / "curves.png")
+
+
+SAVED = """
+import hashlib, io, matplotlib
+matplotlib.use("svg")
+matplotlib.rcParams["svg.hashsalt"] = "memopt"
+from memopt.models.instances import rotor_toy
+from memopt.report.rotor_plots import plot_schedule
+from memopt.strategies import Rotor
+file = io.BytesIO()
+axes = plot_schedule(rotor_toy(), Rotor().solve(rotor_toy(), 83_000_000).steps)
+axes.figure.savefig(file, format="svg", metadata={"Date": None})
+print(hashlib.sha256(file.getvalue()).hexdigest())
+"""
+
+
+def test_a_picture_is_the_same_in_every_process():
+    found = set()
+    for seed in ("0", "1"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", SAVED]
+        found.add(subprocess.check_output(command, env=environment, timeout=120))
+    assert len(found) == 1

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memopt
 from memopt.errors import ExecutionError
 from memopt.executor.train_step import TrainStep
-from memopt.profiler.host_state import HostState
+from memopt.profiler.step_optimizer import HostState
 from tests.step.test_train_step import assert_same
 
 

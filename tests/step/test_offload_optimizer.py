@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import memopt
 from memopt.errors import ExecutionError, PlanFileError
 from memopt.profiler.backend import backend_of
-from memopt.profiler.host_state import HostState
 from memopt.profiler.memory import metered
+from memopt.profiler.step_optimizer import HostState
 from memopt.profiler.step_session import ProfiledStep
 from tests.step.test_train_step import MAKES, assert_same, batches, eager, planned, run
 

@@ -132,7 +132,7 @@ class Remembering(Strategy):
 
     def solve(self, cost_model: CostModel, budget_bytes: int | None, **options: Any) -> Solution:
         if isinstance(cost_model, memopt.Graph) and not self.features.place:
-            cost_model = replace(cost_model, outside=())
+            cost_model = replace(cost_model, allocator_owned=())
         where = repr(cost_model)
         if (where, budget_bytes) not in self.solved:
             self.solved[where, budget_bytes] = self.inner.solve(cost_model, budget_bytes, **options)

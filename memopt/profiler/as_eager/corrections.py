@@ -1,29 +1,30 @@
-"""Applies everything in this package to a model's trace."""
+"""Applies everything in this package to a model's trace.
+
+Hugging Face's decoders, called without an attention mask, ask whether their positions are those of
+several packed sequences. Eager reads them, finds one sequence and lets the attention kernel be
+causal; a trace cannot read them, so it makes a mask of S × S for every sequence and repeats keys
+and values for every head: other bits, more memory, and on CUDA not the flash kernel.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from memopt.profiler.as_eager.backward import backwards_as_eager
-from memopt.profiler.as_eager.draws import DrawsAsEager, with_own_names
+from memopt.models.locks import ForkedLock
 from memopt.profiler.as_eager.dropout import dropout_as_eager
+from memopt.profiler.as_eager.functions import functions_as_eager
 from memopt.profiler.as_eager.layouts import layouts_of_kernels
-from memopt.profiler.as_eager.packed_positions import with_one_sequence
 from memopt.profiler.as_eager.results import correct_fake_results
-from memopt.profiler.as_eager.updates import UpdatesAsEager
-from memopt.profiler.as_eager.vectors import values_alone
+from memopt.profiler.as_eager.updates import InPlaceAsEager, with_own_names
 
 T = TypeVar("T")
-
-_Correct = Callable[[GraphModule], None]
-
-_IN_DYNAMOS_GRAPH: tuple[_Correct, ...] = (values_alone, backwards_as_eager)
-_IN_THE_JOINT_GRAPH: tuple[_Correct, ...] = (with_own_names, correct_fake_results, dropout_as_eager)
 
 
 @contextmanager
@@ -47,11 +48,69 @@ def joint_as_eager(
         export: makes the joint graph of it.
         prepare: what is to be done to the joint graph first.
     """
-    for correct in _IN_DYNAMOS_GRAPH:
-        correct(traced)
-    with DrawsAsEager(), UpdatesAsEager():
+    functions_as_eager(traced)
+    with InPlaceAsEager():
         joint = export()
     prepare(joint.graph_module)
-    for correct in _IN_THE_JOINT_GRAPH:
-        correct(joint.graph_module)
+    with_own_names(joint.graph_module)
+    correct_fake_results(joint.graph_module)
+    dropout_as_eager(joint.graph_module)
     return joint
+
+
+_ONE_AT_A_TIME = ForkedLock()
+
+
+class _PackedPositions(Exception):
+    """The positions depend on the call's tensors: they may be those of packed sequences."""
+
+
+def with_one_sequence(trace: Callable[[], T]) -> T:
+    """Run `trace`; decoders that count their positions themselves are traced as eager runs them."""
+    with _ONE_AT_A_TIME:
+        try:
+            with _one_sequence():
+                return trace()
+        except _PackedPositions:
+            return trace()
+
+
+@contextmanager
+def _one_sequence() -> Iterator[None]:
+    """No sequences are packed.
+
+    Raises:
+        _PackedPositions: (after the trace) that depends on what the model is called with.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    if not hasattr(masking, "find_packed_sequence_indices"):
+        yield
+        return
+    from torch._dynamo.comptime import comptime
+
+    given: list[bool] = []
+
+    def look(context: Any) -> None:
+        given.append(_depends_on_call(context.get_local("position_ids").as_proxy().node))
+
+    def none_packed(position_ids: Any) -> None:
+        comptime(look)
+
+    with mock.patch.object(masking, "find_packed_sequence_indices", none_packed):
+        yield
+    if any(given):
+        raise _PackedPositions
+
+
+def _depends_on_call(node: Node) -> bool:
+    """Whether a traced value is computed from an argument of the model."""
+    seen, stack = {node}, [node]
+    while stack:
+        one = stack.pop()
+        if one.op == "placeholder":
+            return True
+        for source in one.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return False

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -30,8 +29,8 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 
 @functools.cache
 def kept_scale(p: float, dtype: torch.dtype) -> float:
-    """What eager multiplies kept elements by (`_dropout_impl` in ATen's Dropout.cpp; half
-    precision divides in float32)."""
+    """The number that eager multiplies kept elements by (`_dropout_impl` in ATen's Dropout.cpp;
+    half precision divides in float32)."""
     if p == 1:
         return 0.0
     computing = torch.float64 if dtype == torch.float64 else torch.float32
@@ -39,8 +38,8 @@ def kept_scale(p: float, dtype: torch.dtype) -> float:
 
 
 def noise_of(x: torch.Tensor, p: float) -> torch.Tensor:
-    """What eager multiplies `x` by: drawn in the order in which the elements of a tensor laid out
-    as `x` lie in memory; where nothing is kept, no numbers are drawn."""
+    """The noise that eager multiplies `x` by: drawn in the order in which the elements of a tensor
+    laid out as `x` lie in memory; where nothing is kept, no numbers are drawn."""
     noise = torch.empty_like(x)
     return noise.zero_() if p == 1 else noise.bernoulli_(1 - p).div_(1 - p)
 
@@ -54,13 +53,7 @@ def dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor
     return x.mul(noise), noise.to(torch.bool)
 
 
-def _as_eager(
-    _: Any, x: torch.Tensor, p: float, train: bool | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return dropout(x, p, train)
-
-
-EAGER_DROPOUT = Substitute(_ATEN.native_dropout.default, _as_eager)
+EAGER_DROPOUT = Substitute(_ATEN.native_dropout.default, lambda _, *args: dropout(*args))
 
 
 def dropout_as_eager(module: GraphModule) -> None:

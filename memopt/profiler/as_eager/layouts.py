@@ -21,14 +21,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from memopt.profiler import torch_private
-from memopt.profiler.backend import with_own_generators
-from memopt.profiler.inputs import Call
+from memopt.profiler.backend import random_state_kept
+from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.memory_layout import same_strides
-from memopt.profiler.signature import ENDS_PROCESS, REFUSALS, Signature, StandIns, call_signature
+from memopt.profiler.signature import (
+    ENDS_PROCESS,
+    REFUSALS,
+    Answers,
+    Signature,
+    StandIns,
+    call_signature,
+)
 
-_MOST_KNOWN = 20_000
 _Strides = tuple[tuple[int, ...] | None, ...]
-_known: dict[str, _Strides] = {}
+_known = Answers()
 """Text of a call, and where it runs → the strides of its results; () if its kernel refuses."""
 
 
@@ -37,9 +43,7 @@ def computing_device(model: nn.Module, call: Call) -> torch.device | None:
     tensors = [*model.parameters(), *model.buffers(), *call.tensors()]
     if any(isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in tensors):
         return None
-    devices = [tensor.device for tensor in tensors]
-    accelerators = (device for device in devices if device.type != "cpu")
-    return next(accelerators, torch.device("cpu"))
+    return device_of(model, call)
 
 
 @contextlib.contextmanager
@@ -63,8 +67,9 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
         everything = [*given, *(v for v in results if isinstance(v, Tensor))]
         if all(value.is_contiguous() for value in everything) or not all(map(_static, everything)):
             return result
-        strides = _strides(overload, args, kwargs, results, device)
-        return _restrided(result, strides)
+        call = call_signature(overload, args, kwargs)
+        place = f"{device}|{torch.get_num_threads()}|{call.text}"
+        return _restrided(result, _known.find(place, lambda: _measured(call, results, device)))
 
     with torch_private.fake_results_through(corrected):
         yield
@@ -96,19 +101,6 @@ def _static(value: Tensor) -> bool:
     return value.layout is torch.strided and all(isinstance(size, int) for size in sizes)
 
 
-def _strides(
-    overload: Any, args: Any, kwargs: Any, results: list[Any], device: torch.device
-) -> _Strides:
-    call = call_signature(overload, args, kwargs)
-    text = f"{device}|{torch.get_num_threads()}|{call.text}"
-    found = _known.get(text)
-    if found is None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        found = _known[text] = _measured(call, results, device)
-    return found
-
-
 def _measured(call: Signature, results: list[Any], device: torch.device) -> _Strides:
     """The strides of a call's results on stand-in data."""
     real: list[Any] = []
@@ -129,7 +121,7 @@ def _measured(call: Signature, results: list[Any], device: torch.device) -> _Str
 
 def _run(call: Signature, device: torch.device) -> list[Any]:
     """The results of a call on stand-in data; [] if its kernel refuses them."""
-    with torch.no_grad(), torch.random.fork_rng(devices=with_own_generators([device])):
+    with torch.no_grad(), random_state_kept([device]):
         args, kwargs = StandIns(device).arguments(call)
         try:
             return pytree.tree_leaves(call.target(*args, **kwargs))

@@ -74,7 +74,7 @@ def _dtypes(node: Node) -> dict[int, torch.dtype]:
 
 
 def _value(argument: Any) -> torch.Tensor | None:
-    """What the tracer knows of an argument; None if it is no tensor."""
+    """The (fake) value of an argument; None if it is no tensor."""
     value = argument.meta.get("val") if isinstance(argument, Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
@@ -89,7 +89,7 @@ def _retype(node: Node, dtypes: dict[int, torch.dtype]) -> None:
 
 
 def _retype_views(node: Node) -> None:
-    """What only looks into a node's results, described anew."""
+    """Update the (fake) values of the views of a node's results."""
     for user in node.users:
         if user.target is operator.getitem or getattr(user.target, "is_view", False):
             args, kwargs = map_arg((user.args, user.kwargs), lambda one: one.meta["val"])

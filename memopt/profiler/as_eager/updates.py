@@ -1,27 +1,116 @@
-"""Updates in place (`masked_fill_`, `scatter_`, `cumsum_`...), traced with eager's layout.
+"""Draws (`normal_`...) and updates (`masked_fill_`...) in place, traced as eager runs them.
 
-An update in place leaves a tensor's strides as they are. AOTAutograd traces a functional form
-instead, and that of some operators makes a row-major result, whatever it is given: every later
-kernel would add in another order than eager's. Where that happens, the update is traced as an
-operator of memopt's own, `memopt::masked_fill` and so on, which copies the tensor with its strides
-and runs eager's kernel in place on the copy. The functional form stays where the user calls it:
-eager's result is row-major there, too.
+A kernel draws in the order in which a tensor's elements lie in memory, and some (`normal_`) draw
+other numbers where there are gaps. The functional forms that AOTAutograd traces draw into a
+row-major or a gapless copy: other elements get the numbers. A tensor that is not row-major is
+therefore drawn by an operator of memopt's own, `memopt::bernoulli` and so on, which makes a tensor
+with eager's strides and runs eager's kernel on it.
+
+The backwards of dropout and RReLU are torch's, but torch describes their results with other strides
+than its CPU kernels give them. They are traced under a name of memopt's with the right description,
+and get their own name back afterwards.
+
+An update in place leaves a tensor's strides as they are; the functional form of some operators
+makes a row-major result, whatever it is given: every later kernel would add in another order than
+eager's. Where that happens, the update is traced as `memopt::masked_fill` and so on, which copies
+the tensor with its strides and runs eager's kernel in place on the copy. The functional form stays
+where the user calls it: eager's result is row-major there, too.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
-from memopt.profiler.as_eager.draws import row_major
 from memopt.profiler.as_eager.operators import CallsThrough, define, functional_name
 from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.torch_private import as_functional, is_functional, replace_functional
+
+_ATEN = torch.ops.aten
+_IN_PLACE = (
+    _ATEN.bernoulli_.float,
+    _ATEN.bernoulli_.Tensor,
+    _ATEN.uniform_.default,
+    _ATEN.normal_.default,
+    _ATEN.exponential_.default,
+    _ATEN.cauchy_.default,
+    _ATEN.geometric_.default,
+    _ATEN.log_normal_.default,
+    _ATEN.random_.default,
+    _ATEN.random_.to,
+    getattr(_ATEN.random_, "from"),
+)
+_LAYOUT = "int[] size, int[] stride, ScalarType dtype, Device device"
+
+
+def _drawn(
+    draw: Callable[..., Any],
+    size: list[int],
+    stride: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *args: Any,
+) -> Tensor:
+    """A new tensor that `draw` has filled; gaps are left out of the result."""
+    tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    draw(tensor, *args)
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+@functools.cache
+def _functional_draw(overload: Any) -> Any:
+    """memopt's operator in place of one that draws in place; made once in a process."""
+    given = [f"{a.type} {a.name}" for a in _options(overload)]
+    schema = f"{functional_name(overload)}({', '.join([_LAYOUT, *given])}) -> Tensor"
+    kernel, described = partial(_drawn, overload), partial(_drawn, lambda *_: None)
+    return define(schema, kernel, described, (torch.Tag.nondeterministic_seeded,))
+
+
+def _options(overload: Any) -> list[Any]:
+    """The arguments of a draw, after the tensor and without the generator."""
+    return [a for a in overload._schema.arguments[1:] if a.name != "generator"]
+
+
+def _dropout_backward(grad: Tensor, mask: Tensor, _scale: float) -> Tensor:
+    return grad.mul(mask)
+
+
+def _rrelu_backward(
+    grad: Tensor, x: Tensor, noise: Tensor, lower: float, upper: float,
+    training: bool, _in_place: bool,
+) -> Tensor:  # fmt: skip
+    random = training and upper - lower > 1e-6
+    return noise.mul(grad) if random else _ATEN.leaky_relu_backward(grad, x, lower, False)
+
+
+_MISDESCRIBED: dict[Any, Callable[..., Tensor]] = {
+    _ATEN.native_dropout_backward.default: _dropout_backward,
+    _ATEN.rrelu_with_noise_backward.default: _rrelu_backward,
+}
+"""Operator → a computation whose result is laid out as the CPU kernel's is."""
+
+
+@functools.cache
+def _described_rightly(overload: Any) -> Any:
+    """An operator that is traced in place of one whose result torch describes wrongly."""
+    schema = str(overload._schema).removeprefix("aten::")
+    return define(schema, overload, _MISDESCRIBED[overload])
+
+
+def with_own_names(module: GraphModule) -> None:
+    """Give the operators that were traced under another name their own again, in place."""
+    own = {_described_rightly(overload): overload for overload in _MISDESCRIBED}
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target in own:
+            node.target = own[node.target]
+
 
 _in_place: dict[Any, Any] = {}
 """memopt's operator → the overload that it runs on a copy of its first argument."""
@@ -47,20 +136,20 @@ def written_into(overload: Any) -> Callable[..., Tensor]:
     return update
 
 
-def _described(given: Tensor, *_: Any, **__: Any) -> Tensor:
+def _empty_like(given: Tensor, *_: Any, **__: Any) -> Tensor:
     """A new tensor with the given one's strides, gaps included."""
     return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
 
 
 @functools.cache
-def _functional(overload: Any) -> Any:
+def _functional_update(overload: Any) -> Any:
     """memopt's operator in place of one that updates a tensor; made once in a process."""
 
     def kernel(given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return written_into(overload)(given, *args, out=_described(given), **kwargs)
+        return written_into(overload)(given, *args, out=_empty_like(given), **kwargs)
 
     _, _, arguments = str(overload._schema).replace("(a!)", "").partition("(")
-    made = define(f"{functional_name(overload)}({arguments}", kernel, _described)
+    made = define(f"{functional_name(overload)}({arguments}", kernel, _empty_like)
     _in_place[made] = overload
     return made
 
@@ -82,12 +171,28 @@ def _updates(func: Any) -> bool:
     )
 
 
-class UpdatesAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's own
-    """While a model is traced: updates in place whose functional form would change the tensor's
-    strides become memopt's operators."""
+def _keeps_layout(tensor: Any) -> bool:
+    """Whether a traced tensor is row-major in eager, and the trace's value of it as well: an update
+    in place from before may have given that another layout. Or it is none that is updated."""
+    if not is_functional(tensor):
+        return True
+    return bool(tensor.is_contiguous() and tensor.from_functional().is_contiguous())
+
+
+class InPlaceAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's own
+    """While a model is traced: draws in place into tensors that are not row-major, and updates in
+    place whose functional form would change the tensor's strides, become memopt's operators;
+    backwards of random operators get eager's strides (`with_own_names` afterwards)."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not _updates(func) or not is_functional(args[0]) or row_major(args[0]):
+        if func in _MISDESCRIBED and args[0].device.type == "cpu":
+            return _described_rightly(func)(*args, **kwargs)
+        if func is _ATEN.rrelu_with_noise.default and args[0].device.type == "cpu":
+            # Its functional form keeps the input's layout; eager's result is row-major.
+            return func(args[0].contiguous(), *args[1:], **kwargs)
+        if func in _IN_PLACE and kwargs.get("generator") is None and not _keeps_layout(args[0]):
+            return self._drawn(func, args, kwargs)
+        if not _updates(func) or _keeps_layout(args[0]):
             return func(*args, **kwargs)
         tensor = args[0]
         # The arguments as they are before the update: some may share the tensor's memory.
@@ -95,8 +200,16 @@ class UpdatesAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
         result = func(*args, **kwargs)
         if same_strides(tensor, tensor.from_functional().stride()):
             return result
-        replace_functional(tensor, _functional(func)(*before, **kept))
+        replace_functional(tensor, _functional_update(func)(*before, **kept))
         return result
+
+    def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor, *given = args
+        for option in _options(func)[len(given) :]:
+            given.append(kwargs.get(option.name, option.default_value))
+        layout = (list(tensor.shape), list(tensor.stride()), tensor.dtype, tensor.device)
+        replace_functional(tensor, _functional_draw(func)(*layout, *given))
+        return tensor
 
 
 def _value_now(value: Any) -> Any:

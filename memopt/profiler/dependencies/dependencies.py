@@ -19,9 +19,15 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from memopt.profiler.dependencies.dependency import GONE, UNREADABLE, Dependency, same
 from memopt.profiler.dependencies.dynamo_guards import TraceGuards
-from memopt.profiler.dependencies.reader import TraceReader, read
+from memopt.profiler.dependencies.reader import (
+    GONE,
+    UNREADABLE,
+    Dependency,
+    TraceReader,
+    read,
+    same,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +46,7 @@ class Dependencies:
 
     @staticmethod
     def of(model: nn.Module, guards: TraceGuards, changed: Iterable[str] = ()) -> Dependencies:
-        """What the guards of a trace are about, as it is now.
+        """The things that the guards of a trace are about, as they are now.
 
         Args:
             model: the model that was traced.

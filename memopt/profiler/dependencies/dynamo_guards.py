@@ -1,4 +1,4 @@
-"""What a trace read beside its inputs, in Dynamo's words: its guards.
+"""Dynamo's guards: what a trace read beside its inputs.
 
 A guard says where something was read (an expression over the traced frame's locals `L` and
 globals `G`) and what about it the trace relied on: a constant's value, an object's type, the

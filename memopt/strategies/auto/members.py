@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from memopt.errors import MemoptError
+from memopt.models.budget import Budget
 from memopt.models.device import Device
-from memopt.models.steps import ChainStep
-from memopt.programs.instructions import Program
-from memopt.reductions.linearize import Linearization
+from memopt.reductions.chain_view import ChainView
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
 from memopt.strategies.host_budget import host_limit
 from memopt.strategies.target import Target
@@ -18,50 +18,38 @@ from memopt.strategies.target import Target
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one member did. Byte figures are totals, as replayed.
+    """What one member did.
 
     Attributes:
         name: the strategy's.
-        status: as its solution says, UNKNOWN also where it failed.
         seconds: how long it took.
-        given_s: how long it might take.
-        time_s: replayed step time; 0 without a plan.
-        peak_bytes: replayed peak; 0 without a plan.
-        bound_s: no schedule of its class within the budget is faster; infinity if there is none.
-            None: no bound, as for a graph's chain, whose accounting counts more memory than the
+        solution: the strategy's, of a graph as a program, with the replayed peak and time; UNKNOWN
+            where it failed. `lower_bound_s` is infinity if its class has no schedule within the
+            budget, and None for a graph's chain, whose accounting counts more memory than the
             program needs: a faster program may still fit.
-        smallest_budget_bytes: when there is no plan, the smallest budget known to be feasible.
-        smallest: the plan of that budget: of a graph as a program.
-        steps: the schedule of a bare chain's plan.
-        program: the program of a graph's plan.
         note: why there is no valid plan.
-        stats: the solver's own.
     """
 
     name: str
-    status: Status
     seconds: float
-    given_s: float
-    time_s: float = 0.0
-    peak_bytes: int = 0
-    bound_s: float | None = None
-    smallest_budget_bytes: int | None = None
-    steps: tuple[ChainStep, ...] | None = None
-    program: Program | None = None
-    smallest: Solution | None = None
+    solution: Solution
     note: str = ""
-    stats: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def plans(self) -> bool:
         """Whether there is a valid plan within the budget."""
-        return self.steps is not None or self.program is not None
+        return self.solution.plans
+
+    @property
+    def time_s(self) -> float:
+        """Replayed step time, seconds; 0 without a plan."""
+        return self.solution.time_s or 0.0
 
     @property
     def line(self) -> tuple[str, str, float | None, float, str]:
         """(name, status, step time in s, seconds spent, note), for the stats."""
         time_s = self.time_s if self.plans else None
-        return self.name, str(self.status), time_s, self.seconds, self.note
+        return self.name, str(self.solution.status), time_s, self.seconds, self.note
 
 
 @dataclass(frozen=True)
@@ -82,9 +70,8 @@ class Member:
         share_s: float,
         progress: Progress | None,
     ) -> Outcome:
-        """Solve within `share_s` seconds, as far as the strategy can stop, and judge the plan."""
+        """Solve within `share_s` seconds, as far as the strategy can stop, and check the plan."""
         begin = time.monotonic()
-        name = self.strategy.name
 
         def attempt(limit_bytes: int | None) -> Solution:
             # The probes of one member share its time.
@@ -97,13 +84,14 @@ class Member:
                 progress=progress,
             )
 
+        note = ""
         try:
             solution = self.target.solve(budget_bytes, attempt)
+            solution, note = self._checked(solution, budget_bytes, device)
         except (MemoptError, MemoryError) as error:
             # One member that gives up (a host budget, a table too large) does not stop the rest.
-            seconds = time.monotonic() - begin
-            return Outcome(name, Status.UNKNOWN, seconds, share_s, note=str(error))
-        return self._judged(solution, budget_bytes, device, begin, share_s)
+            solution, note = Solution(Status.UNKNOWN), str(error)
+        return Outcome(self.strategy.name, time.monotonic() - begin, solution, note)
 
     @property
     def quick(self) -> bool:
@@ -115,60 +103,43 @@ class Member:
 
     def _lowered(self, smallest: Solution | None) -> Solution | None:
         """The plan of the smallest budget, of a graph as a program."""
-        view = self.target.view
+        view = self.target.linearized
         if smallest is None or view is None or smallest.steps is None:
             return smallest
         return replace(smallest, program=view.lower(smallest.steps), steps=None)
 
-    def _judged(
-        self,
-        solution: Solution,
-        budget_bytes: int | None,
-        device: Device,
-        begin: float,
-        share_s: float,
-    ) -> Outcome:
-        name, program = self.strategy.name, self.target.program(solution)
-        view = self.target.view
-        steps = solution.steps if view is None else None
-        if program is None and steps is None:
-            status = solution.status
-            proved = status is Status.INFEASIBLE and view is None
-            return Outcome(
-                name,
-                status,
-                time.monotonic() - begin,
-                share_s,
-                bound_s=float("inf") if proved else None,
-                smallest_budget_bytes=solution.smallest_budget_bytes,
-                smallest=self._lowered(solution.smallest),
-                stats=solution.stats,
-            )
-        limits = budget_bytes, host_limit(self.strategy, None)
-        violation, figures = self.target.check(solution, program, limits, device)
-        seconds = time.monotonic() - begin
+    def _checked(
+        self, solution: Solution, budget_bytes: int | None, device: Device
+    ) -> tuple[Solution, str]:
+        """(the solution as an `Outcome` has it, why its plan is not valid)."""
+        program = self.target.program(solution, budget_bytes)
+        linearized = self.target.linearized is not None
+        if program is None:
+            proved = solution.status is Status.INFEASIBLE and not linearized
+            smallest = self._lowered(solution.smallest)
+            bound_s = math.inf if proved else None
+            return replace(solution, lower_bound_s=bound_s, smallest=smallest), ""
+        budget = Budget(budget_bytes, host_limit(self.strategy, None))
+        violation, figures = self.target.check(program, budget, device)
         if violation is not None:
-            note = f"invalid plan: {violation}"
-            return Outcome(name, Status.UNKNOWN, seconds, share_s, note=note, stats=solution.stats)
-        return Outcome(
-            name,
-            solution.status,
-            seconds,
-            share_s,
-            time_s=figures.time_s,
+            return Solution(Status.UNKNOWN, stats=solution.stats), f"invalid plan: {violation}"
+        bare = self.target.bare_chain is not None
+        checked = replace(
+            solution,
+            steps=solution.steps if bare else None,
+            program=None if bare else program,
             peak_bytes=figures.peak_bytes,
-            bound_s=None if view is not None else solution.lower_bound_s,
-            steps=steps,
-            program=program,
-            stats=solution.stats,
+            time_s=figures.time_s,
+            lower_bound_s=None if linearized else solution.lower_bound_s,
         )
+        return checked, ""
 
 
 def fitting(
     cost_model: CostModel, strategies: Sequence[Strategy]
 ) -> tuple[tuple[Member, ...], tuple[str, ...]]:
     """The strategies that can plan this cost model, and why the others cannot."""
-    view: Linearization | None = None
+    view: ChainView | None = None
     members: list[Member] = []
     refused: list[str] = []
     for strategy in strategies:

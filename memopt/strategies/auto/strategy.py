@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from memopt.models.bounds import time_lower_bound
@@ -118,9 +118,10 @@ def _part(progress: Progress | None, index: int, count: int, name: str) -> Progr
 
 
 def _without_plan(outcomes: list[Outcome], left: bool, stats: dict[str, object]) -> Solution:
-    known = [o for o in outcomes if o.smallest is not None and o.smallest_budget_bytes is not None]
-    least = min(known, key=lambda o: o.smallest_budget_bytes or 0, default=None)
-    proved = not left and all(outcome.status is Status.INFEASIBLE for outcome in outcomes)
+    found = [outcome.solution for outcome in outcomes]
+    known = [x for x in found if x.smallest is not None and x.smallest_budget_bytes is not None]
+    least = min(known, key=lambda x: x.smallest_budget_bytes or 0, default=None)
+    proved = not left and all(solution.status is Status.INFEASIBLE for solution in found)
     return Solution(
         Status.INFEASIBLE if proved and known else Status.UNKNOWN,
         smallest_budget_bytes=None if least is None else least.smallest_budget_bytes,
@@ -137,8 +138,9 @@ def _with_plan(
     stats: dict[str, object],
 ) -> Solution:
     """The winner's plan; the bound holds for the members' classes together."""
-    complete = not left and all(outcome.bound_s is not None for outcome in outcomes)
-    bounds = [outcome.bound_s for outcome in outcomes if outcome.bound_s is not None]
+    known = [outcome.solution.lower_bound_s for outcome in outcomes]
+    bounds = [bound_s for bound_s in known if bound_s is not None]
+    complete = not left and len(bounds) == len(known)
     bound_s = min(best.time_s, max(least_s, min(bounds)) if complete else least_s)
     slower = sorted(
         (o for o in outcomes if o.plans and o is not best), key=lambda outcome: outcome.time_s
@@ -153,18 +155,15 @@ def _with_plan(
     else:
         reason = f"{best.name}: the only one with a plan within the budget"
     proved = best.time_s <= bound_s * (1 + 1e-12)
-    return Solution(
-        Status.OPTIMAL if proved else Status.FEASIBLE,
-        steps=best.steps,
-        program=best.program,
-        peak_bytes=best.peak_bytes,
-        time_s=best.time_s,
+    return replace(
+        best.solution,
+        status=Status.OPTIMAL if proved else Status.FEASIBLE,
         lower_bound_s=bound_s,
         gap=(best.time_s - bound_s) / bound_s if bound_s > 0 else 0.0,
         stats={
             "chosen": best.name,
             "reason": reason,
             **stats,
-            **{f"{best.name}_{key}": value for key, value in best.stats.items()},
+            **{f"{best.name}_{key}": value for key, value in best.solution.stats.items()},
         },
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from memopt.models.chain import Chain
+from memopt.models.quantize import SlotScale
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Instruction, LossBoundary, Program
 from memopt.programs.liveness import with_frees
 from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.linearize import Linearization
 from memopt.reductions.lower import without_unread_reruns
-from memopt.strategies.monet.deadline import Deadline
 from memopt.strategies.monet.graph_model import Allowed
 from memopt.strategies.monet.incumbent import Incumbent
 from memopt.strategies.monet.stage_alternatives import (
@@ -20,6 +20,8 @@ from memopt.strategies.monet.stage_alternatives import (
     plain_runs,
     stage_alternatives,
 )
+from memopt.strategies.rotor.model import ChainArrays
+from memopt.strategies.solvers.running import Deadline
 from memopt.strategies.store_all import chain_steps
 
 SLOTS = 400
@@ -131,50 +133,34 @@ def _filled(
 
     n = len(chain)
     most = max(map(len, alternatives))
-    later = [0] * (n + 2)
-    for k in range(n - 1, -1, -1):
-        later[k] = later[k + 1] + chain.stages[k].parameter_gradient_bytes
+    c = ChainArrays.of(chain, SlotScale(slot))
 
-    def up(size: int) -> int:
+    def up(size: Any) -> Any:
         return -(-size // slot)
 
-    output = np.array([up(chain.activation_bytes(k)) for k in range(n + 1)], np.int64)
-    # While δ^t is live so are the parameter gradients of the stages above t.
-    grad_bytes = [chain.gradient_bytes(k) + later[k] for k in range(n + 1)]
-    gradient = np.array([up(size) for size in grad_bytes], np.int64)
     saved = np.zeros((n + 1, most), np.int64)
     save_need = np.zeros((n + 1, most), np.int64)
     back_need = np.zeros((n + 1, most), np.int64)
     seconds = np.zeros((n + 1, most))
     count = np.array([0, *map(len, alternatives)], np.int64)
     for k, stage in enumerate(chain.stages, start=1):
-        for o, alternative in enumerate(alternatives[k - 1]):
-            saved[k, o] = up(alternative.saved_bytes)
-            save_need[k, o] = up(alternative.saved_bytes + alternative.forward_overhead_bytes)
-            back_need[k, o] = up(
-                grad_bytes[k]
-                + chain.gradient_bytes(k - 1)
-                + stage.parameter_gradient_bytes
-                + alternative.saved_bytes
-                + alternative.backward_overhead_bytes
-            )
-            seconds[k, o] = alternative.forward_time_s + alternative.backward_time_s
+        gradients_bytes = c.reverse[k] - stage.saved_bytes - stage.backward_overhead_bytes
+        for o, one in enumerate(alternatives[k - 1]):
+            saved[k, o] = up(one.saved_bytes)
+            save_need[k, o] = up(one.saved_bytes + one.forward_overhead_bytes)
+            back_need[k, o] = up(gradients_bytes + one.saved_bytes + one.backward_overhead_bytes)
+            seconds[k, o] = one.forward_time_s + one.backward_time_s
     walk = np.zeros((n + 2, n + 2), np.int64)
-    for s in range(1, n + 1):
-        need = 0
-        for split in range(s + 1, n + 1):
-            stage = chain.stages[split - 2]
-            before = 0 if split - 1 == s else chain.activation_bytes(split - 2)
-            need = max(need, before + stage.output_bytes + stage.no_save_overhead_bytes)
-            walk[s, split] = up(need)
-    forward_sum = np.cumsum([0.0, *(stage.forward_time_s for stage in chain.stages)])
+    for s in range(1, n):
+        needs = np.maximum.accumulate([0, c.first[s], *c.running[s + 1 : n]])
+        walk[s, s + 1 : n + 1] = up(needs[1:])
     table = np.full((n + 2, n + 2, slots + 1), np.inf)
     choice = np.zeros((n + 2, n + 2, slots + 1), np.int64)
     for length in range(n):
         if deadline.passed(0.9 * length / n, "stage menus"):
             break
         fill(
-            table, choice, slots, length, output, saved, save_need, back_need, gradient, walk,
-            seconds, count, forward_sum,
+            table, choice, slots, length, c.output, saved, save_need, back_need, up(c.gradient),
+            walk, seconds, count, c.forward_sum_s,
         )  # fmt: skip
-    return table, choice, output, saved
+    return table, choice, c.output, saved

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from memopt.models.graph import Graph, Operator
 from memopt.models.variants import Variant, variant
 from memopt.programs.instructions import Compute, Free, Instruction, LossBoundary, Program
-from memopt.strategies.monet.solvers import Model
+from memopt.strategies.solvers.binary_program import BinaryProgram
 
 Choice = tuple[str | None, Operator | Variant]
 """(an implementation's name, its figures); None names the operator itself."""
@@ -40,7 +40,7 @@ class GraphModel:
 
     def __post_init__(self) -> None:
         graph = self.graph
-        self.model = Model()
+        self.model = BinaryProgram()
         self.first, self.count = graph.first_backward, len(graph.operators)
         self.size = [tensor.size_bytes for tensor in graph.tensors]
         self.choices = [choices_of(operator, self.allowed) for operator in graph.operators]

@@ -15,7 +15,6 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.reductions.coarsen import Coarsening, coarsen
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
-from memopt.strategies.monet.deadline import Deadline
 from memopt.strategies.monet.incumbent import (
     Incumbent,
     counted_exactly,
@@ -26,6 +25,7 @@ from memopt.strategies.monet.incumbent import (
     without_plan,
 )
 from memopt.strategies.monet.time_point_search import CLOSE
+from memopt.strategies.solvers.running import Deadline
 
 DEFAULT_TIME_LIMIT_S = 60.0
 LEAST_SHARE = 0.125

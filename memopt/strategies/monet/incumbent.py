@@ -15,7 +15,7 @@ from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import Solution, Status
 from memopt.strategies.budget_search import best_that_fits
-from memopt.strategies.rotor.persistent import Rotor
+from memopt.strategies.rotor import Rotor
 
 SAME = 1e-9
 """Share of a time by which another program must be faster to count as faster."""
@@ -82,7 +82,7 @@ def rotor_programs(
     def attempt(limit_bytes: int | None) -> Solution:
         return Rotor().solve(chain_view.chain, limit_bytes)
 
-    found = best_that_fits(graph, chain_view, attempt, budget_bytes)
+    found = best_that_fits(chain_view, attempt, budget_bytes)
     if found.steps is not None:
         program = chain_view.lower(found.steps)
         return program, program

@@ -16,6 +16,8 @@ Constraints: a run of an implementation finds each of its operands in some copy;
     constraint: copies, scratch memory and the loss within the budget at every event.
 Memory is counted as replay counts it, so a plan's peak is the replayed one, or less where the
 program computes in place afterwards.
+
+`search_windows` is a large-neighbourhood search by it: all but a window of operators is fixed.
 """
 
 from __future__ import annotations
@@ -24,14 +26,25 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from memopt.errors import InvalidProgramError
 from memopt.models.graph import Graph
-from memopt.programs.in_place import with_in_place
+from memopt.programs.in_place import with_in_place, without_in_place
 from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
 from memopt.programs.liveness import with_frees
+from memopt.programs.replay import replay
 from memopt.strategies.base import Status
-from memopt.strategies.monet.binary_program import SolverOptions
 from memopt.strategies.monet.graph_model import Allowed, choices_of
-from memopt.strategies.monet.solvers import solve_with_cp_sat, whole_number_scale
+from memopt.strategies.monet.incumbent import Incumbent
+from memopt.strategies.solvers.binary_program import whole_number_scale
+from memopt.strategies.solvers.running import Deadline, SolverOptions, solve_with_cp_sat
+
+WINDOW = 12
+LARGEST_WINDOW = 96
+WINDOW_S = 6.0
+NEAR = 1e-6
+"""Gap to the bound at which the search ends, and share of the time to win at least."""
+MOST_RUNS = 4
+"""Programs that run some operator more often are left as they are."""
 
 Runs = tuple[tuple[int, int, str | None], ...]
 """(stage, operator, implementation) of every run, in order; stage -1 is the forward."""
@@ -40,13 +53,12 @@ Runs = tuple[tuple[int, int, str | None], ...]
 def runs_of(graph: Graph, program: Program) -> Runs:
     """List the runs of a program: all that the interval program decides."""
     stage, found = 0, []
-    for step in reversed(program.instructions):
-        if isinstance(step, LossBoundary):
+    for position, run in reversed(program.computes):
+        if program.boundary is not None and position < program.boundary:
             stage = -1
-        elif isinstance(step, Compute):
-            if step.op >= graph.first_backward:
-                stage = step.op - graph.first_backward
-            found.append((stage, step.op, step.implementation))
+        elif run.op >= graph.first_backward:
+            stage = run.op - graph.first_backward
+        found.append((stage, run.op, run.implementation))
     found.reverse()
     return tuple(sorted(found, key=lambda run: (run[0], run[1])))
 
@@ -264,7 +276,7 @@ class IntervalModel:
             self.model.add(self.cost <= int(below_s * self.scale))
         limit_s = None if time_limit_s is None else max(0.01, time_limit_s)
         options = SolverOptions(time_limit_s=limit_s, seed=seed)
-        status, solver = solve_with_cp_sat(self.model, self.scale, options)
+        status, solver = solve_with_cp_sat(self.model, options, scale=self.scale)
         bound = solver.best_objective_bound / self.scale
         if status not in (Status.OPTIMAL, Status.FEASIBLE):
             return status, None, bound
@@ -277,3 +289,88 @@ class IntervalModel:
                         stage = solver.value(self.stage[i, run])
                     runs.append((stage, i, name))
         return status, tuple(sorted(runs, key=lambda r: (r[0], r[1]))), bound
+
+
+def search_windows(
+    best: Incumbent,
+    allowed: Allowed | None,
+    budget_bytes: int,
+    deadline: Deadline,
+    bound_s: float = 0.0,
+) -> int:
+    """Offer `best` faster programs; give the number of windows solved.
+
+    Windows of neighbouring forward operators are freed in turn, half of each overlapping the
+    next; where a round of them finds nothing faster they grow.
+
+    Args:
+        best: with a valid program within the budget.
+        allowed: which implementations may be chosen; None: all.
+        budget_bytes: total bytes.
+        deadline: asked before every window.
+        bound_s: stop where a program is as fast as this.
+    """
+    assert best.program is not None
+    graph, runs, solved = best.graph, runs_of(best.graph, best.program), 0
+    if not _fits(graph, runs, budget_bytes):
+        return solved
+    # This program's copies all have storages of their own: what starts by computing in place
+    # would be none of its solutions. What it finds must keep the budget.
+    room_bytes = max(budget_bytes, _separate_bytes(graph, runs))
+    size = WINDOW
+    while size <= LARGEST_WINDOW:
+        faster = False
+        for window in _windows(graph, runs, size):
+            done = best.near(bound_s, NEAR)
+            if done or deadline.passed(0.7, f"monet: windows, best {best.time_s:.6g} s"):
+                return solved
+            built = IntervalModel(graph, room_bytes, allowed, _most(runs))
+            if not built.start(runs, window):
+                return solved
+            limit_s = min(WINDOW_S, deadline.left_s)
+            _, found, _ = built.solve(limit_s, below_s=best.time_s * (1 - NEAR))
+            solved += 1
+            if found is not None and _fits(graph, found, budget_bytes):
+                candidate = program_of(graph, found)
+                best.offer(candidate, "windows")
+                if best.program is candidate:
+                    runs, faster = found, True
+        size = size if faster else 2 * size
+    return solved
+
+
+def _most(runs: Runs) -> int:
+    """Give one run more than any operator has, at least two."""
+    number: dict[int, int] = defaultdict(int)
+    for _, i, _ in runs:
+        number[i] += 1
+    return max(2, *number.values())
+
+
+def _fits(graph: Graph, runs: Runs, budget_bytes: int) -> bool:
+    """Whether the runs, in this program's order, are a program within the budget."""
+    if _most(runs) > MOST_RUNS:
+        return False
+    try:
+        return replay(graph, program_of(graph, runs)).peak_bytes <= budget_bytes
+    except InvalidProgramError:
+        return False
+
+
+def _separate_bytes(graph: Graph, runs: Runs) -> int:
+    """Give the peak of the runs with every output in a storage of its own."""
+    return replay(graph, without_in_place(program_of(graph, runs))).peak_bytes
+
+
+def _windows(graph: Graph, runs: Runs, size: int) -> list[set[int]]:
+    """List sets of neighbouring forward operators, those with the longest repeated runs first."""
+    again: dict[int, float] = defaultdict(float)
+    for stage, i, _ in runs:
+        if stage >= 0 and i < graph.first_backward:
+            again[i] += graph.operators[i].time_s
+    starts = range(0, max(1, graph.first_backward - size // 2), max(1, size // 2))
+    windows = [set(range(s, min(s + size, graph.first_backward))) for s in starts]
+    return sorted(
+        (window for window in windows if any(again[i] for i in window)),
+        key=lambda window: -sum(again[i] for i in window),
+    )

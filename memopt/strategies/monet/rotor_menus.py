@@ -16,7 +16,6 @@ from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
 from memopt.strategies.monet.alternatives_table import SLOTS, AlternativesTable
-from memopt.strategies.monet.deadline import Deadline
 from memopt.strategies.monet.incumbent import (
     SAME,
     Incumbent,
@@ -27,6 +26,7 @@ from memopt.strategies.monet.incumbent import (
     without_plan,
 )
 from memopt.strategies.monet.time_point_search import TimePointSearch
+from memopt.strategies.solvers.running import Deadline
 
 CLOSE = 1e-3
 """Gap to the bound at which no alternatives are tried."""

@@ -18,10 +18,9 @@ from memopt.programs.instructions import Compute, Instruction, LossBoundary
 from memopt.reductions.linearize import Linearization
 from memopt.reductions.stage_costs import running_peak_bytes
 from memopt.reductions.stage_map import StageOperators
-from memopt.strategies.monet.binary_program import Solver, SolverOptions
-from memopt.strategies.monet.deadline import Deadline
 from memopt.strategies.monet.graph_model import Allowed
 from memopt.strategies.monet.time_points import TimePointModel
+from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 
 MOST = 8
 """Alternatives of a stage beside the plain one."""

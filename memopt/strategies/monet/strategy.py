@@ -14,15 +14,15 @@ from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import Features, Progress, Status
 from memopt.strategies.monet.alternatives_table import SLOTS, AlternativesTable
-from memopt.strategies.monet.binary_program import Answer, Solver, SolverOptions
 from memopt.strategies.monet.checkmate import CheckmateModel
-from memopt.strategies.monet.deadline import Deadline
 from memopt.strategies.monet.graph_strategy import LEAST_S, LEAST_SHARE, GraphStrategy
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.incumbent import Incumbent, rotor_programs
+from memopt.strategies.monet.intervals import search_windows
 from memopt.strategies.monet.kernel_choice import fastest_kernels
 from memopt.strategies.monet.time_point_search import CLOSE, TimePointSearch
-from memopt.strategies.monet.window_search import search_windows
+from memopt.strategies.solvers.binary_program import Answer
+from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 
 RELAXATION_SHARE = 0.4
 

@@ -6,15 +6,14 @@ from dataclasses import dataclass, field
 
 from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place
-from memopt.programs.instructions import Compute, LossBoundary, Program
+from memopt.programs.instructions import Program
 from memopt.programs.replay import Timeline
 from memopt.strategies.base import Status
-from memopt.strategies.monet.binary_program import Solver, SolverOptions
-from memopt.strategies.monet.deadline import Deadline
 from memopt.strategies.monet.graph_model import Allowed
 from memopt.strategies.monet.incumbent import Incumbent
 from memopt.strategies.monet.kernel_choice import smaller_implementations
 from memopt.strategies.monet.time_points import TimePointModel
+from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 
 MOST_TIME_POINTS = 4
 MOST_MORE = 8
@@ -110,15 +109,19 @@ class TimePointSearch:
         """Find the backward operator, none of the known ones, before whose end a program needs
         most memory beyond the budget."""
         worst, most, need = None, self.budget_bytes, 0
-        after = False
-        for step, size_bytes in zip(program, timeline.step_bytes, strict=True):
-            after = after or isinstance(step, LossBoundary)
+        backward = self._backward_runs(program)
+        for position, size_bytes in enumerate(timeline.step_bytes):
             need = max(need, size_bytes)
-            if after and isinstance(step, Compute) and step.op >= self.graph.first_backward:
-                if need > most and step.op not in known:
-                    worst, most = step.op, need
+            if position in backward:
+                if need > most and backward[position] not in known:
+                    worst, most = backward[position], need
                 need = 0
         return worst
+
+    def _backward_runs(self, program: Program) -> dict[int, int]:
+        """Find the runs of backward operators: position → operator, ascending."""
+        first = self.graph.first_backward
+        return {position: run.op for position, run in program.computes if run.op >= first}
 
     def _stopped(self) -> bool:
         return self.deadline.passed(
@@ -130,13 +133,13 @@ class TimePointSearch:
         peak = timeline.peak_instruction or 0
         excess = timeline.peak_bytes - self.budget_bytes
         key = BOUNDARY
-        if any(isinstance(step, LossBoundary) for step in program.instructions[:peak]):
-            later = (x.op for x in program.instructions[peak:] if isinstance(x, Compute))
-            key = next((op for op in later if op >= self.graph.first_backward), BOUNDARY)
+        if program.boundary is not None and program.boundary < peak:
+            later = self._backward_runs(program).items()
+            key = next((op for position, op in later if position >= peak), BOUNDARY)
         small = 30 * excess < self.budget_bytes
         if key not in self.slack and (small or len(self.slack) > MOST_TIME_POINTS):
             # What is left free at an operator that does not run has no effect.
-            ran = {step.op for step in program if isinstance(step, Compute)} | {BOUNDARY}
+            ran = {run.op for _, run in program.computes} | {BOUNDARY}
             key = max(k for k in self.slack if k <= key and k in ran)
         if key in self.slack:
             self.slack[key] += excess

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NoReturn
 
 import numpy as np
@@ -17,14 +17,14 @@ from memopt.models.device import Device
 from memopt.models.steps import ChainStep, Move
 from memopt.programs.replay import Timeline
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
-from memopt.strategies.offload.bounds import (
+from memopt.strategies.offload.ordered import (
     fractional_optimum_s,
     greedy_amounts,
     lower_bound_s,
+    makespan_s,
     proposition_3_s,
 )
-from memopt.strategies.offload.ordered import makespan_s
-from memopt.strategies.offload.problem import OffloadProblem, offload_problem, with_capacity
+from memopt.strategies.offload.problem import OffloadProblem, offload_problem
 from memopt.strategies.offload.program import Transfers, best_program, ordered_transfers
 
 PAPER = "Optimal GPU-CPU Offloading Strategies (Beaumont, Eyraud-Dubois, Shilova, 2020)"
@@ -108,7 +108,7 @@ class ChainOffload(Strategy):
             chain, budget_bytes, linked(self, device), offload_input=self.offload_input
         )
         if problem.capacity_bytes < self.smallest_capacity(problem):
-            least = with_capacity(problem, self._least_feasible(problem))
+            least = replace(problem, capacity_bytes=self._least_feasible(problem))
             return Solution(
                 Status.INFEASIBLE,
                 smallest_budget_bytes=chain.resident_bytes + least.capacity_bytes,

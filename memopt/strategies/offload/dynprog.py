@@ -1,6 +1,6 @@
-"""DynProg: the best set of whole activations to offload (Offloading §5).
+"""The paper's own strategies: Greedy (Offloading §4) and DynProg (§5), the best set of activations.
 
-Optimal for ordered schedules whose transfers may be interrupted, when nothing is rounded
+DynProg is optimal for ordered schedules whose transfers may be interrupted, when nothing is rounded
 (`slots=None`); with slots, the paper's heuristic of §5.3.2.
 """
 
@@ -12,9 +12,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from memopt.strategies.offload.bounds import eager_amounts, greedy_amounts
 from memopt.strategies.offload.chain_offload import ChainOffload, Choice
-from memopt.strategies.offload.improve import searched_amounts
+from memopt.strategies.offload.ordered import eager_amounts, greedy_amounts, searched_amounts
 from memopt.strategies.offload.problem import Bytes, OffloadProblem
 from memopt.strategies.offload.program import ordered_transfers
 from memopt.strategies.offload.rounding import RecurrenceData, bump, recurrence_data
@@ -152,3 +151,19 @@ class DynProg(ChainOffload):
                 "greedy_fallback": fallback,
             },
         )
+
+
+@dataclass(frozen=True)
+class Greedy(ChainOffload):
+    """Offload the first k activations, k the smallest with Σ|x_i| ≥ M_peak - M (Theorem 2,
+    rounded up). Without rounding it is the optimum of the fractional problem, which is part of
+    every Solution's statistics (`fractional_optimum_s`)."""
+
+    name: ClassVar[str] = "greedy"
+
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
+        amounts = greedy_amounts(problem)
+        size = int(amounts.sum())
+        if not self.within_host(size):
+            self.refuse_host(problem, size)
+        return Choice(ordered_transfers(np.flatnonzero(amounts).tolist()))

@@ -11,12 +11,11 @@ from memopt.models.chain import Chain
 from memopt.strategies.base import CostModel
 from memopt.strategies.offload.chain_offload import ChainOffload, Choice
 from memopt.strategies.offload.dynprog import solve_dynprog
-from memopt.strategies.offload.exact_model import ExactModel
-from memopt.strategies.offload.improve import searched_amounts
-from memopt.strategies.offload.ordered import ordered_schedule
-from memopt.strategies.offload.problem import Bytes, OffloadProblem
+from memopt.strategies.offload.exact_model import ExactModel, choose_ticks
+from memopt.strategies.offload.ordered import searched_amounts
+from memopt.strategies.offload.problem import OffloadProblem
 from memopt.strategies.offload.program import Transfers, best_program, ordered_transfers
-from memopt.strategies.offload.ticks import choose_ticks
+from memopt.strategies.solvers.running import SolverOptions
 
 
 @dataclass(frozen=True)
@@ -67,21 +66,15 @@ class OffloadExact(ChainOffload):
         ticks = choose_ticks(problem, horizon_s, self.resolution)
         # Rounding up may cost every operation and transfer one tick.
         slack = 0 if ticks.exact else 4 * problem.stages + 2
-        model = ExactModel(
-            problem,
-            ticks,
-            ticks.up(horizon_s) + slack,
-            duplex=problem.device.duplex,
-            host_budget_bytes=self.host_budget_bytes,
-        )
-        model.build()
-        _hint(model, problem, amounts)
-        found = model.solve(
+        model = ExactModel(problem, ticks, ticks.up(horizon_s) + slack, self.host_budget_bytes)
+        model.hint(amounts)
+        options = SolverOptions(
+            time_limit_s=time_limit_s,
+            deterministic_s=self.effort,
             workers=self.num_workers,
             seed=self.seed,
-            effort=self.effort,
-            time_limit_s=time_limit_s,
         )
+        found = model.solve(options)
         known = [ordered_transfers(np.flatnonzero(amounts).tolist())] if amounts.any() else []
         if found is not None:
             known.append(Transfers(found.out, found.back))
@@ -99,22 +92,6 @@ class OffloadExact(ChainOffload):
             optimum_s=found.time_s if found.proved else None,
             stats=stats,
         )
-
-
-def _hint(model: ExactModel, problem: OffloadProblem, amounts: Bytes) -> None:
-    schedule = ordered_schedule(problem, amounts, whole=True)
-    if not np.isfinite(schedule.makespan_s):
-        return
-    ends = schedule.starts_s + problem.durations_s
-    times = {
-        int(j): (
-            float(schedule.offloads_s[j, 0]),
-            float(max(schedule.offloads_s[j, 1], ends[j])),
-            float(schedule.prefetches_s[j, 0]),
-        )
-        for j in np.flatnonzero(amounts)
-    }
-    model.hint(schedule.starts_s.tolist(), times)
 
 
 def _serial_s(problem: OffloadProblem) -> float:

@@ -21,13 +21,85 @@ in between); it is what gives the solver good bounds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from memopt.strategies.offload.problem import OffloadProblem
-from memopt.strategies.offload.ticks import Ticks
+from memopt.strategies.base import Status
+from memopt.strategies.offload.ordered import ordered_schedule
+from memopt.strategies.offload.problem import Bytes, OffloadProblem
+from memopt.strategies.solvers.running import SolverOptions, solve_with_cp_sat
+
+LARGEST_DENOMINATOR = 10**4
+LARGEST_HORIZON = 10**7
+
+
+@dataclass(frozen=True)
+class Ticks:
+    """Durations in ticks, rounded up where they are no multiples of one.
+
+    Attributes:
+        tick_s: length of a tick, seconds.
+        durations: of the 2n operations.
+        out: of the copy of each x_j to the host.
+        back: of each copy back.
+        exact: whether nothing was rounded.
+    """
+
+    tick_s: float
+    durations: tuple[int, ...]
+    out: tuple[int, ...]
+    back: tuple[int, ...]
+    exact: bool
+
+    def up(self, time_s: float) -> int:
+        """The first tick not before a time."""
+        return _ceil(time_s / self.tick_s)
+
+    def lower_s(self, ticks: int, events: int) -> float:
+        """A bound in ticks as a bound in seconds: a path has at most `events` rounded times."""
+        return (ticks if self.exact else ticks - events) * self.tick_s
+
+
+def choose_ticks(problem: OffloadProblem, horizon_s: float, resolution: int) -> Ticks:
+    """Ticks in which all times are whole, if there are few enough of them; else horizon/resolution.
+
+    Args:
+        problem: operations and link.
+        horizon_s: a makespan that is known.
+        resolution: ticks in the horizon when times have to be rounded.
+    """
+    operations = problem.durations_s.tolist()
+    out = [problem.latency_s + x / problem.to_host_bytes_per_s for x in problem.sizes.tolist()]
+    back = [problem.latency_s + x / problem.from_host_bytes_per_s for x in problem.sizes.tolist()]
+    common = _common_tick([*operations, *out, *back])
+    exact = common is not None and horizon_s / common <= LARGEST_HORIZON
+    tick_s = common if exact and common is not None else max(horizon_s, 1e-12) / resolution
+    return Ticks(
+        tick_s,
+        tuple(_ceil(x / tick_s) for x in operations),
+        tuple(_ceil(x / tick_s) for x in out),
+        tuple(_ceil(x / tick_s) for x in back),
+        exact,
+    )
+
+
+def _common_tick(times_s: list[float]) -> float | None:
+    """The largest time of which all are multiples; None if they are no small fractions."""
+    fractions = [Fraction(time_s).limit_denominator(LARGEST_DENOMINATOR) for time_s in times_s]
+    for fraction, time_s in zip(fractions, times_s, strict=True):
+        if abs(float(fraction) - time_s) > 1e-12 * max(1.0, time_s):
+            return None
+    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    if denominator > 10**9:
+        return None
+    numerator = math.gcd(*(int(fraction * denominator) for fraction in fractions))
+    return numerator / denominator if numerator else None
+
+
+def _ceil(value: float) -> int:
+    """Rounded up, but a value that is whole up to rounding errors stays."""
+    return math.ceil(value - 1e-6)
 
 
 @dataclass(frozen=True)
@@ -50,23 +122,21 @@ class ExactSolution:
 
 
 class ExactModel:
-    """The constraint model of one problem; `build` reads as a table of contents."""
+    """The constraint model of one problem, ready to solve.
+
+    Attributes:
+        problem: chain, capacity and link.
+        ticks: its times in whole ticks.
+        horizon: ticks in which the step can be done.
+        host_budget_bytes: the most that may be on the host at once; None: no limit.
+    """
 
     def __init__(
-        self,
-        problem: OffloadProblem,
-        ticks: Ticks,
-        horizon: int,
-        *,
-        duplex: bool,
-        host_budget_bytes: int | None,
+        self, problem: OffloadProblem, ticks: Ticks, horizon: int, host_budget_bytes: int | None
     ) -> None:
         from ortools.sat.python import cp_model
 
-        self.problem = problem
-        self.ticks = ticks
-        self.horizon = horizon
-        self.duplex = duplex
+        self.problem, self.ticks, self.horizon = problem, ticks, horizon
         self.host_budget_bytes = host_budget_bytes
         self.stages = problem.stages
         self.movable = [j for j in range(self.stages + 1) if problem.movable[j]]
@@ -78,9 +148,6 @@ class ExactModel:
         self.back_start: dict[int, Any] = {}
         self.out_intervals: list[Any] = []
         self.back_intervals: list[Any] = []
-
-    def build(self) -> None:
-        """All constraints and the objective."""
         self.operations()
         self.transfers()
         self.links()
@@ -92,10 +159,6 @@ class ExactModel:
     def end(self, k: int) -> Any:
         """End of operation k."""
         return self.start[k] + self.ticks.durations[k]
-
-    def forward(self, j: int) -> int:
-        """The operation F_j."""
-        return j
 
     def backward(self, j: int) -> int:
         """The operation B_j."""
@@ -116,9 +179,9 @@ class ExactModel:
             e = self.free[j] = model.new_int_var(0, self.horizon, f"e{j}")
             b = self.back_start[j] = model.new_int_var(0, self.horizon, f"b{j}")
             if j:
-                model.add(a >= self.end(self.forward(j - 1))).only_enforce_if(o)
+                model.add(a >= self.end(j - 1)).only_enforce_if(o)
             model.add(e >= a + self.ticks.out[j]).only_enforce_if(o)
-            model.add(e >= self.end(self.forward(j))).only_enforce_if(o)
+            model.add(e >= self.end(j)).only_enforce_if(o)
             model.add(b >= e).only_enforce_if(o)
             model.add(b + self.ticks.back[j] <= self.start[self.backward(j)]).only_enforce_if(o)
             # Absent transfers have one value each, so that they are not searched.
@@ -132,7 +195,7 @@ class ExactModel:
             )
 
     def links(self) -> None:
-        if self.duplex:
+        if self.problem.device.duplex:
             self.model.add_no_overlap(self.out_intervals)
             self.model.add_no_overlap(self.back_intervals)
         else:
@@ -152,7 +215,7 @@ class ExactModel:
         last = 2 * self.stages - 1
         for j in range(self.stages + 1):
             size = int(self.problem.sizes[j])
-            begin = self.start[self.forward(j - 1)] if j else 0
+            begin = self.start[j - 1] if j else 0
             end = self.end(self.backward(j - 1)) if j else self.end(last)
             if j not in self.offloaded:
                 occupy(begin, end, size)
@@ -201,7 +264,7 @@ class ExactModel:
             back = sum(self.ticks.back[j] * z for j, z in away.items())
             self.model.add(instant >= out)
             self.model.add(last >= instant + back)
-        if not self.duplex:
+        if not self.problem.device.duplex:
             moved = [
                 (self.ticks.out[j] + self.ticks.back[j]) * self.offloaded[j] for j in self.movable
             ]
@@ -215,47 +278,39 @@ class ExactModel:
         self.model.add(self.back_start[j] >= instant).only_enforce_if(z)
         return z
 
-    def hint(self, starts_s: Sequence[float], times: dict[int, tuple[float, float, float]]) -> None:
-        """Start from a known schedule: (copy out, device copy free, copy back) by index."""
-        for variable, start_s in zip(self.start, starts_s, strict=True):
-            self.model.add_hint(variable, self.ticks.up(start_s))
+    def hint(self, amounts: Bytes) -> None:
+        """Start from the ordered schedule that offloads some amounts, if it fits."""
+        schedule = ordered_schedule(self.problem, amounts, whole=True)
+        if not math.isfinite(schedule.makespan_s):
+            return
+        add, up = self.model.add_hint, self.ticks.up
+        for variable, start_s in zip(self.start, schedule.starts_s.tolist(), strict=True):
+            add(variable, up(start_s))
         for j in self.movable:
-            self.model.add_hint(self.offloaded[j], j in times)
-            if j in times:
-                out_s, free_s, back_s = times[j]
-                self.model.add_hint(self.out_start[j], self.ticks.up(out_s))
-                self.model.add_hint(self.free[j], self.ticks.up(free_s))
-                self.model.add_hint(self.back_start[j], self.ticks.up(back_s))
+            add(self.offloaded[j], bool(amounts[j]))
+            if amounts[j]:
+                # The device copy is free once it is copied and F_j has read it.
+                read_s = schedule.starts_s[j] + self.problem.durations_s[j]
+                add(self.out_start[j], up(float(schedule.offloads_s[j, 0])))
+                add(self.free[j], up(float(max(schedule.offloads_s[j, 1], read_s))))
+                add(self.back_start[j], up(float(schedule.prefetches_s[j, 0])))
 
-    def solve(
-        self, *, workers: int, seed: int, effort: float, time_limit_s: float | None
-    ) -> ExactSolution | None:
-        """Solve; None if nothing was found in time.
+    def solve(self, options: SolverOptions) -> ExactSolution | None:
+        """Solve; None if nothing was found in time. Deterministic time, unlike wall time, gives
+        one worker the same answer every time.
 
         Raises:
             ValueError: the solver rejects the model.
         """
-        from ortools.sat.python import cp_model
-
-        solver = cp_model.CpSolver()
-        parameters = solver.parameters
-        parameters.num_workers = workers
-        parameters.random_seed = seed
-        # Deterministic time, unlike wall time, gives one worker the same answer every time.
-        parameters.max_deterministic_time = effort
-        if time_limit_s is not None:
-            parameters.max_time_in_seconds = time_limit_s
-        status = solver.solve(self.model)
-        if status == cp_model.MODEL_INVALID:
-            raise ValueError(f"the constraint model is invalid: {self.model.validate()}")
-        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        status, solver = solve_with_cp_sat(self.model, options)
+        if status not in (Status.OPTIMAL, Status.FEASIBLE):
             return None
         chosen = [j for j in self.movable if solver.boolean_value(self.offloaded[j])]
-        bound = Fraction(math.ceil(solver.best_objective_bound - 1e-6))
+        bound = math.ceil(solver.best_objective_bound - 1e-6)
         return ExactSolution(
             out=tuple(sorted(chosen, key=lambda j: solver.value(self.out_start[j]))),
             back=tuple(sorted(chosen, key=lambda j: solver.value(self.back_start[j]))),
             time_s=solver.objective_value * self.ticks.tick_s,
-            lower_bound_s=self.ticks.lower_s(int(bound), 2 * self.stages + 2 * len(self.movable)),
-            proved=status == cp_model.OPTIMAL,
+            lower_bound_s=self.ticks.lower_s(bound, 2 * self.stages + 2 * len(self.movable)),
+            proved=status is Status.OPTIMAL,
         )

@@ -14,6 +14,7 @@ import numpy as np
 
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.bounds import memory_lower_bound
+from memopt.models.budget import Budget
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -26,10 +27,9 @@ from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.offload.chain_offload import PAPER, linked
-from memopt.strategies.offload.dynprog import DynProg
+from memopt.strategies.offload.dynprog import DynProg, Greedy
 from memopt.strategies.offload.graph_problem import Absence, GraphProblem, graph_problem
 from memopt.strategies.offload.graph_schedule import Timing, schedule
-from memopt.strategies.offload.greedy import Greedy
 
 TIMINGS = tuple(
     Timing(lead, waits, at_once)
@@ -85,7 +85,7 @@ class OffloadGraph(Strategy):
         if budget < problem.floor_bytes:
             return self._below(problem, budget, started)
         deadline = math.inf if time_limit_s is None else started + time_limit_s
-        search = _Search(problem, budget, self._host_bytes, deadline, progress)
+        search = _Candidates(problem, budget, self._host_bytes, deadline, progress)
         if problem.peak_bytes <= budget:
             search.offer(store_all(graph), "nothing moves")
         else:
@@ -102,7 +102,7 @@ class OffloadGraph(Strategy):
         has no room. Where outputs are computed in place afterwards a program may need less, so
         that there the floor is no proof."""
         floor_bytes, graph = problem.floor_bytes, problem.graph
-        search = _Search(problem, floor_bytes, self._host_bytes)
+        search = _Candidates(problem, floor_bytes, self._host_bytes)
         search.scheduled(problem.absences, TIMINGS[:1])
         if search.best is None:
             search.offer(store_all(graph), "nothing moves")
@@ -115,7 +115,7 @@ class OffloadGraph(Strategy):
             smallest=least,
         )
 
-    def _search(self, search: _Search) -> None:
+    def _search(self, search: _Candidates) -> None:
         """Covers, then chain plans, then exchanges, until the deadline."""
         for number, absences in enumerate(covers(search.problem, search.budget_bytes)):
             # The first cover is a plan, which there is to be even for who stops at once.
@@ -130,7 +130,7 @@ class OffloadGraph(Strategy):
 
 
 @dataclass
-class _Search:
+class _Candidates:
     """The fastest program offered so far, and the absences it came from."""
 
     problem: GraphProblem
@@ -204,13 +204,13 @@ class _Search:
                 return strategy.solve(view.chain, budget_bytes, device=device)
 
             try:
-                found = best_that_fits(graph, view, attempt, self.budget_bytes, 0)
+                found = best_that_fits(view, attempt, self.budget_bytes, 0)
             except InfeasibleBudgetError:
                 continue  # the chain's plan needs more host memory than there is
             if found.steps is None:
                 continue
             program = view.lower(found.steps)
-            if validate(graph, program, self.budget_bytes, host_budget_bytes) is None:
+            if validate(graph, program, Budget(self.budget_bytes, host_budget_bytes)) is None:
                 self.offer(program, strategy.name)
 
     def improve(self, moves: int) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.programs.instructions import Compute, LossBoundary
+from memopt.programs.lifetimes import lifetimes
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 
@@ -34,7 +34,7 @@ class Absence:
 
 @dataclass(frozen=True, eq=False)
 class GraphProblem:
-    """What a graph offloader chooses from.
+    """The absences that a graph offloader chooses from, and the memory they relieve.
 
     Attributes:
         graph: the cost model.
@@ -42,7 +42,7 @@ class GraphProblem:
         operators: the operator of each point; None: the loss boundary.
         need_bytes: memory of each point when nothing moves, resident included.
         absences: every stretch in which a tensor may be on the host, ascending.
-        produced: tensor → the point that writes it, for tensors with a absence.
+        produced: tensor → the point that writes it, for tensors with an absence.
     """
 
     graph: Graph
@@ -53,7 +53,7 @@ class GraphProblem:
     produced: dict[int, int]
 
     def size_bytes(self, absence: Absence) -> int:
-        """Bytes that leave the device in a absence."""
+        """Bytes that leave the device in an absence."""
         return self.graph.tensors[absence.tensor].size_bytes
 
     def relieved_bytes(self, absences: tuple[Absence, ...]) -> npt.NDArray[np.int64]:
@@ -81,7 +81,7 @@ class GraphProblem:
         return np.array([0.0 if op is None else operators[op].time_s for op in self.operators])
 
     def excess_bytes(self, budget_bytes: int) -> npt.NDArray[np.int64]:
-        """What must be off the device at each point; never below 0."""
+        """Bytes that must be off the device at each point; never below 0."""
         return np.maximum(0, self.need_bytes - budget_bytes)
 
     def lower_bound_s(self, budget_bytes: int) -> float:
@@ -120,22 +120,17 @@ def graph_problem(graph: Graph, device: Device) -> GraphProblem:
     """The points, their memory and the absences of a graph run in its own order."""
     program = store_all(graph)
     timeline = replay(graph, program)
-    operators: list[int | None] = []
-    need: list[int] = []
-    touches: dict[int, list[int]] = {}
-    for instruction, size in zip(program, timeline.step_bytes, strict=True):
-        if isinstance(instruction, Compute):
-            for tensor in dict.fromkeys(graph.operators[instruction.op].reads):
-                if tensor in touches:
-                    touches[tensor].append(len(operators))
-            for tensor in instruction.outputs:
-                if tensor not in graph.kept and graph.tensors[tensor].size_bytes > 0:
-                    touches[tensor] = [len(operators)]
-            operators.append(instruction.op)
-            need.append(size)
-        elif isinstance(instruction, LossBoundary):
-            operators.append(None)
-            need.append(size)
+    point = program.steps_before
+    runs = dict(program.computes)
+    operators = [runs[i].op if i in runs else None for i in program.steps]
+    touches = {
+        lifetime.tensor: [point[lifetime.begin], *(point[i] for i in lifetime.readers)]
+        for lifetime in lifetimes(graph, program).device
+        if lifetime.begin in runs
+        and not lifetime.transient
+        and lifetime.tensor not in graph.kept
+        and graph.tensors[lifetime.tensor].size_bytes > 0
+    }
     absences = sorted(
         Absence(first, second, tensor)
         for tensor, points in touches.items()
@@ -146,7 +141,7 @@ def graph_problem(graph: Graph, device: Device) -> GraphProblem:
         graph=graph,
         device=device,
         operators=tuple(operators),
-        need_bytes=np.array(need, dtype=np.int64),
+        need_bytes=np.array([timeline.step_bytes[i] for i in program.steps], dtype=np.int64),
         absences=tuple(absences),
         produced={absence.tensor: touches[absence.tensor][0] for absence in absences},
     )

@@ -22,14 +22,14 @@ from memopt.programs.instructions import (
     SwapIn,
     SwapOut,
 )
+from memopt.programs.link_clock import LinkClock
 from memopt.programs.liveness import with_frees
 from memopt.strategies.offload.graph_problem import Absence, GraphProblem
-from memopt.strategies.offload.link_clock import LinkClock
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How early things happen; the replay chooses among a few.
+    """The rule by which copies and fetches come early; the replay chooses among a few.
 
     Attributes:
         lead: a fetch is issued when the compute until its reader is at most so many times the

@@ -1,16 +1,26 @@
-"""Replay of the paper's own model: no-wait ordered schedules of a set of offloads.
+"""The paper's own model: no-wait ordered schedules of a set of offloads.
 
 Two readings of when memory moves. Whole transfers (Problem 1, §3.1 E): the device copy is free
 when the copy is complete, and a prefetch takes its room when it begins. Interruptible (Problem 2,
 and the fractional relaxation): continuously, at the rate of the link. The program that memopt runs
-is replayed apart, by `memopt.reductions.offload_replay`.
+is replayed apart, by `memopt.programs.replay`.
+
+By these schedules: lower bounds (Proposition 3, one per operation, Theorem 2), and a local search
+over sets of offloads, which is not in the paper. The dynamic program takes transfers as
+interruptible; programs move whole activations, for which another set is often much better where
+activations are large.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from memopt.strategies.offload.problem import Bytes, OffloadProblem, Seconds
+
+EVALUATIONS = 20_000
+"""Schedules that the local search replays at most, a few microseconds each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,3 +60,103 @@ def makespan_s(problem: OffloadProblem, amounts: Bytes, *, whole: bool = False) 
     from memopt.strategies.offload import ordered_kernels
 
     return float(ordered_kernels.makespan(problem.arrays, amounts, whole))
+
+
+def proposition_3_s(problem: OffloadProblem) -> float:
+    """LB = max(Σ u_F + u_B, 2·max(0, M_peak - M)/β) (Proposition 3), seconds.
+
+    The excess crosses the link once each way; with two rates, one term for each.
+    """
+    excess = problem.excess_bytes
+    transfers = excess / problem.to_host_bytes_per_s + excess / problem.from_host_bytes_per_s
+    return max(problem.compute_time_s, transfers)
+
+
+def per_operation_s(problem: OffloadProblem) -> float:
+    """A bound at least as good: what an operation lacks leaves before it and returns after it.
+
+    max over operations of max(time before, need/β) + its own time + max(time after, need/β). It
+    holds for every schedule, unordered ones and links that work both ways at once included.
+    """
+    need = np.maximum(problem.need_bytes, 0)
+    ends = np.cumsum(problem.durations_s)
+    before = np.maximum(ends - problem.durations_s, need / problem.to_host_bytes_per_s)
+    after = np.maximum(ends[-1] - ends, need / problem.from_host_bytes_per_s)
+    return max(problem.compute_time_s, float((before + problem.durations_s + after).max()))
+
+
+def eager_amounts(problem: OffloadProblem, size_bytes: int) -> Bytes:
+    """Bytes of each activation when the first `size_bytes` of the movable ones are offloaded.
+
+    The last one may be partial (§4.1). Fewer bytes are returned if not that many may move.
+    """
+    sizes = np.where(problem.movable, problem.sizes, 0)
+    before = np.cumsum(sizes) - sizes
+    amounts: Bytes = np.clip(size_bytes - before, 0, sizes)
+    return amounts
+
+
+def greedy_amounts(problem: OffloadProblem) -> Bytes:
+    """Greedy's set: the first activations whose sizes reach the excess."""
+    return problem.amounts(np.flatnonzero(eager_amounts(problem, problem.excess_bytes)))
+
+
+def fractional_optimum_s(problem: OffloadProblem) -> float:
+    """The optimum when activations may be offloaded in part (Theorem 2), seconds.
+
+    The no-wait eager ordered schedule of exactly M_peak - M bytes. Partial transfers only relax
+    the problem, so this bounds every schedule on a link that does one transfer at a time; a
+    latency is left out, as a schedule of fewer, larger activations pays it less often.
+    Infinite if the capacity is below the floor.
+    """
+    relaxed = replace(problem, latency_s=0.0)
+    return makespan_s(relaxed, eager_amounts(problem, problem.excess_bytes))
+
+
+def lower_bound_s(problem: OffloadProblem, *, duplex: bool) -> float:
+    """The best bound known for every integral schedule, seconds.
+
+    Args:
+        problem: a feasible problem.
+        duplex: both directions overlap; then unordered schedules may beat Theorem 2.
+    """
+    bound = max(proposition_3_s(problem), per_operation_s(problem))
+    if duplex:
+        return bound
+    return max(bound, fractional_optimum_s(problem))
+
+
+def searched_amounts(
+    problem: OffloadProblem, planned: Bytes | None, host_budget_bytes: int | None = None
+) -> tuple[Bytes, float]:
+    """The best set that flips and exchanges reach, each of them faster in whole transfers.
+
+    The search starts from a planned set, from Greedy's, and from three with pauses: where
+    activations are large, sets whose copies have pauses between them are another valley: one
+    activation in two, either parity, and all less what turns out superfluous. At equal times the
+    set that comes first stays.
+
+    Args:
+        problem: chain, capacity and link.
+        planned: bytes of each x_j, whole activations; None: no plan.
+        host_budget_bytes: the most that may be offloaded.
+
+    Returns:
+        The amounts, all 0 if nothing fits, and the makespan of their no-wait ordered schedule,
+        seconds; infinite then.
+    """
+    from memopt.strategies.offload import ordered_kernels
+
+    movable = np.flatnonzero(problem.movable)
+    starts = [] if planned is None else [planned]
+    starts.append(greedy_amounts(problem))
+    starts += map(problem.amounts, (movable[::2], movable[1::2], movable))
+    host = np.inf if host_budget_bytes is None else float(host_budget_bytes)
+    best, best_s = np.zeros_like(problem.sizes), np.inf
+    for start in starts:
+        if start.sum() > host or not problem.fits(start):
+            continue
+        chosen, time_s = ordered_kernels.improve(problem.arrays, start > 0, host, EVALUATIONS)
+        if time_s < best_s:
+            best, best_s = np.where(chosen, problem.sizes, 0), float(time_s)
+    return best, best_s

@@ -189,9 +189,4 @@ def offload_problem(
         latency_s=device.transfer_latency_s,
     )
     capacity = problem.peak_bytes if budget_bytes is None else budget_bytes - chain.resident_bytes
-    return with_capacity(problem, capacity)
-
-
-def with_capacity(problem: OffloadProblem, capacity_bytes: int) -> OffloadProblem:
-    """The same problem under another capacity (resident excluded)."""
-    return replace(problem, capacity_bytes=capacity_bytes)
+    return replace(problem, capacity_bytes=capacity)

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memopt.models.steps import ChainStep, Move
-from memopt.programs.replay import Timeline
-from memopt.reductions.offload_replay import replay_offload
-from memopt.strategies.offload.link_clock import LinkClock
+from memopt.programs.link_clock import LinkClock
+from memopt.programs.replay import Timeline, replay
+from memopt.reductions.chain_to_graph import chain_to_graph
 from memopt.strategies.offload.problem import OffloadProblem
 
 PATIENCE = (0.0, 0.5, 1.0, math.inf)
@@ -27,7 +27,7 @@ PATIENCE = (0.0, 0.5, 1.0, math.inf)
 
 @dataclass(frozen=True)
 class Transfers:
-    """What moves, in which order.
+    """The transfers of a schedule, in their order.
 
     Attributes:
         out: indices of x_j in the order of their copies to the host.
@@ -40,7 +40,7 @@ class Transfers:
     not_before: Mapping[int, int] = field(default_factory=dict)
 
     def without(self, dropped: set[int]) -> Transfers:
-        """The same, but these stay on the device."""
+        """The transfers but for those of some stages, which stay on the device."""
         return Transfers(
             tuple(j for j in self.out if j not in dropped),
             tuple(j for j in self.back if j not in dropped),
@@ -61,11 +61,12 @@ def best_program(
 ) -> tuple[tuple[ChainStep, ...], Timeline] | None:
     """The fastest of the programs built with each `PATIENCE`; None if none keeps the budget."""
     best: tuple[tuple[ChainStep, ...], Timeline] | None = None
+    view = chain_to_graph(problem.chain)
     for patience in PATIENCE:
         steps = build_program(problem, transfers, patience)
         if steps is None:
             continue
-        timeline = replay_offload(problem.chain, steps, problem.device)
+        timeline = replay(view.graph, view.with_late_gradient(steps), problem.device)
         if best is None or timeline.time_s < best[1].time_s:
             best = steps, timeline
     return best
@@ -79,14 +80,14 @@ def build_program(
     What need not be released at any step is not offloaded at all.
     """
     while True:
-        builder = _Builder(problem, transfers, patience)
+        builder = _StepWriter(problem, transfers, patience)
         done = builder.run()
         if not builder.unreleased:
             return tuple(builder.steps) if done else None
         transfers = transfers.without(builder.unreleased)
 
 
-class _Builder:
+class _StepWriter:
     """One pass over the operations, keeping memory and the streams' times."""
 
     def __init__(self, problem: OffloadProblem, transfers: Transfers, patience: float) -> None:

@@ -20,9 +20,10 @@ from itertools import product
 import numpy as np
 
 from memopt.models.graph import Graph
-from memopt.programs.instructions import Free, Program
+from memopt.programs.instructions import Program
+from memopt.programs.lifetimes import Ints, live_bytes
 from memopt.programs.replay import replay
-from memopt.strategies.olla.buffers import Buffer, Ints, live_bytes
+from memopt.strategies.olla.buffers import Buffer
 
 STEPS = 24
 """Capacities tried: so many evenly spaced ones, and as many at distances that halve."""
@@ -71,9 +72,8 @@ def _time_points(
 ) -> tuple[Ints, Ints, Ints]:
     """(first time point of each buffer, its end, bytes at each time point): the instructions but
     for frees, which never need more than what comes before them."""
-    free = np.array([isinstance(x, Free) for x in program], dtype=np.bool_)
-    before = np.concatenate(([0], np.cumsum(~free))).astype(np.int64)
+    before = np.array(program.steps_before, dtype=np.int64)
     lower = before[[buffer.lower for buffer in buffers]]
     upper = before[[buffer.upper for buffer in buffers]]
-    total = np.array(replay(graph, program).step_bytes, dtype=np.int64)[~free]
+    total = np.array(replay(graph, program).step_bytes, dtype=np.int64)[list(program.steps)]
     return lower, upper, total

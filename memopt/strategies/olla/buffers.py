@@ -8,12 +8,11 @@ from functools import cached_property
 from math import gcd
 
 import numpy as np
-import numpy.typing as npt
 
+from memopt.programs.lifetimes import Ints as Ints
+from memopt.programs.lifetimes import live_bytes
 from memopt.strategies.base import Status
 from memopt.strategies.olla.timed_search import relative_gap
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +83,6 @@ class Placement:
         return (self.peak - self.bound) / self.peak if self.peak else 0.0
 
 
-def live_bytes(lower: Ints, upper: Ints, size: Ints, points: int) -> Ints:
-    """Bytes live at each of `points` time points, for lifetimes [lower, upper)."""
-    change = np.zeros(points + 1, dtype=np.int64)
-    np.add.at(change, lower, size)
-    np.subtract.at(change, upper, size)
-    return np.cumsum(change[:-1])
-
-
 class Layout:
     """The buffers as arrays over *sections*: the maximal sets of buffers live together.
 
@@ -139,7 +130,7 @@ class Layout:
 
     @cached_property
     def duration(self) -> Ints:
-        """How long each buffer lives, in the instance's own times."""
+        """Length of each buffer's lifetime, in the instance's own times."""
         return self.upper - self.lower
 
     @cached_property

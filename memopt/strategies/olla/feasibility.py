@@ -16,6 +16,7 @@ import numpy as np
 
 from memopt.strategies.base import Status
 from memopt.strategies.olla.buffers import Ints, Layout
+from memopt.strategies.solvers.running import SolverOptions, solve_with_cp_sat
 
 
 def solve_capacity(
@@ -73,18 +74,13 @@ def solve_capacity(
         cp_model.CHOOSE_FIRST,
         cp_model.SELECT_MIN_VALUE,
     )
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = num_workers
-    solver.parameters.random_seed = seed
-    if time_limit_s is not None:
-        solver.parameters.max_time_in_seconds = max(time_limit_s, 0.0)
-    if deterministic_limit is not None:
-        solver.parameters.max_deterministic_time = deterministic_limit
-    outcome = solver.solve(model)
-    if outcome in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    options = SolverOptions(
+        time_limit_s=time_limit_s,
+        deterministic_s=deterministic_limit,
+        workers=num_workers,
+        seed=seed,
+    )
+    status, solver = solve_with_cp_sat(model, options)
+    if status in (Status.OPTIMAL, Status.FEASIBLE):
         return Status.OPTIMAL, np.array([solver.value(x) * unit for x in offsets], dtype=np.int64)
-    if outcome == cp_model.INFEASIBLE:
-        return Status.INFEASIBLE, None
-    if outcome == cp_model.UNKNOWN:
-        return Status.UNKNOWN, None
-    raise RuntimeError(f"CP-SAT rejects the placement model: {solver.status_name(outcome)}")
+    return status, None

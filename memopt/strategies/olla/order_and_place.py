@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from memopt.errors import InvalidProgramError
+from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.steps import ChainStep
@@ -34,27 +35,25 @@ SEEDS = (1, 2)
 def order_and_place(
     graph: Graph,
     program: Program,
-    budget_bytes: int | None,
+    budget: Budget,
     device: Device,
     *,
     order: bool,
     place: bool,
     time_limit_s: float | None = None,
-    host_budget_bytes: int | None = None,
 ) -> tuple[Program, dict[str, object]]:
     """Reorder, then place, what a strategy planned (OLLA §1).
 
     Args:
         graph: the cost model of the program.
         program: valid, and within the budget.
-        budget_bytes: kept: lifetimes whose addresses would need more, with all that lies outside
-            the arena, are left to the allocator; stats say how much that is. None: everything
-            that can be is placed.
+        budget: kept: lifetimes whose addresses would need more, with all that lies outside the
+            arena, are left to the allocator; stats say how much that is. Without a limit on the
+            device, everything that can be is placed.
         device: link rates; no order is taken that waits longer for transfers.
         order: look for an order of smaller peak.
         place: give every lifetime an address.
         time_limit_s: wall clock, for each of the two.
-        host_budget_bytes: kept, too.
 
     Returns:
         The program, never worse in peak, in time only by `MOST_SLOWER` and only where `place`
@@ -74,12 +73,14 @@ def order_and_place(
             "order_bound_bytes": ordering.bound,
             "order_gap": ordering.gap,
         }
-        _check(graph, program, (budget_bytes, host_budget_bytes), "reordered")
+        _check(graph, program, budget, "reordered")
     if place:
         own_s = replay(graph, program, device).time_s
-        program, placement, short = _placed(graph, program, budget_bytes, device, time_limit_s)
+        program, placement, short = _placed(
+            graph, program, budget.device_bytes, device, time_limit_s
+        )
         slower = _share(replay(graph, program, device).time_s, own_s)
-        _check(graph, program, (budget_bytes, host_budget_bytes), "placed")
+        _check(graph, program, budget, "placed")
         stats |= placing_figures(graph, program, placement)
         stats |= {
             "arena_gap": placement.gap,
@@ -118,7 +119,7 @@ def _placed(
         gap = placement.gap
         enough = gap <= ENOUGH_GAP
         if budget_bytes is not None:
-            enough = placed.offsets is not None and not placed.apart
+            enough = placed.offsets is not None and not placed.unplaced
         if enough or placement.stats["interrupted"]:
             break
     assert found is not None
@@ -184,7 +185,7 @@ def ordered_and_placed(
     graph: Graph,
     solution: Solution,
     lower: Callable[[tuple[ChainStep, ...]], Program] | None,
-    limits: tuple[int | None, int | None],
+    budget: Budget,
     device: Device,
     passes: Mapping[str, bool],
     time_limit_s: float | None,
@@ -195,34 +196,30 @@ def ordered_and_placed(
         graph: the cost model of the program.
         solution: with a program, or with the steps of a chain schedule.
         lower: makes the program of such steps; None: there is a program.
-        limits: bytes on the device and on the host; None: no limit.
-        device, time_limit_s: see `order_and_place`.
+        budget, device, time_limit_s: see `order_and_place`.
         passes: the `order` and `place` of `order_and_place`.
     """
     program = solution.program
     if lower is not None and solution.steps is not None:
         program = lower(solution.steps)
     assert program is not None
-    if limits[0] is not None and replay(graph, program).peak_bytes > limits[0]:
+    if budget.device_bytes is not None and replay(graph, program).peak_bytes > budget.device_bytes:
         # The budget was met by the program as it runs: in place.
         program = with_in_place(graph, program)
     program, stats = order_and_place(
         graph,
         program,
-        limits[0],
+        budget,
         device,
         order=passes["order"],
         place=passes["place"],
         time_limit_s=time_limit_s,
-        host_budget_bytes=limits[1],
     )
     status = Status.FEASIBLE if stats.get("slower") else solution.status
     return replace(solution, status=status, program=program, stats={**solution.stats, **stats})
 
 
-def _check(
-    graph: Graph, program: Program, limits: tuple[int | None, int | None], what: str
-) -> None:
-    violation = validate(graph, program, *limits)
+def _check(graph: Graph, program: Program, budget: Budget, what: str) -> None:
+    violation = validate(graph, program, budget)
     if violation is not None:
         raise InvalidProgramError(f"the {what} program is invalid: {violation}")

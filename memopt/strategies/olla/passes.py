@@ -10,11 +10,11 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place, without_in_place
 from memopt.programs.instructions import Compute, Program
+from memopt.programs.lifetimes import Storage, lifetimes, storages
 from memopt.programs.placed import ALIGNMENT_BYTES
 from memopt.programs.replay import replay
 from memopt.strategies.olla.arena_selection import select_buffers
 from memopt.strategies.olla.buffers import Buffer, Placement
-from memopt.strategies.olla.lifetimes import Storage, lifetimes, storages
 from memopt.strategies.olla.ordering import DEFAULT_STATES, Ordering, order_tasks
 from memopt.strategies.olla.placement import DEFAULT_WORK_LIMIT, place
 from memopt.strategies.olla.program_tasks import in_any_place, tasks_of
@@ -101,7 +101,7 @@ def program_buffers(
 
     Times are instruction indices; ids are "instruction:tensor". Tangents come from outside, and
     workspace is the kernel's own: neither is placed (nor are tangents that were swapped), nor is
-    what the graph lists as `outside`, or shares a storage with that.
+    what the graph lists as `allocator_owned`, or shares a storage with that.
 
     Args:
         graph: the cost model of the program.
@@ -116,14 +116,14 @@ def program_buffers(
 
 def _never_placed(graph: Graph, place_results: bool) -> set[int]:
     """Tensors that get no address."""
-    return {*graph.tangents, *graph.outside, *(() if place_results else graph.kept)}
+    return {*graph.tangents, *graph.allocator_owned, *(() if place_results else graph.kept)}
 
 
 def _placeable_storages(graph: Graph, program: Program, never: set[int]) -> tuple[Storage, ...]:
     """The storages that no tensor shares which gets no address."""
     return tuple(
         storage
-        for storage in storages(lifetimes(graph, program))
+        for storage in storages(lifetimes(graph, program).device)
         if never.isdisjoint(lifetime.tensor for lifetime in storage.lifetimes)
     )
 
@@ -157,13 +157,13 @@ def place_program(
 ) -> tuple[Program, Placement]:
     """Give every lifetime of a valid program an offset in one arena, of a small extent.
 
-    Arguments as in `program_buffers` and `place`. Where the graph lists what lies `outside`, it is
-    of a captured model and will run at the addresses: they are multiples of ALIGNMENT_BYTES, too.
+    Arguments as in `program_buffers` and `place`. A graph that says what is `allocator_owned` is of
+    a captured model and will run at the addresses: they are multiples of ALIGNMENT_BYTES, too.
 
     Args:
         graph, program, alignment, place_results: see `program_buffers`.
         limit_bytes: the most that the arena and all that lies outside it may need, resident bytes
-            included: lifetimes that would need more are left to the allocator (`Program.apart`),
+            included: lifetimes that would need more are left to the allocator (`Program.unplaced`),
             as few bytes as `select_buffers` finds. No offsets come back where no arena is within
             the limit. None: no limit, everything has an address.
         time_limit_s, work_limit, seed, cp_sat, num_workers, on_improvement: see `place`.
@@ -171,7 +171,7 @@ def place_program(
     Returns:
         The program with its offsets, and the placement with its bound (of the arena alone).
     """
-    if graph.outside:
+    if graph.allocator_owned:
         alignment = lcm(alignment, ALIGNMENT_BYTES)
 
     never = _never_placed(graph, place_results)
@@ -211,7 +211,7 @@ def placing_figures(graph: Graph, placed: Program, placement: Placement) -> dict
         "arena_bound_bytes": placement.bound,
         "fragmentation": placement.fragmentation,
         "placed_peak_bytes": replay(graph, placed).placed_peak_bytes,
-        "apart_bytes": sum(graph.tensors[tensor].size_bytes for _, tensor in placed.apart),
+        "apart_bytes": sum(graph.tensors[tensor].size_bytes for _, tensor in placed.unplaced),
     }
 
 
@@ -264,7 +264,7 @@ def _with_offsets(
     }
     unplaced = [
         lifetime.key
-        for lifetime in lifetimes(graph, program)
+        for lifetime in lifetimes(graph, program).device
         if not lifetime.transient and lifetime.tensor not in never and lifetime.key not in offset_of
     ]
     return Program(

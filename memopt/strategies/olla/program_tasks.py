@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memopt.models.graph import Graph, Operator, Phase, TensorKind
+from memopt.models.graph import Graph, Phase, TensorKind
 from memopt.models.variants import variant
-from memopt.programs.instructions import (
-    Compute,
-    Free,
-    Instruction,
-    LossBoundary,
-    Program,
-)
-from memopt.strategies.olla.lifetimes import Lifetime, lifetimes
+from memopt.programs.instructions import Compute, Free, Instruction, Program
+from memopt.programs.lifetimes import Lifetime, lifetimes
 from memopt.strategies.olla.tasks import Tasks, Value
 
 
@@ -44,12 +38,11 @@ class ProgramTasks:
         for task in order:
             instruction = self.instructions[task]
             listed.append(instruction)
-            ended = instruction.in_place if isinstance(instruction, Compute) else None
+            ended = instruction.effects(self.graph).ends
             for index in self.tasks.consumed[task]:
                 left[index] -= 1
                 value, tensor = self.tasks.values[index], self.tensors[index]
-                ends = left[index] == 0 and not value.kept and tensor != ended
-                if ends and not isinstance(instruction, Free):
+                if left[index] == 0 and not value.kept and tensor not in ended:
                     listed.append(Free(tensor))
             listed.extend(Free(tensor) for tensor in self.unread[task])
         return Program(listed)
@@ -95,16 +88,19 @@ class _Reader:
 
     def __init__(self, graph: Graph, program: Program) -> None:
         self.graph = graph
-        self.lifetimes = lifetimes(graph, program)
+        self.lifetimes = lifetimes(graph, program).device
+        frees = {lifetime.end for lifetime in self.lifetimes if lifetime.freed}
         waiting = {lifetime.end for lifetime in self.lifetimes if lifetime.copied}
-        listed = [
-            position
-            for position, instruction in enumerate(program)
-            if not isinstance(instruction, Free) or position in waiting
-        ]
+        listed = [i for i in range(len(program)) if i not in frees or i in waiting]
         self.instructions = [program.instructions[position] for position in listed]
         self.task_at = {position: task for task, position in enumerate(listed)}
-        self.transient = [0] * len(listed)
+        self.boundary = None if program.boundary is None else self.task_at[program.boundary]
+        self.computes = [
+            (self.task_at[position], run, graph.operators[run.op])
+            for position, run in program.computes
+        ]
+        """(task, instruction, its operator) of every Compute."""
+        self.transient = [x.effects(graph).workspace_bytes for x in self.instructions]
         self.unread: list[list[int]] = [[] for _ in listed]
         self.after: list[set[int]] = [set() for _ in listed]
 
@@ -129,12 +125,6 @@ class _Reader:
             tuple(tuple(sorted(tensors)) for tensors in self.unread),
         )
 
-    def _computes(self) -> Iterator[tuple[int, Compute, Operator]]:
-        """(task, instruction, its operator) of every Compute."""
-        for task, instruction in enumerate(self.instructions):
-            if isinstance(instruction, Compute):
-                yield task, instruction, self.graph.operators[instruction.op]
-
     def _readers(self, lifetime: Lifetime) -> set[int]:
         """The tasks that need a lifetime: its readers, and the Free that waits for its copy."""
         readers = {self.task_at[position] for position in lifetime.readers}
@@ -145,11 +135,6 @@ class _Reader:
     def _values(self) -> list[tuple[int, int, Value]]:
         """(producer, tensor, value) of lifetimes, sorted; what nobody reads is transient."""
         found: list[tuple[int, int, Value]] = []
-        for task, instruction, operator in self._computes():
-            self.transient[task] += variant(operator, instruction.implementation).workspace_bytes
-        for task, one in enumerate(self.instructions):
-            if isinstance(one, LossBoundary):
-                self.transient[task] += self.graph.boundary_bytes
         for lifetime in self.lifetimes:
             size = self.graph.tensors[lifetime.tensor].size_bytes
             producer, readers = self.task_at[lifetime.begin], self._readers(lifetime)
@@ -182,7 +167,7 @@ class _Reader:
     def _update_order(self) -> None:
         """Updates after every earlier reader of what they read."""
         readers: dict[int, list[int]] = {}
-        for task, instruction, operator in self._computes():
+        for task, instruction, operator in self.computes:
             chosen = variant(operator, instruction.implementation)
             if operator.phase is Phase.UPDATE:
                 for tensor in chosen.reads:
@@ -195,7 +180,7 @@ class _Reader:
         """First runs of random operators one after the other, later runs after their first; the
         first runs."""
         first: dict[int, int] = {}
-        for task, instruction, operator in self._computes():
+        for task, instruction, operator in self.computes:
             if not operator.random:
                 continue
             if instruction.op in first:
@@ -210,10 +195,11 @@ class _Reader:
         before them and before the one behind."""
         compute = move = None
         waiting: set[int] = set()
-        for task, instruction in enumerate(self.instructions):
-            if isinstance(instruction, LossBoundary):
+        runs = {task for task, _, _ in self.computes}
+        for task in range(len(self.instructions)):
+            if task == self.boundary:
                 continue
-            if isinstance(instruction, Compute):
+            if task in runs:
                 self.after[task] |= waiting
                 waiting = set()
                 compute = task
@@ -223,9 +209,8 @@ class _Reader:
             move = task
 
     def _boundary_order(self, first_draws: set[int]) -> None:
-        """What comes before the loss boundary and what after."""
-        tasks = enumerate(self.instructions)
-        boundary = next((task for task, one in tasks if isinstance(one, LossBoundary)), None)
+        """Precedences between the loss boundary and all else."""
+        boundary = self.boundary
         if boundary is None:
             return
         if self.graph.tangents:
@@ -234,7 +219,7 @@ class _Reader:
                 self.after[task].add(boundary)
             return
         outputs = set(self.graph.outputs)
-        for task, instruction, operator in self._computes():
+        for task, instruction, operator in self.computes:
             if operator.phase is not Phase.FORWARD:
                 self.after[task].add(boundary)
             elif task < boundary and (

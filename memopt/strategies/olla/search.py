@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from memopt.strategies.olla.buffers import Ints, Layout, live_bytes
+from memopt.programs.lifetimes import live_bytes
+from memopt.strategies.olla.buffers import Ints, Layout
 
 if TYPE_CHECKING:
     from memopt.strategies.olla.search_kernels import Instance, State

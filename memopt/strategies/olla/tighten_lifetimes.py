@@ -11,21 +11,12 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.variants import variant
-from memopt.programs.instructions import (
-    Compute,
-    DropHost,
-    Free,
-    Instruction,
-    Program,
-    SwapIn,
-    SwapOut,
-)
-from memopt.programs.replay import Direction, replay
+from memopt.programs.instructions import Instruction, Program
+from memopt.programs.lifetimes import lifetimes
+from memopt.programs.replay import Direction, Transfer, replay
 
 
 def tighten_lifetimes(
@@ -74,17 +65,18 @@ class _Tightening:
         freed_bytes, ended = 0, Counter[int]()
         """Freed earlier than before, in all; where that is no difference any more."""
         waited_s = 0.0
-        for position, instruction in enumerate(self.program):
+        runs = {position for position, _ in self.program.computes}
+        for position in range(len(self.program)):
             freed_bytes -= ended.pop(position, 0)
             for free in freeable.get(position, ()):
                 heapq.heappush(open_frees, free)
             while open_frees:
                 ready_s, free_at, tensor_bytes = open_frees[0]
-                wait_s = ready_s - (self._started_s(position) + waited_s)
+                wait_s = ready_s - (self.timeline.start_s[position] + waited_s)
                 if free_at > position and wait_s > 0:
                     held_bytes = self.timeline.step_bytes[position] - freed_bytes
                     full = room_bytes is not None and held_bytes > room_bytes
-                    if not full or not isinstance(instruction, Compute):
+                    if not full or position not in runs:
                         break
                     waited_s += wait_s
                 heapq.heappop(open_frees)
@@ -98,18 +90,18 @@ class _Tightening:
         """Position after a tensor's last use → (when its transfers are complete, position of its
         Free, bytes), of each Free."""
         found: dict[int, list[tuple[float, int, int]]] = {}
-        complete_s: dict[int, float] = {}
-        """Tensor → end of its latest transfer."""
-        end_s = {transfer.instruction: transfer.end_s for transfer in self.timeline.transfers}
-        for position, instruction in enumerate(self.program):
-            if isinstance(instruction, SwapOut | SwapIn):
-                complete_s[instruction.tensor] = end_s[position]
-            elif isinstance(instruction, Free):
-                uses = self.uses[instruction.tensor]
-                last = uses[bisect_left(uses, position) - 1]
-                ready_s = complete_s.get(instruction.tensor, 0.0)
-                tensor_bytes = self.graph.tensors[instruction.tensor].size_bytes
-                found.setdefault(last + 1, []).append((ready_s, position, tensor_bytes))
+        transfers: dict[int, list[Transfer]] = {}
+        for transfer in self.timeline.transfers:
+            transfers.setdefault(transfer.tensor, []).append(transfer)
+        for lifetime in sorted(lifetimes(self.graph, self.program).device, key=lambda x: x.end):
+            if lifetime.freed:
+                tensor, freed_at = lifetime.tensor, lifetime.end
+                uses = self.uses[tensor]
+                last = uses[bisect_left(uses, freed_at) - 1]
+                own = (x.end_s for x in transfers.get(tensor, ()) if x.instruction < freed_at)
+                ready_s = max(own, default=0.0)
+                tensor_bytes = self.graph.tensors[tensor].size_bytes
+                found.setdefault(last + 1, []).append((ready_s, freed_at, tensor_bytes))
         return found
 
     def fetched_late(self) -> Program:
@@ -138,12 +130,7 @@ class _Tightening:
         after = bisect_right(uses, fetched)
         if after == len(uses):
             return len(self.program), self.timeline.time_s
-        return uses[after], self._started_s(uses[after])
-
-    def _started_s(self, position: int) -> float:
-        """When an instruction has waited for what it waits for."""
-        computes = isinstance(self.program.instructions[position], Compute)
-        return (self.timeline.start_s if computes else self.timeline.end_s)[position]
+        return uses[after], self.timeline.start_s[uses[after]]
 
     def _moved(self, moves: dict[int, int]) -> Program:
         """The program with some instructions elsewhere; those that come to one position keep
@@ -164,16 +151,6 @@ def _uses(graph: Graph, program: Program) -> dict[int, list[int]]:
     """Tensor → the instructions that name it, or read or write it, ascending."""
     uses: dict[int, list[int]] = {}
     for position, instruction in enumerate(program):
-        for tensor in dict.fromkeys(_used(graph, instruction)):
+        for tensor in instruction.effects(graph).touches:
             uses.setdefault(tensor, []).append(position)
     return uses
-
-
-def _used(graph: Graph, instruction: Instruction) -> Iterator[int]:
-    if isinstance(instruction, Compute):
-        chosen = variant(graph.operators[instruction.op], instruction.implementation)
-        yield from (*chosen.reads, *chosen.writes)
-    elif isinstance(instruction, Free | SwapOut | SwapIn | DropHost):
-        yield instruction.tensor
-    else:
-        yield from graph.tangents

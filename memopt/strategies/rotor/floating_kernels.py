@@ -20,13 +20,23 @@ import numpy as np
 from memopt.strategies.rotor.compiled import compiled, compiled_unlocked
 from memopt.strategies.rotor.model import ChainArrays, Int64Array
 from memopt.strategies.rotor.persistent_kernels import ceil_div
-from memopt.strategies.rotor.steps_kernels import FAR, Steps, constant, cut, improve, with_room
+from memopt.strategies.rotor.steps_kernels import (
+    FAR,
+    Steps,
+    buffer,
+    constant,
+    copy,
+    improve,
+    part,
+    with_room,
+)
 
 
-class Part(NamedTuple):
-    """The functions of one (s, t) or (s, u), by kind and last stage, and how long each is."""
+class Column(NamedTuple):
+    """The functions of one (s, t) or (s, u): f(kind, last) starts at start[kind, last]."""
 
     steps: Steps
+    start: Int64Array
     length: Int64Array
 
 
@@ -48,22 +58,20 @@ def gradient_need(c: ChainArrays, last: int, kind: int) -> int:
 @compiled
 def function(level: Level, kind: int, t: int, last: int) -> Steps:
     """f(kind, t, last), a view."""
-    start = level.start[kind, t, last]
-    stop = start + level.length[kind, t, last]
-    return Steps(level.steps.at[start:stop], level.steps.value[start:stop])
+    return part(level.steps, level.start[kind, t, last], level.length[kind, t, last])
 
 
 @compiled_unlocked
-def fill_h(c: ChainArrays, above: Level, h: Level, s: int, u: int, tolerance: float) -> Part:
+def fill_h(c: ChainArrays, above: Level, h: Level, s: int, u: int, tolerance: float) -> Column:
     """H(s, u, ·) of every kind and last stage, from W (`above`) and H of stage s + 1."""
     n = c.length
     kinds = above.length.shape[0]
-    pool = Steps(np.empty(256, np.int64), np.empty(256))
-    other = Steps(np.empty(256, np.int64), np.empty(256))
+    pool, other = buffer(256), buffer(256)
+    start = np.zeros((kinds, n + 2), np.int64)
     count = np.zeros((kinds, n + 2), np.int64)
     used = 0
     zero = constant(0.0)
-    none = cut(zero, 0)
+    none = part(zero, 0, 0)
     total = c.forward_sum_s[s]
     for kind in range(kinds):
         for last in range(u, n + 1):
@@ -71,19 +79,19 @@ def fill_h(c: ChainArrays, above: Level, h: Level, s: int, u: int, tolerance: fl
             on = function(h, kind, u, last)
             room = keep.at.size + on.at.size + 2
             pool = with_room(pool, used, room)
-            first = Steps(pool.at[used:], pool.value[used:])
+            first = part(pool, used, pool.at.size - used)
             k = improve(first, none, keep, c.output[s], zero, -FAR, -FAR // 2, total, tolerance)
             if s + 1 < u and on.at.size > 0:
                 need = ceil_div(gradient_need(c, last, kind) + c.running[s + 1], c.slot)
                 other = with_room(other, 0, room)
-                m = improve(other, cut(first, k), on, 0, zero, -FAR, need, 0.0, tolerance)
+                m = improve(other, part(first, 0, k), on, 0, zero, -FAR, need, 0.0, tolerance)
                 if m > 0:
                     k = m
-                    first.at[:k] = other.at[:k]
-                    first.value[:k] = other.value[:k]
+                    copy(other, first, 0, k)
+            start[kind, last] = used
             count[kind, last] = k
             used += k
-    return Part(cut(pool, used), count)
+    return Column(part(pool, 0, used), start, count)
 
 
 @compiled
@@ -93,7 +101,7 @@ def own_stage(
     """The part of W_kind(s, s, last) that starts with F_all^s, or is B^s alone."""
     leaves = kind % 2 == 1
     arrived = kind >= 2
-    none = Steps(out.at[:0], out.value[:0])
+    none = part(out, 0, 0)
     reverse = ceil_div(c.reverse[s], c.slot)
     saving = ceil_div(gradient_need(c, last, kind) + c.saving[s], c.slot)
     if s == last:
@@ -114,13 +122,11 @@ def own_stage(
 
 
 @compiled_unlocked
-def fill_w(c: ChainArrays, above: Level, h: Level, s: int, t: int, tolerance: float) -> Part:
+def fill_w(c: ChainArrays, above: Level, h: Level, s: int, t: int, tolerance: float) -> Column:
     """W(s, t, ·) of every kind and last stage, from H of stage s and W (`above`) of stage s + 1."""
     n = c.length
     kinds = above.length.shape[0]
-    pool = Steps(np.empty(256, np.int64), np.empty(256))
-    buffer = Steps(np.empty(256, np.int64), np.empty(256))
-    other = Steps(np.empty(256, np.int64), np.empty(256))
+    pool, now, other = buffer(256), buffer(256), buffer(256)
     count = np.zeros((kinds, n + 2), np.int64)
     start = np.zeros((kinds, n + 2), np.int64)
     used = 0
@@ -134,8 +140,8 @@ def fill_w(c: ChainArrays, above: Level, h: Level, s: int, t: int, tolerance: fl
             k = 0
             if s == t:
                 if s < last:
-                    buffer = with_room(buffer, 0, above.length[arrived, t + 1, last] + 2)
-                k = own_stage(c, above, kind, s, last, buffer, tolerance)
+                    now = with_room(now, 0, above.length[arrived, t + 1, last] + 2)
+                k = own_stage(c, above, kind, s, last, now, tolerance)
             need = ceil_div(gradient_need(c, last, kind) + c.first[s], c.slot)
             for route in range(1 + (kinds > 1)):
                 # route: R, whether the right part leaves ā^u for W_1Q(s, t, u) to use.
@@ -144,41 +150,23 @@ def fill_w(c: ChainArrays, above: Level, h: Level, s: int, t: int, tolerance: fl
                         continue
                     right = function(h, arrived + route, u, last)
                     left_kind, left_last = (2 + leaves, u) if route else (leaves, u - 1)
-                    begin = start[left_kind, left_last]
-                    end = begin + count[left_kind, left_last]
-                    left = Steps(pool.at[begin:end], pool.value[begin:end])
+                    left = part(pool, start[left_kind, left_last], count[left_kind, left_last])
                     other = with_room(other, 0, k + left.at.size + right.at.size + 2)
-                    now = cut(buffer, k)
-                    m = improve(other, now, right, 0, left, 0, need, back, tolerance)
+                    known = part(now, 0, k)
+                    m = improve(other, known, right, 0, left, 0, need, back, tolerance)
                     if m > 0:
-                        buffer, other, k = other, buffer, m
+                        now, other, k = other, now, m
             if s < t:
                 moved = function(h, kind, t, last)
                 shift = -c.output[s - 1]
                 other = with_room(other, 0, k + moved.at.size + 2)
-                now = cut(buffer, k)
-                m = improve(other, now, moved, shift, zero, -FAR, need, back, tolerance)
+                known = part(now, 0, k)
+                m = improve(other, known, moved, shift, zero, -FAR, need, back, tolerance)
                 if m > 0:
-                    buffer, other, k = other, buffer, m
+                    now, other, k = other, now, m
             pool = with_room(pool, used, k)
-            pool.at[used : used + k] = buffer.at[:k]
-            pool.value[used : used + k] = buffer.value[:k]
+            copy(now, pool, used, k)
             start[kind, last] = used
             count[kind, last] = k
             used += k
-    return Part(by_kind(pool, start, count, used), count)
-
-
-@compiled
-def by_kind(pool: Steps, start: Int64Array, count: Int64Array, used: int) -> Steps:
-    """The functions in the table's order: by kind, then last stage."""
-    ordered = Steps(np.empty(used, np.int64), np.empty(used))
-    at = 0
-    for kind in range(count.shape[0]):
-        for last in range(count.shape[1]):
-            k = count[kind, last]
-            begin = start[kind, last]
-            ordered.at[at : at + k] = pool.at[begin : begin + k]
-            ordered.value[at : at + k] = pool.value[begin : begin + k]
-            at += k
-    return ordered
+    return Column(part(pool, 0, used), start, count)

@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memopt.strategies.rotor.codes import (
+from memopt.strategies.rotor.compiled import compiled, compiled_unlocked
+from memopt.strategies.rotor.floating_kernels import gradient_need
+from memopt.strategies.rotor.model import ChainArrays, Int64Array
+from memopt.strategies.rotor.schedules import (
     BACKWARD,
     CODE_BASE,
     DROP_ACTIVATION,
@@ -18,9 +21,6 @@ from memopt.strategies.rotor.codes import (
     FORWARD_CHECKPOINT,
     FORWARD_NO_SAVE,
 )
-from memopt.strategies.rotor.compiled import compiled, compiled_unlocked
-from memopt.strategies.rotor.floating_kernels import gradient_need
-from memopt.strategies.rotor.model import ChainArrays, Int64Array
 from memopt.strategies.rotor.steps_kernels import FAR, Steps, index_at
 
 
@@ -174,7 +174,7 @@ def choose(
 
 
 @compiled_unlocked
-def trace(c: ChainArrays, whole: Whole, memory: int) -> Int64Array:
+def floating_schedule(c: ChainArrays, whole: Whole, memory: int) -> Int64Array:
     """The schedule for `memory` bytes, as codes; empty if none fits."""
     n = c.length
     codes = np.empty(16 * n + 64, np.int64)

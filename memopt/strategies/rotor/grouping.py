@@ -11,14 +11,14 @@ from itertools import pairwise
 import numpy as np
 
 from memopt.models.chain import Chain, Stage
-from memopt.strategies.rotor.codes import (
+from memopt.strategies.rotor.schedules import (
     BACKWARD,
     CODE_BASE,
     DROP_ACTIVATION,
     FORWARD_ALL,
     FORWARD_NO_SAVE,
+    Codes,
 )
-from memopt.strategies.rotor.curve import Codes
 
 
 def group_ends(chain: Chain, most: int) -> tuple[int, ...]:

@@ -52,40 +52,40 @@ class ChainArrays(NamedTuple):
     backward_s: Float64Array
     forward_sum_s: Float64Array
 
-
-def chain_arrays(chain: Chain, scale: SlotScale) -> ChainArrays:
-    """The arrays of `chain`, with sizes counted in slots of `scale`."""
-    n = len(chain)
-    stages = chain.stages
-    output = np.array([chain.activation_bytes(i) for i in range(n + 1)], np.int64)
-    gradient = np.array([chain.gradient_bytes(i) for i in range(n + 1)], np.int64)
-    saved = _padded([stage.saved_bytes for stage in stages])
-    overhead = _padded([stage.forward_overhead_bytes for stage in stages])
-    no_save = _padded([stage.no_save_overhead_bytes for stage in stages])
-    backward = _padded([stage.backward_overhead_bytes for stage in stages])
-    parameter = _padded([stage.parameter_gradient_bytes for stage in stages])
-    later = parameter.sum() - np.cumsum(parameter)
-    forward_s = np.array([0.0, *(stage.forward_time_s for stage in stages)])
-    backward_s = np.array([0.0, *(stage.backward_time_s for stage in stages)])
-    before = np.concatenate((np.zeros(1, np.int64), output[:-1]))
-    gradient_before = np.concatenate((np.zeros(1, np.int64), gradient[:-1]))
-    slot = scale.slot_bytes
-    return ChainArrays(
-        length=n,
-        slot=slot,
-        output=-(-output // slot),
-        saved=-(-saved // slot),
-        output_bytes=output,
-        saved_bytes=saved,
-        gradient=gradient + later,
-        first=output + no_save,
-        running=before + output + no_save,
-        saving=saved + overhead,
-        reverse=gradient + later + gradient_before + parameter + saved + backward,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        forward_sum_s=np.cumsum(forward_s),
-    )
+    @classmethod
+    def of(cls, chain: Chain, scale: SlotScale) -> ChainArrays:
+        """The arrays of `chain`, with sizes counted in slots of `scale`."""
+        n = len(chain)
+        stages = chain.stages
+        output = np.array([chain.activation_bytes(i) for i in range(n + 1)], np.int64)
+        gradient = np.array([chain.gradient_bytes(i) for i in range(n + 1)], np.int64)
+        saved = _padded([stage.saved_bytes for stage in stages])
+        overhead = _padded([stage.forward_overhead_bytes for stage in stages])
+        no_save = _padded([stage.no_save_overhead_bytes for stage in stages])
+        backward = _padded([stage.backward_overhead_bytes for stage in stages])
+        parameter = _padded([stage.parameter_gradient_bytes for stage in stages])
+        later = parameter.sum() - np.cumsum(parameter)
+        forward_s = np.array([0.0, *(stage.forward_time_s for stage in stages)])
+        backward_s = np.array([0.0, *(stage.backward_time_s for stage in stages)])
+        before = np.concatenate((np.zeros(1, np.int64), output[:-1]))
+        gradient_before = np.concatenate((np.zeros(1, np.int64), gradient[:-1]))
+        slot = scale.slot_bytes
+        return cls(
+            length=n,
+            slot=slot,
+            output=-(-output // slot),
+            saved=-(-saved // slot),
+            output_bytes=output,
+            saved_bytes=saved,
+            gradient=gradient + later,
+            first=output + no_save,
+            running=before + output + no_save,
+            saving=saved + overhead,
+            reverse=gradient + later + gradient_before + parameter + saved + backward,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            forward_sum_s=np.cumsum(forward_s),
+        )
 
 
 def _padded(values: list[int]) -> Int64Array:

@@ -17,7 +17,16 @@ import numpy as np
 
 from memopt.strategies.rotor.compiled import compiled, compiled_unlocked
 from memopt.strategies.rotor.model import ChainArrays, Float64Array, Int64Array
-from memopt.strategies.rotor.steps_kernels import FAR
+from memopt.strategies.rotor.steps_kernels import (
+    FAR,
+    Steps,
+    buffer,
+    constant,
+    copy,
+    improve,
+    part,
+    with_room,
+)
 
 
 class Rows(NamedTuple):
@@ -230,3 +239,57 @@ def fill_block(
             for i in range(1, out.size):
                 if out[i] > out[i - 1]:
                     out[i] = out[i - 1]
+
+
+@compiled_unlocked
+def fill_stage(
+    c: ChainArrays,
+    pool: Steps,
+    offset: Int64Array,
+    count: Int64Array,
+    used: int,
+    s: int,
+    split_saving: bool,
+    most: int,
+    tolerance: float,
+) -> tuple[Steps, int]:
+    """Append the rows (s, s) ... (s, n) to the pool; stages above s are there.
+
+    Returns the pool, which may have moved, and the steps used: -1 if they would pass `most`.
+    """
+    now, other = buffer(256), buffer(256)
+    zero = constant(0.0)
+    own = c.forward_s[s] + c.backward_s[s]
+    for t in range(s, c.length + 1):
+        k = 0
+        if s == t:
+            now.at[0] = saving_need(c, s, t, 1)
+            now.value[0] = own
+            k = 1
+        elif split_saving:
+            rest = part(pool, offset[s + 1, t], count[s + 1, t])
+            now = with_room(now, 0, rest.at.size + 2)
+            need = saving_need(c, s, t, 1)
+            none = part(now, 0, 0)
+            k = improve(now, none, rest, c.saved[s], zero, -FAR, need, own, tolerance)
+        need = c.first[s]
+        for split in range(s + 1, t + 1):
+            if split > s + 1:
+                need = max(need, c.running[split - 1])
+            left = part(pool, offset[s, split - 1], count[s, split - 1])
+            right = part(pool, offset[split, t], count[split, t])
+            other = with_room(other, 0, k + left.at.size + right.at.size + 2)
+            start = c.gradient[t] + need
+            extra = c.forward_sum_s[split - 1] - c.forward_sum_s[s - 1]
+            shift = c.output[split - 1]
+            m = improve(other, part(now, 0, k), left, 0, right, shift, start, extra, tolerance)
+            if m > 0:
+                now, other, k = other, now, m
+        if used + k > most:
+            return pool, -1
+        pool = with_room(pool, used, k)
+        copy(now, pool, used, k)
+        offset[s, t] = used
+        count[s, t] = k
+        used += k
+    return pool, used

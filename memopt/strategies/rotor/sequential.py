@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 
 from memopt.models.chain import Chain
-from memopt.reductions.chain_replay import replay_chain
-from memopt.strategies.base import Progress
-from memopt.strategies.rotor.chain_strategy import ChainStrategy
-from memopt.strategies.rotor.codes import (
+from memopt.strategies.rotor.schedules import (
     BACKWARD,
     CODE_BASE,
     FORWARD_ALL,
     FORWARD_CHECKPOINT,
     FORWARD_NO_SAVE,
-    steps_of,
+    PlanSet,
+    plan_set,
+    replayed,
 )
-from memopt.strategies.rotor.curve import PlanSet, plan_set
+from memopt.strategies.rotor.strategies import ChainStrategy
+from memopt.strategies.solvers.running import Deadline
 
 BEST = "best"
 
@@ -52,10 +51,10 @@ class Sequential(ChainStrategy):
                 f"got {self.segments!r}"
             )
 
-    def plan_set(
-        self, chain: Chain, deadline_s: float | None = None, progress: Progress | None = None
-    ) -> PlanSet:
-        return _schedules(chain, self.counts(len(chain) - 1))
+    def plan_set(self, chain: Chain, deadline: Deadline | None = None) -> PlanSet:
+        counts = self.counts(len(chain) - 1)
+        schedules = (np.array(segment_codes(len(chain), count), np.int64) for count in counts)
+        return plan_set(replayed(chain, schedules), optimal=True)
 
     def counts(self, layers: int) -> tuple[int, ...]:
         """The numbers of segments tried on a chain of so many layers (the loss apart)."""
@@ -68,15 +67,6 @@ class Sequential(ChainStrategy):
         else:
             wanted = [int(self.segments)]
         return tuple(sorted({min(max(1, count), most) for count in wanted}))
-
-
-def _schedules(chain: Chain, counts: Iterable[int]) -> PlanSet:
-    candidates = []
-    for count in counts:
-        codes = np.array(segment_codes(len(chain), count), np.int64)
-        timeline = replay_chain(chain, steps_of(codes))
-        candidates.append((timeline.peak_bytes, timeline.time_s, codes))
-    return plan_set(candidates, optimal=True)
 
 
 def segment_codes(stages: int, segments: int) -> list[int]:

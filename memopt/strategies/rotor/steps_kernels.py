@@ -122,17 +122,28 @@ def with_room(pool: Steps, used: int, more: int) -> Steps:
     """`pool`, or a copy twice as large or larger, with room for `more` after the `used` ones."""
     if used + more <= pool.at.size:
         return pool
-    size = max(2 * pool.at.size, used + more)
-    larger = Steps(np.empty(size, np.int64), np.empty(size, np.float64))
-    larger.at[:used] = pool.at[:used]
-    larger.value[:used] = pool.value[:used]
+    larger = buffer(max(2 * pool.at.size, used + more))
+    copy(pool, larger, 0, used)
     return larger
 
 
 @compiled
-def cut(f: Steps, count: int) -> Steps:
-    """The first `count` steps, a view."""
-    return Steps(f.at[:count], f.value[:count])
+def buffer(size: int) -> Steps:
+    """Room for `size` steps."""
+    return Steps(np.empty(size, np.int64), np.empty(size))
+
+
+@compiled
+def copy(f: Steps, out: Steps, begin: int, count: int) -> None:
+    """Write the first `count` steps of `f` to `out`, from `begin` on."""
+    out.at[begin : begin + count] = f.at[:count]
+    out.value[begin : begin + count] = f.value[:count]
+
+
+@compiled
+def part(f: Steps, begin: int, count: int) -> Steps:
+    """The `count` steps from `begin` on, a view."""
+    return Steps(f.at[begin : begin + count], f.value[begin : begin + count])
 
 
 @compiled

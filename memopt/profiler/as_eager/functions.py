@@ -1,0 +1,169 @@
+"""Functions in dynamo's graph that eager runs in another way than a trace.
+
+The gradient of a product is a quotient where no factor is 0, else it is made of cumulative
+products; eager looks at the data, a trace cannot, and takes the second way always: other last bits.
+These calls are traced with a backward that asks eager's own autograd when the step runs: it repeats
+the forward and hands back the gradient.
+
+`linalg.svdvals` and its kin (norms by singular values, condition numbers, ranks) ask LAPACK for the
+vectors, too, only where a backward will want them; asked for values alone it takes another path,
+with other last bits. A tensor that is traced always looks as if it had a backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from memopt.profiler.as_eager.operators import CallsThrough, Substitute, define
+from memopt.profiler.torch_private import autograd_in_kernels
+
+_FUNCTIONS: dict[str, Any] = {"prod": torch.prod, "cumprod": torch.cumprod}
+"""Functions of one tensor whose backward looks at its values."""
+
+_ATEN = torch.ops.aten
+_VECTORS: dict[Any, tuple[int, str]] = {
+    _ATEN._linalg_svd.default: (2, "compute_uv"),
+    _ATEN._linalg_eigh.default: (2, "compute_v"),
+}
+"""Factorisation → position and name of the argument that asks for vectors."""
+
+_COMPOSED = frozenset(
+    {
+        "linalg_svdvals",
+        "linalg_eigvalsh",
+        "linalg_cond",
+        "linalg_matrix_norm",
+        "linalg_matrix_rank",
+        "linalg_norm",
+        "norm",
+    }
+)
+"""Names of the functions that ask for vectors if there is a backward."""
+
+_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+"""Shape, strides, dtype and device of a tensor."""
+
+
+def _backward(function: str, arguments: str, gradient: Tensor, given: Tensor) -> Tensor:
+    found = _gradient(function, arguments, gradient, given)
+    if found.data_ptr() == gradient.data_ptr():
+        # A gradient that is expanded or handed on would be a view of what another tensor holds.
+        return found.clone()
+    strides = _strides(function, arguments, _layout(gradient), _layout(given))
+    if found.stride() == strides:
+        return found
+    return found.new_empty_strided(found.shape, strides).copy_(found)
+
+
+def _gradient(function: str, arguments: str, gradient: Tensor, given: Tensor) -> Tensor:
+    """As eager's autograd makes it, in the memory layout that it has there."""
+    args, kwargs = json.loads(arguments)
+    # Below a dispatch mode autograd is switched off, not only gradients.
+    with autograd_in_kernels(), torch.enable_grad():
+        leaf = given.detach().requires_grad_()
+        result = _FUNCTIONS[function](leaf, *args, **kwargs)
+    (found,) = torch.autograd.grad(result, leaf, gradient)
+    return found
+
+
+def _layout(tensor: Tensor) -> _Layout:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides(function: str, arguments: str, gradient: _Layout, given: _Layout) -> tuple[int, ...]:
+    """The result's strides where no factor is 0, for every call: what reads it is traced once.
+    First asked while tracing, when no memory is counted."""
+    gradient_, given_ = (
+        torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(1)
+        for shape, strides, dtype, device in (gradient, given)
+    )
+    return _gradient(function, arguments, gradient_, given_).stride()
+
+
+EAGER_BACKWARD = define(
+    "eager_backward(str function, str arguments, Tensor gradient, Tensor given) -> Tensor",
+    _backward,
+    lambda _function, _arguments, _gradient, given: torch.empty_like(given),
+)
+"""`memopt::eager_backward(function, arguments, gradient, given)`: the gradient of `given`."""
+
+
+def dearest_values(arguments: tuple[Any, ...]) -> None:
+    """Change the operator's stand-in arguments to those for which it needs most time and memory:
+    where a factor is 0, eager takes the longer way."""
+    given = arguments[3]
+    if given.numel():
+        given[(0,) * given.dim()] = 0
+
+
+class _AsEager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, function: str, arguments: str) -> Tensor:
+        ctx.save_for_backward(given)
+        ctx.call = (function, arguments)
+        args, kwargs = json.loads(arguments)
+        result: Tensor = _FUNCTIONS[function](given, *args, **kwargs)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (given,) = ctx.saved_tensors
+        return EAGER_BACKWARD(*ctx.call, gradients[0], given), None, None
+
+
+def _with_eager_backward(
+    function: Callable[..., Tensor], given: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Call one of `_FUNCTIONS` with eager's backward."""
+    arguments = json.dumps((args, kwargs))
+    result: Tensor = _AsEager.apply(given, function.__name__, arguments)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ValuesAlone(CallsThrough):  # type: ignore[no-untyped-call]  # torch's own
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _VECTORS:
+            position, name = _VECTORS[func]
+            args, kwargs = args[:position], {**kwargs, name: False}
+        return func(*args, **kwargs)
+
+
+def _without_vectors(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function so that factorisations in it make no vectors."""
+    with _ValuesAlone():
+        return function(*args, **kwargs)
+
+
+def functions_as_eager(traced: GraphModule) -> None:
+    """Let the calls of a dynamo graph that eager runs in another way be run in that way."""
+    found = [(node, call) for node in traced.graph.nodes if (call := _eager_call(node)) is not None]
+    for node, call in found:
+        node.target, node.op = call, "call_function"
+    if found:
+        traced.recompile()
+
+
+def _eager_call(node: Node) -> Substitute | None:
+    """The call that eager makes in a node's place; None: the node stays as it is."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    method = node.op == "call_method"
+    function = getattr(Tensor, str(node.target)) if method else node.target
+    name = getattr(function, "__name__", "")
+    results = pytree.tree_leaves(node.meta.get("example_value"))
+    has_backward = any(isinstance(one, Tensor) and one.requires_grad for one in results)
+    if name in _COMPOSED and not has_backward:
+        return Substitute(function, _without_vectors)
+    plain = all(type(a) in (int, bool) for a in (*node.args[1:], *node.kwargs.values()))
+    if name in _FUNCTIONS and has_backward and plain:
+        return Substitute(_FUNCTIONS[name], _with_eager_backward)
+    return None

@@ -1,0 +1,162 @@
+"""The lifetimes of a program's tensors, on the device and on the host: one walk for all who ask.
+
+Lifetimes are half-open intervals of positions in the program. The validator has its own walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from memopt.models.graph import Graph
+from memopt.programs.instructions import Program
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(eq=False)
+class Lifetime:
+    """One tensor on the device, from the instruction `begin` until before `end`.
+
+    Attributes:
+        begin: the Compute, SwapIn or LossBoundary that makes it.
+        tensor: the tensor.
+        end: its Free, or the Compute that overwrites it; the length of the program if it stays.
+        transient: whether its operator writes it and the program does not keep it.
+        overwrites: the lifetime whose storage it takes over, computed in place.
+        readers: the Computes that read it and the SwapOuts that copy it, ascending.
+        copied: whether a SwapOut copies it, for which its Free waits.
+        overwritten: whether it ends where another tensor takes over its storage.
+        stays: whether nothing ends it.
+    """
+
+    begin: int
+    tensor: int
+    end: int
+    transient: bool = False
+    overwrites: Lifetime | None = None
+    readers: list[int] = field(default_factory=list)
+    copied: bool = False
+    overwritten: bool = False
+    stays: bool = True
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(instruction, tensor), as in `Program.offsets`."""
+        return self.begin, self.tensor
+
+    @property
+    def freed(self) -> bool:
+        """Whether a Free ends it."""
+        return not (self.transient or self.overwritten or self.stays)
+
+    @property
+    def until(self) -> int:
+        """The first instruction during which it takes no memory: a Free gives back when it is
+        over."""
+        return self.end + self.freed
+
+    def is_live_at(self, position: int) -> bool:
+        """Whether the tensor is on the device before an instruction and after it."""
+        return not self.transient and self.begin < position <= self.end
+
+
+class HostLifetime(NamedTuple):
+    """One host copy of a tensor, from its SwapOut until before its DropHost, or to the end."""
+
+    begin: int
+    tensor: int
+    end: int
+
+
+class Lifetimes(NamedTuple):
+    """Every lifetime of a program, in the order of their beginnings, tangents included."""
+
+    device: list[Lifetime]
+    host: list[HostLifetime]
+
+
+def lifetimes(graph: Graph, program: Program) -> Lifetimes:
+    """Walk through a valid program."""
+    found = Lifetimes([], [])
+    live: dict[int, Lifetime] = {}
+    hosted: dict[int, int] = {}
+    for position, instruction in enumerate(program):
+        reads, writes, begins, ends, overwrites, _, copies, drops = instruction.effects(graph)
+        for tensor in dict.fromkeys(reads):
+            if tensor in live:
+                live[tensor].readers.append(position)
+        taken: Lifetime | None = None
+        for tensor in ends:
+            ended = live.pop(tensor)
+            ended.end, ended.stays = position, False
+            if tensor == overwrites:
+                taken, ended.overwritten = ended, True
+        for tensor in writes:
+            if tensor in begins:
+                made = live[tensor] = Lifetime(position, tensor, len(program))
+                made.overwrites = taken if tensor == writes[0] else None
+            else:
+                made = Lifetime(position, tensor, position + 1, transient=True, stays=False)
+            found.device.append(made)
+        for tensor in copies:
+            live[tensor].copied = True
+            hosted[tensor] = position
+        for tensor in drops:
+            found.host.append(HostLifetime(hosted.pop(tensor), tensor, position))
+    found.host.extend(HostLifetime(begin, t, len(program)) for t, begin in hosted.items())
+    found.host.sort()
+    return found
+
+
+def live_bytes(lower: Ints, upper: Ints, size: Ints, points: int) -> Ints:
+    """Bytes live at each of `points` time points, for intervals [lower, upper)."""
+    change = np.zeros(points + 1, dtype=np.int64)
+    np.add.at(change, lower, size)
+    np.subtract.at(change, upper, size)
+    return np.cumsum(change[:-1])
+
+
+def bytes_during(graph: Graph, listed: Iterable[Lifetime], points: int) -> list[int]:
+    """Bytes that lifetimes take while each of `points` instructions runs, as `replay` counts them:
+    a Free gives back when it is over, and what computes in place takes over what it overwrites."""
+    rows = [(x.begin, x.until, graph.tensors[x.tensor].size_bytes) for x in listed]
+    lower, upper, size = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    found: list[int] = live_bytes(lower, upper, size, points).tolist()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Lifetimes that have one storage: each but the first is computed in place of the last."""
+
+    lifetimes: tuple[Lifetime, ...]
+
+    @property
+    def first(self) -> Lifetime:
+        """The lifetime that begins it."""
+        return self.lifetimes[0]
+
+    @property
+    def end(self) -> int:
+        """The first instruction at which it is not needed any more."""
+        return self.lifetimes[-1].end
+
+    @property
+    def id(self) -> str:
+        """The id of its `Buffer`: "instruction:tensor" of the first lifetime."""
+        return f"{self.first.begin}:{self.first.tensor}"
+
+
+def storages(listed: Sequence[Lifetime]) -> tuple[Storage, ...]:
+    """The storages of lifetimes, in the order of their beginnings and then of their tensors."""
+    chains: dict[Lifetime, list[Lifetime]] = {}
+    for lifetime in listed:
+        chain = [] if lifetime.overwrites is None else chains.pop(lifetime.overwrites)
+        chains[lifetime] = [*chain, lifetime]
+    found = [Storage(tuple(chain)) for chain in chains.values()]
+    return tuple(sorted(found, key=lambda storage: storage.first.key))

@@ -1,0 +1,78 @@
+"""The clock of a step: the compute stream, and the link to the host in both directions.
+
+A transfer starts when the compute stream gets to its instruction and its direction of the link is
+free. Where memory is given back, and before something is read that comes back, the compute stream
+waits. Replay keeps this time, and so do those who write a program and ask how late it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from memopt.models.device import Device
+
+
+@dataclass
+class LinkClock:
+    """Times of the compute stream and of the link, seconds.
+
+    What moves is named by an integer: a stage of a chain, or a tensor of a graph.
+
+    Attributes:
+        device: link rates.
+        now_s: when the compute stream gets there.
+        wait_s: how long it has waited for transfers, until somebody sets it back.
+        out_free_s: when the link to the host is free.
+        in_free_s: when the link from the host is free.
+        stored_s: when each copy to the host is complete.
+        arrival_s: when each copy back is complete, until the compute stream has passed it.
+    """
+
+    device: Device
+    now_s: float = 0.0
+    wait_s: float = 0.0
+    out_free_s: float = 0.0
+    in_free_s: float = 0.0
+    stored_s: dict[int, float] = field(default_factory=dict)
+    arrival_s: dict[int, float] = field(default_factory=dict)
+
+    def copy_out(self, item: int, size_bytes: int) -> tuple[float, float]:
+        """Queue a copy to the host of data that exist; its start and its end."""
+        start_s = max(self.now_s, self.out_free_s)
+        self.out_free_s = end_s = start_s + self.device.swap_out_time_s(size_bytes)
+        if not self.device.duplex:
+            self.in_free_s = end_s
+        self.stored_s[item] = end_s
+        return start_s, end_s
+
+    def copy_back(self, item: int, size_bytes: int) -> tuple[float, float]:
+        """Queue a copy from the host, whose device copy has been freed; its start and its end."""
+        start_s = max(self.now_s, self.in_free_s)
+        self.in_free_s = end_s = start_s + self.device.swap_in_time_s(size_bytes)
+        if not self.device.duplex:
+            self.out_free_s = end_s
+        self.arrival_s[item] = end_s
+        return start_s, end_s
+
+    def wait(self, *until_s: float) -> None:
+        """Let the compute stream wait for the last of these."""
+        wait_s = max(until_s) - self.now_s
+        if wait_s > 0:
+            self.wait_s += wait_s
+            self.now_s = max(until_s)
+
+    def free(self, item: int) -> None:
+        """Wait for the copies of an item whose device copy is freed."""
+        self.wait(self.arrival_s.pop(item, 0.0), self.stored_s.get(item, 0.0))
+
+    def arrive(self, item: int) -> None:
+        """Wait for an item that is about to be read, if it is on its way back."""
+        if item in self.arrival_s:
+            self.wait(self.arrival_s.pop(item))
+
+    def compute(self, reads: Iterable[int], duration_s: float) -> None:
+        """Wait for what an operation reads, then run it."""
+        for item in reads:
+            self.arrive(item)
+        self.now_s += duration_s

@@ -1,0 +1,44 @@
+"""A graph seen as a chain: what a chain strategy plans, and how its schedule becomes a program."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from memopt.models.chain import Chain
+from memopt.models.graph import Graph
+from memopt.models.steps import ChainStep
+from memopt.programs.instructions import Program
+
+
+@dataclass(frozen=True)
+class ChainView(ABC):
+    """A graph and its chain.
+
+    Class attributes:
+        exact: whether a schedule and its program need the same memory and time. Where not, the
+            program needs at most the schedule's memory.
+
+    Attributes:
+        graph: the graph the programs are of.
+        chain: its chain.
+    """
+
+    graph: Graph
+    chain: Chain
+
+    exact: ClassVar[bool] = False
+
+    @abstractmethod
+    def lower(self, steps: Sequence[ChainStep], budget_bytes: int | None = None) -> Program:
+        """The program of a chain schedule.
+
+        Args:
+            steps: a schedule of `chain`.
+            budget_bytes: device memory, total, for views that know of two programs.
+
+        Raises:
+            InvalidProgramError: the schedule cannot be lowered.
+        """

@@ -1,0 +1,292 @@
+"""Rotor's strategies: one solve gives every budget's schedule of a chain.
+
+The dynamic programs (Rotor, revolve, and those in which the last kept activation may move) share
+what is here; their tables are over slots of memory, or exact.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from memopt.models.chain import Chain
+from memopt.models.device import Device
+from memopt.models.quantize import SlotScale, slot_scale
+from memopt.reductions.chain_replay import replay_chain
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
+from memopt.strategies.rotor.schedules import (
+    CurvePoint,
+    PlanSet,
+    RecentPlanSets,
+    SolveLimits,
+    TooLarge,
+    merged,
+    steps_of,
+)
+from memopt.strategies.solvers.running import Deadline, Stopped
+
+DEFAULT_SLOTS = 500
+FEWEST_SLOTS = 15
+EXACT_TABLE_BYTES = 2**26
+
+_RECENT = RecentPlanSets(capacity=8)
+
+ROTOR_PAPER = (
+    "Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: Optimal Re-Materialization Strategies "
+    "for Heterogeneous Chains, ACM TOMS 2024"
+)
+
+
+class ChainStrategy(Strategy):
+    """A strategy that plans chains, every budget from one set of schedules."""
+
+    needs: ClassVar[str] = "chain"
+    features: ClassVar[Features] = Features(recompute=True)
+    references: ClassVar[tuple[str, ...]] = (ROTOR_PAPER,)
+
+    @abstractmethod
+    def plan_set(self, chain: Chain, deadline: Deadline | None = None) -> PlanSet:
+        """Schedules of `chain` for every budget."""
+
+    def curve(self, chain: Chain) -> tuple[CurvePoint, ...]:
+        """The whole memory–time trade-off, by increasing peak (total bytes), from one solve."""
+        return self._plans(chain, Deadline()).points
+
+    def smallest_budget(self, chain: Chain) -> int:
+        """The smallest budget, total bytes, at which `solve` finds a schedule."""
+        return self.curve(chain)[0].peak_bytes
+
+    def solve(
+        self,
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
+        chain = self.taken(cost_model, Chain)
+        started = time.monotonic()
+        limit_s = math.inf if time_limit_s is None else time_limit_s
+        plans = self._plans(chain, Deadline(started + limit_s, progress))
+        stats = {**plans.stats, "solve_s": time.monotonic() - started}
+        chosen = plans.at(budget_bytes)
+        if chosen is None:
+            return Solution(
+                Status.INFEASIBLE if plans.complete else Status.UNKNOWN,
+                smallest_budget_bytes=plans.points[0].peak_bytes,
+                smallest=_solution(chain, plans, 0, stats),
+                stats=stats,
+            )
+        return _solution(chain, plans, chosen, stats)
+
+    def _plans(self, chain: Chain, deadline: Deadline) -> PlanSet:
+        return _RECENT.get((type(self), self, chain), lambda: self.plan_set(chain, deadline))
+
+
+def _solution(chain: Chain, plans: PlanSet, chosen: int, stats: Mapping[str, object]) -> Solution:
+    """The schedule of a plan set's point."""
+    steps = steps_of(plans.codes[chosen])
+    timeline = replay_chain(chain, steps)
+    least = chain.compute_time_s
+    bound = timeline.time_s if plans.optimal else min(least, timeline.time_s)
+    # Sums of floats in another order: a plan without recomputation is optimal all the same.
+    optimal = plans.optimal or timeline.time_s <= least * (1 + 1e-12)
+    return Solution(
+        Status.OPTIMAL if optimal else Status.FEASIBLE,
+        steps=steps,
+        peak_bytes=timeline.peak_bytes,
+        time_s=timeline.time_s,
+        lower_bound_s=bound,
+        gap=(timeline.time_s - bound) / bound if bound > 0 else 0.0,
+        stats=stats,
+    )
+
+
+@dataclass(frozen=True)
+class TableStrategy(ChainStrategy):
+    """A dynamic program whose table is over slots of memory, or exact.
+
+    Attributes:
+        slots: memory is counted in slots of 1/slots of the store-all memory, sizes rounded up;
+            None: exact, with tables of step functions. Whatever the slots, a schedule is
+            measured in exact bytes, and the smallest budget is exact.
+        exact_stages: chains with at most so many stages are planned exactly in any case.
+        table_bytes: largest table. An exact one is also held to 64 MiB unless slots is None;
+            past that, slots are used; a slot table that is too large gets fewer slots. The
+            solution's stats say so ("mode", "slots", "note").
+    """
+
+    slots: int | None = DEFAULT_SLOTS
+    exact_stages: int = 40
+    table_bytes: int = 2**33
+
+    def __post_init__(self) -> None:
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(
+                f"{type(self).__name__}: slots must be at least 1, or None for exact memory; "
+                f"got {self.slots!r}"
+            )
+
+    @abstractmethod
+    def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
+        """The schedules of one table; raises TooLarge."""
+
+    def plan_set(self, chain: Chain, deadline: Deadline | None = None) -> PlanSet:
+        deadline = deadline or Deadline()
+        note: dict[str, object] = {}
+        if self.slots is None or len(chain) <= self.exact_stages:
+            most = self.table_bytes
+            if self.slots is not None:
+                most = min(most, EXACT_TABLE_BYTES)
+            try:
+                return self.plan(chain, SlotScale(1), True, SolveLimits(most, deadline))
+            except TooLarge as error:
+                note = {"note": f"not exact: {error}"}
+        slots = self.slots or DEFAULT_SLOTS
+        while True:
+            try:
+                limits = SolveLimits(self.table_bytes, deadline)
+                plans = self.plan(chain, slot_scale(chain, slots), False, limits)
+                return plans.with_stats(None, slots=slots, **note)
+            except TooLarge as error:
+                note = {"note": f"fewer slots: {error}"}
+                if slots <= FEWEST_SLOTS:
+                    raise MemoryError(
+                        f"{self.name}: a chain of {len(chain)} stages needs a table of "
+                        f"{error.needed_bytes} bytes even with {slots} slots, more than "
+                        f"table_bytes = {self.table_bytes}; raise table_bytes, or use "
+                        'strategy "rotor" on a shorter chain'
+                    ) from error
+                slots = max(FEWEST_SLOTS, slots // 2)
+
+
+@dataclass(frozen=True)
+class Rotor(TableStrategy):
+    """The fastest memory persistent schedule (Rotor §4.4), with parameter gradients.
+
+    Attributes:
+        persistent: False: the fastest weakly persistent schedule (Rotor §4.3, corrected), as
+            `RotorOptimal`, in a factor L more time.
+    """
+
+    name: ClassVar[str] = "rotor"
+
+    exact_stages: int = 80
+    persistent: bool = True
+
+    def plan_set(self, chain: Chain, deadline: Deadline | None = None) -> PlanSet:
+        if self.persistent:
+            return super().plan_set(chain, deadline)
+        exact_stages = min(self.exact_stages, RotorOptimal.exact_stages)
+        return RotorOptimal(self.slots, exact_stages, self.table_bytes).plan_set(chain, deadline)
+
+    def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
+        from memopt.strategies.rotor.tables import persistent_plans
+
+        return persistent_plans(chain, scale, True, exact, limits)
+
+
+@dataclass(frozen=True)
+class Revolve(TableStrategy):
+    """The heterogeneous AD model (Rotor §5.4): only activations are kept, and every backward comes
+    right after its own F_all. Rotor's recurrence without the move that keeps ā.
+    """
+
+    name: ClassVar[str] = "revolve"
+
+    exact_stages: int = 80
+
+    def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
+        from memopt.strategies.rotor.tables import persistent_plans
+
+        return persistent_plans(chain, scale, False, exact, limits)
+
+
+@dataclass(frozen=True)
+class FloatingStrategy(TableStrategy):
+    """A program of O(L^4) steps per slot.
+
+    Attributes:
+        most_stages: longer chains are grouped to so many stages. The grouped chain's schedules
+            and Rotor's for the whole chain are weighed together; the stats say "groups".
+    """
+
+    kinds: ClassVar[int]
+
+    most_stages: int = 120
+
+    def plan_set(self, chain: Chain, deadline: Deadline | None = None) -> PlanSet:
+        rotor = Rotor(self.slots, table_bytes=self.table_bytes)
+        if len(chain) <= self.most_stages:
+            plans = super().plan_set(chain, deadline)
+            if plans.optimal or self.exact_stages >= rotor.exact_stages:
+                return plans
+            # Rotor may be exact where this table is in slots.
+            return merged(plans, rotor.plan_set(chain, deadline))
+        from memopt.strategies.rotor.grouping import expand, group_ends, grouped
+
+        persistent = rotor.plan_set(chain, deadline)
+        if not persistent.complete:
+            return persistent
+        ends = group_ends(chain, self.most_stages)
+        coarse = super().plan_set(grouped(chain, ends), deadline)
+        fine = coarse.remade(chain, lambda codes: expand(codes, ends))
+        return merged(persistent, fine).with_stats(
+            coarse.complete, **coarse.stats, groups=len(ends)
+        )
+
+    def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
+        return floating(chain, scale, self.kinds, exact, limits)
+
+
+@dataclass(frozen=True)
+class RotorOptimal(FloatingStrategy):
+    """The fastest schedule of Rotor's Table 1 without F_∅^ℓ while ā^ℓ is held (Theorem 4.7,
+    corrected): the last kept activation may move.
+    """
+
+    name: ClassVar[str] = "rotor-optimal"
+    kinds: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class RotorFree(FloatingStrategy):
+    """The fastest schedule when any value may be dropped at any time, beyond the paper: a saved ā
+    may wait for its backward while its input is dropped and recomputed later.
+
+    Nothing is recomputed before the next backward lacks it, and every ā is for its own backward.
+    """
+
+    name: ClassVar[str] = "rotor-free"
+    kinds: ClassVar[int] = 4
+
+    most_stages: int = 50
+
+
+def floating(
+    chain: Chain, scale: SlotScale, kinds: int, exact: bool, limits: SolveLimits
+) -> PlanSet:
+    """Schedules of a floating program, and those of the smaller classes where it is not exact."""
+    from memopt.strategies.rotor.tables import floating_plans, persistent_plans
+
+    if exact:
+        try:
+            return floating_plans(chain, scale, kinds, True, limits)
+        except Stopped:
+            return persistent_plans(chain, scale, True, True, limits).with_stats(False)
+    smaller = (
+        persistent_plans(chain, scale, True, False, limits)
+        if kinds == 1
+        else floating(chain, scale, 1, False, limits)
+    )
+    if not smaller.complete:
+        return smaller
+    try:
+        return merged(floating_plans(chain, scale, kinds, False, limits), smaller)
+    except Stopped:
+        return smaller.with_stats(False)

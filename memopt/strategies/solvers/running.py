@@ -1,0 +1,201 @@
+"""How a solver is run: its options, its deadline, and Ctrl-C while it works.
+
+Solvers run in a thread of their own, so that the caller is told how far they are and may
+interrupt. CP-SAT's own handler of Ctrl-C stays off: it leaves the process without Python's.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from memopt.strategies.base import Progress, Status, stops
+
+POLL_S = 0.1
+GRACE_S = 2.0
+"""Seconds by which a solver may look at its own clock too late."""
+
+T = TypeVar("T")
+
+
+class Solver(StrEnum):
+    """The solvers that take a 0-1 program."""
+
+    CP_SAT = "cp-sat"
+    HIGHS = "highs"
+    SCIP = "scip"
+
+
+@dataclass(frozen=True, slots=True)
+class SolverOptions:
+    """Options of one solve.
+
+    Attributes:
+        solver: whose search.
+        time_limit_s: seconds; None: no limit.
+        deterministic_s: CP-SAT's deterministic time, of which one is a few seconds; ends the
+            search at the same answer on any machine. None: no limit.
+        progress: called now and then; KeyboardInterrupt ends the search: CP-SAT's with what it
+            has, the others' with nothing.
+        workers: CP-SAT's threads; the others run on one.
+        seed: the solver's.
+        gap: relative gap at which the search may end.
+    """
+
+    solver: Solver = Solver.CP_SAT
+    time_limit_s: float | None = None
+    deterministic_s: float | None = None
+    progress: Progress | None = None
+    workers: int = 1
+    seed: int = 0
+    gap: float = 0.0
+
+
+class Stopped(Exception):
+    """The deadline has passed or the user has interrupted."""
+
+
+@dataclass
+class Deadline:
+    """The end of a search.
+
+    Attributes:
+        at_s: on time.monotonic's clock.
+        progress: called by `passed`; KeyboardInterrupt ends the search.
+        over: whether `passed` has said so.
+    """
+
+    at_s: float = math.inf
+    progress: Progress | None = None
+    over: bool = False
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self.at_s - time.monotonic())
+
+    def within(self, seconds: float) -> Deadline:
+        """Give a deadline in so many seconds, or this one where it is earlier."""
+        return Deadline(min(self.at_s, time.monotonic() + seconds), self.progress)
+
+    def passed(self, fraction: float, what: str) -> bool:
+        """Tell the caller how far the search is; whether it is to end."""
+        interrupted = stops(self.progress, fraction, what)
+        self.over = self.over or interrupted or time.monotonic() >= self.at_s
+        return self.over
+
+    def check(self, fraction: float, what: str) -> None:
+        """As `passed`, but raise Stopped if the search is to end."""
+        if self.passed(fraction, what):
+            raise Stopped
+
+
+def call_in_thread(
+    call: Callable[[], T],
+    progress: Progress | None,
+    what: Callable[[], str],
+    *,
+    limit_s: float | None = None,
+    stop: Callable[[], None] | None = None,
+) -> T | None:
+    """Return what `call` returns; None where it is not waited for any longer.
+
+    Without `stop`, a call that is interrupted, or that overruns, is left to itself: its thread
+    ends at the solver's own time limit, or with the process.
+
+    Args:
+        call: what to run; it must let other threads run.
+        progress: called now and then, in this thread; KeyboardInterrupt ends the wait, as does
+            Ctrl-C itself.
+        what: gives the text to report.
+        limit_s: the solver's time limit, if it has one.
+        stop: makes `call` return soon with what it has; it is then waited for.
+
+    Raises:
+        Whatever `call` raises.
+    """
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    # Not the thread's own join: interrupted, it takes a running thread for one that has ended.
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            done.append(call())
+        except BaseException as error:  # noqa: BLE001  (the calling thread raises it)
+            failed.append(error)
+        ended.set()
+
+    thread = threading.Thread(target=run, name="memopt-solver", daemon=True)
+    until = math.inf if limit_s is None else time.monotonic() + limit_s + GRACE_S
+    thread.start()
+    try:
+        while not ended.wait(POLL_S):
+            if stops(progress, 0.5, what()) or time.monotonic() > until:
+                break
+    except KeyboardInterrupt:
+        # Ctrl-C without a progress that takes it.
+        pass
+    while not ended.is_set():
+        if stop is None:
+            return None
+        stop()
+        ended.wait(POLL_S)
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+def solve_with_cp_sat(
+    model: Any, options: SolverOptions, *, scale: float = 1.0
+) -> tuple[Status, Any]:
+    """Solve a CP-SAT model.
+
+    Args:
+        model: a constraint model, with an objective or without.
+        options: the solver is CP-SAT.
+        scale: the factor of the objective's costs, for what is reported.
+
+    Returns:
+        The status, and the solver, which knows the values and the bound.
+
+    Raises:
+        ValueError: the solver rejects the model.
+    """
+    from ortools.sat.python import cp_model
+
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = options.workers
+    solver.parameters.random_seed = options.seed
+    solver.parameters.relative_gap_limit = options.gap
+    if options.time_limit_s is not None:
+        solver.parameters.max_time_in_seconds = max(0.0, options.time_limit_s)
+    if options.deterministic_s is not None:
+        solver.parameters.max_deterministic_time = options.deterministic_s
+    solver.parameters.catch_sigint_signal = False
+    known = {"best": math.inf, "bound": 0.0}
+
+    class Listener(cp_model.CpSolverSolutionCallback):
+        def on_solution_callback(self) -> None:
+            known["best"] = self.objective_value / scale
+
+    def on_bound(bound: float) -> None:
+        known["bound"] = bound / scale
+
+    solver.best_bound_callback = on_bound
+    code = call_in_thread(
+        lambda: solver.solve(model, Listener()),
+        options.progress,
+        lambda: f"ilp: {known['best']:.6g}, bound {known['bound']:.6g}",
+        limit_s=options.time_limit_s,
+        stop=solver.stop_search,
+    )
+    if code == cp_model.MODEL_INVALID:
+        raise ValueError(f"the constraint model is invalid: {model.validate()}")
+    return Status[solver.status_name(code)], solver
