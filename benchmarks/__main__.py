@@ -22,6 +22,7 @@ CPU = (
     "olla_tables",
     "olla_programs",
     "minimalloc",
+    "hard_placements",
     "monet_menus",
     "monet_scale",
     "monet_windows",

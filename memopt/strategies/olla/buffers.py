@@ -159,6 +159,16 @@ class Layout:
         return int(self.section_bytes.max(initial=0))
 
     @cached_property
+    def twins(self) -> Ints:
+        """For each buffer the preceding one of the same size, alignment and sections, or -1."""
+        twin = np.full(len(self), -1, dtype=np.int64)
+        seen: dict[tuple[int, ...], int] = {}
+        for index, key in enumerate(zip(*(x.tolist() for x in self.columns), strict=True)):
+            twin[index] = seen.get(key, -1)
+            seen[key] = index
+        return twin
+
+    @cached_property
     def members(self) -> tuple[Ints, Ints]:
         """(start, buffer): section s holds buffer[start[s]:start[s+1]]."""
         spans = [np.arange(a, b) for a, b in zip(self.first, self.last, strict=True)]

@@ -10,6 +10,7 @@ from memopt.strategies.olla.feasibility import solve_capacity
 from memopt.strategies.olla.greedy import greedy_placement, promoted_placement, pyramid
 from memopt.strategies.olla.repair import repaired_placement
 from memopt.strategies.olla.search import find_placement
+from memopt.strategies.olla.tiling import find_tiling, is_tiling
 from memopt.strategies.olla.timed_search import Improvement, TimedSearch
 
 FIRST_ROUND_WORK = 64_000_000
@@ -26,6 +27,10 @@ NEAR_WORK, FAR_WORK, FAR_PER_MILLE = 3_000_000_000, 5_000_000_000, 10
 the second while the peak is this far above the bound, where that search finds nothing among
 `MANY_BUFFERS`."""
 MANY_BUFFERS = 500
+NODE_WORK = 6000
+"""Units of work for a node of the search for tilings."""
+MOST_TILING_WORK = 4_000_000_000
+"""Work that it may take, and at most two thirds of all."""
 WITHOUT_LIMIT = 10**18
 DEFAULT_WORK_LIMIT = 6_000_000_000
 """Units of search work: some seconds, and the same result on every machine."""
@@ -68,8 +73,9 @@ def place(
     """
     run = _Run(tuple(buffers), capacity, time_limit_s, on_improvement)
     try:
-        run.greedy(seed)
-        run.search(work_limit, seed)
+        left = WITHOUT_LIMIT if work_limit is None else work_limit
+        left -= run.greedy(left, seed)
+        run.search(left, seed)
         if cp_sat:
             run.cp_sat(use_pyramid, num_workers, seed)
     except KeyboardInterrupt:
@@ -127,21 +133,36 @@ class _Run(TimedSearch):
         if len(self.layout):
             self.offer(self.layout.size.cumsum() - self.layout.size, "stacked")
 
-    def greedy(self, seed: int) -> None:
-        """The greedy portfolio, then its repair."""
+    def greedy(self, work_limit: int, seed: int) -> int:
+        """The greedy portfolio, then the search for a tiling where it has to be one, else the
+        repair of the greedy placements; the work spent."""
         if not self.done:
             name, offsets = greedy_placement(self.layout, self.good_enough, self.out_of_time)
             self.offer(offsets, name)
+        spent = self._tile(work_limit, seed)
         if not self.done:
             name, offsets = promoted_placement(
                 self.layout, self.good_enough, seed=seed, stop=self.out_of_time
             )
             self.offer(offsets, name)
+        return spent
 
-    def search(self, work_limit: int | None, seed: int) -> None:
+    def _tile(self, work_limit: int, seed: int) -> int:
+        """The search for placements without a byte free; the work spent."""
+        if self.done or self.good_enough > self.bound or not is_tiling(self.layout):
+            return 0
+        nodes = min(2 * work_limit // 3, MOST_TILING_WORK) // NODE_WORK
+        outcome = find_tiling(self.layout, seed=seed, node_limit=nodes, stop=self.out_of_time)
+        self.nodes += outcome.nodes
+        if outcome.infeasible:
+            self.bound += self.layout.unit
+        elif outcome.offsets is not None:
+            self.offer(outcome.offsets, "tiling")
+        return outcome.nodes * NODE_WORK
+
+    def search(self, left: int, seed: int) -> None:
         """Depth first at the bound; local search above it; then both in rounds, by bisection
         between the bound and the peak, with limits that double. Only proofs move the bound."""
-        left = WITHOUT_LIMIT if work_limit is None else work_limit
         left -= self._try(self.good_enough, min(left, FIRST_ROUND_WORK), seed, 0)
         if self.capacity is None:
             left -= self._near(left, seed)

@@ -171,13 +171,9 @@ def _fresh(layout: Layout, order: Ints) -> tuple[Instance, State]:
     count, sections = len(layout), layout.sections
     ordered = layout.reordered(order)
     ones = np.ones(count, dtype=np.int64)
-    twin = np.full(count, -1, dtype=np.int64)
-    seen: dict[tuple[int, int, int, int], int] = {}
-    rows = zip(*(column.tolist() for column in ordered.columns), strict=True)
-    for index, key in enumerate(rows):
-        twin[index] = seen.get(key, -1)
-        seen[key] = index
-    instance = kernels.Instance(*ordered.columns, twin, *ordered.overlaps, *ordered.members)
+    instance = kernels.Instance(
+        *ordered.columns, ordered.twins, *ordered.overlaps, *ordered.members
+    )
     state = kernels.State(
         counters=np.zeros(kernels.COUNTERS, dtype=np.int64),
         frames=np.zeros((count + 2, kernels.FRAME_FIELDS), dtype=np.int64),

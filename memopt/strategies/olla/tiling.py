@@ -1,0 +1,156 @@
+"""Placements that leave no byte free: which are sought, restarts and limits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from memopt.strategies.olla.buffers import Buffer, Ints, Layout, live_bytes
+from memopt.strategies.olla.joined_buffers import joined_buffers
+from memopt.strategies.olla.search import Outcome, luby
+
+if TYPE_CHECKING:
+    from memopt.strategies.olla.tiling_levels import Ground
+
+SHARES = (1.0, 0.7, 0.9, 0.5)
+"""Of the joins that sizes suggest, the share that is followed, in turn."""
+ALONE = 4
+"""Every so many rounds the buffers are searched as they are."""
+ROUND_NODES, ATTEMPT_NODES, MOST_ATTEMPT_NODES = 8000, 1000, 16_000
+"""Nodes of the first rounds, of the shortest attempts of a round, and of the longest."""
+SLOTS = 1 << 18
+"""Sets of buffers that are remembered as failed."""
+MOST_BUFFERS = 2000
+
+
+def is_tiling(layout: Layout) -> bool:
+    """Whether a placement of the bound's size can leave no byte free at any time."""
+    full = bool((layout.section_bytes == layout.bound).all())
+    return (
+        full and len(layout) <= MOST_BUFFERS and bool((layout.size % layout.alignment == 0).all())
+    )
+
+
+def find_tiling(
+    layout: Layout, *, seed: int, node_limit: int, stop: Callable[[], bool] = lambda: False
+) -> Outcome:
+    """Search for a placement of the bound's size of buffers that `is_tiling`.
+
+    Rounds take the buffers as they are, which can prove that there is none, or joined by a guess.
+
+    Args:
+        layout: buffers of positive size.
+        seed: of the random choices.
+        node_limit: nodes in all.
+        stop: looked at every few tenths of a second.
+    """
+    rng = np.random.default_rng((seed, 1))
+    alone, shares = _Rounds(layout, rng), itertools.cycle(SHARES)
+    nodes = 0
+    for turn in itertools.count(1):
+        left = min(node_limit - nodes, ROUND_NODES * (1 + turn // ALONE))
+        if left <= 0 or stop():
+            break
+        if turn % ALONE == 0:
+            outcome = alone.search(left, stop)
+            if outcome.infeasible:
+                return Outcome(None, True, nodes + outcome.nodes, 0)
+            offsets = outcome.offsets
+        else:
+            pieces = joined_buffers(layout.size, layout.first, layout.last, rng, next(shares))
+            merged = Layout([Buffer(str(i), p.first, p.last, p.size) for i, p in enumerate(pieces)])
+            outcome = _Rounds(merged, rng).search(left, stop)
+            offsets = None
+            if outcome.offsets is not None:
+                offsets = np.empty(len(layout), dtype=np.int64)
+                for piece, ground in zip(pieces, outcome.offsets.tolist(), strict=True):
+                    for buffer, offset in piece.above(ground):
+                        offsets[buffer] = offset
+        nodes += max(outcome.nodes, 1)
+        if offsets is not None:
+            fits = bool((offsets % layout.alignment == 0).all())
+            return Outcome(offsets if fits else None, False, nodes, 0)
+    return Outcome(None, False, nodes, 0)
+
+
+class _Rounds:
+    """Restarts on one set of buffers; what failed is remembered from one to the next."""
+
+    def __init__(self, layout: Layout, rng: np.random.Generator) -> None:
+        from memopt.strategies.olla import tiling_kernels as kernels
+        from memopt.strategies.olla import tiling_levels as levels
+
+        self.layout, self.rng, self.attempt = layout, rng, 0
+        count, sections = len(layout), layout.sections
+        start_at, starts, start_bit = _by_boundary(layout.first, sections)
+        end_at, ends, end_bit = _by_boundary(layout.last, sections)
+        self.tiling = levels.Tiling(
+            layout.size, layout.first, layout.last, layout.twins,
+            start_at, starts, end_at, ends, start_bit, end_bit,
+            rng.integers(1, 1 << 62, count),
+        )  # fmt: skip
+        self.search_state = levels.Search(
+            preference=np.zeros(count),
+            weight=np.ones(sections),
+            failed=np.zeros(SLOTS, dtype=np.int64),
+            ends_only=np.zeros(1, dtype=np.int64),
+            level=np.zeros((count + 2, kernels.LEVEL_FIELDS), dtype=np.int64),
+            parts=np.empty((count + sections + 2, 3), dtype=np.int64),
+            trail=np.empty((4 * (count + sections) + 16, 3), dtype=np.int64),
+            options=np.empty(count * (count + 1), dtype=np.int64),
+            chosen=np.empty(count, dtype=np.int64),
+            scratch=np.empty((3, sections + 1), dtype=np.int64),
+            sums=np.empty((2, 2 << levels.MOST_SUBSETS), dtype=np.int64),
+            masks=np.empty((2, 2 << levels.MOST_SUBSETS), dtype=np.int64),
+        )
+
+    def search(self, node_limit: int, stop: Callable[[], bool]) -> Outcome:
+        """Restarts until a limit, with random preferences, every other one from the ends of
+        valleys only."""
+        from memopt.strategies.olla.tiling_kernels import EXHAUSTED, FOUND, search_tiling
+
+        layout, nodes = self.layout, 0
+        while nodes < node_limit and not (nodes and stop()):
+            self.attempt += 1
+            limit = min(ATTEMPT_NODES * luby(self.attempt), MOST_ATTEMPT_NODES, node_limit - nodes)
+            of_span, of_size = self.rng.uniform(-0.3, 1, 2)
+            self.search_state.preference[:] = (
+                of_span * np.log(layout.last - layout.first)
+                + of_size * np.log(layout.size)
+                + self.rng.random(len(layout)) * self.rng.choice((0.0, 0.3, 1.0))
+            )
+            self.search_state.ends_only[0] = self.attempt % 2
+            ground = self._ground()
+            code, tried = search_tiling(self.tiling, ground, self.search_state, layout.bound, limit)
+            nodes += tried
+            if code in (FOUND, EXHAUSTED):
+                found = ground.offset if code == FOUND else None
+                return Outcome(found, code == EXHAUSTED, nodes, 0)
+        return Outcome(None, False, nodes, 0)
+
+    def _ground(self) -> Ground:
+        """Nothing placed."""
+        from memopt.strategies.olla.tiling_levels import Ground
+
+        layout, sections = self.layout, self.layout.sections
+        ones = np.ones(len(layout), dtype=np.int64)
+        crossing = live_bytes(layout.first, layout.last - 1, ones, sections)
+        return Ground(
+            offset=np.full(len(layout), -1, dtype=np.int64),
+            floor=np.zeros(sections, dtype=np.int64),
+            crossing=np.concatenate(([0], crossing)),
+            starts_allowed=np.full(sections + 1, -1, dtype=np.int64),
+            ends_allowed=np.full(sections + 1, -1, dtype=np.int64),
+        )
+
+
+def _by_boundary(at: Ints, sections: int) -> tuple[Ints, Ints, Ints]:
+    """(start, buffer: boundary k has buffer[start[k]:start[k+1]]; the position of each there)."""
+    order = np.argsort(at, kind="stable")
+    start = np.searchsorted(at[order], np.arange(sections + 2))
+    position = np.empty_like(order)
+    position[order] = np.arange(len(at)) - start[at[order]]
+    return start, order, position
