@@ -1,0 +1,144 @@
+"""Lightning with MemoptCallback, compared with the same training without memopt, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.zoo.torchvision_shim import declare_missing_operators
+
+declare_missing_operators()
+
+import lightning
+
+from memopt.integrations.lightning import MemoptCallback
+
+STEPS = 50
+
+
+class Module(lightning.LightningModule):
+    """A classifier whose `training_step` calls itself, or its network."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.whole = whole
+        self.losses: list[float] = []
+        blocks = [
+            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.1))
+            for _ in range(4)
+        ]
+        self.network = nn.Sequential(*blocks, nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.network(x)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x) if self.whole else self.network(x), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        x, y = batch
+        self.losses.append(nn.functional.cross_entropy(self(x), y).item())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+class Two(Module):
+    """A module with two networks."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.other = nn.Linear(4, 4)
+
+    forward = lightning.LightningModule.forward
+
+
+def batches() -> DataLoader[Any]:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(80, 16, generator=draw)
+    y = torch.randint(0, 4, (80,), generator=draw)
+    return DataLoader(TensorDataset(x, y), batch_size=8)
+
+
+def fitted(
+    folder: Path,
+    memopt: MemoptCallback | None,
+    module: Module,
+    steps: int = STEPS,
+    resume: Path | None = None,
+    **settings: Any,
+) -> lightning.Trainer:
+    lightning.seed_everything(1, verbose=False)
+    trainer = lightning.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        val_check_interval=5,
+        callbacks=[memopt] if memopt is not None else [],
+        default_root_dir=folder,
+        **settings,
+    )
+    trainer.fit(module, batches(), batches(), ckpt_path=resume)
+    return trainer
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "network"])
+@pytest.mark.parametrize(
+    ("settings", "calls"),
+    [
+        ({}, STEPS),
+        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, 2 * STEPS),
+        ({"precision": "bf16-mixed"}, STEPS),
+    ],
+    ids=["plain", "accumulated", "bf16"],
+)
+def test_fifty_steps_as_without_memopt(
+    settings: dict[str, Any], calls: int, whole: bool, tmp_path: Path
+) -> None:
+    callback = MemoptCallback("min")
+    plain, planned = Module(whole), Module(whole)
+    fitted(tmp_path, None, plain, **settings)
+    fitted(tmp_path, callback, planned, **settings)
+    assert planned.losses == plain.losses
+    assert callback.calls.planned == calls
+    for key, value in plain.state_dict().items():
+        assert torch.equal(planned.state_dict()[key], value), key
+    assert "memopt" not in planned.__dict__
+    assert "memopt" not in planned.network.__dict__
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_checkpoint_resumes(tmp_path: Path) -> None:
+    ends = []
+    for callback in (None, MemoptCallback("min")):
+        first = fitted(tmp_path, callback, Module(True), steps=20)
+        first.save_checkpoint(tmp_path / "half.ckpt")
+        module = Module(True)
+        fitted(tmp_path, callback, module, resume=tmp_path / "half.ckpt")
+        ends.append((module.losses, module.state_dict()))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(ends[0][1][key], value) for key, value in ends[1][1].items())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_which_module_is_asked_where_it_cannot_be_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="which of network, other"):
+        fitted(tmp_path, MemoptCallback("min"), Two(), steps=2)
