@@ -56,9 +56,10 @@ def data_frame(comparison: ComparisonRecord[CellRecord], names: tuple[str, ...])
         raise ImportError(
             "to_dataframe needs pandas, which is not installed: pip install memopt[plots]"
         ) from error
-    rows = [[getattr(cell, name) for name in names] for cell in comparison.cells]
-    frame = pandas.DataFrame(rows, columns=list(names))
-    frame["status"] = [str(status.value) for status in frame["status"]]
+    rows = [{name: getattr(cell, name) for name in names} for cell in comparison.cells]
+    # Beside pyarrow pandas makes plain strings of the members of a StrEnum.
+    named = [{**row, "status": str(row["status"].value)} for row in rows]
+    frame = pandas.DataFrame(named, columns=list(names))
     whole = [name for name in names if name.endswith("_bytes")]
     # Nullable integers: bytes stay whole beside cells that have none.
     return frame.astype(dict.fromkeys(whole, "Int64"))
