@@ -38,7 +38,7 @@ from scipy.stats import spearmanr
 from benchmarks.kept import Kept
 from memopt.api.planning import plan
 from memopt.models.device import Device
-from memopt.profiler import device_measure, estimate_model
+from memopt.profiler import device_measure, device_probes, estimate_model
 from memopt.profiler.measure import environment
 from memopt.profiler.memory import metered
 from memopt.profiler.session import Profiled
@@ -112,7 +112,7 @@ HEAD = [
 
 def calibrated() -> Device:
     """This machine's Device, by the thread's clock."""
-    with mock.patch.object(device_measure, "time", ThreadClock):
+    with mock.patch.object(device_probes, "time", ThreadClock):
         return device_measure.measure_device("cpu")
 
 

@@ -33,8 +33,9 @@ from benchmarks.monet_runs import (
 )
 from memopt.models.presets import find_device
 from memopt.strategies.base import Strategy
+from memopt.strategies.monet.checkmate_strategies import Checkmate
 from memopt.strategies.monet.rotor_menus import RotorMenus
-from memopt.strategies.monet.strategy import Checkmate, Choices, Monet
+from memopt.strategies.monet.strategy import Choices, Monet
 from memopt.strategies.rotor import Rotor
 
 OVERHEAD = 0.1

@@ -34,9 +34,10 @@ from memopt.programs.replay import replay
 from memopt.reductions.linearize import linearize
 from memopt.reductions.updates import without_updates
 from memopt.strategies.base import Solution, Strategy
+from memopt.strategies.offload.autoswap import AutoSwap
 from memopt.strategies.offload.dynprog import DynProg, Greedy
 from memopt.strategies.offload.graph import OffloadGraph
-from memopt.strategies.offload.yardsticks import AutoSwap, Vdnn
+from memopt.strategies.offload.yardsticks import Vdnn
 from memopt.strategies.olla.order_and_place import order_and_place
 from memopt.strategies.rotor import Revolve, Rotor, RotorFree, Sequential
 

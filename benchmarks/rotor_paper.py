@@ -24,7 +24,7 @@ from benchmarks.rotor_chains import BATCH, DEVICE, estimated_chain
 from benchmarks.rotor_solve import synthetic_chain
 from memopt.models.chain import Chain
 from memopt.strategies.rotor import Revolve, Rotor, RotorOptimal, Sequential
-from memopt.strategies.rotor.schedules import CurvePoint, PlanSet
+from memopt.strategies.rotor.plan_sets import CurvePoint, PlanSet
 
 GIB = 2**30
 CAPACITY_BYTES = int(15.75 * GIB)

@@ -25,7 +25,6 @@ SOME_KINDS = {
     "memopt.strategies.monet.kernel_choice",
 }
 RUNS_ONLY = {
-    "memopt.programs.generate_programs",
     "memopt.programs.in_place",
     "memopt.programs.liveness",
     "memopt.programs.validate_placement",

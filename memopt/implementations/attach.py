@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from memopt.implementations import (
     attention,
+    batch_norm,
     convolution,
     convolution_neighbours,
     cross_entropy,
@@ -46,7 +47,7 @@ FAMILIES: tuple[tuple[str, Attach], ...] = (
     ("pooling", pooling.attach),
     ("activations", partial(attach_savings, ACTIVATIONS)),
     ("smooth", partial(attach_savings, SMOOTH)),
-    ("batch norm", norms.attach_batch_norm),
+    ("batch norm", batch_norm.attach_batch_norm),
     ("layer norm", norms.attach_layer_norm),
     ("group norm", norms.attach_group_norm),
     ("convolution", convolution.attach),

@@ -20,15 +20,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from memopt.implementations.convolution import (
-    CONVOLUTION,
-    CONVOLUTION_BACKWARD,
-    input_gradient,
-    summed_weight_gradients,
-    wanted,
-)
+from memopt.implementations.batch_norm import BATCH_AGAIN, BATCH_NORM
+from memopt.implementations.convolution import CONVOLUTION, CONVOLUTION_BACKWARD, wanted
+from memopt.implementations.convolution_kernels import input_gradient, summed_weight_gradients
 from memopt.implementations.kernel import PARTS, Kernel, split
-from memopt.implementations.norms import BATCH_AGAIN, BATCH_NORM
 from memopt.implementations.site import Sites, contiguous, part_bytes, storage_bytes, value_of
 
 ATEN = torch.ops.aten

@@ -1,4 +1,4 @@
-"""Pictures of a placement: the address map of a step, what it wastes, lifetimes before and after.
+"""Pictures of a placement: the address map of a step, and what it wastes.
 
 The horizontal axis counts the instructions that compute or move something; frees lie between
 them. Every function draws on `ax` (a new figure's if None) and returns it.
@@ -6,18 +6,11 @@ them. Every function draws on `ax` (a new figure's if None) and returns it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from memopt.models.graph import Graph, TensorKind
+from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
-from memopt.programs.lifetimes import lifetimes
-from memopt.programs.replay import replay
 from memopt.report.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
     SKY,
     VERMILION,
     memory_unit,
@@ -27,53 +20,7 @@ from memopt.report.style import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-KIND_COLOURS = {
-    TensorKind.ACTIVATION: SKY,
-    TensorKind.GRADIENT: ORANGE,
-    TensorKind.OUTPUT: GREEN,
-}
-TRANSIENT_COLOUR = GREY
-RELOADED_COLOUR = PURPLE
-
-
-class Rectangle(NamedTuple):
-    """One lifetime: [begin, end) in steps of the axis, its place if it has one, its colour."""
-
-    tensor: int
-    begin: int
-    end: int
-    offset: int | None
-    size_bytes: int
-    label: str
-    colour: str
-
-
-def blocks(graph: Graph, program: Program) -> tuple[Rectangle, ...]:
-    """Every lifetime of a valid program that begins at a Compute or SwapIn, transient ones where
-    they have a place, by their beginnings."""
-    places = {(i, tensor): offset for i, tensor, offset in program.offsets or ()}
-    runs, steps = dict(program.computes), program.steps_before
-    found: list[Rectangle] = []
-    seen: set[int] = set()
-    for lifetime in lifetimes(graph, program).device:
-        tensor, offset = lifetime.tensor, places.get(lifetime.key)
-        if lifetime.begin == program.boundary or (lifetime.transient and offset is None):
-            continue
-        kind = graph.tensors[tensor].kind
-        label, colour = str(kind), KIND_COLOURS.get(kind, BLUE)
-        if lifetime.transient:
-            label, colour = "transient", TRANSIENT_COLOUR
-        elif lifetime.begin not in runs:
-            label, colour = "back from the host", RELOADED_COLOUR
-        elif tensor in seen:
-            label, colour = "computed again", RELOADED_COLOUR
-        else:
-            seen.add(tensor)
-        begin, end = steps[lifetime.begin], steps[lifetime.end]
-        size = graph.tensors[tensor].size_bytes
-        found.append(Rectangle(tensor, begin, end, offset, size, label, colour))
-    return tuple(sorted(found, key=lambda block: (block.begin, block.tensor)))
+from memopt.report.placed_blocks import blocks
 
 
 def plot_addresses(graph: Graph, program: Program, ax: Axes | None = None) -> Axes:
@@ -101,7 +48,7 @@ def plot_addresses(graph: Graph, program: Program, ax: Axes | None = None) -> Ax
             linewidth=0.2,
             label=label,
         )
-    _mark_boundary(program, axes)
+    mark_boundary(program, axes)
     axes.set(xlabel="step", ylabel=f"address, {unit_name}", ylim=(0, top / unit * 1.02))
     axes.legend(loc="upper left", fontsize="small")
     return axes
@@ -131,47 +78,7 @@ def plot_fragmentation(graph: Graph, program: Program, ax: Axes | None = None) -
     return axes
 
 
-def plot_orders(graph: Graph, before: Program, after: Program, ax: Axes | None = None) -> Axes:
-    """Memory over the steps of two programs: before and after reordering."""
-    axes = new_axes(ax)
-    timelines = [replay(graph, program) for program in (before, after)]
-    unit, unit_name = memory_unit(max(timeline.peak_bytes for timeline in timelines))
-    names = ("before", "after")
-    for program, timeline, name, colour in zip(
-        (before, after), timelines, names, (GREY, BLUE), strict=True
-    ):
-        during = [timeline.step_bytes[position] / unit for position in program.steps]
-        label = f"{name}: peak {timeline.peak_bytes / unit:.1f} {unit_name}"
-        axes.plot(during, color=colour, label=label, linestyle="--" if name == "before" else "-")
-    axes.set(xlabel="step", ylabel=f"memory, {unit_name}", ylim=(0, None))
-    axes.legend(fontsize="small")
-    return axes
-
-
-def plot_lifetimes(graph: Graph, program: Program, ax: Axes | None = None) -> Axes:
-    """Each lifetime a line from its begin to its end, the largest tensors thickest."""
-    axes = new_axes(ax, 4.2)
-    listed = blocks(graph, program)
-    largest = max((block.size_bytes for block in listed), default=1) or 1
-    shown: set[str] = set()
-    for row, block in enumerate(listed):
-        axes.plot(
-            [block.begin, block.end],
-            [row, row],
-            color=block.colour,
-            linewidth=0.4 + 3.0 * block.size_bytes / largest,
-            solid_capstyle="butt",
-            label=None if block.label in shown else block.label,
-        )
-        shown.add(block.label)
-    _mark_boundary(program, axes)
-    axes.set(xlabel="step", ylabel="lifetimes in order of their begin")
-    axes.invert_yaxis()
-    axes.legend(fontsize="small")
-    return axes
-
-
-def _mark_boundary(program: Program, axes: Axes) -> None:
+def mark_boundary(program: Program, axes: Axes) -> None:
     """A dotted line where the forward ends."""
     if program.boundary is not None:
         step = program.steps_before[program.boundary]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from memopt.report.rotor_plots import CURVE_COLOURS, MARKERS
+from memopt.report.rotor_plots import CURVE_COLOURS
 from memopt.report.style import (
     GREY,
     legend_beside,
@@ -14,6 +14,7 @@ from memopt.report.style import (
     text_color,
     time_unit,
 )
+from memopt.report.trade_off_plots import MARKERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""Pictures of chain schedules: what runs and what is held (Rotor figure 2), memory, trade-offs.
+"""Pictures of chain schedules: what runs and what is held (Rotor figure 2), and memory.
 
 Every function draws on `ax` (a new figure's if None) and returns it. Forward and backward differ
 in hatching too, curves in markers.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from memopt.models.chain import Chain
 from memopt.models.steps import ChainStep, Move
@@ -28,19 +28,6 @@ MOVE_STYLES: Mapping[Move, tuple[str, str, str]] = {
 }
 HELD_OPACITY = 0.3
 CURVE_COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY)
-MARKERS = "os^Dv*x"
-
-
-class Point(Protocol):
-    """A schedule's cost, as the strategies' `curve` gives it."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Peak memory, total bytes."""
-
-    @property
-    def time_s(self) -> float:
-        """Step time, seconds."""
 
 
 def plot_schedule(chain: Chain, steps: Iterable[ChainStep], ax: Axes | None = None) -> Axes:
@@ -110,31 +97,4 @@ def plot_memory(
         axes.axhline(budget_bytes / MIB, color=VERMILION, linestyle="--", label="budget")
     axes.set(xlabel="time (s)", ylabel="memory (MiB)")
     axes.legend(loc="lower right", fontsize="small")
-    return axes
-
-
-def plot_curves(
-    curves: Mapping[str, Iterable[Point]], least_time_s: float, ax: Axes | None = None
-) -> Axes:
-    """Step time, as a multiple of `least_time_s` (no recomputation), against peak memory in MiB.
-
-    Args:
-        curves: name → trade-off, for example {"rotor": Rotor().curve(chain)}.
-        least_time_s: `chain.compute_time_s`.
-        ax: where to draw.
-    """
-    axes = new_axes(ax)
-    for number, (name, points) in enumerate(curves.items()):
-        ordered = sorted(points, key=lambda point: point.peak_bytes)
-        axes.step(
-            [point.peak_bytes / MIB for point in ordered],
-            [point.time_s / least_time_s for point in ordered],
-            where="post",
-            color=CURVE_COLOURS[number % len(CURVE_COLOURS)],
-            marker=MARKERS[number % len(MARKERS)],
-            markersize=3,
-            label=name,
-        )
-    axes.set(xlabel="peak memory (MiB)", ylabel="step time / without recomputation")
-    axes.legend(fontsize="small")
     return axes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from memopt.report.work import moved, offloaded_stages, recomputed, stage_runs
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
+from memopt.report.plan_figures import figures
 
 WIDTH = 80
 _CONSUMERS = 5
@@ -30,7 +30,7 @@ class Section:
 
 def sections(plan: PlanRecord) -> tuple[Section, ...]:
     """Everything the summary says: the figures first, under an empty title."""
-    found = [Section("", _figures(plan)), _peak(plan), _recomputed(plan), _stages(plan)]
+    found = [Section("", figures(plan)), _peak(plan), _recomputed(plan), _stages(plan)]
     return tuple(section for section in (*found, _moved(plan)) if section and section.rows)
 
 
@@ -57,66 +57,6 @@ def _aligned(rows: tuple[tuple[str, ...], ...], indent: int) -> list[str]:
             last, WIDTH, initial_indent=start, subsequent_indent=" " * len(start)
         ) or [start.rstrip()]
     return lines
-
-
-def _figures(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
-    budget = "no limit" if plan.budget is None else format_bytes(plan.budget)
-    kind = "measured" if plan.baseline.measured else "replayed"
-    saved = 1 - plan.peak_bytes / plan.baseline.peak_bytes if plan.baseline.peak_bytes else 0.0
-    than = "below" if saved >= 0 else "above"
-    rows = [
-        ("strategy", f"{plan.strategy!r}, {plan.status.value}"),
-        ("budget", budget),
-        (
-            "peak",
-            f"{format_bytes(plan.peak_bytes)} predicted, {abs(saved):.0%} {than} the baseline; "
-            f"{format_bytes(plan.resident_bytes)} of it never moves",
-        ),
-        ("baseline peak", f"{format_bytes(plan.baseline.peak_bytes)} ({kind})"),
-        (
-            "step time",
-            f"{format_seconds(plan.step_time_s)} predicted, {plan.overhead:+.1%} over running "
-            "every operator once",
-        ),
-        ("baseline time", f"{format_seconds(plan.baseline.step_time_s)} ({kind})"),
-        ("bound", f"{format_seconds(plan.lower_bound_s)}, gap {plan.gap:.2%}"),
-    ]
-    if plan.host_peak_bytes:
-        rows.append(("host memory", f"{format_bytes(plan.host_peak_bytes)} for swapped tensors"))
-    return (*rows, *_passes(plan.stats))
-
-
-def _passes(stats: Mapping[str, object]) -> list[tuple[str, str]]:
-    """The effect of reordering and placement, from the statistics of the passes and of OLLA."""
-    rows = []
-    before, gap = stats.get("peak_before_order_bytes"), stats.get("order_gap")
-    if isinstance(before, int) and isinstance(gap, float):
-        rows.append(
-            ("reordered", f"peak {format_bytes(before)} before, gap to the bound {gap:.2%}")
-        )
-    arena, bound = stats.get("arena_bytes"), stats.get("arena_bound_bytes")
-    lost = stats.get("fragmentation")
-    if isinstance(arena, int) and isinstance(bound, int) and isinstance(lost, float):
-        text = f"{format_bytes(arena)}, bound {format_bytes(bound)}, fragmentation {lost:.2%}"
-        rows.append(("arena", text))
-        total, apart = stats.get("placed_peak_bytes"), stats.get("apart_bytes")
-        if isinstance(total, int) and isinstance(apart, int):
-            text = f"{format_bytes(total)} with what lies outside"
-            if apart:
-                text += f"; {format_bytes(apart)} left there, too dear to place"
-            rows.append(("", text))
-        if stats.get("shortened"):
-            slower = stats.get("slower")
-            cost = _slower(slower) if isinstance(slower, float) and slower else "no slower"
-            rows.append(("", f"tensors freed earlier, fetched later to fit; {cost}"))
-    elif stats.get("placed") is False:
-        rows.append(("arena", "none: beside what lies outside, it would cost too much"))
-    return rows
-
-
-def _slower(share: float) -> str:
-    text = f"{share:.2%}"
-    return "less than 0.01% slower" if text == "0.00%" else f"{text} slower"
 
 
 def _peak(plan: PlanRecord) -> Section | None:

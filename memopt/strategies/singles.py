@@ -1,15 +1,15 @@
 """Every strategy that makes its plans itself, in plain sight; `auto` chooses among them."""
 
 from memopt.strategies.base import Strategy
+from memopt.strategies.monet.checkmate_strategies import Checkmate as Checkmate
+from memopt.strategies.monet.checkmate_strategies import CheckmateRounding as CheckmateRounding
 from memopt.strategies.monet.rotor_menus import RotorMenus as RotorMenus
-from memopt.strategies.monet.strategy import Checkmate as Checkmate
-from memopt.strategies.monet.strategy import CheckmateRounding as CheckmateRounding
 from memopt.strategies.monet.strategy import Monet as Monet
+from memopt.strategies.offload.autoswap import AutoSwap as AutoSwap
 from memopt.strategies.offload.dynprog import DynProg as DynProg
 from memopt.strategies.offload.dynprog import Greedy as Greedy
 from memopt.strategies.offload.exact import OffloadExact as OffloadExact
 from memopt.strategies.offload.graph import OffloadGraph as OffloadGraph
-from memopt.strategies.offload.yardsticks import AutoSwap as AutoSwap
 from memopt.strategies.offload.yardsticks import Tflms as Tflms
 from memopt.strategies.offload.yardsticks import Vdnn as Vdnn
 from memopt.strategies.olla.strategy import Olla as Olla

@@ -16,7 +16,7 @@ from memopt.reductions.chain_to_graph import chain_to_graph
 from memopt.reductions.chain_view import ChainView
 from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
-from memopt.reductions.updates import linearize_step
+from memopt.reductions.step_linearization import linearize_step
 from memopt.reductions.validate_and_replay import Figures, validate_and_replay
 from memopt.strategies.base import CostModel, Solution, Strategy
 from memopt.strategies.budget_search import PROBES, Attempt, best_that_fits

@@ -6,12 +6,12 @@ from random import Random
 
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.programs.generate_programs import random_program
 from memopt.programs.in_place import with_in_place
 from memopt.programs.replay import replay
-from memopt.strategies.monet.strategy import Checkmate
+from memopt.strategies.monet.checkmate_strategies import Checkmate
 from tests.brute_force.program_search import ProgramSearch, Rules
 from tests.brute_force.tiny_graphs import tiny_graph, with_in_place_marks
+from tests.random_programs import random_program
 
 
 def test_two_results_of_one_operator_are_made_one_after_the_other() -> None:

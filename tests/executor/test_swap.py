@@ -13,11 +13,11 @@ from torch.nn import functional
 from memopt.executor.apply import runtime_of
 from memopt.executor.module import PlannedModule, install
 from memopt.executor.swap import ThreadSwap
-from memopt.programs.generate_programs import random_program
 from memopt.programs.instructions import Compute, Free, SwapIn, SwapOut
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from tests.executor.harness import Case, Prepared, assert_same, prepare, run_steps, swap_all
+from tests.random_programs import random_program
 
 LAYOUTS = {
     "contiguous": lambda: torch.randn(3, 5),

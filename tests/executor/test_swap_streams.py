@@ -15,11 +15,11 @@ from memopt.executor.apply import runtime_of
 from memopt.executor.host_pool import place_host_copies
 from memopt.executor.module import PlannedModule, install
 from memopt.executor.swap_streams import StreamSwap
-from memopt.programs.generate_programs import random_program
 from memopt.programs.instructions import DropHost, LossBoundary, SwapOut
 from memopt.programs.replay import replay
 from tests.executor.harness import Case, Prepared, assert_same, run_steps, swap_all
 from tests.executor.test_swap import prepared_block, rows
+from tests.random_programs import random_program
 
 Event = tuple[str, int]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memopt.errors import ExecutionError
-from memopt.implementations import norms, with_implementations
+from memopt.implementations import batch_norm, norms, with_implementations
 from memopt.profiler.session import profile_model
 from tests.implementations.test_in_plans import QUICK, _gradients, choosing, planned
 
@@ -40,8 +40,8 @@ def test_batch_norm_from_its_output(dtype: torch.dtype, cancelling: bool, ratio:
         over = (0, 2, 3)
         g64 = g.to(F64) - g.to(F64).mean(over, keepdim=True)
         g = (g64 - xhat * (g64 * xhat).mean(over, keepdim=True)).to(dtype)
-    found = norms.BATCH_OUTPUT(g, y, weight, bias, inverse, MASK)
-    other = norms.BATCH_INPUT(g, x, weight, mean, inverse, MASK)
+    found = batch_norm.BATCH_OUTPUT(g, y, weight, bias, inverse, MASK)
+    other = batch_norm.BATCH_INPUT(g, x, weight, mean, inverse, MASK)
     reference = ATEN.native_batch_norm_backward(
         g.to(F64), x.to(F64), weight.to(F64), None, None, mean64, inverse64, True, 1e-5, MASK
     )

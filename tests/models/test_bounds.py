@@ -9,8 +9,8 @@ from memopt.models.chain import Chain, Stage
 from memopt.models.generate import random_chain, random_graph
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
 from memopt.models.instances import MEGABYTE, rotor_toy, three_layers
-from memopt.programs.generate_programs import random_program
 from memopt.programs.replay import replay
+from tests.random_programs import random_program
 
 from .chain_bounds import chain_memory_lower_bound
 from .chain_search import best_makespan, smallest_peak

@@ -8,13 +8,13 @@ import pytest
 
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.programs.generate_programs import random_placement, random_program
 from memopt.programs.instructions import Compute, Free, Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.reductions.coarsen import Coarsening, coarsen
 from tests.models.training_graphs import drawing, random_training_graph
+from tests.random_programs import random_placement, random_program
 
 
 def small() -> Graph:

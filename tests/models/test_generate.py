@@ -7,12 +7,12 @@ import pytest
 from memopt.models.generate import Shape, random_chain, random_graph
 from memopt.models.graph import Graph, Phase
 from memopt.models.steps import ChainStep, Move
-from memopt.programs.generate_programs import random_placement, random_program
 from memopt.programs.instructions import Compute, SwapIn, SwapOut
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.reductions.chain_replay import replay_chain
+from tests.random_programs import random_placement, random_program
 
 
 def test_the_same_seed_gives_the_same_instance():

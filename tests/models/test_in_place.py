@@ -10,7 +10,6 @@ from memopt.errors import InvalidProgramError
 from memopt.models.bounds import memory_lower_bound
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Implementation, Operator, Tensor, TensorKind
-from memopt.programs.generate_programs import random_program
 from memopt.programs.in_place import with_in_place, without_in_place
 from memopt.programs.instructions import (
     Compute,
@@ -27,6 +26,7 @@ from memopt.programs.serialize import dumps, loads
 from memopt.programs.validate import ViolationCode, memory_use, validate
 from memopt.strategies.olla.passes import place_program
 from tests.models.training_graphs import overwriting
+from tests.random_programs import random_program
 
 Code = ViolationCode
 

@@ -8,7 +8,6 @@ from memopt.errors import InvalidProgramError
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.models.instances import three_layers
-from memopt.programs.generate_programs import random_program
 from memopt.programs.instructions import (
     Compute,
     DropHost,
@@ -21,6 +20,7 @@ from memopt.programs.instructions import (
 from memopt.programs.liveness import computes, store_all, with_frees
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
+from tests.random_programs import random_program
 
 X, W1, W2, W3, A1, A2, Y, DY, D2, G3, D1, G2, G1 = range(13)
 

@@ -14,10 +14,10 @@ from memopt.models.generate import random_chain, random_graph
 from memopt.models.graph import Graph, Implementation, Operator, Tensor
 from memopt.models.instances import rotor_toy, three_layers
 from memopt.models.steps import ChainStep, Move
-from memopt.programs.generate_programs import random_placement, random_program
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.liveness import store_all
 from memopt.programs.serialize import dumps, fingerprint, loads
+from tests.random_programs import random_placement, random_program
 
 STEPS = tuple(ChainStep(move, stage) for stage, move in enumerate(Move, 1))
 DEVICE = Device(

@@ -15,9 +15,10 @@ from memopt.programs.replay import replay
 from memopt.reductions.lower import without_unread_reruns
 from memopt.strategies.base import Status
 from memopt.strategies.monet.checkmate import CheckmateModel
+from memopt.strategies.monet.checkmate_strategies import Checkmate
+from memopt.strategies.monet.claims import counted_exactly
 from memopt.strategies.monet.ilp import MonetModel
-from memopt.strategies.monet.incumbent import counted_exactly
-from memopt.strategies.monet.strategy import Checkmate, Monet
+from memopt.strategies.monet.strategy import Monet
 from memopt.strategies.monet.time_points import TimePointModel
 from tests.brute_force.program_search import ProgramSearch, Rules
 from tests.monet.graphs import in_place_graph, training_graph, with_one_gradient_choices

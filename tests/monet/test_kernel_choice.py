@@ -8,7 +8,6 @@ import pytest
 
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Implementation, Operator, Tensor, TensorKind
-from memopt.programs.generate_programs import random_program
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, Free
 from memopt.programs.liveness import store_all
@@ -16,6 +15,7 @@ from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.strategies.monet.kernel_choice import smaller_implementations
 from tests.models.training_graphs import overwriting
+from tests.random_programs import random_program
 
 
 def gradients() -> Graph:

@@ -11,11 +11,9 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.strategies.base import Status
 from memopt.strategies.offload import DynProg, Greedy, OffloadExact, Vdnn
-from memopt.strategies.offload.ordered import (
-    eager_amounts,
+from memopt.strategies.offload.ordered import eager_amounts, makespan_s, ordered_schedule
+from memopt.strategies.offload.ordered_bounds import (
     fractional_optimum_s,
-    makespan_s,
-    ordered_schedule,
     per_operation_s,
     proposition_3_s,
 )

@@ -15,7 +15,7 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator, Tensor
 from memopt.strategies.base import Solution, Status, Strategy
 from memopt.strategies.offload import AutoSwap, DynProg, Greedy, OffloadExact, Tflms, Vdnn
-from memopt.strategies.offload.ordered import lower_bound_s
+from memopt.strategies.offload.ordered_bounds import lower_bound_s
 from memopt.strategies.offload.problem import offload_problem
 from tests.offload.chains import three_stages
 from tests.offload.oracle import TOLERANCE, paper_link, random_chain

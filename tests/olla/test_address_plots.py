@@ -9,13 +9,9 @@ import pytest
 from memopt.models.generate import random_graph
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.report.address_plots import (
-    blocks,
-    plot_addresses,
-    plot_fragmentation,
-    plot_lifetimes,
-    plot_orders,
-)
+from memopt.report.address_plots import plot_addresses, plot_fragmentation
+from memopt.report.lifetime_plots import plot_lifetimes, plot_orders
+from memopt.report.placed_blocks import blocks
 from memopt.strategies.olla import order_program, place_program
 
 

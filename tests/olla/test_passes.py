@@ -11,7 +11,6 @@ from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
 from memopt.models.variants import variant
-from memopt.programs.generate_programs import random_program
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, LossBoundary, Program, SwapIn, SwapOut
 from memopt.programs.liveness import store_all
@@ -20,6 +19,7 @@ from memopt.programs.validate import memory_use, validate
 from memopt.strategies.base import Status
 from memopt.strategies.olla import Olla, order_program, place_program, program_buffers
 from tests.models.training_graphs import drawing, overwriting
+from tests.random_programs import random_program
 
 
 def programs(count: int, seed: int) -> list[tuple[Graph, Program]]:

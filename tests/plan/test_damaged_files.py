@@ -23,10 +23,10 @@ from memopt.files.plan_file import encode
 from memopt.models.generate import random_graph
 from memopt.models.instances import rotor_toy
 from memopt.plan_record import BaselineFigures
-from memopt.programs.generate_programs import random_placement, random_program
 from memopt.programs.replay import replay
 from memopt.strategies import Sequential, Status
 from tests.plan.edited import decode
+from tests.random_programs import random_placement, random_program
 
 
 def chain_plan() -> Plan:

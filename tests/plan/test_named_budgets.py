@@ -19,7 +19,8 @@ from memopt.programs.replay import replay
 from memopt.strategies import STRATEGIES
 from memopt.strategies.auto.strategy import Auto
 from memopt.strategies.base import Solution, Status, Strategy
-from memopt.strategies.monet.strategy import Checkmate, Monet
+from memopt.strategies.monet.checkmate_strategies import Checkmate
+from memopt.strategies.monet.strategy import Monet
 from tests.monet.graphs import in_place_graph, training_graph
 
 LINK = memopt.Device(to_host_bytes_per_s=5.0)

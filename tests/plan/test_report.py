@@ -19,7 +19,6 @@ from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.models.instances import rotor_toy
 from memopt.models.steps import ChainStep, Move
 from memopt.plan_record import BaselineFigures
-from memopt.programs.generate_programs import random_program
 from memopt.programs.in_place import with_in_place
 from memopt.programs.replay import replay
 from memopt.reductions.chain_replay import replay_chain
@@ -30,6 +29,7 @@ from memopt.report.work import stage_runs
 from memopt.strategies import Sequential, Status
 from tests.models.training_graphs import overwriting
 from tests.plan.tiny import make, profiled, tight_plan
+from tests.random_programs import random_program
 
 KINDS = ("memory", "schedule", "timeline")
 

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from memopt.report.rotor_plots import plot_curves, plot_memory, plot_schedule
+from memopt.report.rotor_plots import plot_memory, plot_schedule
+from memopt.report.trade_off_plots import plot_curves
 from memopt.strategies.rotor import Rotor, RotorFree, Sequential
 from tests.rotor.chains import toy_chain
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.sweeps.grammar_lines import LINES, PRELUDE, Line
+from tests.sweeps.grammar_lines import LINES
+from tests.sweeps.statements import PRELUDE, Line
 
 _LARGEST = 1e4
 

@@ -2,178 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from tests.sweeps.statements import Line, dims, ids, of_one, of_two, several, with_setup
 
-PRELUDE = """
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, scale):
-        ctx.save_for_backward(x)
-        ctx.scale = scale
-        return x * x * scale
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return 2 * x * gradient * ctx.scale, None
-
-
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return weight * 2
-"""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One statement.
-
-    Attributes:
-        body: lines of `forward`, the last of which gives `{t}`; operands by role, their sizes as
-            `{a0}`, `{a1}`..., `{a_last}`; `{c}` a number, `{p}` a rate, `{k}` 1 to 3.
-        setup: lines of `__init__`, about `{m}`.
-        operands: role → whether a value suits, given those of the roles before.
-    """
-
-    body: tuple[str, ...]
-    setup: tuple[str, ...]
-    operands: dict[str, Callable[..., bool]]
-
-
-def _real(v: Any, *_: Any) -> bool:
-    return bool(v.is_floating_point()) and v.dim() > 0
-
-
-def _same(v: Any, first: Any, *_: Any) -> bool:
-    return bool(v.shape == first.shape and v.dtype == first.dtype)
-
-
-def _dims(*wanted: int) -> Callable[..., bool]:
-    return lambda v, *_: _real(v) and v.dim() in wanted and str(v.dtype) == "torch.float32"
-
-
-def _float(v: Any, *_: Any) -> bool:
-    return _real(v) and str(v.dtype) == "torch.float32"
-
-
-def _ids(v: Any, *_: Any) -> bool:
-    return str(v.dtype) == "torch.int64" and v.dim() == 2
-
-
-def _one(texts: str, on: Callable[..., bool] = _float) -> list[Line]:
-    """Expressions of one value, one a line."""
-    return [Line(("{t} = " + text.strip(),), (), {"a": on}) for text in _lines(texts)]
-
-
-def _two(texts: str, on: Callable[..., bool] = _float) -> list[Line]:
-    """Expressions of two values of one shape, one a line."""
-    return [Line(("{t} = " + text.strip(),), (), {"a": on, "b": _same}) for text in _lines(texts)]
-
-
-def _lines(texts: str) -> list[str]:
-    return [line for line in texts.splitlines() if line.strip()]
-
-
-def _with(setup: str, text: str = "{m}({a})", on: Callable[..., bool] = _float) -> Line:
-    setups = tuple(s.strip() for s in setup.split(";"))
-    return Line(
-        ("{t} = " + text,), tuple("{m} = " * (i == 0) + s for i, s in enumerate(setups)), {"a": on}
-    )
-
-
-def _many(*body: str, on: Callable[..., bool] = _float, setup: tuple[str, ...] = ()) -> Line:
-    return Line(body, setup, {"a": on})
-
-
-_TWO, _THREE, _FOUR = _dims(2), _dims(3), _dims(4)
-_WIDE = _dims(2, 3, 4)
-_LINEAR = _dims(2, 3)
+_TWO, _THREE, _FOUR = dims(2), dims(3), dims(4)
+_WIDE = dims(2, 3, 4)
+_LINEAR = dims(2, 3)
 
 TRAINED = [
-    *[_with("nn.Linear({a_last}, 8)", on=_LINEAR)] * 5,
-    *[_with("nn.Linear({a_last}, {a_last}, bias=False)", on=_LINEAR)] * 3,
-    _with("nn.Linear({a_last}, {a_last})", "{m}({m}({a}).tanh())", on=_LINEAR),
-    _with("nn.Parameter(torch.randn({a_last}))", "{a} * {m}"),
-    _with("nn.Parameter(torch.randn({a_last}))", "{a} + {m}"),
-    _with("nn.Parameter(torch.randn({a_last}, 7) * .3)", "{a} @ {m}", on=_LINEAR),
-    _with("nn.Parameter(torch.randn({a_last}, 7) * .3)", "torch.einsum('...i,ij->...j', {a}, {m})"),
-    *[_with("nn.BatchNorm1d({a1})", on=_LINEAR)] * 2,
-    _with("nn.BatchNorm1d({a_last})", "{m}({a}.transpose(1, 2)).transpose(1, 2)", on=_THREE),
-    _with("nn.BatchNorm1d({a1}, affine=False)", on=_LINEAR),
-    _with("nn.BatchNorm2d({a1})", on=_FOUR),
-    _with("nn.BatchNorm2d({a1}, track_running_stats=False)", on=_FOUR),
-    _with("nn.LayerNorm({a_last})"),
-    _with("nn.RMSNorm({a_last})"),
-    _with("nn.GroupNorm(1, {a1})", on=_WIDE),
-    _with("nn.InstanceNorm1d({a1}, affine=True)", on=_THREE),
-    _with("nn.InstanceNorm2d({a1}, track_running_stats=True)", on=_FOUR),
-    *[_with("nn.Conv2d({a1}, 4, 3, padding=1)", on=_FOUR)] * 3,
-    _with("nn.Conv2d({a1}, {a1}, 3, padding=1, groups={a1}, bias=False)", on=_FOUR),
-    _with(
+    *[with_setup("nn.Linear({a_last}, 8)", on=_LINEAR)] * 5,
+    *[with_setup("nn.Linear({a_last}, {a_last}, bias=False)", on=_LINEAR)] * 3,
+    with_setup("nn.Linear({a_last}, {a_last})", "{m}({m}({a}).tanh())", on=_LINEAR),
+    with_setup("nn.Parameter(torch.randn({a_last}))", "{a} * {m}"),
+    with_setup("nn.Parameter(torch.randn({a_last}))", "{a} + {m}"),
+    with_setup("nn.Parameter(torch.randn({a_last}, 7) * .3)", "{a} @ {m}", on=_LINEAR),
+    with_setup(
+        "nn.Parameter(torch.randn({a_last}, 7) * .3)", "torch.einsum('...i,ij->...j', {a}, {m})"
+    ),
+    *[with_setup("nn.BatchNorm1d({a1})", on=_LINEAR)] * 2,
+    with_setup("nn.BatchNorm1d({a_last})", "{m}({a}.transpose(1, 2)).transpose(1, 2)", on=_THREE),
+    with_setup("nn.BatchNorm1d({a1}, affine=False)", on=_LINEAR),
+    with_setup("nn.BatchNorm2d({a1})", on=_FOUR),
+    with_setup("nn.BatchNorm2d({a1}, track_running_stats=False)", on=_FOUR),
+    with_setup("nn.LayerNorm({a_last})"),
+    with_setup("nn.RMSNorm({a_last})"),
+    with_setup("nn.GroupNorm(1, {a1})", on=_WIDE),
+    with_setup("nn.InstanceNorm1d({a1}, affine=True)", on=_THREE),
+    with_setup("nn.InstanceNorm2d({a1}, track_running_stats=True)", on=_FOUR),
+    *[with_setup("nn.Conv2d({a1}, 4, 3, padding=1)", on=_FOUR)] * 3,
+    with_setup("nn.Conv2d({a1}, {a1}, 3, padding=1, groups={a1}, bias=False)", on=_FOUR),
+    with_setup(
         "nn.Conv2d({a1}, 6, 1, stride=2)",
         "{m}({a}.contiguous(memory_format=torch.channels_last))",
         on=_FOUR,
     ),
-    _with("nn.ConvTranspose2d({a1}, 3, 2, stride=2)", on=_FOUR),
-    _with("nn.Conv1d({a1}, 4, 3, padding=1)", on=_THREE),
-    _with("nn.PReLU()"),
-    _with("nn.Bilinear({a_last}, {a_last}, 5)", "{m}({a}, {a})", on=_LINEAR),
-    _with(
+    with_setup("nn.ConvTranspose2d({a1}, 3, 2, stride=2)", on=_FOUR),
+    with_setup("nn.Conv1d({a1}, 4, 3, padding=1)", on=_THREE),
+    with_setup("nn.PReLU()"),
+    with_setup("nn.Bilinear({a_last}, {a_last}, 5)", "{m}({a}, {a})", on=_LINEAR),
+    with_setup(
         "nn.MultiheadAttention({a_last}, 1, batch_first=True)",
         "{m}({a}, {a}, {a}, need_weights=False)[0]",
         on=_THREE,
     ),
-    _with("nn.utils.parametrizations.weight_norm(nn.Linear({a_last}, 6))", on=_LINEAR),
-    _with("nn.utils.parametrizations.spectral_norm(nn.Linear({a_last}, 6))", on=_LINEAR),
-    _with(
+    with_setup("nn.utils.parametrizations.weight_norm(nn.Linear({a_last}, 6))", on=_LINEAR),
+    with_setup("nn.utils.parametrizations.spectral_norm(nn.Linear({a_last}, 6))", on=_LINEAR),
+    with_setup(
         "nn.Linear({a_last}, 6);"
         "nn.utils.parametrize.register_parametrization({m}, 'weight', Doubled())",
         on=_LINEAR,
     ),
-    _with("nn.Linear({a_last}, {a_last}); {m}.weight.requires_grad_(False)", on=_LINEAR),
-    _with(
+    with_setup("nn.Linear({a_last}, {a_last}); {m}.weight.requires_grad_(False)", on=_LINEAR),
+    with_setup(
         "nn.Sequential(nn.Linear({a_last}, 6), nn.GELU(), nn.Linear(6, {a_last}))",
         "checkpoint({m}, {a}, use_reentrant=False)",
         on=_LINEAR,
     ),
-    _with(
+    with_setup(
         "nn.Embedding(5, 8)",
         "{m}({a})",
-        on=_ids,
+        on=ids,
     ),
-    _with(
+    with_setup(
         "nn.Embedding(5, 6, padding_idx=0)",
         "{m}({a})",
-        on=_ids,
+        on=ids,
     ),
-    _with(
+    with_setup(
         "nn.Embedding(5, 8, max_norm=0.7)",
         "{m}({a})",
-        on=_ids,
+        on=ids,
     ),
-    _with(
+    with_setup(
         "nn.EmbeddingBag(5, 8)",
         "{m}({a})",
-        on=_ids,
+        on=ids,
     ),
-    _many(
+    several(
         "{m}.mul_(.9).add_({a}.detach().reshape(-1, {a_last}).mean(0), alpha=.1)",
         "{t} = {a} - {m}",
         setup=("self.register_buffer('{n}', torch.zeros({a_last}))",),
     ),
-    _many("{m} += 1", "{t} = {a} * 1.1", setup=("self.register_buffer('{n}', torch.zeros(()))",)),
+    several("{m} += 1", "{t} = {a} * 1.1", setup=("self.register_buffer('{n}', torch.zeros(()))",)),
 ]
 
 RANDOM = [
-    *_one(
+    *of_one(
         """
         F.dropout({a}, {p})
         F.dropout({a}.transpose(0, -1), {p})
@@ -187,23 +100,23 @@ RANDOM = [
         {a}[torch.randperm({a0})]
         """
     ),
-    *_one(
+    *of_one(
         """
         F.dropout({a} * 1, {p}, inplace=True)
         """
     ),
-    *_one(
+    *of_one(
         """
         F.dropout2d({a}, {p})
         """,
         on=_FOUR,
     ),
-    _with("nn.Dropout({p})"),
-    _many("unread = F.dropout({a}, {p}).mean()", "{t} = {a} * 1.5"),
+    with_setup("nn.Dropout({p})"),
+    several("unread = F.dropout({a}, {p}).mean()", "{t} = {a} * 1.5"),
 ]
 
 POINTWISE = [
-    *_one(
+    *of_one(
         """
         {a}.relu()
         F.gelu({a})
@@ -255,7 +168,7 @@ POINTWISE = [
         {a}.logcumsumexp(0)
         """
     ),
-    *_two(
+    *of_two(
         """
         {a} + {b}
         {a} * {b}
@@ -273,14 +186,14 @@ POINTWISE = [
         {a}.copysign({b})
         """
     ),
-    *_two(
+    *of_two(
         """
         F.scaled_dot_product_attention({a}, {b}, {a})
         torch.bmm({a}, {b}.transpose(1, 2))
         """,
         on=_THREE,
     ),
-    *_two(
+    *of_two(
         """
         {a} @ {b}.t()
         torch.addmm({a}, {a} @ {b}.t(), {b})
@@ -288,13 +201,13 @@ POINTWISE = [
         """,
         on=_TWO,
     ),
-    *_two(
+    *of_two(
         """
         F.pairwise_distance({a}, {b}).unsqueeze(-1)
         F.cosine_similarity({a}, {b}, -1).unsqueeze(-1)
         """
     ),
-    *_two(
+    *of_two(
         """
         {a} + 0.1 * F.mse_loss({a}, {b})
         {a} * F.huber_loss({a}, {b})
@@ -304,22 +217,22 @@ POINTWISE = [
 ]
 
 IN_PLACE = [
-    _many("{t} = {a} * 1.1", "{t}.relu_()"),
-    _many("{t} = {a} + 0.2", "{t} += {a}"),
-    _many("{t} = {a} * 0.7", "{t}[:, :2] = 0.5"),
-    _many("{t} = {a} * 0.7", "{t}[..., ::2] *= 2"),
-    _many("{t} = {a}.clone()", "{t}.masked_fill_({t} > 0.5, -1.0)"),
-    _many("{t} = {a}.sin()", "{t}[0].copy_({a}[-1])"),
-    _many("{t} = {a}.clone()", "{t}.transpose(0, -1).add_(1)"),
-    _many("{t} = {a} * 1", "{t}.index_add_(0, torch.tensor([0, 1]), {a}[:2])"),
-    _many("{t} = torch.zeros({a0}, {a_last})", "{t}[torch.arange({a0})] = {a}", on=_TWO),
-    _many("{t} = {a}.clone()", "{t}[{t} < 0] = 0.1"),
-    _many("{t} = {a} * 1.0", "F.relu({t}, inplace=True)", "F.hardtanh({t}, inplace=True)"),
-    _many("{t} = {a} * 1.0", "{t} = {t}.mul_(2).add_(1)"),
+    several("{t} = {a} * 1.1", "{t}.relu_()"),
+    several("{t} = {a} + 0.2", "{t} += {a}"),
+    several("{t} = {a} * 0.7", "{t}[:, :2] = 0.5"),
+    several("{t} = {a} * 0.7", "{t}[..., ::2] *= 2"),
+    several("{t} = {a}.clone()", "{t}.masked_fill_({t} > 0.5, -1.0)"),
+    several("{t} = {a}.sin()", "{t}[0].copy_({a}[-1])"),
+    several("{t} = {a}.clone()", "{t}.transpose(0, -1).add_(1)"),
+    several("{t} = {a} * 1", "{t}.index_add_(0, torch.tensor([0, 1]), {a}[:2])"),
+    several("{t} = torch.zeros({a0}, {a_last})", "{t}[torch.arange({a0})] = {a}", on=_TWO),
+    several("{t} = {a}.clone()", "{t}[{t} < 0] = 0.1"),
+    several("{t} = {a} * 1.0", "F.relu({t}, inplace=True)", "F.hardtanh({t}, inplace=True)"),
+    several("{t} = {a} * 1.0", "{t} = {t}.mul_(2).add_(1)"),
 ]
 
 VIEWS = [
-    *_one(
+    *of_one(
         """
         {a}.transpose(0, -1)
         {a}[..., 1:]
@@ -349,14 +262,14 @@ VIEWS = [
         {a}.swapaxes(0, 1)
         """
     ),
-    *_one(
+    *of_one(
         """
         {a}.permute(0, 2, 1)
         {a}.permute(1, 2, 0)
         """,
         on=_THREE,
     ),
-    *_one(
+    *of_one(
         """
         {a}.permute(0, 2, 3, 1)
         {a}.contiguous(memory_format=torch.channels_last)
@@ -368,7 +281,7 @@ VIEWS = [
 ]
 
 REDUCTIONS = [
-    *_one(
+    *of_one(
         """
         {a}.mean(-1, keepdim=True) * {a}
         {a} - {a}.amax(-1, keepdim=True)
@@ -397,7 +310,7 @@ REDUCTIONS = [
         torch.linalg.vector_norm({a}, 3, -1, keepdim=True)
         """
     ),
-    *_one(
+    *of_one(
         """
         F.max_pool2d({a}, 2)
         F.avg_pool2d({a}, 2)
@@ -409,7 +322,7 @@ REDUCTIONS = [
         """,
         on=_FOUR,
     ),
-    *_one(
+    *of_one(
         """
         F.max_pool1d({a}, 2)
         F.avg_pool1d({a}, 2)
@@ -418,7 +331,7 @@ REDUCTIONS = [
         """,
         on=_THREE,
     ),
-    *_one(
+    *of_one(
         """
         {a}.t()
         torch.outer({a}[:, 0], {a}[0])
@@ -427,9 +340,9 @@ REDUCTIONS = [
         """,
         on=_TWO,
     ),
-    _many("with torch.no_grad(): {t}q = {a}.mean()", "{t} = {a} - {t}q"),
-    _many("{t}u, {t}v = {a}.chunk(2, -1)", "{t} = {t}u.sigmoid() * {t}v.sum(-1, keepdim=True)"),
-    _many("{t}q = ({a}.detach() > 0).float()", "{t} = {a} * {t}q"),
+    several("with torch.no_grad(): {t}q = {a}.mean()", "{t} = {a} - {t}q"),
+    several("{t}u, {t}v = {a}.chunk(2, -1)", "{t} = {t}u.sigmoid() * {t}v.sum(-1, keepdim=True)"),
+    several("{t}q = ({a}.detach() > 0).float()", "{t} = {a} * {t}q"),
 ]
 
 LINES: tuple[Line, ...] = (*TRAINED, *TRAINED, *RANDOM, *POINTWISE, *IN_PLACE, *VIEWS, *REDUCTIONS)

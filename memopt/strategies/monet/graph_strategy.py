@@ -15,15 +15,8 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.reductions.coarsen import Coarsening, coarsen
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
-from memopt.strategies.monet.incumbent import (
-    Incumbent,
-    counted_exactly,
-    rotor_programs,
-    smaller,
-    solution,
-    stored,
-    without_plan,
-)
+from memopt.strategies.monet.claims import counted_exactly, solution, without_plan
+from memopt.strategies.monet.incumbent import Incumbent, rotor_programs, smaller, stored
 from memopt.strategies.monet.time_point_search import CLOSE
 from memopt.strategies.solvers.running import Deadline
 

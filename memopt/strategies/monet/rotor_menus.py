@@ -16,15 +16,8 @@ from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
 from memopt.strategies.monet.alternatives_table import SLOTS, AlternativesTable
-from memopt.strategies.monet.incumbent import (
-    SAME,
-    Incumbent,
-    counted_exactly,
-    rotor_programs,
-    smaller,
-    solution,
-    without_plan,
-)
+from memopt.strategies.monet.claims import counted_exactly, solution, without_plan
+from memopt.strategies.monet.incumbent import SAME, Incumbent, rotor_programs, smaller
 from memopt.strategies.monet.time_point_search import TimePointSearch
 from memopt.strategies.solvers.running import Deadline
 

@@ -17,11 +17,10 @@ from memopt.models.device import Device
 from memopt.models.steps import ChainStep, Move
 from memopt.programs.replay import Timeline
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
-from memopt.strategies.offload.ordered import (
+from memopt.strategies.offload.ordered import greedy_amounts, makespan_s
+from memopt.strategies.offload.ordered_bounds import (
     fractional_optimum_s,
-    greedy_amounts,
     lower_bound_s,
-    makespan_s,
     proposition_3_s,
 )
 from memopt.strategies.offload.problem import OffloadProblem, offload_problem

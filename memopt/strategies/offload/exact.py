@@ -10,7 +10,7 @@ import numpy as np
 from memopt.models.chain import Chain
 from memopt.strategies.base import CostModel
 from memopt.strategies.offload.chain_offload import ChainOffload, Choice
-from memopt.strategies.offload.dynprog import solve_dynprog
+from memopt.strategies.offload.dynprog_search import solve_dynprog
 from memopt.strategies.offload.exact_model import ExactModel, choose_ticks
 from memopt.strategies.offload.ordered import searched_amounts
 from memopt.strategies.offload.problem import OffloadProblem

@@ -5,15 +5,14 @@ when the copy is complete, and a prefetch takes its room when it begins. Interru
 and the fractional relaxation): continuously, at the rate of the link. The program that memopt runs
 is replayed apart, by `memopt.programs.replay`.
 
-By these schedules: lower bounds (Proposition 3, one per operation, Theorem 2), and a local search
-over sets of offloads, which is not in the paper. The dynamic program takes transfers as
+The local search over sets of offloads is not in the paper. The dynamic program takes transfers as
 interruptible; programs move whole activations, for which another set is often much better where
 activations are large.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -62,29 +61,6 @@ def makespan_s(problem: OffloadProblem, amounts: Bytes, *, whole: bool = False) 
     return float(ordered_kernels.makespan(problem.arrays, amounts, whole))
 
 
-def proposition_3_s(problem: OffloadProblem) -> float:
-    """LB = max(Σ u_F + u_B, 2·max(0, M_peak - M)/β) (Proposition 3), seconds.
-
-    The excess crosses the link once each way; with two rates, one term for each.
-    """
-    excess = problem.excess_bytes
-    transfers = excess / problem.to_host_bytes_per_s + excess / problem.from_host_bytes_per_s
-    return max(problem.compute_time_s, transfers)
-
-
-def per_operation_s(problem: OffloadProblem) -> float:
-    """A bound at least as good: what an operation lacks leaves before it and returns after it.
-
-    max over operations of max(time before, need/β) + its own time + max(time after, need/β). It
-    holds for every schedule, unordered ones and links that work both ways at once included.
-    """
-    need = np.maximum(problem.need_bytes, 0)
-    ends = np.cumsum(problem.durations_s)
-    before = np.maximum(ends - problem.durations_s, need / problem.to_host_bytes_per_s)
-    after = np.maximum(ends[-1] - ends, need / problem.from_host_bytes_per_s)
-    return max(problem.compute_time_s, float((before + problem.durations_s + after).max()))
-
-
 def eager_amounts(problem: OffloadProblem, size_bytes: int) -> Bytes:
     """Bytes of each activation when the first `size_bytes` of the movable ones are offloaded.
 
@@ -99,31 +75,6 @@ def eager_amounts(problem: OffloadProblem, size_bytes: int) -> Bytes:
 def greedy_amounts(problem: OffloadProblem) -> Bytes:
     """Greedy's set: the first activations whose sizes reach the excess."""
     return problem.amounts(np.flatnonzero(eager_amounts(problem, problem.excess_bytes)))
-
-
-def fractional_optimum_s(problem: OffloadProblem) -> float:
-    """The optimum when activations may be offloaded in part (Theorem 2), seconds.
-
-    The no-wait eager ordered schedule of exactly M_peak - M bytes. Partial transfers only relax
-    the problem, so this bounds every schedule on a link that does one transfer at a time; a
-    latency is left out, as a schedule of fewer, larger activations pays it less often.
-    Infinite if the capacity is below the floor.
-    """
-    relaxed = replace(problem, latency_s=0.0)
-    return makespan_s(relaxed, eager_amounts(problem, problem.excess_bytes))
-
-
-def lower_bound_s(problem: OffloadProblem, *, duplex: bool) -> float:
-    """The best bound known for every integral schedule, seconds.
-
-    Args:
-        problem: a feasible problem.
-        duplex: both directions overlap; then unordered schedules may beat Theorem 2.
-    """
-    bound = max(proposition_3_s(problem), per_operation_s(problem))
-    if duplex:
-        return bound
-    return max(bound, fractional_optimum_s(problem))
 
 
 def searched_amounts(

@@ -10,15 +10,13 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from memopt.models.chain import Chain
+from memopt.strategies.rotor.plan_sets import PlanSet, plan_set, replayed
 from memopt.strategies.rotor.schedules import (
     BACKWARD,
     CODE_BASE,
     FORWARD_ALL,
     FORWARD_CHECKPOINT,
     FORWARD_NO_SAVE,
-    PlanSet,
-    plan_set,
-    replayed,
 )
 from memopt.strategies.rotor.strategies import ChainStrategy
 from memopt.strategies.solvers.running import Deadline

@@ -18,15 +18,8 @@ from memopt.models.device import Device
 from memopt.models.quantize import SlotScale, slot_scale
 from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
-from memopt.strategies.rotor.schedules import (
-    CurvePoint,
-    PlanSet,
-    RecentPlanSets,
-    SolveLimits,
-    TooLarge,
-    merged,
-    steps_of,
-)
+from memopt.strategies.rotor.plan_sets import CurvePoint, PlanSet, RecentPlanSets, merged
+from memopt.strategies.rotor.schedules import SolveLimits, TooLarge, steps_of
 from memopt.strategies.solvers.running import Deadline, Stopped
 
 DEFAULT_SLOTS = 500

@@ -24,8 +24,10 @@ from memopt.strategies.rotor.persistent_kernels import (
     need_table,
     row_offsets,
 )
-from memopt.strategies.rotor.persistent_trace_kernels import peak_and_time, persistent_schedule
-from memopt.strategies.rotor.schedules import Codes, PlanSet, SolveLimits, TooLarge, plan_set
+from memopt.strategies.rotor.persistent_trace_kernels import persistent_schedule
+from memopt.strategies.rotor.plan_sets import PlanSet, plan_set
+from memopt.strategies.rotor.schedule_cost_kernels import peak_and_time
+from memopt.strategies.rotor.schedules import Codes, SolveLimits, TooLarge
 from memopt.strategies.rotor.steps_kernels import Steps, buffer
 from memopt.strategies.solvers.running import Stopped
 

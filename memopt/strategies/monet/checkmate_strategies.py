@@ -1,0 +1,85 @@
+"""Checkmate, exact and rounded, as strategies on a coarsened graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from memopt.models.graph import Graph
+from memopt.programs.instructions import Program
+from memopt.strategies.base import Features, Status
+from memopt.strategies.monet.checkmate import CheckmateModel
+from memopt.strategies.monet.graph_strategy import GraphStrategy
+from memopt.strategies.monet.incumbent import Incumbent
+from memopt.strategies.monet.kernel_choice import fastest_kernels
+from memopt.strategies.monet.solved_exactly import SolvedExactly
+from memopt.strategies.solvers.running import Deadline
+
+CHECKMATE_PAPER = "Jain et al.: Checkmate: Breaking the Memory Wall, MLSys 2020"
+
+
+@dataclass(frozen=True)
+class Checkmate(SolvedExactly):
+    """Checkmate's exact program: recomputation of any operator, one implementation each.
+
+    Attributes:
+        fastest: -O: the plan's operators then run by the fastest kernels that fit; else -D.
+    """
+
+    fastest: bool = False
+    max_operators: int = 24
+
+    name: ClassVar[str] = "checkmate"
+    features: ClassVar[Features] = Features(recompute=True)
+    references: ClassVar[tuple[str, ...]] = (CHECKMATE_PAPER,)
+
+    def model(self, graph: Graph) -> CheckmateModel:
+        """Build Checkmate's program of a graph."""
+        return CheckmateModel(graph)
+
+    def search(
+        self, graph: Graph, budget_bytes: int, deadline: Deadline
+    ) -> tuple[Status, Program | None, float | None]:
+        status, program, bound_s = super().search(graph, budget_bytes, deadline)
+        # Kernels are chosen after the program: its bound is of the default ones.
+        return status, program, None if self.fastest else bound_s
+
+    def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
+        return fastest_kernels(graph, program, budget_bytes) if self.fastest else program
+
+
+@dataclass(frozen=True)
+class CheckmateRounding(GraphStrategy):
+    """Checkmate's linear relaxation, rounded in two phases.
+
+    Attributes:
+        fastest: as for Checkmate.
+        shares: the relaxation is solved for these shares of the budget, in turn, and the
+            fastest rounded plan that fits is kept.
+    """
+
+    fastest: bool = False
+    max_operators: int = 24
+    shares: tuple[float, ...] = (1.0, 0.9, 0.8, 0.7)
+
+    name: ClassVar[str] = "checkmate-rounding"
+    features: ClassVar[Features] = Features(recompute=True)
+    references: ClassVar[tuple[str, ...]] = (CHECKMATE_PAPER,)
+
+    def search(
+        self, graph: Graph, budget_bytes: int, deadline: Deadline
+    ) -> tuple[Status, Program | None, float | None]:
+        built = CheckmateModel(graph)
+        best = Incumbent(graph, budget_bytes, tolerance=0.0)
+        most_bytes = min(budget_bytes, 2**50) - graph.resident_bytes
+        for share in self.shares:
+            if deadline.passed(1.0 - share, f"relaxation for {share:.0%} of the budget"):
+                break
+            values = built.model.relax(int(share * most_bytes), deadline.left_s)
+            if values:
+                best.offer(built.rounded(values))
+        status = Status.UNKNOWN if best.program is None else Status.FEASIBLE
+        return status, best.program, None
+
+    def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
+        return fastest_kernels(graph, program, budget_bytes) if self.fastest else program

@@ -1,0 +1,87 @@
+"""The yardstick AutoSwap of Offloading §6.1: what it moves, in the paper's model."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from memopt.strategies.base import CostModel
+from memopt.strategies.offload.autoswap_scores import SCORES, Candidates
+from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, Choice
+from memopt.strategies.offload.ordered import makespan_s
+from memopt.strategies.offload.problem import OffloadProblem
+from memopt.strategies.offload.program import ordered_transfers
+
+
+@dataclass(frozen=True)
+class AutoSwap(ChainOffload):
+    """Offload by decreasing weighted score until every operation fits.
+
+    The scores are those of Zhang et al. (2019): duration of absence (between F_j and B_j, less
+    both transfers), area of absence (times the size), weighted duration of absence (the excess
+    over the budget, integrated over the absence), and the same with the excess that is left
+    after the choices made so far.
+
+    Attributes:
+        trials: weights that are tried.
+        seed: of the optimiser.
+    """
+
+    trials: int = 60
+    seed: int = 0
+
+    name: ClassVar[str] = "autoswap"
+    references: ClassVar[tuple[str, ...]] = (
+        PAPER,
+        "Efficient memory management for GPU-based deep learning systems (AutoSwap, 2019)",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.trials < 1:
+            raise ValueError(f"AutoSwap: trials must be at least 1, got {self.trials}")
+
+    def why_not(self, cost_model: CostModel) -> str | None:
+        if importlib.util.find_spec("optuna") is None:
+            return "autoswap needs optuna: pip install 'memopt[autoswap]'"
+        return super().why_not(cost_model)
+
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
+        import optuna
+
+        candidates = Candidates(problem)
+        results: dict[tuple[int, ...], float] = {}
+
+        def objective(trial: optuna.Trial) -> float:
+            weights = np.array([trial.suggest_float(name, 0.0, 1.0) for name in SCORES])
+            offloaded = candidates.select(weights)
+            if offloaded not in results:
+                amounts = problem.amounts(offloaded)
+                results[offloaded] = makespan_s(problem, amounts)
+            return results[offloaded]
+
+        optuna.logging.get_logger("optuna").setLevel(logging.WARNING)
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed))
+        for name in SCORES:
+            study.enqueue_trial({other: float(other == name) for other in SCORES})
+        study.optimize(objective, n_trials=self.trials, timeout=time_limit_s)
+        if not results:
+            # However little time there is: one set of weights.
+            study.optimize(objective, n_trials=1)
+        allowed = {
+            offloaded: time_s
+            for offloaded, time_s in results.items()
+            if self.within_host(int(problem.sizes[list(offloaded)].sum()))
+        }
+        if not allowed:
+            smallest = min(int(problem.sizes[list(offloaded)].sum()) for offloaded in results)
+            self.refuse_host(problem, smallest)
+        best = min(allowed, key=lambda offloaded: (allowed[offloaded], offloaded))
+        return Choice(
+            ordered_transfers(best),
+            stats={"trials": len(study.trials), "sets_tried": len(results)},
+        )
