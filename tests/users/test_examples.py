@@ -1,0 +1,28 @@
+"""The scripts that the page on trainers shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples import train_hugging_face, train_lightning, train_loop
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+
+
+def test_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_loop.main(epochs=1) < 2.3
+    assert "planned=15, original=1" in capsys.readouterr().out
+
+
+def test_hugging_face() -> None:
+    assert train_hugging_face.main(steps=4).calls.planned == 4
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_lightning() -> None:
+    assert train_lightning.main(steps=3).calls.planned == 6
