@@ -11,19 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 
-from memopt.profiler.memory import metered
-from tests.zoo.torchvision_shim import declare_missing_operators
-
-declare_missing_operators()
-
-import peft
-import transformers
-
 from memopt.integrations.hugging_face import MemoptCallback
+from memopt.profiler.memory import metered
 
 STEPS = 50
 SIZE = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}

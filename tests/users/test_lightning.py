@@ -5,16 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-from tests.zoo.torchvision_shim import declare_missing_operators
-
-declare_missing_operators()
-
-import lightning
 
 from memopt.integrations.lightning import MemoptCallback
 
