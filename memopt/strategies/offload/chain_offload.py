@@ -24,7 +24,7 @@ from memopt.strategies.offload.ordered_bounds import (
     proposition_3_s,
 )
 from memopt.strategies.offload.problem import OffloadProblem, offload_problem
-from memopt.strategies.offload.program import Transfers, best_program, ordered_transfers
+from memopt.strategies.offload.program import Transfers, best_schedule, ordered_transfers
 
 PAPER = "Optimal GPU-CPU Offloading Strategies (Beaumont, Eyraud-Dubois, Shilova, 2020)"
 
@@ -155,7 +155,7 @@ class ChainOffload(Strategy):
 
 
 def _solution(problem: OffloadProblem, choice: Choice, started: float) -> Solution:
-    built = best_program(problem, choice.transfers)
+    built = best_schedule(problem, choice.transfers)
     if built is None:
         raise AssertionError("a set of offloads that fits has a program")
     steps, timeline = built

@@ -14,7 +14,7 @@ from memopt.strategies.offload.dynprog_search import solve_dynprog
 from memopt.strategies.offload.exact_model import ExactModel, choose_ticks
 from memopt.strategies.offload.ordered import searched_amounts
 from memopt.strategies.offload.problem import OffloadProblem
-from memopt.strategies.offload.program import Transfers, best_program, ordered_transfers
+from memopt.strategies.offload.program import Transfers, best_schedule, ordered_transfers
 from memopt.strategies.solvers.running import SolverOptions
 
 
@@ -104,6 +104,6 @@ def _serial_s(problem: OffloadProblem) -> float:
 
 def _fastest(problem: OffloadProblem, known: list[Transfers]) -> Transfers | None:
     """The known decisions whose program is fastest; None if none has one."""
-    timed = [(best_program(problem, transfers), transfers) for transfers in known]
+    timed = [(best_schedule(problem, transfers), transfers) for transfers in known]
     built = [(made[1].time_s, transfers) for made, transfers in timed if made is not None]
     return min(built, key=lambda entry: entry[0])[1] if built else None

@@ -56,14 +56,14 @@ def ordered_transfers(
     return Transfers(tuple(indices), tuple(reversed(indices)), not_before or {})
 
 
-def best_program(
+def best_schedule(
     problem: OffloadProblem, transfers: Transfers
 ) -> tuple[tuple[ChainStep, ...], Timeline] | None:
-    """The fastest of the programs built with each `PATIENCE`; None if none keeps the budget."""
+    """The fastest of the schedules made with each `PATIENCE`; None if none keeps the budget."""
     best: tuple[tuple[ChainStep, ...], Timeline] | None = None
     view = chain_to_graph(problem.chain)
     for patience in PATIENCE:
-        steps = build_program(problem, transfers, patience)
+        steps = build_schedule(problem, transfers, patience)
         if steps is None:
             continue
         timeline = replay(view.graph, view.with_late_gradient(steps), problem.device)
@@ -72,7 +72,7 @@ def best_program(
     return best
 
 
-def build_program(
+def build_schedule(
     problem: OffloadProblem, transfers: Transfers, patience: float
 ) -> tuple[ChainStep, ...] | None:
     """The chain steps for some transfers; None if they do not keep the budget.
