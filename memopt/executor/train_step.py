@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed
 from torch import nn
 
 from memopt.errors import ExecutionError, GuardError
@@ -24,6 +25,7 @@ from memopt.profiler.baseline import as_targets
 from memopt.profiler.inputs import Call, align
 from memopt.profiler.joint_graph import unit_tangents
 from memopt.profiler.optimizer_state import optimizer_state
+from memopt.profiler.remedies import is_data_parallel
 from memopt.profiler.step_optimizer import HostState, Touch, check_splittable, update_one
 from memopt.profiler.step_session import ProfiledStep
 from memopt.profiler.training_call import as_planned
@@ -298,6 +300,18 @@ def _check_state(
         )
 
 
+def _check_alone(model: nn.Module) -> None:
+    """Refuse a step whose gradients other processes need: it updates parameters inside, before
+    anybody could exchange them, and the processes' parameters would drift apart."""
+    many = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if is_data_parallel(model) or (many and torch.distributed.get_world_size() > 1):
+        raise ValueError(
+            "a whole step exchanges no gradients with other processes: plan without an optimizer "
+            "instance and put DistributedDataParallel around the planned module "
+            "(DistributedDataParallel(memopt.wrap(model, budget=...)))"
+        )
+
+
 def train_step(
     plan: PlanRecord,
     model: nn.Module,
@@ -308,6 +322,7 @@ def train_step(
     checked: bool = False,
 ) -> TrainStep:
     """See `Plan.train_step`."""
+    _check_alone(model)
     plan = with_step(plan, model, loss_fn, optimizer)
     profiled = plan.profiled
     if not isinstance(profiled, ProfiledStep) or profiled.parts is None:

@@ -18,9 +18,15 @@ def known_remedy(model: nn.Module, error: Exception) -> str | None:
     return None
 
 
+def is_data_parallel(model: nn.Module) -> bool:
+    """Whether the model is wrapped to exchange gradients, by hooks that no plan holds."""
+    names = {kind.__name__ for kind in type(model).__mro__}
+    return bool(names & {"DistributedDataParallel", "DataParallel"})
+
+
 def _wrapped(model: nn.Module, _text: str) -> str | None:
     kinds = {kind.__name__ for kind in type(model).__mro__}
-    if kinds & {"DistributedDataParallel", "DataParallel"}:
+    if is_data_parallel(model):
         return (
             f"the model is a {type(model).__name__} already, which exchanges gradients outside of "
             "any graph: plan first, then wrap "

@@ -26,7 +26,10 @@ def training_call(model: nn.Module, inputs: Any) -> Call:
     config = getattr(model, "config", None)
     if not model.training or not getattr(config, "use_cache", False):
         return call
-    names = list(inspect.signature(model.forward).parameters)
+    # An adapted model (PEFT) passes on what it is given.
+    inner: Any = getattr(model, "get_base_model", None)
+    base = inner() if callable(inner) else model
+    names = list(inspect.signature(base.forward).parameters)
     if "use_cache" in call.kwargs or "use_cache" not in names[len(call.args) :]:
         return call
     return Call(call.args, {**call.kwargs, "use_cache": False})
