@@ -61,7 +61,8 @@ def _inputs_require_gradients(model: nn.Module, _text: str) -> str | None:
         return None
     return (
         "a hook lets the embeddings' output require gradients, which gradient checkpointing needs "
-        "and memopt, which replaces it, does not: call model.disable_input_require_grads()"
+        "and memopt, which replaces it, does not: call model.disable_input_require_grads(), or, "
+        "where adding an adapter has left a second hook, load the model without checkpointing"
     )
 
 

@@ -102,16 +102,25 @@ def test_gradient_checkpointing_is_to_be_switched_off() -> None:
 
 
 def test_the_same_of_an_adapted_model() -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=100, intermediate_size=64, bos_token_id=1, eos_token_id=1, **SIZE
-    )
-    inner = transformers.LlamaForCausalLM(config)
-    inner.gradient_checkpointing_enable()
-    model = peft.get_peft_model(inner, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    def adapted(checkpointing: bool) -> nn.Module:
+        config = transformers.LlamaConfig(
+            vocab_size=100, intermediate_size=64, bos_token_id=1, eos_token_id=1, **SIZE
+        )
+        inner = transformers.LlamaForCausalLM(config)
+        if checkpointing:
+            inner.gradient_checkpointing_enable()
+        made: nn.Module = peft.get_peft_model(
+            inner, peft.LoraConfig(r=4, target_modules=["q_proj"])
+        )
+        return made
+
+    model = adapted(checkpointing=True)
     with pytest.raises(CaptureError, match="gradient_checkpointing_disable"):
         plan(model, TEXT)
     model.gradient_checkpointing_disable()
-    model.disable_input_require_grads()
+    with pytest.raises(CaptureError, match="load the model without checkpointing"):
+        plan(model, TEXT)
+    model = adapted(checkpointing=False)
     plan(model, TEXT).apply(model)(**TEXT)
 
 
