@@ -1,0 +1,555 @@
+"""Popular architectures of transformers and timm, small, all else by default, in `memopt.wrap`.
+
+    python -m benchmarks.trainer_architectures [--only NAME ...] [--jobs 2]
+                                               [--out docs/results/trainer_architectures.md]
+
+Each trains twice from the same weights, plain and wrapped with the budget "min": two steps, and one
+of two accumulated micro-batches. Losses, gradients, buffers and parameters have to be equal bit for
+bit, and all four calls have to run under a plan. A model that is refused is shown with the
+refusal's sentence, and trains again with what remedies it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memopt
+from memopt.errors import MemoptError
+from tests.zoo import torchvision_shim  # noqa: F401 (before timm)
+
+import timm  # isort: skip
+
+STEPS = (1, 1, 2)
+"""Micro-batches of each step."""
+WORKING = 27
+"""So many of the architectures have to work as they are."""
+VOCABULARY = 128
+
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model and its inputs.
+
+    Attributes:
+        name: for --only.
+        kind: of the model.
+        model: makes it.
+        inputs: makes a micro-batch.
+        loss: the loss of the model's output; None: the output holds it.
+        remedy: the same as the refusal advises it, named by that.
+    """
+
+    name: str
+    kind: str
+    model: Callable[[], nn.Module]
+    inputs: Callable[[], Inputs]
+    loss: Callable[[Any], Tensor] = lambda output: output.loss
+    remedy: Architecture | None = None
+
+
+TINY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DECODER = {**TINY, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SEQUENCES = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+
+
+def tokens(labels: str = "tokens") -> Inputs:
+    """Padded texts, with a label for each token or for each text."""
+    ids = torch.randint(3, VOCABULARY, (2, 16))
+    mask = torch.ones_like(ids)
+    mask[-1, -4:] = 0
+    wanted = ids.masked_fill(mask == 0, -100) if labels == "tokens" else torch.randint(2, (2,))
+    return {"input_ids": ids, "attention_mask": mask, "labels": wanted}
+
+
+def replaced_tokens() -> Inputs:
+    """What ELECTRA discriminates: for each token, whether it was replaced."""
+    return tokens() | {"labels": torch.randint(2, (2, 16))}
+
+
+def pictures() -> Inputs:
+    """Images, each with its class."""
+    return {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.randint(2, (2,))}
+
+
+def waves() -> Inputs:
+    """Sounds, with the tokens that are spoken."""
+    return {"input_values": torch.randn(2, 4000), "labels": torch.randint(1, 32, (2, 4))}
+
+
+def spectra() -> Inputs:
+    """Spectrograms, with the tokens that are spoken."""
+    return {
+        "input_features": torch.randn(2, 80, 64),
+        "labels": torch.randint(3, VOCABULARY, (2, 8)),
+    }
+
+
+def captioned() -> Inputs:
+    """Images with texts."""
+    return without_labels(tokens()) | without_labels(pictures()) | {"return_loss": True}
+
+
+def without_labels(inputs: Inputs) -> Inputs:
+    """The inputs of a model whose loss is computed outside."""
+    return {name: value for name, value in inputs.items() if name != "labels"}
+
+
+def class_loss(output: Tensor) -> Tensor:
+    """Cross entropy with random classes."""
+    return functional.cross_entropy(output, torch.randint(output.shape[-1], output.shape[:1]))
+
+
+def replaced_loss(output: Any) -> Tensor:
+    """ELECTRA's loss, of texts as `tokens` pads them."""
+    logits = output.logits
+    losses = functional.binary_cross_entropy_with_logits(
+        logits, torch.randint(2, logits.shape).float(), reduction="none"
+    )
+    kept = tokens()["attention_mask"]
+    return (losses * kept).sum() / kept.sum()
+
+
+def spoken_loss(output: Any) -> Tensor:
+    """Wav2Vec2's loss, of texts of four tokens."""
+    steps = output.logits.log_softmax(-1).transpose(0, 1)
+    spoken = torch.randint(1, 32, (2, 4))
+    lengths = torch.full((2,), len(steps)), torch.full((2,), 4)
+    return functional.ctc_loss(steps, spoken, *lengths)
+
+
+def made(config: str, model: str, **sizes: Any) -> nn.Module:
+    """A transformers model."""
+    built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**sizes))
+    return built
+
+
+def _language(
+    name: str, kind: str, family: str, head: str, labels: str = "tokens", **sizes: Any
+) -> Architecture:
+    model = partial(made, f"{family}Config", f"{family}For{head}", **sizes)
+    return Architecture(name, kind, model, partial(tokens, labels))
+
+
+def _clip() -> nn.Module:
+    text = {key: value for key, value in TINY.items() if key != "num_hidden_layers"}
+    vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.CLIPConfig(
+        text_config={**text, "num_hidden_layers": 2},
+        vision_config={**vision, "intermediate_size": 64, "image_size": 32, "patch_size": 8},
+        projection_dim=16,
+    )
+    return transformers.CLIPModel(config)
+
+
+def _wav2vec2(**settings: Any) -> nn.Module:
+    return made("Wav2Vec2Config", "Wav2Vec2ForCTC", **WAVES, **settings)
+
+
+def _plain_wav2vec2() -> nn.Module:
+    model: Any = _wav2vec2(layerdrop=0.0, apply_spec_augment=False)
+    model.wav2vec2.feature_extractor._requires_grad = False
+    plain: nn.Module = model
+    return plain
+
+
+VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 32,
+    "patch_size": 8,
+}
+WAVES = {
+    **TINY,
+    "vocab_size": 32,
+    "conv_dim": (16, 16, 16),
+    "conv_stride": (5, 4, 4),
+    "conv_kernel": (10, 4, 4),
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+}
+
+TRANSFORMERS = (
+    Architecture(
+        "GPT-2",
+        "decoder",
+        partial(
+            made,
+            "GPT2Config",
+            "GPT2LMHeadModel",
+            vocab_size=VOCABULARY,
+            n_layer=2,
+            n_embd=32,
+            n_head=4,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        tokens,
+    ),
+    _language("Llama", "decoder", "Llama", "CausalLM", **DECODER),
+    _language("Mistral", "decoder", "Mistral", "CausalLM", **DECODER),
+    _language("Qwen2", "decoder", "Qwen2", "CausalLM", **DECODER),
+    _language("Qwen3", "decoder", "Qwen3", "CausalLM", **DECODER, head_dim=8),
+    _language("Gemma2", "decoder", "Gemma2", "CausalLM", **DECODER, head_dim=8),
+    Architecture(
+        "Gemma3",
+        "decoder",
+        partial(made, "Gemma3TextConfig", "Gemma3ForCausalLM", **DECODER, head_dim=8),
+        tokens,
+    ),
+    _language("Phi-3", "decoder", "Phi3", "CausalLM", **DECODER),
+    _language(
+        "OPT",
+        "decoder",
+        "OPT",
+        "CausalLM",
+        **{key: value for key, value in TINY.items() if key != "intermediate_size"},
+        ffn_dim=64,
+        word_embed_proj_dim=32,
+        max_position_embeddings=64,
+    ),
+    _language(
+        "BLOOM",
+        "decoder",
+        "Bloom",
+        "CausalLM",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        n_layer=2,
+        n_head=4,
+    ),
+    _language("Falcon", "decoder", "Falcon", "CausalLM", **TINY),
+    _language(
+        "T5",
+        "encoder-decoder",
+        "T5",
+        "ConditionalGeneration",
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+    ),
+    _language("BART", "encoder-decoder", "Bart", "ConditionalGeneration", **SEQUENCES),
+    _language("BERT", "encoder", "Bert", "SequenceClassification", "texts", **TINY),
+    _language("RoBERTa", "encoder", "Roberta", "MaskedLM", **TINY),
+    _language(
+        "DistilBERT",
+        "encoder",
+        "DistilBert",
+        "SequenceClassification",
+        "texts",
+        vocab_size=VOCABULARY,
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        hidden_dim=64,
+    ),
+    Architecture(
+        "ELECTRA",
+        "encoder",
+        partial(made, "ElectraConfig", "ElectraForPreTraining", **TINY, embedding_size=16),
+        replaced_tokens,
+        remedy=Architecture(
+            "ELECTRA without labels",
+            "encoder",
+            partial(made, "ElectraConfig", "ElectraForPreTraining", **TINY, embedding_size=16),
+            lambda: without_labels(replaced_tokens()),
+            replaced_loss,
+        ),
+    ),
+    _language("DeBERTa-v2", "encoder", "DebertaV2", "SequenceClassification", "texts", **TINY),
+    Architecture(
+        "ViT",
+        "vision",
+        partial(made, "ViTConfig", "ViTForImageClassification", **VISION),
+        pictures,
+    ),
+    Architecture(
+        "Wav2Vec2",
+        "audio",
+        _wav2vec2,
+        waves,
+        remedy=Architecture(
+            "Wav2Vec2 so set, without labels",
+            "audio",
+            _plain_wav2vec2,
+            lambda: without_labels(waves()),
+            spoken_loss,
+        ),
+    ),
+    Architecture(
+        "Whisper",
+        "audio",
+        partial(
+            made,
+            "WhisperConfig",
+            "WhisperForConditionalGeneration",
+            **SEQUENCES,
+            max_source_positions=32,
+            max_target_positions=32,
+        ),
+        spectra,
+    ),
+    Architecture("CLIP", "vision and text", _clip, captioned),
+)
+"""Two layers each, 32 wide; all else as in the default configuration."""
+
+
+def _images(name: str, pixels: int = 64, **sizes: Any) -> Architecture:
+    return Architecture(
+        name,
+        "vision",
+        partial(timm.create_model, name, num_classes=10, **sizes),
+        lambda: {"x": torch.randn(4, 3, pixels, pixels)},
+        class_loss,
+    )
+
+
+TIMM = (
+    _images("resnet18"),
+    _images("efficientnet_b0"),
+    _images("convnext_atto"),
+    _images("vit_tiny_patch16_224", img_size=64),
+    _images("swin_tiny_patch4_window7_224", img_size=64, window_size=4),
+    _images("mobilenetv3_small_100"),
+    _images("regnety_002"),
+    _images("densenet121"),
+    _images("mixer_s32_224", img_size=64),
+    _images("deit_tiny_patch16_224", img_size=64),
+    _images("levit_128s", 224),
+    _images("coatnet_nano_rw_224", img_size=64),
+    _images("maxvit_tiny_tf_224", img_size=64),
+    _images("resnest14d"),
+    _images("edgenext_xx_small"),
+    _images("fastvit_t8"),
+)
+"""Whole models for ten classes of small images."""
+
+ARCHITECTURES = (*TRANSFORMERS, *TIMM)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training was: of each step its losses, and what the model held then."""
+
+    losses: tuple[Tensor, ...]
+    tensors: tuple[tuple[str, Tensor], ...]
+
+    def differs(self, other: Trained) -> str:
+        """The first thing that is not the same, bit for bit; "" if all is."""
+        for index, (one, another) in enumerate(zip(self.losses, other.losses, strict=True)):
+            if not same(one, another):
+                return f"the loss of call {index}"
+        mine, others = dict(self.tensors), dict(other.tensors)
+        if mine.keys() != others.keys():
+            return ", ".join(sorted(mine.keys() ^ others.keys()))
+        return next((name for name in mine if not same(mine[name], others[name])), "")
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal to the bit."""
+    return bool(one.dtype == other.dtype and torch.equal(one, other))
+
+
+def trained(architecture: Architecture, model: nn.Module) -> Trained:
+    """Three steps, the last of two micro-batches."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses: list[Tensor] = []
+    tensors: list[tuple[str, Tensor]] = []
+    for step, batches in enumerate(STEPS):
+        optimizer.zero_grad()
+        for _ in range(batches):
+            torch.manual_seed(len(losses))
+            loss = architecture.loss(model(**architecture.inputs()))
+            (loss / batches).backward()
+            losses.append(loss.detach().clone())
+        tensors += [
+            (f"gradient of {name} in step {step}", p.grad.clone())
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        ]
+        tensors += [
+            (f"buffer {name} in step {step}", b.clone()) for name, b in model.named_buffers()
+        ]
+        optimizer.step()
+    tensors += [(f"parameter {name}", p.detach().clone()) for name, p in model.named_parameters()]
+    return Trained(tuple(losses), tuple(tensors))
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one architecture fared.
+
+    Attributes:
+        name, kind: of the architecture.
+        outcome: "exact", "refused", or what is wrong.
+        sentence: of the refusal.
+        share: the budget "min" over the peak without a plan.
+        seconds: of the wrapped training, plans included.
+    """
+
+    name: str
+    kind: str
+    outcome: str
+    sentence: str = ""
+    share: float = 0.0
+    seconds: float = 0.0
+
+
+def sentence(error: Exception) -> str:
+    """What an error says, without where this machine keeps its packages."""
+    return re.sub(r"\S*/site-packages/", "", str(error))
+
+
+def outcome_of(architecture: Architecture) -> Row:
+    """Train plain and wrapped."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return architecture.model().train()
+
+    plain = trained(architecture, model())
+    wrapped: Any = memopt.wrap(model(), "min", progress=False)
+    began = time.perf_counter()
+    try:
+        planned = trained(architecture, wrapped)
+    except MemoptError as error:
+        return Row(architecture.name, architecture.kind, "refused", sentence(error))
+    seconds = time.perf_counter() - began
+    calls, plan = wrapped.calls, wrapped.memopt.plans[0]
+    differs = planned.differs(plain)
+    if differs:
+        outcome = f"differs: {differs}"
+    elif (calls.planned, calls.original, calls.replanned) != (sum(STEPS), 0, 0):
+        outcome = f"not planned: {calls}"
+    else:
+        outcome = "exact"
+    share = plan.peak_bytes / plan.baseline.peak_bytes
+    return Row(architecture.name, architecture.kind, outcome, share=share, seconds=seconds)
+
+
+def rows_of(name: str) -> list[Row]:
+    """What an architecture does as it is, and, if that is refused, remedied."""
+    architecture = next(one for one in ARCHITECTURES if one.name == name)
+    row = outcome_of(architecture)
+    if row.outcome != "refused" or architecture.remedy is None:
+        return [row]
+    return [row, outcome_of(architecture.remedy)]
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The results as Markdown."""
+    names = {one.name for one in ARCHITECTURES}
+    default = [row for row in rows if row.name in names]
+    exact = sum(row.outcome == "exact" for row in default)
+    refused = [row for row in default if row.outcome == "refused"]
+    versions = f"transformers {transformers.__version__}, timm {timm.__version__}"
+    parts = [
+        "# Popular architectures",
+        "`python -m benchmarks.trainer_architectures --out docs/results/trainer_architectures.md` "
+        f"({versions}, torch {torch.__version__}, CPU): small models with random weights in "
+        "their default "
+        'configurations, dropout included, in `memopt.wrap(model, "min")`. Two steps and one of '
+        "two accumulated micro-batches, beside the same model without memopt: **exact** means "
+        "that all losses, gradients, buffers and parameters are equal bit for bit and that all "
+        "four calls ran under a plan.",
+        f"**{exact} of {len(default)} are exact as they are**, {len(refused)} refused.",
+        "*min* is the smallest budget over the step's peak without a plan, where parameters and "
+        "gradients, which stay, are most of these small models; *seconds* are those of the wrapped "
+        "training with its two plans, made and solved.",
+        "\n".join(
+            [
+                "| architecture | kind | outcome | min | seconds |",
+                "|---|---|---|---:|---:|",
+                *map(_line, rows),
+            ]
+        ),
+    ]
+    if refused:
+        parts.append("## Refusals")
+        parts += [f"**{row.name}**: {row.sentence}" for row in refused]
+    return "\n\n".join(parts) + "\n"
+
+
+def _line(row: Row) -> str:
+    if row.outcome != "exact":
+        return f"| {row.name} | {row.kind} | {row.outcome} | | |"
+    return f"| {row.name} | {row.kind} | exact | {row.share:.0%} | {row.seconds:.0f} |"
+
+
+def main() -> int:
+    """Print the page, and write it; 0 if enough work, and what is refused works remedied."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these architectures")
+    parser.add_argument("--jobs", type=int, default=1, help="so many at once")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    names = [one.name for one in ARCHITECTURES]
+    unknown = set(arguments.only or ()) - set(names)
+    if unknown:
+        parser.error(f"no architecture {min(unknown)!r}; there are {', '.join(names)}")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        # Plans that are there already would not be solved.
+        os.environ["MEMOPT_CACHE_DIR"] = folder
+        with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
+            for made in pool.map(rows_of, arguments.only or names):
+                rows += made
+                print(*made, sep="\n", flush=True)
+    text = page(rows)
+    sys.stdout.write(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text, encoding="utf-8")
+    works = sum(row.outcome == "exact" and row.name in names for row in rows)
+    wrong = [row for row in rows if row.outcome not in ("exact", "refused")]
+    helpless = [row for row in rows if row.outcome == "refused" and row.name not in names]
+    return int(bool(wrong or helpless or (not arguments.only and works < WORKING)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
