@@ -20,16 +20,6 @@ def known_remedy(model: nn.Module, error: Exception) -> str | None:
     return None
 
 
-def without_labels(call: Call) -> str:
-    """What to do where it is the model's own loss that cannot be captured; "" if it has none."""
-    if call.kwargs.get("labels") is None:
-        return ""
-    return (
-        ". If that is the loss that the model computes itself, call it without labels and compute "
-        "the loss from its outputs"
-    )
-
-
 def _wrapped(model: nn.Module, _text: str) -> str | None:
     kinds = {kind.__name__ for kind in type(model).__mro__}
     if kinds & {"DistributedDataParallel", "DataParallel"}:
@@ -126,3 +116,13 @@ _CAUSES: tuple[Callable[[nn.Module, str], str | None], ...] = (
     _differentiates,
     _drawn_in_python,
 )
+
+
+def without_labels(call: Call) -> str:
+    """What to do where it is the model's own loss that cannot be captured; "" if it has none."""
+    if call.kwargs.get("labels") is None:
+        return ""
+    return (
+        ". If that is the loss that the model computes itself, call it without labels and compute "
+        "the loss from its outputs"
+    )
