@@ -482,7 +482,7 @@ def rows_of(name: str) -> list[Row]:
     return [row, outcome_of(architecture.remedy)]
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(rows: Sequence[Row], note: str) -> str:
     """The results as Markdown."""
     names = {one.name for one in ARCHITECTURES}
     default = [row for row in rows if row.name in names]
@@ -501,7 +501,7 @@ def page(rows: Sequence[Row]) -> str:
         f"**{exact} of {len(default)} are exact as they are**, {len(refused)} refused.",
         "*min* is the smallest budget over the step's peak without a plan, where parameters and "
         "gradients, which stay, are most of these small models; *seconds* are those of the wrapped "
-        "training with its two plans, made and solved.",
+        f"training with its two plans, made and solved. {note}".rstrip(),
         "\n".join(
             [
                 "| architecture | kind | outcome | min | seconds |",
@@ -527,6 +527,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these architectures")
     parser.add_argument("--jobs", type=int, default=1, help="so many at once")
+    parser.add_argument("--note", default="", help="a sentence for the page, on the machine say")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     names = [one.name for one in ARCHITECTURES]
@@ -541,7 +542,7 @@ def main() -> int:
             for made in pool.map(rows_of, arguments.only or names):
                 rows += made
                 print(*made, sep="\n", flush=True)
-    text = page(rows)
+    text = page(rows, arguments.note)
     sys.stdout.write(text)
     if arguments.out is not None:
         arguments.out.write_text(text, encoding="utf-8")
