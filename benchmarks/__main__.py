@@ -34,6 +34,7 @@ CPU = (
     "steering",
     "llama_7b",
     "estimate_accuracy",
+    "trainer_architectures",
 )
 GPU = ("gpu",)
 CAPTURES = ("olla_graphs", "rotor_chains")

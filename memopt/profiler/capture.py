@@ -36,6 +36,7 @@ from memopt.profiler.joint_graph import (
     without_zero_gradients,
 )
 from memopt.profiler.model_outputs import NO_OUTPUTS, TracedOutputs, hand_out, separate_outputs
+from memopt.profiler.remedies import without_labels
 from memopt.profiler.uncaptured import (
     cache_remedy,
     check_effects,
@@ -193,7 +194,7 @@ def _trace(
             lambda: torch_private.dynamo_capture(model, call.args, call.kwargs)
         )
     except (TorchDynamoException, torch_private.shape_from_data_error()) as error:
-        raise CaptureError(why_not_captured(model, error)) from error
+        raise CaptureError(why_not_captured(model, call, error)) from error
     except AssertionError as error:
         raise CaptureError(
             f"what the model takes or returns cannot be captured: {str(error).strip()}. "
@@ -269,7 +270,7 @@ def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
             raise CaptureError(
                 f"a shape depends on the values of a tensor{where}: {first}. memopt needs the "
                 "same shapes in every step: multiply by a mask or use torch.where instead of "
-                "selecting by a condition (y[mask], nonzero, unique)"
+                "selecting by a condition (y[mask], nonzero, unique)" + without_labels(call)
             ) from error
         raise CaptureError(
             f"the model's backward cannot be traced: {first}. Look for operators without a "

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from memopt.profiler.inputs import Call
+
 _GRAD = ("autograd.grad", "requires_grad_()", "does not require grad")
 
 
@@ -88,10 +90,46 @@ def _differentiates(_model: nn.Module, text: str) -> str | None:
     )
 
 
+def _drawn_in_python(model: nn.Module, text: str) -> str | None:
+    """Speech models of Hugging Face's: each of their settings that no graph can hold, at once."""
+    config = getattr(model, "config", None)
+    undo = [
+        f"set model.config.{name} = 0"
+        for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+        if (getattr(config, name, 0) or 0) > 0
+    ]
+    if getattr(config, "apply_spec_augment", False) and hasattr(model, "freeze_feature_encoder"):
+        undo.append("set model.config.apply_spec_augment = False")
+    undo += [
+        f"set model.{name}._requires_grad = False (its inputs need no gradient)"
+        for name, module in model.named_modules()
+        if getattr(module, "_requires_grad", False) is True
+    ]
+    if not undo:
+        return None
+    if "labels" in text:
+        undo.append("call it without labels and compute the loss from its outputs")
+    return (
+        "the model draws layers or masks in Python, or looks at values, in every step, which one "
+        f"graph cannot hold: {', '.join(undo)}"
+    )
+
+
 _CAUSES: tuple[Callable[[nn.Module, str], str | None], ...] = (
     _wrapped,
     _checkpointed,
     _inputs_require_gradients,
     _records_outputs,
     _differentiates,
+    _drawn_in_python,
 )
+
+
+def without_labels(call: Call) -> str:
+    """What to do where it is the model's own loss that cannot be captured; "" if it has none."""
+    if call.kwargs.get("labels") is None:
+        return ""
+    return (
+        ". If that is the loss that the model computes itself, call it without labels and compute "
+        "the loss from its outputs"
+    )

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from memopt.errors import CaptureError
 from memopt.profiler.dependencies.dynamo_guards import ROOT
 from memopt.profiler.inputs import Call
-from memopt.profiler.remedies import known_remedy
+from memopt.profiler.remedies import known_remedy, without_labels
 from memopt.profiler.restored_state import state_restored
 
 
@@ -36,7 +36,7 @@ def check_initialised(model: nn.Module) -> None:
             )
 
 
-def why_not_captured(model: nn.Module, error: Exception) -> str:
+def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
     """The message on what dynamo refused in a model's forward, where, and what to do about it."""
     known = _cumulative_average(model) or known_remedy(model, error)
     if known is not None:
@@ -53,6 +53,7 @@ def why_not_captured(model: nn.Module, error: Exception) -> str:
         f"the model cannot be captured as one graph{where}: {first}. memopt needs a forward "
         "without data-dependent Python control flow (.item(), tensor truth values); rewrite that "
         "part with tensor operators (torch.where) or plan the sub-modules around it"
+        + without_labels(call)
     )
 
 
