@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from memopt.strategies.olla.buffers import Buffer, Ints, Layout, live_bytes
+from memopt.programs.lifetimes import live_bytes
+from memopt.strategies.olla.buffers import Buffer, Ints, Layout
 from memopt.strategies.olla.joined_buffers import joined_buffers
 from memopt.strategies.olla.search import Outcome, luby
 
