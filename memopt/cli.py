@@ -1,13 +1,17 @@
-"""The command line: `memopt demo`, `plan`, `show`, `profile`, `strategies`, `device`, `place`.
+"""The command line: `memopt demo`, `plan`, `compare`, `show`, `profile`, `strategies`, `device`,
+`place`, `version`.
 
-Exit status: 0 done; 1 failed; 2 wrong usage; 3 no plan fits the budget, or no placement the
-capacity; 4 the plan file is damaged or belongs to something else.
+Exit status: 0 done; 1 failed; 2 wrong usage, wrong values of options included; 3 no plan fits the
+budget, or no placement the capacity; 4 the plan file is damaged or belongs to something else.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from memopt.commands.comparing import compare
 from memopt.commands.listing import device, strategies, version
 from memopt.commands.options import reporting_failures
 from memopt.commands.placing import place
@@ -23,8 +27,21 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
+def _main(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print memopt's version."
+        ),
+    ] = False,
+) -> None:
     """Train a PyTorch model within a memory budget."""
 
 
@@ -35,7 +52,7 @@ def demo() -> None:
     main()
 
 
-for _command in (demo, plan, show, profile, strategies, device, place, version):
+for _command in (demo, plan, compare, show, profile, strategies, device, place, version):
     app.command()(reporting_failures(_command))
 
 

@@ -84,6 +84,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.strategies",
         "memopt.report",
         "memopt.files",
+        "memopt.plan_record",
         "memopt.api",
     ),
     "memopt.testing": (
@@ -104,6 +105,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.api",
     ),
     "memopt.cli": ("memopt", "memopt.commands", "memopt.demo"),
+    "memopt.__main__": ("memopt.cli",),
     "memopt": (
         "memopt.errors",
         "memopt.models",

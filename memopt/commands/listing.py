@@ -9,7 +9,7 @@ import typer
 
 import memopt
 from memopt.commands import options
-from memopt.commands.output import device_figures, say, say_json, table
+from memopt.commands.output import device_figures, say, say_json, table, value_of
 from memopt.models.budget import format_bytes
 from memopt.models.device import Device
 from memopt.models.presets import PRESETS, find_device
@@ -42,7 +42,8 @@ def device(
         titles = ("device", "memory", "link", "bandwidth", "peak")
         table(titles, [_row(known) for known in PRESETS])
     else:
-        shown = memopt.measure_device() if name == THIS else find_device(name)
+        with value_of("device"):
+            shown = memopt.measure_device() if name == THIS else find_device(name)
         figures = device_figures(shown)
         if as_json:
             say_json(figures)

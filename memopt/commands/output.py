@@ -18,6 +18,7 @@ from memopt.api.plan import Plan
 from memopt.commands.targets import TargetError
 from memopt.errors import InfeasibleBudgetError, MemoptError, PlanFileError
 from memopt.models.device import Device
+from memopt.plan_record import BaselineFigures
 
 _WIDEST = 120
 
@@ -28,12 +29,28 @@ class ExitCode(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
-    """Unknown options and arguments, or too few. What an option's value means is looked at later:
-    a wrong one is FAILED."""
+    """Unknown options and arguments, too few, or an option's value that means nothing."""
     INFEASIBLE = 3
     """No plan fits the budget, or no placement the capacity; the message names one that does."""
     PLAN_FILE = 4
     """The plan file is damaged, of another version or for another model."""
+
+
+class OptionError(ValueError):
+    """An option's value cannot be used; the message names the option and what it takes."""
+
+
+@contextmanager
+def value_of(option: str) -> Iterator[None]:
+    """What cannot be used inside is this option's value.
+
+    Raises:
+        OptionError: instead of every ValueError.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise OptionError(f"{option}: {error}") from error
 
 
 def say(text: str) -> None:
@@ -56,6 +73,8 @@ def failures(as_json: bool) -> Iterator[None]:
         _fail(error, ExitCode.INFEASIBLE, as_json, smallest_budget_bytes=smallest)
     except PlanFileError as error:
         _fail(error, ExitCode.PLAN_FILE, as_json)
+    except OptionError as error:
+        _fail(error, ExitCode.USAGE, as_json)
     except (MemoptError, TargetError, ValueError, ImportError, OSError) as error:
         _fail(error, ExitCode.FAILED, as_json)
 
@@ -102,16 +121,21 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "overhead": plan.overhead,
         "lower_bound_s": plan.lower_bound_s,
         "gap": plan.gap,
-        "baseline": {
-            "peak_bytes": plan.baseline.peak_bytes,
-            "step_time_s": plan.baseline.step_time_s,
-            "measured": plan.baseline.measured,
-        },
+        "baseline": baseline_figures(plan.baseline),
         "operators": len(plan.graph.operators),
         "recomputations": len(runs) - len(set(runs)),
         "model": None if plan.record is None else plan.record.model,
         "device": plan.device.name,
         "notes": list(plan.notes),
+    }
+
+
+def baseline_figures(baseline: BaselineFigures) -> dict[str, Any]:
+    """The unplanned step's figures for machines."""
+    return {
+        "peak_bytes": baseline.peak_bytes,
+        "step_time_s": baseline.step_time_s,
+        "measured": baseline.measured,
     }
 
 

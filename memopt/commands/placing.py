@@ -16,8 +16,10 @@ from memopt.strategies.base import Status
 
 def place(
     instance: Annotated[Path, typer.Argument(help="CSV with id, lower, upper, size.")],
-    capacity: Annotated[int | None, typer.Option(help="What it must fit into, bytes.")] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds.")] = None,
+    capacity: Annotated[
+        int | None, typer.Option(min=0, help="What it must fit into, bytes.")
+    ] = None,
+    time_limit: options.TimeLimit = None,
     out: Annotated[Path | None, typer.Option(help="Write the CSV with offsets here.")] = None,
     as_json: options.Json = False,
 ) -> None:

@@ -10,8 +10,9 @@ import typer
 import memopt
 from memopt.api.plan import Plan, load
 from memopt.commands import options
-from memopt.commands.output import plan_figures, say, say_json
+from memopt.commands.output import OptionError, plan_figures, say, say_json, value_of
 from memopt.commands.targets import Sizes, load_target
+from memopt.strategies.host_budget import parse_host_budget
 
 
 def plan(
@@ -23,7 +24,7 @@ def plan(
     strategy: Annotated[str, typer.Option(help="See `memopt strategies`.")] = "rotor",
     out: Annotated[Path | None, typer.Option(help="Save the plan here (JSON).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw its memory here (png, svg).")] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds for the solver.")] = None,
+    time_limit: options.TimeLimit = None,
     host_budget: Annotated[
         str | None, typer.Option(help='Most on the host at once: bytes or "6GiB"; 0: none.')
     ] = None,
@@ -32,20 +33,24 @@ def plan(
     optimizer: options.Optimizer = None,
     batch: options.Batch = 4,
     sequence: options.Sequence = 128,
+    dtype: options.DType = None,
     cache: options.Cache = True,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Plan a model's training step within a memory budget."""
-    limit = read_budget(budget)
-    check_writable(out)
-    check_picture(plot)
+    options.check_budget(budget)
+    options.check_strategy(strategy)
+    with value_of("--host-budget"):
+        parse_host_budget(host_bytes := host_budget_of(host_budget))
+    options.check_writable("--out", out)
+    options.check_picture(plot)
     made = memopt.plan(
-        **options.priced(model, device, mode, optimizer, cache, batch, sequence),
-        budget=limit,
+        **options.priced(model, device, mode, optimizer, cache, batch, sequence, dtype),
+        budget=budget,
         strategy=strategy,
         time_limit_s=time_limit,
-        host_budget=int(host_budget) if host_budget and host_budget.isdigit() else host_budget,
+        host_budget=host_bytes,
         progress=not (as_json or quiet),
     )
     if out is not None:
@@ -73,32 +78,36 @@ def show(
     ] = None,
     batch: options.Batch = 4,
     sequence: options.Sequence = 128,
+    dtype: options.DType = None,
     as_json: options.Json = False,
 ) -> None:
     """Show a saved plan, after checking it again."""
     if measure is not None and trace is None:
-        raise ValueError("--measure traces a step: say where to, with --trace FILE.json")
-    check_picture(plot)
-    check_writable(trace)
+        raise OptionError("--measure traces a step: say where to, with --trace FILE.json")
+    options.check_picture(plot)
+    options.check_writable("--trace", trace)
+    options.check_dtype(dtype)
     saved = load(file)
     if plot is not None:
         draw(saved, kind, plot)
     if trace is not None and measure is not None:
-        found = load_target(measure, Sizes(batch, sequence))
+        found = load_target(measure, Sizes(batch, sequence, dtype=dtype))
         saved.trace(trace, found.model, found.inputs, loss_fn=found.loss_fn)
     elif trace is not None:
         saved.trace(trace)
     show_plan(saved, as_json)
+    if as_json:
+        return
+    if plot is not None:
+        say(f"wrote {plot}: the {kind} of the plan")
+    if trace is not None:
+        steps = "predicted step" if measure is None else "predicted step and a measured one"
+        say(f"wrote {trace}: the {steps}; open it at ui.perfetto.dev")
 
 
-def read_budget(text: str | None) -> int | float | str | None:
-    """A budget as typed: whole numbers are bytes, others shares, the rest units or "min"."""
-    for kind in (int, float):
-        try:
-            return None if text is None else kind(text)
-        except ValueError:
-            pass
-    return text
+def host_budget_of(text: str | None) -> int | str | None:
+    """A host budget as typed: whole numbers are bytes."""
+    return int(text) if text is not None and text.isdigit() else text
 
 
 def show_plan(plan: Plan, as_json: bool) -> None:
@@ -119,30 +128,6 @@ def draw(plan: Plan, kind: str, path: Path) -> None:
     from memopt.report.style import new_figure
 
     figure, axes = new_figure()
-    plan.plot(kind, axes)
+    with value_of("--kind"):
+        plan.plot(kind, axes)
     figure.savefig(path, dpi=150)
-
-
-def check_writable(path: Path | None) -> None:
-    """Fail before the work, not after it."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ValueError(f"cannot write {path}: there is no folder {path.absolute().parent}")
-
-
-def check_picture(path: Path | None) -> None:
-    """Fail before the work if this file cannot be drawn.
-
-    Raises:
-        ImportError: matplotlib is missing; the message names the extra.
-        ValueError: no folder, or an ending that matplotlib does not write.
-    """
-    if path is None:
-        return
-    check_writable(path)
-    from memopt.report.style import picture_types
-
-    kinds = picture_types()
-    if path.suffix[1:].lower() not in kinds:
-        raise ValueError(
-            f"cannot draw {path}: its name must end in one of {', '.join(sorted(kinds))}"
-        )

@@ -28,13 +28,15 @@ def profile(
     optimizer: options.Optimizer = None,
     batch: options.Batch = 4,
     sequence: options.Sequence = 128,
+    dtype: options.DType = None,
     cache: options.Cache = True,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Measure what a model's training step costs, operator by operator."""
+    options.check_writable("--out", out)
     graph = memopt.profile(
-        **options.priced(model, device, mode, optimizer, cache, batch, sequence),
+        **options.priced(model, device, mode, optimizer, cache, batch, sequence, dtype),
         progress=not (as_json or quiet),
     )
     if out is not None:

@@ -7,7 +7,8 @@ import importlib.util
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -16,12 +17,17 @@ from typing import TYPE_CHECKING, Any
 from memopt.commands.torchvision import REMEDY, without_broken_torchvision
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 FORMS = (
     "name a model as MODULE:FACTORY or FILE.py:FACTORY, where FACTORY() returns (model, inputs) or "
     "(model, inputs, loss_fn), or as hf:CONFIG.json, a Hugging Face configuration on disk"
 )
+
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+"""What a model may be trained in, by name."""
 
 
 class TargetError(Exception):
@@ -39,17 +45,19 @@ class Target:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a Hugging Face model's inputs; a factory chooses its own.
+    """Sizes of a Hugging Face model's inputs (a factory chooses its own), and a model's dtype.
 
     Attributes:
         batch: examples per step.
         sequence: tokens per example.
         meta: without weights, for estimates.
+        dtype: one of DTYPES; None: a configuration's, a factory's own.
     """
 
     batch: int = 4
     sequence: int = 128
     meta: bool = False
+    dtype: str | None = None
 
 
 def load_target(name: str, sizes: Sizes | None = None) -> Target:
@@ -59,8 +67,9 @@ def load_target(name: str, sizes: Sizes | None = None) -> Target:
         TargetError: the module, the factory or what it returns is not usable.
     """
     kind, _, rest = name.partition(":")
+    sizes = sizes or Sizes()
     if kind == "hf":
-        return load_config(rest, sizes or Sizes())
+        return load_config(rest, sizes)
     module_name, _, attribute = name.rpartition(":")
     if not module_name or not attribute:
         raise TargetError(f"{name!r} names no model: {FORMS}")
@@ -75,7 +84,8 @@ def load_target(name: str, sizes: Sizes | None = None) -> Target:
         factory = getattr(factory, part)
     if not callable(factory):
         raise TargetError(f"{name} is not a function: {FORMS}")
-    return _called(name, factory)
+    made = _called(name, factory)
+    return made if sizes.dtype is None else _in_dtype(made, sizes.dtype)
 
 
 def _import(module_name: str) -> ModuleType:
@@ -128,6 +138,20 @@ def _called(name: str, factory: Callable[..., Any]) -> Target:
     return Target(*made)
 
 
+def _in_dtype(target: Target, name: str) -> Target:
+    """The model and its inputs, those of their tensors that hold real numbers in this dtype."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    dtype = getattr(torch, name)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    inputs = pytree.tree_map_only(torch.Tensor, cast, target.inputs)
+    return Target(target.model.to(dtype), inputs, target.loss_fn)
+
+
 def _last_line(error: BaseException) -> str:
     """The error and the place in the user's code it comes from."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -145,7 +169,8 @@ _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
 def load_config(name: str, sizes: Sizes) -> Target:
     """The model of a config.json (or of a folder that holds one), with random weights.
 
-    Its class is the first of the configuration's `architectures`, else a causal language model.
+    Its class is the first of the configuration's `architectures`, else a causal language model; its
+    dtype the configuration's, unless `sizes` names one.
     Inputs are random token ids (batch, sequence), or images (batch, channels, size, size), with
     the labels that the class's head wants; the loss is the model's own.
 
@@ -178,11 +203,33 @@ def _loaded(name: str, sizes: Sizes, fault: str | None) -> Target:
         if hasattr(config, "use_cache"):
             # Training needs no key-value cache, which the model would return and so hold.
             config.use_cache = False
-        with torch.device("meta" if sizes.meta else "cpu"):
+        dtype = _dtype(sizes.dtype or getattr(config, "dtype", None))
+        with torch.device("meta" if sizes.meta else "cpu"), default_dtype(dtype):
             model = _build(transformers, config)
     except Exception as error:  # whatever a model class makes of a wrong configuration
         raise TargetError(not_built(path, error, fault)) from error
     return Target(model.train(), _inputs(model, config, sizes), _own_loss)
+
+
+def _dtype(named: Any) -> torch.dtype:
+    """The dtype of a name or of a configuration, which may have none: torch's default."""
+    import torch
+
+    found = getattr(torch, named, None) if isinstance(named, str) else named
+    return found if isinstance(found, torch.dtype) else torch.get_default_dtype()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, new tensors of real numbers have this dtype unless told otherwise."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def not_built(path: Path, error: BaseException, fault: str | None) -> str:
@@ -236,7 +283,8 @@ def _inputs(model: Any, config: Any, sizes: Sizes) -> dict[str, Any]:
         size = config.image_size
         height, width = size if isinstance(size, list | tuple) else (size, size)
         shape = (sizes.batch, getattr(config, "num_channels", 3), height, width)
-        return {"pixel_values": torch.randn(shape, generator=generator), "labels": one_each}
+        pixels = torch.randn(shape, generator=generator).to(model.dtype)
+        return {"pixel_values": pixels, "labels": one_each}
     longest = getattr(config, "max_position_embeddings", None) or sizes.sequence
     tokens = (sizes.batch, min(sizes.sequence, longest))
     ids = torch.randint(config.get_text_config().vocab_size, tokens, generator=generator)

@@ -33,6 +33,7 @@ from memopt.profiler.baseline import (
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost
 from memopt.profiler.capture import Captured, capture
+from memopt.profiler.estimated_autocast import autocast_for_cuda
 from memopt.profiler.fake import Fakes, fused_attention, real_call
 from memopt.profiler.flops import (
     ATTENTION,
@@ -173,16 +174,21 @@ def estimate_model(
     call, fakes = training_call(model, inputs), Fakes()
     stand_in, fake_call = fakes.model(model), fakes.call(call)
     used = cache(lambda: _loss_use(fakes, stand_in, fake_call, loss, device) if loss else LossUse())
-    with fused_attention() if cuda else contextlib.nullcontext():
+    notes: list[str] = []
+    with contextlib.ExitStack() as as_cuda:
+        if cuda:
+            as_cuda.enter_context(fused_attention())
+            notes = as_cuda.enter_context(autocast_for_cuda())
         captured = capture(stand_in, fake_call, lambda: used().gradients)
+        loss_use = used()
     lowering = build(stand_in, captured, device.block_bytes)
     report(0.8, f"pricing operators for {device.name}")
     graph = with_state(with_costs(lowering, estimate_costs(lowering, device)), backend)
     state = optimizer_state(optimizer, model.parameters(), device.block_bytes)
-    more_bytes = state.bytes_total + used().kept_bytes + backend.step_scalars_bytes
+    more_bytes = state.bytes_total + loss_use.kept_bytes + backend.step_scalars_bytes
     if cuda:
         more_bytes += cublas_workspace_bytes(device.name)
-    graph = with_resident(graph, more_bytes, used().boundary_bytes)
+    graph = with_resident(graph, more_bytes, loss_use.boundary_bytes)
     timeline = replay(graph, store_all(graph))
     cpu = torch.device("cpu")
     record = record_of(
@@ -191,8 +197,8 @@ def estimate_model(
         cpu,
         block_bytes=device.block_bytes,
         graphs=(lowering.graph, graph),
-        output_gradients=used().gradients,
-        loss_bytes=used().kept_bytes,
+        output_gradients=loss_use.gradients,
+        loss_bytes=loss_use.kept_bytes,
     )
     report(1.0, "estimated")
     return Profiled(
@@ -202,7 +208,7 @@ def estimate_model(
         baseline=Baseline(timeline.peak_bytes, timeline.time_s, measured=False),
         torch_device=cpu,
         record=record,
-        notes=_notes(captured, device),
+        notes=(*_notes(captured, device), *notes),
         optimizer=state,
     )
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from memopt.models.device import in_blocks
+from memopt.models.optimizer_names import OPTIMIZERS, optimizer_name
 
 _8BIT_BLOCK = 256
 _8BIT_SMALLEST = 4096
@@ -53,17 +54,6 @@ PER_PARAMETER: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], int]
 """Optimizers that treat every parameter on its own, and how many tensors of its size they keep for
 one, by its group's options."""
 
-_KINDS = (
-    "sgd",
-    "sgd-momentum",
-    "adam",
-    "adamw",
-    "adam-fp32",
-    "adamw-fp32",
-    "adam-8bit",
-    "adamw-8bit",
-)
-
 
 def optimizer_state(
     optimizer: str | torch.optim.Optimizer | None,
@@ -89,12 +79,7 @@ def optimizer_state(
             f"optimizer must be a torch.optim instance or a name, got {optimizer!r}; a class must "
             "be called with the model's parameters: optimizer=torch.optim.AdamW(model.parameters())"
         )
-    name = optimizer.strip().lower()
-    if name not in _KINDS:
-        raise ValueError(
-            f"unknown optimizer {optimizer!r}; memopt knows {', '.join(_KINDS)}, or pass a "
-            "torch.optim instance"
-        )
+    name = optimizer_name(optimizer)
     trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]
     totals: dict[str, int] = {}
     for parameter in trained:
@@ -144,6 +129,6 @@ def _sizes(
     if kind not in PER_PARAMETER:
         raise ValueError(
             f"memopt does not know what state {kind.__name__} keeps before its first step; run one "
-            f"step before planning, or name one of {', '.join(_KINDS)}"
+            f"step before planning, or name one of {', '.join(OPTIMIZERS)}"
         )
     return [parameter.nbytes] * PER_PARAMETER[kind](group)

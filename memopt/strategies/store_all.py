@@ -18,8 +18,9 @@ from memopt.strategies.base import CostModel, Progress, Solution, Status, Strate
 
 @dataclass(frozen=True)
 class StoreAll(Strategy):
-    """Every operator once, in the framework's order, in place where it may be; tensors die after
-    their last reader."""
+    """Recomputes and moves nothing: the step as it is, every tensor freed after its last use.
+
+    Every operator once, in the framework's order, in place where it may be."""
 
     name: ClassVar[str] = "store-all"
     needs: ClassVar[str] = "any"

@@ -19,7 +19,7 @@ LEFT_OUT = frozenset({"checkmate", "checkmate-rounding"})
 
 @dataclass(frozen=True)
 class Auto(Strategy):
-    """Every strategy that fits, under one time limit; the fastest plan within the budget.
+    """Tries the others within one time limit and keeps the fastest plan within the budget.
 
     All plans are validated and replayed with the same semantics before they are compared, and no
     plan is slower than that of a single strategy in the time it had here. The solution's stats

@@ -20,7 +20,9 @@ CHECKMATE_PAPER = "Jain et al.: Checkmate: Breaking the Memory Wall, MLSys 2020"
 
 @dataclass(frozen=True)
 class Checkmate(SolvedExactly):
-    """Checkmate's exact program: recomputation of any operator, one implementation each.
+    """Recomputes any operators of any model, solved exactly; minutes for a large model.
+
+    Checkmate's exact program: recomputation of any operator, one implementation each.
 
     Attributes:
         fastest: -O: the plan's operators then run by the fastest kernels that fit; else -D.
@@ -50,7 +52,9 @@ class Checkmate(SolvedExactly):
 
 @dataclass(frozen=True)
 class CheckmateRounding(GraphStrategy):
-    """Checkmate's linear relaxation, rounded in two phases.
+    """Recomputes any operators of any model; faster to plan than checkmate, slower steps.
+
+    Checkmate's linear relaxation, rounded in two phases.
 
     Attributes:
         fastest: as for Checkmate.

@@ -27,7 +27,9 @@ CLOSE = 1e-3
 
 @dataclass(frozen=True)
 class RotorMenus(Strategy):
-    """Rotor's persistent program with several ways to save each stage; never worse than Rotor.
+    """Rotor that also chooses how each layer saves what it needs; never slower than rotor.
+
+    Rotor's persistent program with several ways to save each stage.
 
     Attributes:
         slots: memory is counted in so many slots of twice the budget, sizes rounded up.

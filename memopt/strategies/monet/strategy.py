@@ -40,7 +40,9 @@ class Choices(StrEnum):
 
 @dataclass(frozen=True)
 class Monet(SolvedExactly):
-    """Recomputation and operator implementations chosen together, exactly (MONeT).
+    """Recomputes any operators and chooses lighter implementations, solved exactly; minutes.
+
+    Both are chosen together (MONeT).
 
     Attributes:
         choices: which implementations may be chosen, for the ablation.

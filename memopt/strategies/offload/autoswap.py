@@ -19,7 +19,7 @@ from memopt.strategies.offload.program import ordered_transfers
 
 @dataclass(frozen=True)
 class AutoSwap(ChainOffload):
-    """Offload by decreasing weighted score until every operation fits.
+    """Moves activations to the host by AutoSwap's scores until the step fits; a yardstick.
 
     The scores are those of Zhang et al. (2019): duration of absence (between F_j and B_j, less
     both transfers), area of absence (times the size), weighted duration of absence (the excess

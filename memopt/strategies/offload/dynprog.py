@@ -16,7 +16,9 @@ from memopt.strategies.offload.program import ordered_transfers
 
 @dataclass(frozen=True)
 class DynProg(ChainOffload):
-    """Algorithm 1 in slots of memory, then the no-wait ordered schedule of its set.
+    """Moves activations to the host, chosen to slow the step least; plans in seconds.
+
+    Algorithm 1 in slots of memory, then the no-wait ordered schedule of its set.
 
     Attributes:
         slots: slots of the capacity (§5.3.2); None: nothing is rounded, for short chains.
@@ -61,7 +63,9 @@ class DynProg(ChainOffload):
 
 @dataclass(frozen=True)
 class Greedy(ChainOffload):
-    """Offload the first k activations, k the smallest with Σ|x_i| ≥ M_peak - M (Theorem 2,
+    """Moves the first activations to the host, as many as the budget asks for; plans at once.
+
+    The first k activations, k the smallest with Σ|x_i| ≥ M_peak - M (Theorem 2,
     rounded up). Without rounding it is the optimum of the fractional problem, which is part of
     every Solution's statistics (`fractional_optimum_s`)."""
 

@@ -20,7 +20,9 @@ from memopt.strategies.solvers.running import SolverOptions
 
 @dataclass(frozen=True)
 class OffloadExact(ChainOffload):
-    """Which activations to move, when, in any order: the least makespan with whole transfers.
+    """Moves activations to the host, chosen and timed exactly; for short chains of layers.
+
+    The least makespan of whole transfers in any order.
 
     It starts from the best ordered schedule that DynProg and a local search know. The optimum is
     that of the paper's model, in which transfers begin at any time; the program keeps the order

@@ -43,7 +43,7 @@ Score = Callable[[GraphProblem, Absence], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class OffloadGraph(Strategy):
-    """Which saved tensors of any graph to move to the host, and when: no chain is needed.
+    """Moves saved tensors of any model to the host, chain of layers or not; recomputes nothing.
 
     Operators keep the graph's order and run once. Several covers of the excess are made and
     scheduled, the chain offloaders' plans join where the graph has a chain, the replay chooses

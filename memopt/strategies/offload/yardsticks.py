@@ -16,7 +16,9 @@ from memopt.strategies.offload.program import ordered_transfers
 
 @dataclass(frozen=True)
 class Vdnn(ChainOffload):
-    """For every threshold of u_{F_i}/|x_i|: offload all activations at or above it, or every
+    """Moves activations to the host by vDNN's rule: those with time to travel; a yardstick.
+
+    For every threshold of u_{F_i}/|x_i|: offload all activations at or above it, or every
     other one of them; the best no-wait ordered schedule wins, in the paper's model."""
 
     name: ClassVar[str] = "vdnn"
@@ -50,7 +52,9 @@ def _thresholds(problem: OffloadProblem) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Tflms(ChainOffload):
-    """Offload the first N activations as they are made and fetch each one `distance` backward
+    """Moves the first activations to the host by TFLMS's rule; a yardstick.
+
+    The first N go as they are made, and each one is fetched `distance` backward
     operations before it is read; the best N and distance per budget, by exhaustive search.
 
     Operations wait for the data they read and never for room, so every pair of parameters has

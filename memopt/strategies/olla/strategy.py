@@ -25,7 +25,9 @@ from memopt.strategies.olla.timed_search import Improvement
 
 @dataclass(frozen=True)
 class Olla(Strategy):
-    """Reorder operators and plan addresses; nothing is recomputed or moved (OLLA §3-4).
+    """Less memory at no extra time: reorders operators and packs their tensors.
+
+    Nothing is recomputed or moved (OLLA §3-4).
 
     It minimises the peak whatever the budget; OPTIMAL means that order and placement are both
     proved to be (each on its own, OLLA §4.4).

@@ -26,7 +26,9 @@ BEST = "best"
 
 @dataclass(frozen=True)
 class Sequential(ChainStrategy):
-    """Cuts the chain into segments and keeps only their inputs; the last segment stores all.
+    """Recomputes segments of equal length, as PyTorch's checkpoint_sequential does.
+
+    Of every segment only the input is kept; the last one stores all.
 
     The layers (all stages but the loss) are cut as PyTorch's checkpoint_sequential cuts them:
     every segment but the last has ⌊layers / segments⌋ of them.

@@ -160,7 +160,9 @@ class TableStrategy(ChainStrategy):
 
 @dataclass(frozen=True)
 class Rotor(TableStrategy):
-    """The fastest memory persistent schedule (Rotor §4.4), with parameter gradients.
+    """Recomputes layers, chosen for the fastest step of a chain of layers; plans in seconds.
+
+    The fastest memory persistent schedule (Rotor §4.4), with parameter gradients.
 
     Attributes:
         persistent: False: the fastest weakly persistent schedule (Rotor §4.3, corrected), as
@@ -186,7 +188,9 @@ class Rotor(TableStrategy):
 
 @dataclass(frozen=True)
 class Revolve(TableStrategy):
-    """The heterogeneous AD model (Rotor §5.4): only activations are kept, and every backward comes
+    """Recomputes from kept layer outputs, every layer right before its backward: classical AD.
+
+    The heterogeneous AD model (Rotor §5.4): only activations are kept, and every backward comes
     right after its own F_all. Rotor's recurrence without the move that keeps ā.
     """
 
@@ -239,7 +243,9 @@ class FloatingStrategy(TableStrategy):
 
 @dataclass(frozen=True)
 class RotorOptimal(FloatingStrategy):
-    """The fastest schedule of Rotor's Table 1 without F_∅^ℓ while ā^ℓ is held (Theorem 4.7,
+    """Rotor with more freedom in what is dropped when; takes longer to plan.
+
+    The fastest schedule of Rotor's Table 1 without F_∅^ℓ while ā^ℓ is held (Theorem 4.7,
     corrected): the last kept activation may move.
     """
 
@@ -249,7 +255,9 @@ class RotorOptimal(FloatingStrategy):
 
 @dataclass(frozen=True)
 class RotorFree(FloatingStrategy):
-    """The fastest schedule when any value may be dropped at any time, beyond the paper: a saved ā
+    """Rotor with the most freedom in what is dropped when; takes longest to plan.
+
+    The fastest schedule when any value may be dropped at any time, beyond the paper: a saved ā
     may wait for its backward while its input is dropped and recomputed later.
 
     Nothing is recomputed before the next backward lacks it, and every ā is for its own backward.

@@ -10,90 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 import memopt
-from memopt.cli import app
 from memopt.commands.output import ExitCode
 from memopt.commands.targets import not_built
 from memopt.models.codec import read
 from memopt.models.reader import Reader
+from tests.cli.commands import GPT2, ROOT, run, run_json
 from tests.zoo import get
-
-ROOT = Path(__file__).parent.parent
-
-MODULE = """
-import torch
-from torch import nn
-
-def make():
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(24, 24), nn.GELU()) for _ in range(5)])
-    return model, torch.ones(64, 24), lambda output: output.square().mean()
-
-def two():
-    return make()[:2]
-
-def fails():
-    helper = {}
-    return helper["missing"]
-
-def alone():
-    return nn.Linear(2, 2)
-
-def misfit():
-    return nn.Linear(2, 2), torch.ones(4, 3)
-
-def control():
-    class Branching(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-        def forward(self, x):
-            return self.linear(x) if x.sum().item() > 0 else x
-    return Branching(), torch.ones(4, 2)
-
-class Namespace:
-    @staticmethod
-    def make():
-        return two()
-
-number = 3
-"""
-
-GPT2 = {
-    "architectures": ["GPT2LMHeadModel"],
-    "model_type": "gpt2",
-    "n_embd": 16,
-    "n_head": 2,
-    "n_layer": 2,
-    "n_positions": 16,
-    "vocab_size": 61,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's folder with their own code in it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "mymodels.py").write_text(MODULE)
-    (tmp_path / "broken.py").write_text("import nosuchpackage\n")
-    (tmp_path / "gpt2.json").write_text(json.dumps(GPT2))
-    monkeypatch.delitem(sys.modules, "mymodels", raising=False)
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-
-
-def run_json(*arguments: str, code: ExitCode = ExitCode.OK) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
 
 
 def test_plan_saves_draws_and_shows() -> None:
@@ -105,7 +29,7 @@ def test_plan_saves_draws_and_shows() -> None:
     plan = memopt.load("p.json")
     shown = run("show", "p.json", "--plot", "t.svg", "--kind", "timeline")
     assert shown.exit_code == 0
-    assert shown.stdout == plan.summary() + "\n"
+    assert shown.stdout == plan.summary() + "\nwrote t.svg: the timeline of the plan\n"
     assert "<svg" in Path("t.svg").read_text()
     figures = run_json("show", "p.json")
     assert figures["peak_bytes"] == plan.peak_bytes <= figures["budget_bytes"]
@@ -117,7 +41,9 @@ def test_show_traces_a_saved_plan() -> None:
     offload = ("--strategy", "offload-graph", "--device", "cpu-core")
     saved = run("plan", "mymodels:make", "--budget", "min", "--out", "p.json", "-q", *offload)
     assert saved.exit_code == 0, saved.output
-    assert run("show", "p.json", "--trace", "t.json").exit_code == 0
+    shown = run("show", "p.json", "--trace", "t.json")
+    assert shown.exit_code == 0
+    assert "\nwrote t.json: the predicted step; open it at ui.perfetto.dev" in shown.stdout
     predicted = json.loads(Path("t.json").read_text())["traceEvents"]
     assert _processes(predicted) == {"predicted"}
     assert {e["cat"] for e in predicted if e["ph"] == "X"} >= {"compute", "to host", "from host"}
@@ -128,15 +54,21 @@ def test_show_traces_a_saved_plan() -> None:
     both = json.loads(Path("t.json").read_text())["traceEvents"]
     assert _processes(both) == {"predicted", "measured"}
     assert [e for e in both if e["pid"] == 1] == predicted
-    for arguments, part in (
-        (("--measure", "mymodels:make"), "--trace FILE.json"),
-        (("--trace", "none/t.json"), "no folder"),
-        (("--plot", "p.nix"), "its name must end in"),
-        (("--plot", "p.png", "--kind", "nosuch"), "there are memory, schedule, timeline"),
-        (("--trace", "t.json", "--measure", "mymodels:other"), "has no 'other'"),
+    measured = ("--trace", "t.json", "--measure")
+    assert (
+        "predicted step and a measured one"
+        in run("show", "p.json", *measured, "mymodels:make").stdout
+    )
+    for arguments, part, code in (
+        (("--measure", "mymodels:make"), "--trace FILE.json", ExitCode.USAGE),
+        (("--trace", "none/t.json"), "--trace: cannot write", ExitCode.USAGE),
+        (("--plot", "p.nix"), "its name must end in", ExitCode.USAGE),
+        (("--plot", "p.png", "--kind", "nosuch"), "are memory, schedule, timeline", ExitCode.USAGE),
+        ((*measured, "mymodels:other"), "has no 'other'", ExitCode.FAILED),
+        ((*measured, "mymodels:make", "--dtype", "int4"), "--dtype: there is no", ExitCode.USAGE),
     ):
         wrong = run("show", "p.json", *arguments)
-        assert wrong.exit_code == ExitCode.FAILED
+        assert wrong.exit_code == code
         assert part in " ".join(wrong.stderr.split())
         assert wrong.stdout == ""
 
@@ -184,16 +116,6 @@ def test_budget_too_small() -> None:
         (("mymodels:alone",), ["returned Linear", "(model, inputs)"]),
         (("mymodels:misfit",), ["inputs do not fit the model", "cannot be multiplied"]),
         (("mymodels:control",), ["cannot be captured", "mymodels.py:29"]),
-        (("mymodels:make", "--strategy", "nosuch"), ["unknown strategy 'nosuch'", "rotor"]),
-        (("mymodels:make", "--budget", "much"), ["cannot read the budget 'much'", "6GiB"]),
-        (
-            ("mymodels:make", "--strategy", "dynprog", "--host-budget", "much"),
-            ["host_budget: ", "'much'"],
-        ),
-        (("mymodels:make", "--out", "none/p.json"), ["no folder"]),
-        (("mymodels:make", "--plot", "p.nix"), ["p.nix: its name must end in", "png"]),
-        (("mymodels:make", "--device", "Z80"), ["unknown device 'Z80'", "H100"]),
-        (("mymodels:make", "--mode", "guess"), ["measure", "estimate"]),
         (("hf:none.json",), ["cannot read none.json"]),
         (("hf:mymodels.py",), ["is no JSON"]),
     ],
@@ -206,6 +128,41 @@ def test_failures_say_what_to_do(arguments: tuple[str, ...], parts: list[str]) -
     for part in parts:
         assert part in said, said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (
+            ("mymodels:make", "--strategy", "nosuch"),
+            ["--strategy: ", "unknown strategy 'nosuch'", "rotor"],
+        ),
+        (
+            ("mymodels:make", "--budget", "much"),
+            ["--budget: ", "cannot read the budget 'much'", "6GiB"],
+        ),
+        (
+            ("mymodels:make", "--strategy", "dynprog", "--host-budget", "much"),
+            ["--host-budget: ", "host_budget: ", "'much'"],
+        ),
+        (("mymodels:make", "--out", "none/p.json"), ["--out: ", "no folder"]),
+        (("mymodels:make", "--plot", "p.nix"), ["--plot: ", "p.nix: its name must end in", "png"]),
+        (("mymodels:make", "--device", "Z80"), ["--device: ", "unknown device 'Z80'", "H100"]),
+        (("mymodels:make", "--mode", "guess"), ["--mode: ", "measure", "estimate"]),
+        (("mymodels:make", "--mode", "estimate"), ["--device: ", "H100"]),
+        (("mymodels:make", "--optimizer", "nosuch"), ["--optimizer: ", "adamw"]),
+        (("mymodels:make", "--dtype", "int4"), ["--dtype: ", "bfloat16"]),
+    ],
+)
+def test_wrong_values_of_options(arguments: tuple[str, ...], parts: list[str]) -> None:
+    """They are wrong usage, as unknown options are, and found before the model is made."""
+    for command in ("plan", "plan --json"):
+        result = run(*command.split(), *arguments)
+        assert result.exit_code == ExitCode.USAGE, result.output
+        said = " ".join((result.stderr or json.loads(result.stdout)["error"]["message"]).split())
+        for part in parts:
+            assert part in said, said
+        assert "Traceback" not in said
 
 
 def test_wrong_usage() -> None:
@@ -328,7 +285,7 @@ def test_devices() -> None:
     assert run_json("device", "h100")["block_bytes"] == 512
     assert "capacity_bytes" in run("device", "A100").stdout
     unknown = run("device", "Z80")
-    assert unknown.exit_code == ExitCode.FAILED
+    assert unknown.exit_code == ExitCode.USAGE
     assert "unknown device 'Z80'" in unknown.stderr
 
 

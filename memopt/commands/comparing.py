@@ -1,0 +1,95 @@
+"""`memopt compare`: several strategies at several budgets, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import memopt
+from memopt.api.comparison import Cell, Comparison
+from memopt.commands import options
+from memopt.commands.output import baseline_figures, say, say_json
+
+
+def compare(
+    model: options.Model,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='As for `memopt plan`; once for each. Left out: five, from the smallest to "no '
+            'plan needed".'
+        ),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="See `memopt strategies`; once for each. Left out: the fast ones."),
+    ] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Run every plan, too, and measure peak and time.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Save the table here (Markdown).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw time against memory here.")] = None,
+    time_limit: options.TimeLimit = None,
+    device: options.Device = None,
+    mode: options.Mode = "measure",
+    optimizer: options.Optimizer = None,
+    batch: options.Batch = 4,
+    sequence: options.Sequence = 128,
+    dtype: options.DType = None,
+    cache: options.Cache = True,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Plan a model with several strategies at several budgets, in one table."""
+    for one in budget or ():
+        options.check_budget(one)
+    for one in strategy or ():
+        options.check_strategy(one)
+    options.check_writable("--out", out)
+    options.check_picture(plot)
+    made = memopt.compare(
+        **options.priced(model, device, mode, optimizer, cache, batch, sequence, dtype),
+        budgets=budget or None,
+        strategies=strategy or None,
+        run=run,
+        time_limit_s=time_limit,
+        progress=not (as_json or quiet),
+    )
+    if out is not None:
+        out.write_text(made.to_markdown() + "\n", encoding="utf-8")
+    if plot is not None:
+        _draw(made, plot)
+    if as_json:
+        say_json(_figures(made))
+    elif not quiet:
+        say(str(made))
+        for path in (out, plot):
+            if path is not None:
+                say(f"wrote {path}")
+
+
+def _figures(made: Comparison) -> dict[str, Any]:
+    """A comparison's figures for machines: bytes and seconds."""
+    names = [one.name for one in fields(Cell) if one.name != "plan"]
+    measured = made.measured_baseline
+    return {
+        "baseline": baseline_figures(made.baseline),
+        "measured_baseline": None if measured is None else baseline_figures(measured),
+        "compute_time_s": made.compute_time_s,
+        "complete": made.complete,
+        "cells": [
+            {name: getattr(cell, name) for name in names} | {"status": cell.status.value}
+            for cell in made.cells
+        ],
+    }
+
+
+def _draw(made: Comparison, path: Path) -> None:
+    from memopt.report.style import new_figure
+
+    figure, axes = new_figure()
+    made.plot(axes)
+    figure.savefig(path, dpi=150)

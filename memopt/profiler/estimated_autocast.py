@@ -1,0 +1,75 @@
+"""autocast("cuda") in an estimate, whose fake tensors claim to be on the CPU.
+
+Torch switches it off where there is no CUDA, and where there is, it does not touch CPU tensors. In
+an estimate for CUDA it becomes autocast("cpu") of the same dtype. The two differ in what they keep
+in float32: CUDA's computes softmax, norms and losses in it, the CPU's only some losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import torch
+
+TAKEN = (
+    'autocast("cuda") is estimated with the casts of autocast("cpu"): softmax and norms, which '
+    "CUDA computes in float32, are charged in {dtype}."
+)
+SWITCHED_OFF = (
+    'Estimated without autocast: on a machine without CUDA, torch switches autocast("cuda") off '
+    'before memopt sees it. To estimate it, plan under torch.autocast("cpu", dtype={dtype}), whose '
+    "casts stand for CUDA's."
+)
+
+
+@contextmanager
+def autocast_for_cuda() -> Iterator[list[str]]:
+    """Inside, autocast("cuda") is autocast("cpu") of its dtype: the one that is active already, and
+    those that the model enters. Yields notes for the user, complete at the end."""
+    original = torch.autocast.__init__
+    notes = _notes()
+
+    @wraps(original)
+    def on_cpu(
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if device_type == "cuda":
+            device_type = "cpu"
+            dtype = dtype or torch.get_autocast_dtype("cuda")
+            note = TAKEN.format(dtype=_name(dtype))
+            if enabled and note not in notes:
+                notes.append(note)
+        original(self, device_type, dtype, enabled, cache_enabled)
+
+    with ExitStack() as stack:
+        patched: Any = on_cpu
+        stack.enter_context(mock.patch.object(torch.autocast, "__init__", patched))
+        if torch.is_autocast_enabled("cuda"):
+            stack.enter_context(torch.autocast("cuda", torch.get_autocast_dtype("cuda")))
+        yield notes
+
+
+def _notes() -> list[str]:
+    """What is to be said of the autocast that is active already."""
+    active = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    if active or torch.cuda.is_available() or not _nesting():
+        return []
+    return [SWITCHED_OFF.format(dtype=torch.get_autocast_dtype("cuda"))]
+
+
+def _nesting() -> int:
+    """How many contexts of autocast, switched on or off, are active."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
