@@ -20,7 +20,7 @@ _UNITS = {
     "tb": 10**12,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*")
-_NUMBER = re.compile(r"\d+|\d*\.\d+")
+_SHARE = re.compile(r"\d*\.\d+")
 _HINT = (
     "a budget is a whole number of bytes, a share of the baseline peak in (0, 1] such as 0.5, "
     'a string with a unit such as "6GiB" (2^30) or "6GB" (10^9), "min", or None for no limit'
@@ -60,8 +60,8 @@ def parse_budget(budget: object, baseline_peak_bytes: int) -> int | None:
     """
     if budget is None:
         return None
-    if isinstance(budget, str) and _NUMBER.fullmatch(budget):
-        budget = int(budget) if budget.isdigit() else float(budget)
+    if isinstance(budget, str) and _SHARE.fullmatch(budget):
+        budget = float(budget)
     if isinstance(budget, str):
         match = _SIZE.fullmatch(budget)
         if match is None or match[2].lower() not in _UNITS:
