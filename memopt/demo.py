@@ -190,9 +190,13 @@ def plans_of(task: Task, made_one: Callable[[str, Plan], None]) -> dict[str, Pla
 
 def compare(task: Task, plans: dict[str, Plan]) -> Table:
     """Train eagerly and under each plan from the same weights; what was measured, as a table."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=task.name, title_justify="left")
+    # As narrow as can be: eighty columns hold every figure whole.
+    table = Table(
+        title=task.name, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False
+    )
     table.add_column("", no_wrap=True)
     for title in (
         "predicted peak",
