@@ -44,15 +44,14 @@ def compare(
     quiet: options.Quiet = False,
 ) -> None:
     """Plan a model with several strategies at several budgets, in one table."""
-    for one in budget or ():
-        options.check_budget(one)
+    budgets = [options.budget_of(one) for one in budget or ()]
     for one in strategy or ():
         options.check_strategy(one)
     options.check_writable("--out", out)
     options.check_picture(plot)
     made = memopt.compare(
         **options.priced(model, device, mode, optimizer, cache, batch, sequence, dtype),
-        budgets=budget or None,
+        budgets=budgets or None,
         strategies=strategy or None,
         run=run,
         time_limit_s=time_limit,

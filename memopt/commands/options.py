@@ -86,10 +86,12 @@ def check_dtype(name: str | None) -> None:
             raise ValueError(f"there is no {name!r} to train in; take {', '.join(DTYPES)}")
 
 
-def check_budget(text: str | None) -> None:
-    """Fail before the work, not after it."""
+def budget_of(text: str | None) -> int | str | None:
+    """A budget as typed: whole numbers are bytes. Fails before the work, not after it."""
     with value_of("--budget"):
-        parse_budget(None if text == MINIMUM else text, 1)
+        budget = int(text) if text is not None and text.isdecimal() else text
+        parse_budget(None if budget == MINIMUM else budget, 1)
+    return budget
 
 
 def check_strategy(name: str) -> None:

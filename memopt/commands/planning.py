@@ -39,7 +39,7 @@ def plan(
     quiet: options.Quiet = False,
 ) -> None:
     """Plan a model's training step within a memory budget."""
-    options.check_budget(budget)
+    limit = options.budget_of(budget)
     options.check_strategy(strategy)
     with value_of("--host-budget"):
         parse_host_budget(host_bytes := host_budget_of(host_budget))
@@ -47,7 +47,7 @@ def plan(
     options.check_picture(plot)
     made = memopt.plan(
         **options.priced(model, device, mode, optimizer, cache, batch, sequence, dtype),
-        budget=budget,
+        budget=limit,
         strategy=strategy,
         time_limit_s=time_limit,
         host_budget=host_bytes,
