@@ -14,7 +14,7 @@ import torch
 from memopt.executor.apply import runtime_of
 from memopt.executor.host_pool import place_host_copies
 from memopt.executor.module import PlannedModule, install
-from memopt.executor.swap_streams import StreamSwap
+from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.programs.instructions import DropHost, LossBoundary, SwapOut
 from memopt.programs.replay import replay
 from tests.executor.harness import Case, Prepared, assert_same, run_steps, swap_all
@@ -211,10 +211,8 @@ def test_a_step_dropped_under_another_stream() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    from memopt.executor.swap_streams import CudaStreams
-
     device = torch.device("cuda")
-    swap = StreamSwap(CudaStreams(device), 1 << 24)
+    swap = StreamSwap(DeviceStreams(device), 1 << 24)
     lease = swap.lease()
     tensors = [torch.randn(1 << 18, device=device) for _ in range(8)]
     expected = [t.clone() for t in tensors]
