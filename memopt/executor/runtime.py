@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,9 @@ import torch
 
 from memopt.errors import ExecutionError
 from memopt.executor.tied_values import TiedValue, tie
-from memopt.profiler.backend import autocast_off
+from memopt.profiler.as_eager.casts import backward_would_cast
+from memopt.profiler.backend import autocast_off, autocast_state
+from memopt.profiler.baseline import differentiable
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
 from memopt.profiler.model_outputs import in_memory_of_its_own, repeating
@@ -66,6 +69,7 @@ class Runtime:
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
+        self._casts = backward_would_cast(captured.module)
         self._local = threading.local()
         self._states: set[TiedValue[_State]] = set()
         captured.hooks.forward = self._forward
@@ -88,6 +92,9 @@ class Runtime:
         try:
             self._local.program = program
             output = self._captured.compiled(*held, *call.args, **call.kwargs)
+            if self._casts and any(autocast_state()):
+                for value in differentiable(output).values():
+                    value.register_hook(self._look_for_autocast)
             return repeating(output, self._captured.outputs)
         finally:
             self._local.program = before
@@ -150,6 +157,17 @@ class Runtime:
             del kept
         with autocast_off():
             return program.backward(state.primals, args, saved)
+
+    def _look_for_autocast(self, _gradient: torch.Tensor) -> None:
+        """Warn, once, of a backward under autocast; the planned one itself runs without."""
+        if self._casts and any(autocast_state()):
+            self._casts = False
+            warnings.warn(
+                "backward() was called inside torch.autocast, which casts what the backward "
+                "computes in float32; a planned one computes it in float32, as after the `with`: "
+                "gradients differ in their last bits. Call backward() after it, as torch advises",
+                stacklevel=2,
+            )
 
     def _check_outputs(self, state: _State) -> None:
         positions = state.program.watched_outputs
