@@ -211,6 +211,7 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
         request.place,
         request.time_limit_s,
         request.accumulate,
+        sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
     )
     whole = [code_digest(), codec.encode(record), [repr(one) for one in asked], text]
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
