@@ -8,6 +8,8 @@ from random import Random
 from typing import ClassVar
 
 import pytest
+import torch
+from torch import nn
 
 import memopt
 from memopt.api.planning import solve
