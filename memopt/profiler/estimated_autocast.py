@@ -21,8 +21,8 @@ TAKEN = (
     "CUDA computes in float32, are charged in {dtype}."
 )
 SWITCHED_OFF = (
-    'on a machine without CUDA, torch switches autocast("cuda") off before memopt sees it, and does '
-    'not say whether it was on: plan under torch.autocast("cpu", dtype={dtype}, enabled=...) for '
+    'on a machine without CUDA, torch switches autocast("cuda") off before memopt sees it, and '
+    'does not say whether it was on: plan under torch.autocast("cpu", dtype={dtype}, enabled=...) for '
     "the estimate, whose casts stand for CUDA's"
 )
 

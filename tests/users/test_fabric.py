@@ -1,4 +1,4 @@
-"""Lightning Fabric: wrapped before or after `fabric.setup`, the same bits and every step planned."""
+"""Lightning Fabric: wrapped before or after its `setup`, the same bits and every step planned."""
 
 from __future__ import annotations
 
