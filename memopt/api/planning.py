@@ -68,7 +68,7 @@ def plan(
         place: give its tensors addresses in one arena, where that keeps the budget.
         whole_step: plan the parameters' updates, too, each as early as it can be, for
             `Plan.train_step` instead of `Plan.apply`: needs `loss_fn`, an optimizer instance and
-            a strategy for chains, or one for graphs that recomputes nothing ("olla",
+            a strategy for chains, "auto", or one for graphs that recomputes nothing ("olla",
             "store-all", "offload-graph"). None: where these last ones are given both.
         offload_optimizer: keep the optimizer's state on the host; each update brings its
             parameter's state and takes it back. Plans the whole step.

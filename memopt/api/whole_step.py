@@ -29,10 +29,10 @@ def takes_whole_step(
     again = strategy.features.recompute
     if not wanted:
         return wanted is None and strategy.needs != "chain" and not again
-    if strategy.needs != "chain" and again:
+    if strategy.needs == "graph" and again:
         raise ValueError(
-            f"{strategy.name} plans no whole steps: take a strategy for chains such as rotor, or "
-            "one that recomputes nothing (olla, store-all, offload-graph), or leave whole_step out"
+            f"{strategy.name} plans no whole steps: take auto, a strategy for chains such as "
+            "rotor, or one that recomputes nothing (olla, store-all, offload-graph), or leave whole_step out"
         )
     if mode == "estimate":
         raise ValueError('whole_step=True is measured: leave out mode="estimate"')

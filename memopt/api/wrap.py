@@ -59,7 +59,8 @@ def wrap(
     processes.
 
     Args:
-        model: the module that is called in training.
+        model: the module that is called in training, or what Lightning Fabric's `setup` made of
+            it.
         budget: as for `memopt.plan`, for each kind of call.
         strategy: as for `memopt.plan`.
         loss_fn: your loss, `loss_fn(output, *targets)`: its own memory is charged. None: if the
@@ -82,6 +83,7 @@ def wrap(
 
     from memopt.executor.module import Calls
     from memopt.executor.self_planning import SelfPlanning
+    from memopt.profiler.remedies import inside_fabric
 
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap takes an nn.Module, got {type(model).__name__}")
@@ -101,10 +103,11 @@ def wrap(
         progress=progress,
     )
     planner = _Planner(request, loss_fn, targets)
-    made = SelfPlanning(model, planner, most_plans, on_mismatch)
-    model.__dict__["memopt"] = made
-    if isinstance(model.__dict__.get("calls", made.calls), Calls):
-        model.__dict__["calls"] = made.calls
+    inner = inside_fabric(model) or model
+    made = SelfPlanning(inner, planner, most_plans, on_mismatch)
+    inner.__dict__["memopt"] = made
+    if isinstance(inner.__dict__.get("calls", made.calls), Calls):
+        inner.__dict__["calls"] = made.calls
     for inputs in shapes:
         made.prepare(inputs)
     return model
@@ -116,13 +119,16 @@ def unwrap(model: M) -> M:
     Raises:
         ValueError: it is not wrapped.
     """
-    made = model.__dict__.get("memopt")
+    from memopt.profiler.remedies import inside_fabric
+
+    inner = inside_fabric(model) or model
+    made = inner.__dict__.get("memopt")
     if made is None:
         raise ValueError("this model is not wrapped")
     made.remove()
     for name, value in (("memopt", made), ("calls", made.calls)):
-        if model.__dict__.get(name) is value:
-            del model.__dict__[name]
+        if inner.__dict__.get(name) is value:
+            del inner.__dict__[name]
     return model
 
 
@@ -211,6 +217,7 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
         request.place,
         request.time_limit_s,
         request.accumulate,
+        sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
     )
     whole = [code_digest(), codec.encode(record), [repr(one) for one in asked], text]
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()

@@ -16,7 +16,7 @@ from memopt.executor.apply import apply_plan, planned_call
 from memopt.executor.recorder import recorder_for
 from memopt.models.record import OutputGradients
 from memopt.models.recording import Recorded
-from memopt.profiler.backend import backend_of, timed
+from memopt.profiler.backend import autocast_off, backend_of, timed
 from memopt.profiler.baseline import (
     as_targets,
     clear_gradients,
@@ -71,7 +71,9 @@ class _Steps:
     def run(self, module: nn.Module) -> Any:
         """A step of `module`, which is `model` or planned; its output."""
         output = module(*self.call.args, **self.call.kwargs)
-        loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients).backward()
+        loss = loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients)
+        with autocast_off():
+            loss.backward()
         return output
 
     def seconds(self, module: nn.Module) -> float:
@@ -91,7 +93,8 @@ class _Steps:
                 output = None
                 output = module(*self.call.args, **self.call.kwargs)
                 loss = loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients)
-                loss.backward()
+                with autocast_off():
+                    loss.backward()
             del output, loss
         return unmetered_bytes(self.plan, self.device) + use.peak_bytes
 

@@ -168,6 +168,7 @@ class Guard:
         ties: (name, earlier name) of each parameter and buffer that is one with an earlier one.
         apart: names of those that must not become one with another, as the step updates them.
         autocast: its dtype on cpu and cuda.
+        keeps_casts: whether autocast keeps the casts of parameters.
         dependencies: everything else that the trace relied on; None: not known.
     """
 
@@ -181,6 +182,7 @@ class Guard:
     ties: tuple[tuple[str, str], ...]
     apart: frozenset[str]
     autocast: tuple[str | None, ...]
+    keeps_casts: bool
     dependencies: DependencyCheck | None = None
 
     @staticmethod
@@ -222,6 +224,7 @@ class Guard:
             ties=tuple(_ties(tensors).items()),
             apart=frozenset((*updated, *(primal.name for primal in mutated))),
             autocast=autocast_state(),
+            keeps_casts=torch.is_autocast_cache_enabled(),
             dependencies=checked,
         )
 
@@ -257,6 +260,9 @@ class Guard:
         yield from self._other_identities(model, call.leaves)
         if autocast_state() != self.autocast:
             yield f"autocast: planned {self.autocast}, got {autocast_state()} (on cpu, cuda)"
+        if any(self.autocast) and torch.is_autocast_cache_enabled() != self.keeps_casts:
+            was, now = self.keeps_casts, not self.keeps_casts
+            yield f"autocast: planned with cache_enabled={was}, got cache_enabled={now}"
         if self.dependencies is not None and not as_planned:
             difference = self.dependencies.difference(model)
             if difference is not None:

@@ -15,6 +15,7 @@ from memopt.errors import ExecutionError, GuardError
 from memopt.executor.arena import Arenas, arena_layout
 from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.codegen import generate
+from memopt.executor.differentiated import AsOriginal, pattern
 from memopt.executor.guard import Guard
 from memopt.executor.interpret import interpret
 from memopt.executor.random_state import RandomStates
@@ -122,6 +123,7 @@ class Calls:
     original: int = 0
     replanned: int = 0
     _warned: bool = field(default=False, repr=False, compare=False)
+    _differentiated: bool = field(default=False, repr=False, compare=False)
 
     def fall_back(self, model: nn.Module, reason: str) -> None:
         """Count a call of the unplanned model; warn when it is the first training step.
@@ -139,6 +141,21 @@ class Calls:
                 f"a training step ran without its plan: {reason}. The planned module's .calls "
                 "counts how its calls ran; this is said once",
                 stacklevel=5,
+            )
+
+    def take_back(self) -> None:
+        """Count a planned call as one of the unplanned model, which runs in its place for a
+        backward that is differentiated itself; the first time warn."""
+        self.planned -= 1
+        self.original += 1
+        if not self._differentiated:
+            self._differentiated = True
+            warnings.warn(
+                "a planned call's backward is differentiated itself (create_graph=True: a gradient "
+                "penalty, a product with a Hessian), which a plan cannot do: the original model "
+                "runs for it, outside of the budget. The planned module's .calls counts such "
+                "calls; this is said once",
+                stacklevel=2,
             )
 
 
@@ -168,6 +185,7 @@ class PlannedModule(nn.Module):
         self.__dict__["_memopt"] = (model, captured, runtime, program)
         self.__dict__["_memopt_on_mismatch"] = on_mismatch
         self.__dict__["_memopt_calls"] = Calls()
+        self.__dict__["_memopt_twice"] = set()
         self.__dict__["_memopt_spare"] = spare_bytes
         self.__dict__["_memopt_guard"] = Guard.of(model, captured.call, captured, dependencies)
 
@@ -310,12 +328,25 @@ class PlannedModule(nn.Module):
             else:
                 self.calls.replanned += 1
             return instead(*args, **kwargs)
+        wants_gradients = pattern(call)
+        if wants_gradients in self.__dict__["_memopt_twice"]:
+            self.calls.original += 1
+            return model(*args, **kwargs)
         self.calls.planned += 1
         if self.__dict__["_memopt_spare"] is not None:
             self._warn_of_gradients(self.__dict__["_memopt_spare"])
         held = [p.value(model, ()) for p in captured.primals if p.kind != "input"]
+
+        def used() -> None:
+            # Calls with arguments such as this one's are made for that, and run so from now on.
+            if any(wants_gradients):
+                self.__dict__["_memopt_twice"].add(wants_gradients)
+            self.calls.take_back()
+
+        random = runtime.random
+        again = AsOriginal(captured, model, call, guard, random, used)
         return refusing_gradients(
-            runtime.run(program, held, call), captured.outputs.gradients.unused
+            runtime.run(program, held, call, again), captured.outputs.gradients.unused
         )
 
     def _warn_of_gradients(self, spare_bytes: int) -> None:
@@ -334,7 +365,14 @@ class PlannedModule(nn.Module):
         )
 
 
-_OWN = ("_memopt", "_memopt_guard", "_memopt_on_mismatch", "_memopt_calls", "_memopt_spare")
+_OWN = (
+    "_memopt",
+    "_memopt_guard",
+    "_memopt_on_mismatch",
+    "_memopt_calls",
+    "_memopt_spare",
+    "_memopt_twice",
+)
 
 
 def _shared_names(model: nn.Module) -> list[str]:

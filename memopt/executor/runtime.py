@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,12 @@ from typing import Any
 import torch
 
 from memopt.errors import ExecutionError
+from memopt.executor.differentiated import AsOriginal, differentiable_through, draws
+from memopt.executor.random_state import RandomStates
 from memopt.executor.tied_values import TiedValue, tie
-from memopt.profiler.backend import autocast_off
+from memopt.profiler.as_eager.casts import backward_would_cast
+from memopt.profiler.backend import autocast_off, autocast_state
+from memopt.profiler.baseline import differentiable
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
 from memopt.profiler.model_outputs import in_memory_of_its_own, repeating
@@ -59,6 +64,7 @@ class _State:
     outputs: list[torch.Tensor]
     output_versions: list[int]
     saved: list[Any]
+    again: AsOriginal | None
 
 
 class Runtime:
@@ -66,6 +72,9 @@ class Runtime:
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
+        self._casts = backward_would_cast(captured.module)
+        self.random = RandomStates(captured.device) if draws(captured) else None
+        self._differentiable = False
         self._local = threading.local()
         self._states: set[TiedValue[_State]] = set()
         captured.hooks.forward = self._forward
@@ -76,21 +85,30 @@ class Runtime:
         """Number of steps whose backward has not run yet."""
         return len(self._states)
 
-    def run(self, program: Installed, held: list[Any], call: Call) -> Any:
+    def run(
+        self, program: Installed, held: list[Any], call: Call, again: AsOriginal | None = None
+    ) -> Any:
         """Call the captured model with `program`.
 
         Args:
             program: what to run.
             held: values of the parameter and buffer primals, in the primals' order.
             call: the user's arguments, in the captured call's form.
+            again: runs the call without a plan, for a backward that is differentiated itself.
         """
-        before = getattr(self._local, "program", None)
+        before = getattr(self._local, "program", None), getattr(self._local, "again", None)
         try:
-            self._local.program = program
+            self._local.program, self._local.again = program, again
             output = self._captured.compiled(*held, *call.args, **call.kwargs)
+            if not self._differentiable and torch.is_grad_enabled():
+                self._differentiable = True
+                differentiable_through(output)
+            if self._casts and any(autocast_state()):
+                for value in differentiable(output).values():
+                    value.register_hook(self._look_for_autocast)
             return repeating(output, self._captured.outputs)
         finally:
-            self._local.program = before
+            self._local.program, self._local.again = before
 
     def _forward(self, args: list[Any]) -> list[Any]:
         program: Installed = self._local.program
@@ -104,7 +122,8 @@ class Runtime:
         # the same tensors, and with it the token, alive.
         watched = [outputs[i].detach() for i in program.watched_outputs]
         output_versions = [value._version for value in watched]
-        state = _State(key, program, primals, versions, watched, output_versions, saved)
+        again = self._local.again
+        state = _State(key, program, primals, versions, watched, output_versions, saved, again)
         tie(self._states, token, state)
         leaves = self._captured.leaves
         return [*map(self._handed_out, leaves, outputs), token]
@@ -139,6 +158,8 @@ class Runtime:
                     "backward()"
                 )
         self._check_outputs(state)
+        if torch.is_grad_enabled() and state.again is not None:
+            return state.again.gradients(args[1:])
         for i, value in enumerate(args):
             args[i] = in_memory_of_its_own(value)
         del value
@@ -150,6 +171,17 @@ class Runtime:
             del kept
         with autocast_off():
             return program.backward(state.primals, args, saved)
+
+    def _look_for_autocast(self, _gradient: torch.Tensor) -> None:
+        """Warn, once, of a backward under autocast; the planned one itself runs without."""
+        if self._casts and any(autocast_state()):
+            self._casts = False
+            warnings.warn(
+                "backward() was called inside torch.autocast, which casts what the backward "
+                "computes in float32; a planned one computes it in float32, as after the `with`: "
+                "gradients differ in their last bits. Call backward() after it, as torch advises",
+                stacklevel=2,
+            )
 
     def _check_outputs(self, state: _State) -> None:
         positions = state.program.watched_outputs

@@ -7,11 +7,9 @@ left out of copies and pickles, which are plain models.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -19,6 +17,7 @@ from torch import nn
 
 from memopt.errors import GuardError
 from memopt.executor.module import Calls, PlannedModule
+from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.locks import ForkedLock
 from memopt.profiler.backend import autocast_state
 from memopt.profiler.dependencies.reader import described
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _CALL = "_compiled_call_impl"
-_INSIDE = threading.local()
-"""Whether this thread is inside a call of a wrapped model: those within it run plainly."""
 
 
 def _opaque(_model: nn.Module, _args: Any) -> None:
@@ -50,16 +47,6 @@ def _opaque(_model: nn.Module, _args: Any) -> None:
     as a part of that graph. Dynamo sees hooks, and not `_compiled_call_impl`."""
     if torch.compiler.is_dynamo_compiling() and not captured_around():
         torch._dynamo.graph_break()
-
-
-@contextlib.contextmanager
-def _inside() -> Iterator[None]:
-    before = getattr(_INSIDE, "running", False)
-    _INSIDE.running = True
-    try:
-        yield
-    finally:
-        _INSIDE.running = before
 
 
 class SelfPlanning:
@@ -90,7 +77,8 @@ class SelfPlanning:
             )
         self.model, self.calls = model, Calls()
         self._planner, self._most, self._on_mismatch = planner, most_plans, on_mismatch
-        self._ready: OrderedDict[Any, Made] = OrderedDict()
+        # Of one kind those that something beside the call tells apart, the last used at the end.
+        self._ready: OrderedDict[Any, list[Made]] = OrderedDict()
         self._planning = ForkedLock()
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
         setattr(model, _CALL, self._call)
@@ -104,13 +92,14 @@ class SelfPlanning:
     @property
     def plans(self) -> tuple[PlanRecord, ...]:
         """The plans that are ready to run, the one that ran last at the end."""
-        return tuple(plan for _, plan in self._ready.values())
+        return tuple(plan for made in self._ready.values() for _, plan in made)
 
     def count_in(self, calls: Calls) -> None:
         """Count the calls elsewhere from now on."""
         self.calls = calls
-        for one, _ in self._ready.values():
-            one.count_in(calls)
+        for made in self._ready.values():
+            for one, _ in made:
+                one.count_in(calls)
 
     def remove(self) -> None:
         """The model runs as before."""
@@ -120,7 +109,7 @@ class SelfPlanning:
     def prepare(self, inputs: Any) -> None:
         """Plan for calls such as `inputs` now."""
         call = to_call(inputs)
-        with _inside():
+        with unplanned():
             call = Call(call.args, dict(sorted(call.kwargs.items())))
             self._made(self._kind(call), call)
 
@@ -132,20 +121,22 @@ class SelfPlanning:
 
     def _running(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
-        unplanned: Callable[..., Any] = model._call_impl
-        if getattr(_INSIDE, "running", False):
-            return unplanned(*args, **kwargs)
-        with _inside():
+        plain: Callable[..., Any] = model._call_impl
+        if runs_unplanned():
+            return plain(*args, **kwargs)
+        with unplanned():
             if not (model.training and torch.is_grad_enabled()):
                 self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
-                return unplanned(*args, **kwargs)
+                return plain(*args, **kwargs)
             planned = self._planned(Call(args, dict(sorted(kwargs.items()))))
-            return (planned or unplanned)(*args, **kwargs)
+            return (planned or plain)(*args, **kwargs)
 
     def _kind(self, call: Call) -> Any:
         """What calls that one plan may serve have in common."""
-        holding = any(p.grad is not None for p in self.model.parameters())
-        return call.spec, tuple(map(described, call.leaves)), autocast_state(), holding
+        parameters = list(self.model.parameters())
+        trained = tuple(p.requires_grad for p in parameters)
+        holding = any(p.grad is not None for p in parameters)
+        return call.spec, tuple(map(described, call.leaves)), autocast_state(), trained, holding
 
     def _planned(self, call: Call) -> PlannedModule | None:
         """The model under a plan for calls such as this one, made now if there is none. That
@@ -153,7 +144,7 @@ class SelfPlanning:
         kind = self._kind(call)
         if kind in self._ready:
             self._ready.move_to_end(kind)
-            return self._ready[kind][0]
+            return self._ready[kind][-1][0]
         if self._ready and self._on_mismatch == "error":
             raise GuardError(_NO_PLAN)
         if self._ready and self._on_mismatch == "original":
@@ -165,13 +156,23 @@ class SelfPlanning:
         with self._planning:
             made = self._planner(self.model, call, kind[-1], self)
         made[0].count_in(self.calls)
-        self._ready[kind] = made
-        while len(self._ready) > self._most:
-            self._ready.popitem(last=False)
+        self._ready.setdefault(kind, []).append(made)
+        self._ready.move_to_end(kind)
+        while len(self.plans) > self._most:
+            oldest = next(iter(self._ready))
+            del self._ready[oldest][0]
+            if not self._ready[oldest]:
+                del self._ready[oldest]
         return made[0]
 
     def instead(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
         """What a planned module does where something beside the call has changed since it was
-        planned (an `OnMismatch`): a new plan takes its place."""
+        planned (an `OnMismatch`): an earlier plan that fits takes its place, or a new one."""
+        kind = self._kind(call)
+        for made in self._ready.get(kind, ()):
+            if made[0].accepts(call):
+                self._ready[kind].remove(made)
+                self._ready[kind].append(made)
+                return made[0]
         _LOG.info("planning again: %s", error)
-        return self._made(self._kind(call), call)
+        return self._made(kind, call)

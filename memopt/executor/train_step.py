@@ -329,7 +329,7 @@ def train_step(
         raise ValueError(
             "this plan is not of a whole step; plan with memopt.plan(model, inputs, loss_fn=..., "
             "targets=..., optimizer=<torch.optim instance>, whole_step=True) and a strategy for "
-            "chains (rotor) or one that recomputes nothing (olla, store-all, offload-graph)"
+            "chains (rotor), auto, or one that recomputes nothing (olla, store-all, offload-graph)"
         )
     if profiled.parts.module.model is not model or profiled.parts.module.loss_fn is not loss_fn:
         raise ValueError("a train step runs the model and loss it was planned with; plan again")

@@ -13,7 +13,8 @@ from memopt.profiler.session import Profiled
 
 def accumulating(profiled: Profiled | None, *, whole_step: bool) -> Profiled:
     """The step with the gradients of all its parameters charged from its beginning: autograd adds
-    to them what the step's backward makes, without further memory.
+    to them what the step's backward makes, without further memory. And with those that other
+    parameters of the model hold now (frozen ones, say, of a GAN's discriminator).
 
     Raises:
         ValueError: it is no step of a module, or one that updates parameters.
@@ -23,13 +24,19 @@ def accumulating(profiled: Profiled | None, *, whole_step: bool) -> Profiled:
             "accumulate=True is for steps of a module whose gradients stay: pass the module, and "
             "no optimizer instance with a loss (a whole step's gradients end in its updates)"
         )
-    held_bytes = sum(
-        in_blocks(value.numel() * value.element_size(), profiled.record.block_bytes)
-        for primal, gradient in zip(
-            profiled.captured.primals, profiled.captured.gradients, strict=True
-        )
+    captured, block_bytes = profiled.captured, profiled.record.block_bytes
+    made = {
+        primal.name: value
+        for primal, gradient in zip(captured.primals, captured.gradients, strict=True)
         if primal.kind == "parameter" and gradient is not None
         if isinstance(value := primal.node.meta["val"], torch.Tensor)
+    }
+    model = captured.model()
+    others = dict(model.named_parameters()) if model is not None else {}
+    held = [p.grad for name, p in others.items() if name not in made and p.grad is not None]
+    held_bytes = sum(
+        in_blocks(value.numel() * value.element_size(), block_bytes)
+        for value in (*made.values(), *held)
     )
     graph, baseline = profiled.graph, profiled.baseline
     resident_bytes = graph.extra_resident_bytes + held_bytes

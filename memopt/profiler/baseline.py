@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memopt.models.record import ANY_LOSS, OutputGradients
-from memopt.profiler.backend import timed
+from memopt.profiler.backend import autocast_off, timed
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
 from memopt.profiler.model_outputs import gradients_of, in_memory_of_its_own, tangent_of
@@ -102,12 +102,16 @@ def differentiable(output: Any, unused: tuple[int, ...] = ()) -> dict[int, torch
 
 
 def backward(output: Any, loss: Loss | None) -> None:
-    """The step after the forward: the user's loss, or unit tangents for every output."""
+    """The step after the forward: the user's loss, or unit tangents for every output. The backward
+    itself comes after a loop's `with torch.autocast`."""
     if loss is not None:
-        loss.value(output).backward()  # type: ignore[no-untyped-call]
+        value = loss.value(output)
+        with autocast_off():
+            value.backward()  # type: ignore[no-untyped-call]
         return
     tensors = list(differentiable(output).values())
-    torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
+    with autocast_off():
+        torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
 
 
 def measure_baseline(
@@ -138,7 +142,10 @@ def measure_baseline(
             output = model(*call.args, **call.kwargs)
             backward(output, loss)
             return output
-        loss.value(model(*call.args, **call.kwargs)).backward()  # type: ignore[no-untyped-call]
+        value = loss.value(model(*call.args, **call.kwargs))
+        with autocast_off():
+            value.backward()  # type: ignore[no-untyped-call]
+        del value
         # A scheduler's wrapper around step() must notice nothing.
         type(optimizer).step(optimizer)
         optimizer.zero_grad(set_to_none=True)
@@ -319,7 +326,8 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
                 cut = _Boundary.apply(arrivals, reached, *values)  # type: ignore[no-untyped-call]
                 with kept.first_run():
                     value = loss.value(tree.with_tensors(cut))
-                value.backward()  # type: ignore[no-untyped-call]
+                with autocast_off():
+                    value.backward()  # type: ignore[no-untyped-call]
         found_bytes = sum(gradient.nbytes for gradient in arrivals.gradients.values())
         held_bytes = sum(size_bytes for _, size_bytes in arrivals.held)
         gradients = gradients_of(tree.ranks, arrivals.gradients, held_bytes)

@@ -7,6 +7,7 @@ in float32: CUDA's computes softmax, norms and losses in it, the CPU's only some
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -20,18 +21,23 @@ TAKEN = (
     "CUDA computes in float32, are charged in {dtype}."
 )
 SWITCHED_OFF = (
-    'Estimated without autocast: on a machine without CUDA, torch switches autocast("cuda") off '
-    'before memopt sees it. To estimate it, plan under torch.autocast("cpu", dtype={dtype}), whose '
-    "casts stand for CUDA's."
+    'on a machine without CUDA, torch switches autocast("cuda") off before memopt sees it, and '
+    'does not say whether it was on: plan under torch.autocast("cpu", dtype={dtype}, enabled=...) for '
+    "the estimate, whose casts stand for CUDA's"
 )
 
 
 @contextmanager
 def autocast_for_cuda() -> Iterator[list[str]]:
     """Inside, autocast("cuda") is autocast("cpu") of its dtype: the one that is active already, and
-    those that the model enters. Yields notes for the user, complete at the end."""
+    those that the model enters. Yields notes for the user, complete at the end.
+
+    Raises:
+        ValueError: torch has switched off the one that is around.
+    """
     original = torch.autocast.__init__
-    notes = _notes()
+    notes: list[str] = []
+    _check_not_switched_off()
 
     @wraps(original)
     def on_cpu(
@@ -57,12 +63,15 @@ def autocast_for_cuda() -> Iterator[list[str]]:
         yield notes
 
 
-def _notes() -> list[str]:
-    """What is to be said of the autocast that is active already."""
+def _check_not_switched_off() -> None:
     active = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
     if active or torch.cuda.is_available() or not _nesting():
-        return []
-    return [SWITCHED_OFF.format(dtype=torch.get_autocast_dtype("cuda"))]
+        return
+    # Torch counts what was entered, and keeps no list.
+    dtype = torch.get_autocast_dtype("cuda")
+    entered = (one for one in gc.get_objects() if type(one) is torch.autocast)
+    if any((one.device, one.fast_dtype) == ("cuda", dtype) for one in entered):
+        raise ValueError(SWITCHED_OFF.format(dtype=dtype))
 
 
 def _nesting() -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from memopt.errors import CaptureError
 from memopt.profiler.inputs import Call
 
 _GRAD = ("autograd.grad", "requires_grad_()", "does not require grad")
@@ -18,6 +19,27 @@ def known_remedy(model: nn.Module, error: Exception) -> str | None:
         if found is not None:
             return found
     return None
+
+
+def inside_fabric(model: nn.Module) -> nn.Module | None:
+    """The user's module in what Lightning Fabric's `setup` made of it; None: it made none."""
+    if "_FabricModule" not in {kind.__name__ for kind in type(model).__mro__}:
+        return None
+    module: nn.Module = model.module  # type: ignore[assignment]
+    return module
+
+
+def check_outside_fabric(model: nn.Module) -> None:
+    """Refuse what Lightning Fabric's `setup` made, which casts and redirects calls in Python.
+
+    Raises:
+        CaptureError: it is that.
+    """
+    if inside_fabric(model) is not None:
+        raise CaptureError(
+            "the model is what Fabric's setup made: call memopt.wrap(model, budget=...), which "
+            "takes it, or plan the module inside (model.module)"
+        )
 
 
 def is_data_parallel(model: nn.Module) -> bool:

@@ -15,12 +15,18 @@ import torch
 from torch import nn
 
 from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.remedies import check_outside_fabric
 
 _LOG = logging.getLogger(__name__)
 
 
 def training_call(model: nn.Module, inputs: Any) -> Call:
-    """A user's `inputs` as the call to plan: `to_call`, and what a training loop would add."""
+    """A user's `inputs` as the call to plan: `to_call`, and what a training loop would add.
+
+    Raises:
+        CaptureError: the model is one that a trainer made of the user's.
+    """
+    check_outside_fabric(model)
     call = to_call(inputs)
     settle_problem_type(model, call)
     config = getattr(model, "config", None)

@@ -8,6 +8,8 @@ from random import Random
 from typing import ClassVar
 
 import pytest
+import torch
+from torch import nn
 
 import memopt
 from memopt.api.planning import solve
@@ -218,3 +220,30 @@ def test_no_time_is_no_proof() -> None:
 def test_refuses_nonsense(make_one: type[Auto]) -> None:
     with pytest.raises(ValueError, match="Auto"):
         make_one()
+
+
+def test_a_whole_step_runs_as_the_loop() -> None:
+    def network() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)))
+
+    model, plain, x = network(), network(), torch.randn(8, 16)
+    optimizers = [torch.optim.AdamW(one.parameters()) for one in (model, plain)]
+    auto = Auto((Rotor(), resolve("sequential")))
+    made = memopt.plan(
+        model,
+        x,
+        budget="min",
+        strategy=auto,
+        loss_fn=torch.sum,
+        optimizer=optimizers[0],
+        whole_step=True,
+        progress=False,
+    )
+    step = made.train_step(model, torch.sum, optimizers[0])
+    for _ in range(2):
+        loss = torch.sum(plain(x))
+        loss.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        assert torch.equal(step(x), loss)

@@ -51,9 +51,27 @@ def test_as_on_the_cpu() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch leaves autocast on beside CUDA")
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_switched_off_by_torch() -> None:
-    with torch.autocast("cuda", dtype=torch.bfloat16):
+    with (
+        torch.autocast("cuda", dtype=torch.bfloat16),
+        pytest.raises(ValueError, match=r'autocast\("cpu", dtype=torch.bfloat16, enabled=...\)'),
+    ):
+        _plan(nn.Linear(16, 16))
+    # As the message says to write it.
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
         plan = _plan(nn.Linear(16, 16))
-    remedies = [note for note in plan.notes if "Estimated without autocast" in note]
-    assert len(remedies) == 1
-    assert "dtype=torch.bfloat16" in remedies[0]
-    assert not any("autocast" in note for note in _plan(nn.Linear(16, 16)).notes)
+    assert not any("autocast" in note for note in plan.notes)
+
+
+def test_activations_in_the_lower_precision_take_half() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+
+    def saved_bytes() -> int:
+        inputs = torch.ones(4096, 256)
+        how = {"strategy": "store-all", "mode": "estimate", "device": "H100", "progress": False}
+        plan = memopt.plan(model, inputs, **how)
+        return plan.peak_bytes - plan.resident_bytes
+
+    whole = saved_bytes()
+    with torch.autocast("cpu", torch.bfloat16):
+        half = saved_bytes()
+    assert 0.45 * whole < half < 0.65 * whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,52 @@ def test_the_bits_of_eager_under_autocast() -> None:
 
 def test_the_bits_of_eager_in_bfloat16() -> None:
     check(Case(lambda: Normed().bfloat16(), lambda: images(torch.bfloat16)))
+
+
+class Attends(nn.Module):
+    """Attention with dropout, through one projection that is called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.projection(y).view(2, 12, 2, 8).transpose(1, 2) for y in (x, x + 1, -x))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.15)
+        return y.transpose(1, 2).flatten(2)
+
+
+def rows() -> tuple[Tensor, ...]:
+    return (torch.linspace(-2, 2, 2 * 12 * 16).reshape(2, 12, 16),)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_parameters_are_cast_once_and_nothing_is_in_the_backward(kept: bool) -> None:
+    context = lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=kept)  # noqa: E731
+    check(Case(Attends, rows, context=context))
+
+
+def test_another_way_of_casting_is_refused() -> None:
+    model = Attends()
+    with autocast():
+        planned = memopt.plan(model, rows(), budget="min", progress=False).apply(model)
+    with (
+        torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+        pytest.raises(GuardError, match="planned with cache_enabled=True"),
+    ):
+        planned(*rows())
+
+
+def test_a_backward_under_autocast_is_warned_of_once() -> None:
+    model = Attends()
+    with autocast():
+        planned = memopt.plan(model, rows(), budget="min", progress=False).apply(model)
+        with pytest.warns(UserWarning, match="Call backward\\(\\) after it"):
+            planned(*rows()).sum().backward()
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            planned(*rows()).sum().backward()
 
 
 def layout(value: Any) -> Any:

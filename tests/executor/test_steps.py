@@ -183,11 +183,24 @@ def test_backward_twice(prepared, planned) -> None:
 
 
 def test_double_backward(prepared, planned) -> None:
-    loss = planned(batch(0)).square().sum()
-    found = torch.autograd.grad(loss, list(planned.parameters()), create_graph=True)
-    with pytest.raises(RuntimeError, match="not currently support double backward"):
+    """The original runs for it; the step's state goes all the same."""
+    parameters = list(prepared.model.parameters())
+
+    def twice(module: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        loss = module(batch(0)).sum()
+        found = torch.autograd.grad(loss, parameters, create_graph=True)
         sum(g.square().sum() for g in found).backward()
-    del loss, found
+        gradients = [p.grad for p in parameters]
+        prepared.model.zero_grad()
+        return [loss, *found, *gradients]
+
+    expected = twice(prepared.model)
+    with pytest.warns(UserWarning, match="create_graph=True"):
+        results = twice(planned)
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True) if a is not None)
+    assert planned.calls.original == 1
+    del results
     gc.collect()
     assert prepared.waiting == 0
 

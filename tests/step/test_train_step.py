@@ -165,8 +165,8 @@ def test_recomputing_strategies_plan_the_module_alone_unless_asked() -> None:
     plan.apply(model)
     with pytest.raises(ValueError, match=r"not of a whole step.*whole_step=True"):
         plan.train_step(model, nn.functional.cross_entropy, optimizer)
-    with pytest.raises(ValueError, match="auto plans no whole steps"):
-        planned(MAKES["momentum"], "auto", whole_step=True)
+    with pytest.raises(ValueError, match="monet plans no whole steps"):
+        planned(MAKES["momentum"], "monet", whole_step=True)
     with pytest.raises(ValueError, match=r"a torch\.optim instance"):
         memopt.plan(model, batches(1)[0][0], whole_step=True, progress=False)
 

@@ -6,6 +6,8 @@
 - `layouts`, around every trace: fake kernels describe results with other strides than kernels give;
 - `functions`, in dynamo's graph: eager chooses some backwards by the data, a trace cannot, and asks
   for singular vectors only where a backward wants them;
+- `casts`, while the joint graph is traced: autocast casts a parameter once, and nothing in the
+  backward;
 - `updates`, while the joint graph is traced: draws and updates in place become ones that change
   strides; afterwards, in the joint graph, two backwards get their own names back;
 - `results`, in the joint graph: dtypes of statistics on the CPU, and LSTMs that need grad mode;

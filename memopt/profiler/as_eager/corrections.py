@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from memopt.models.locks import ForkedLock
+from memopt.profiler.as_eager.casts import casts_as_eager
 from memopt.profiler.as_eager.dropout import dropout_as_eager
 from memopt.profiler.as_eager.functions import functions_as_eager
 from memopt.profiler.as_eager.layouts import layouts_of_kernels
@@ -49,7 +50,7 @@ def joint_as_eager(
         prepare: what is to be done to the joint graph first.
     """
     functions_as_eager(traced)
-    with InPlaceAsEager():
+    with casts_as_eager(), InPlaceAsEager():
         joint = export()
     prepare(joint.graph_module)
     with_own_names(joint.graph_module)

@@ -1,0 +1,64 @@
+"""Autocast's casts in a trace, as eager makes them.
+
+Eager casts a parameter once in a `with torch.autocast`, whatever uses it how often, and so adds up
+its gradients in the lower precision; a trace casts it at each use and adds them in float32. And
+eager's backward comes after the `with`, where nothing is cast; a trace casts there, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._functorch.config
+from torch.fx import GraphModule
+
+from memopt.models.locks import ForkedLock
+
+_ATEN = torch.ops.aten
+_CAST = frozenset({_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm, _ATEN.matmul, _ATEN.linear})
+"""What backwards are made of and autocast casts."""
+_ONE_AT_A_TIME = ForkedLock()
+
+
+@contextlib.contextmanager
+def casts_as_eager() -> Iterator[None]:
+    """Trace a joint graph with eager's casts.
+
+    Autocast keeps the casts of leaves alone, which the tensors of a trace, that stand for leaves,
+    are not.
+    """
+    tracer = importlib.import_module("torch.fx.experimental.proxy_tensor")
+    mirrored, thread = torch._mirror_autograd_meta_to, threading.get_ident()  # type: ignore[attr-defined]
+
+    def as_leaf(source: Any, made: Any) -> Any:
+        if threading.get_ident() == thread and source.is_leaf:
+            return made.requires_grad_(source.requires_grad)
+        return mirrored(source, made)
+
+    with (
+        _ONE_AT_A_TIME,
+        torch._functorch.config.patch(backward_pass_autocast="off"),
+        mock.patch.object(tracer, "disable_autocast_cache", contextlib.nullcontext),
+        mock.patch.object(torch, "_mirror_autograd_meta_to", as_leaf),
+    ):
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+
+
+def backward_would_cast(module: GraphModule) -> bool:
+    """Whether a joint graph's backward computes in float32 what autocast would compute in a lower
+    precision, were it on in the backward, too."""
+    return any(
+        node.meta.get("partitioner_tag") == "is_backward"
+        and getattr(node.target, "overloadpacket", None) in _CAST
+        and node.meta["val"].dtype == torch.float32
+        for node in module.graph.nodes
+    )
