@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from memopt.api.cells import code_digest
 from memopt.api.plan import Plan
-from memopt.api.solving import PlanRequest, make_plan
+from memopt.api.solving import PlanRequest, Returns, make_plan, parse_returns
 from memopt.errors import PlanFileError
 from memopt.files.plan_store import PlanStore
 from memopt.models import codec
@@ -38,6 +38,7 @@ def wrap(
     loss_fn: Callable[..., Any] | None = None,
     targets: tuple[Any, ...] | Callable[..., tuple[Any, ...]] = (),
     on_mismatch: Mismatch = "plan",
+    returns: Returns = "all",
     shapes: Iterable[Any] = (),
     most_plans: int = 16,
     host_budget: int | str | None = None,
@@ -69,6 +70,8 @@ def wrap(
             arguments that makes it.
         on_mismatch: what a kind of call does that has no plan: "plan" makes one; "original" runs
             it unplanned after the first kind was planned; "error" raises GuardError.
+        returns: "loss" leaves out, in planned calls, the outputs that the loss does not read, as
+            for `memopt.plan`.
         shapes: example inputs to plan for now, each as `inputs` of `memopt.plan`.
         most_plans: how many kinds of calls stay ready to run.
         host_budget, device, optimizer, order, place, time_limit_s, cache, progress: as for
@@ -99,6 +102,7 @@ def wrap(
         time_limit_s=time_limit_s,
         cache=cache,
         progress=progress,
+        returns=parse_returns(returns),
     )
     planner = _Planner(request, loss_fn, targets)
     made = SelfPlanning(model, planner, most_plans, on_mismatch)
@@ -166,24 +170,14 @@ class _Planner:
         return Plan.of(record), kept
 
     def _request(self, call: Call, holding: bool) -> PlanRequest:
+        from memopt.profiler.training_call import has_own_loss, own_loss
+
         loss_fn, targets = self.loss_fn, self.targets
-        if loss_fn is None and call.kwargs.get("labels") is not None:
-            loss_fn = _own_loss
+        if loss_fn is None and has_own_loss(call):
+            loss_fn = own_loss
         if callable(targets):
             targets = targets(*call.args, **call.kwargs)
         return replace(self.request, loss_fn=loss_fn, targets=targets, accumulate=holding)
-
-
-def _own_loss(output: Any) -> Any:
-    """The loss that a model of Hugging Face's computes itself from its labels."""
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, tuple) and output:
-        loss = output[0]
-    if loss is None:
-        raise ValueError(
-            "the model is called with labels and returns no loss: pass loss_fn= to memopt.wrap"
-        )
-    return loss
 
 
 def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
@@ -211,6 +205,7 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
         request.place,
         request.time_limit_s,
         request.accumulate,
+        request.returns,
     )
     whole = [code_digest(), codec.encode(record), [repr(one) for one in asked], text]
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()

@@ -315,7 +315,7 @@ class PlannedModule(nn.Module):
             self._warn_of_gradients(self.__dict__["_memopt_spare"])
         held = [p.value(model, ()) for p in captured.primals if p.kind != "input"]
         return refusing_gradients(
-            runtime.run(program, held, call), captured.outputs.gradients.unused
+            runtime.run(program, held, call), captured.outputs.gradients.refused
         )
 
     def _warn_of_gradients(self, spare_bytes: int) -> None:

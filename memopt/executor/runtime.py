@@ -20,7 +20,7 @@ from memopt.executor.tied_values import TiedValue, tie
 from memopt.profiler.backend import autocast_off
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
-from memopt.profiler.model_outputs import in_memory_of_its_own, repeating
+from memopt.profiler.model_outputs import as_users_see, in_memory_of_its_own
 from memopt.profiler.torch_private import keeps_graph
 
 _KEYS = itertools.count(1)
@@ -88,7 +88,7 @@ class Runtime:
         try:
             self._local.program = program
             output = self._captured.compiled(*held, *call.args, **call.kwargs)
-            return repeating(output, self._captured.outputs)
+            return as_users_see(output, self._captured.outputs)
         finally:
             self._local.program = before
 
