@@ -22,6 +22,7 @@ from memopt.models.record import difference
 from memopt.profiler.backend import autocast_as, autocast_state, backend_of
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
+from memopt.profiler.captures import captured_again
 from memopt.profiler.dependencies.reader import Dependency
 from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, device_of
@@ -183,7 +184,9 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
         if since is None:
             return plan.profiled.captured, plan.profiled.lowering
     with _blaming_the_file(plan, inputs), diagnosed(model, call):
-        captured = capture(model, call, lambda: plan.output_gradients)
+        captured = captured_again(model, call, lambda: plan.output_gradients, capture)
+    # For the next time that this plan is applied.
+    vars(plan)["_captured"] = captured
     if plan.record is not None:
         # An estimate for CUDA counts in its blocks wherever it is applied.
         block_bytes = plan.record.block_bytes

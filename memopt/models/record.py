@@ -36,7 +36,7 @@ class OutputGradients:
     strides: tuple[Annotated[tuple[int, tuple[int, ...]], Row("position", "strides")], ...] = field(
         default=(), metadata={**LATER, NAME: "gradient_strides"}
     )
-    held_bytes: int = field(default=0, metadata={**LATER, NAME: "held_gradient_bytes"})
+    held_bytes: Natural = field(default=0, metadata={**LATER, NAME: "held_gradient_bytes"})
     dropped: tuple[Natural, ...] = field(
         default=(), metadata={**SPARSE, NAME: "outputs_not_returned"}
     )

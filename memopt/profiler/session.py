@@ -27,7 +27,8 @@ from memopt.profiler.baseline import (
 )
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost, ProfileCache
-from memopt.profiler.capture import Captured, capture
+from memopt.profiler.capture import Captured
+from memopt.profiler.captures import captured_again
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.measure import MeasureOptions, Progress, environment, measure
@@ -133,7 +134,7 @@ def _profiled(
         lambda: measure_loss(model, call, loss, device) if loss else LossUse(0, output_gradients)
     )
     with diagnosed(model, call, loss):
-        captured = capture(model, call, lambda: used().gradients)
+        captured = captured_again(model, call, lambda: used().gradients)
         lowering = build(model, captured, backend.block_bytes)
 
     def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
