@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from memopt.errors import CaptureError, GuardError, PlanFileError
+from memopt.executor.arena import ArenaFamily
 from memopt.executor.module import OnMismatch, PlannedModule, install
 from memopt.executor.recaptured import again, planned_lowering, where_graphs_differ
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Runtime
+from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
 from memopt.models.record import difference
 from memopt.profiler.backend import autocast_as, autocast_state, backend_of
@@ -28,6 +30,7 @@ from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.training_call import training_call
+from memopt.programs.placed import arena_use
 from memopt.programs.serialize import fingerprint
 from memopt.reductions.stage_map import has_updates
 
@@ -87,9 +90,10 @@ def apply_plan(
     otherwise: OnMismatch | None = None,
     checked: bool = False,
     recorder: Recorder | None = None,
+    family: ArenaFamily | None = None,
 ) -> PlannedModule:
     """See `Plan.apply`; `otherwise`: what to do with other calls, None: raise. `recorder`: told
-    what runs when."""
+    what runs when. `family`: whose arena it shares, if that keeps the budget."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"a plan is applied to an nn.Module, got {type(model).__name__}")
     if plan.profiled is None and plan.record is None:
@@ -111,6 +115,7 @@ def apply_plan(
             interpreted=interpreted,
             checked=checked,
             recorder=recorder,
+            family=_sharing(plan, family),
         )
         return PlannedModule(
             model,
@@ -120,6 +125,22 @@ def apply_plan(
             otherwise,
             spare_bytes=_spare_bytes(plan),
         )
+
+
+def _sharing(plan: PlanRecord, family: ArenaFamily | None) -> ArenaFamily | None:
+    """The family, if the plan has addresses and may share its arena."""
+    use = None if family is None else arena_use(plan.graph, plan.program)
+    if family is None or use is None:
+        return None
+    if family.admit(use.arena_bytes, use.extra_bytes, plan.budget):
+        return family
+    _LOG.warning(
+        "a plan with an arena of %s keeps one of its own: in one of %s, which other shapes need, "
+        "its step would exceed the budget; raise the budget to have them share it",
+        format_bytes(use.arena_bytes),
+        format_bytes(max(family.extent_bytes, use.arena_bytes)),
+    )
+    return None
 
 
 def _spare_bytes(plan: PlanRecord) -> int | None:
