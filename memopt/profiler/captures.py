@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -32,7 +33,7 @@ def captured_again(
     gradients: Callable[[], OutputGradients],
     make: Callable[..., Captured] = capture,
 ) -> Captured:
-    """The capture of such a call of the model that is in use, if nothing has changed that it
+    """The capture in use of a call like this one, for this call, if nothing has changed that it
     depends on; else a new one.
 
     Args:
@@ -41,13 +42,16 @@ def captured_again(
     """
     kind = _kind(model, call)
     alive = [(k, ref) for k, ref in _KNOWN.get(model, []) if ref() is not None]
+    made = None
     for known, ref in alive:
         found = ref()
         if found is None or known != kind or found.dependencies.changed(model) is not None:
             continue
         if found.outputs.gradients == gradients():
-            return found
-    made = make(model, call, gradients)
+            made = replace(found, call=call)
+            break
+    if made is None:
+        made = make(model, call, gradients)
     _KNOWN[model] = [*alive, (kind, weakref.ref(made))]
     return made
 

@@ -85,6 +85,11 @@ def test_another_setting_layout_or_leaf_is_another_capture(made: list[Any]) -> N
 
     kept = [planned(inputs), planned(inputs)]
     assert len(made) == 1
+    other = torch.randn(8, 16)
+    kept.append(planned(other))
+    assert len(made) == 1
+    assert kept[-1].profiled is not None
+    assert kept[-1].profiled.captured.call.args[0] is other
     kept.append(planned(torch.randn(16, 8).t()))
     kept.append(planned(inputs.clone().requires_grad_()))
     model[2].p = 0.1
