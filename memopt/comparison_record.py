@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from memopt.models.budget import parse_budget
+from memopt.errors import InfeasibleBudgetError
+from memopt.models.budget import format_bytes, parse_budget
 from memopt.plan_record import BaselineFigures, PlanRecord
 from memopt.strategies import Status
 
@@ -78,14 +80,15 @@ class ComparisonRecord(Generic[AnyCell]):
         """The strategies' names, in the order compared."""
         return tuple(dict.fromkeys(cell.strategy for cell in self.cells))
 
-    def best(self, budget: int | float | str | None = None) -> AnyCell | None:
+    def best(self, budget: int | float | str | None = None) -> AnyCell:
         """The fastest cell whose plan needs at most `budget` (bytes, a share of the baseline's
-        peak, "6GiB", None: no limit), whichever budget it was planned for; None if there is none.
+        peak, "6GiB", None: no limit), whichever budget it was planned for.
 
         Measured times and peaks decide where every plan was run, predicted ones elsewhere; of
         equally fast plans the one with the smaller peak is taken.
 
         Raises:
+            InfeasibleBudgetError: no compared plan needs so little; names the one that needs least.
             ValueError: a budget that cannot be read.
         """
         limit = parse_budget(budget, self.baseline.peak_bytes)
@@ -99,4 +102,25 @@ class ComparisonRecord(Generic[AnyCell]):
             assert seconds is not None
             figures.append((seconds, peak, cell))
         fitting = [row for row in figures if limit is None or row[1] <= limit]
-        return min(fitting, key=lambda row: row[:2], default=(0.0, 0, None))[2]
+        if not fitting:
+            raise self._none_within(limit, [(peak, cell.strategy) for _, peak, cell in figures])
+        return min(fitting, key=lambda row: row[:2])[2]
+
+    def _none_within(
+        self, limit: int | None, peaks: Sequence[tuple[int, str]]
+    ) -> InfeasibleBudgetError:
+        """What to say where no plan is within a budget; `peaks`: (bytes, strategy) of each."""
+        feasible = [c.smallest_budget_bytes for c in self.cells if c.smallest_budget_bytes]
+        known = min((*feasible, *(peak for peak, _ in peaks)), default=None)
+        what = "no strategy has a plan at any of the compared budgets"
+        if peaks and limit is not None:
+            peak, strategy = min(peaks)
+            what = (
+                f"no compared plan needs at most {format_bytes(limit)}: {strategy!r} needs least, "
+                f"{format_bytes(peak)}"
+            )
+        remedy = 'compare with smaller budgets (budgets=["min"]) or other strategies'
+        if known is not None:
+            remedy = f"the smallest feasible budget known is {known} bytes; or " + remedy
+        asked = limit if limit is not None else max((b or 0 for b in self.budgets), default=0)
+        return InfeasibleBudgetError(f"{what}; {remedy}", asked, known)

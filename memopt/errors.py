@@ -40,6 +40,10 @@ class ExecutionError(MemoptError):
     """A planned step cannot go on (saved state gone, parameter changed, double backward...)."""
 
 
+class NotReturnedError(ExecutionError, AttributeError):
+    """An output was used that a step planned with `returns="loss"` does not return."""
+
+
 class ArenaError(ExecutionError):
     """In the arena's debug mode: a kernel read addresses that do not hold what it was to read."""
 

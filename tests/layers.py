@@ -60,7 +60,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.programs",
         "memopt.strategies",
     ),
-    "memopt.comparison_record": ("memopt.models", "memopt.plan_record", "memopt.strategies"),
+    "memopt.comparison_record": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.plan_record",
+        "memopt.strategies",
+    ),
     "memopt.api": (
         "memopt.errors",
         "memopt.models",

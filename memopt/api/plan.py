@@ -116,7 +116,8 @@ class Plan(PlanRecord):
         from memopt.profiler.session import profile_model
 
         # Strides are of the planned call's outputs.
-        known = OutputGradients(unused=self.output_gradients.unused)
+        loss = self.output_gradients
+        known = OutputGradients(unused=loss.unused, dropped=loss.dropped)
         profiled = profile_model(model, call, output_gradients=known)
         optimizer = self.profiled.optimizer if self.profiled is not None else None
         extra_bytes = optimizer.bytes_total if optimizer is not None else 0

@@ -10,6 +10,7 @@ from memopt.api.solving import (
     Mode,
     PlanRequest,
     Request,
+    Returns,
     make_plan,
     planned_device,
     profiled_for,
@@ -40,6 +41,7 @@ def plan(
     whole_step: bool | None = None,
     offload_optimizer: bool = False,
     accumulate: bool = False,
+    returns: Returns = "all",
     time_limit_s: float | None = None,
     cache: bool = True,
     progress: bool | Progress = True,
@@ -74,6 +76,10 @@ def plan(
             parameter's state and takes it back. Plans the whole step.
         accumulate: charge gradients that are there when a step begins: those of the micro-batches
             before, or zeroed ones that were not set to None.
+        returns: "loss": the planned step does not return the outputs that `loss_fn` does not read
+            (None: that are not the loss of a model called with `labels`), so that they are freed
+            early. What stands for them raises NotReturnedError when it is used. In eval mode and
+            without gradients everything is returned.
         time_limit_s: stop the solver after so many seconds with its best plan and bound; each of
             `order` and `place` likewise.
         cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
@@ -102,6 +108,7 @@ def plan(
                 whole_step=whole_step,
                 offload_optimizer=offload_optimizer,
                 accumulate=accumulate,
+                returns=returns,
                 time_limit_s=time_limit_s,
                 cache=cache,
                 progress=progress,

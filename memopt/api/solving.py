@@ -36,6 +36,7 @@ _NO_OPERATORS = (
 )
 
 Mode: TypeAlias = Literal["measure", "estimate"]
+Returns: TypeAlias = Literal["all", "loss"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,18 @@ class PlanRequest:
     time_limit_s: float | None = None
     cache: bool = True
     progress: bool | Progress = True
+    returns: Returns = "all"
+
+
+def parse_returns(returns: str) -> Returns:
+    """A user's `returns=`.
+
+    Raises:
+        ValueError: it is neither "all" nor "loss".
+    """
+    if returns not in ("all", "loss"):
+        raise ValueError(f'returns= is "all" or "loss", got {returns!r}')
+    return "loss" if returns == "loss" else "all"
 
 
 def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
@@ -80,6 +93,7 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
             wanted.cache,
             whole,
             whole and wanted.offload_optimizer,
+            parse_returns(wanted.returns),
         )
         profiled = profiled_for(model, inputs, request, report)
         if wanted.accumulate:
@@ -134,6 +148,7 @@ class Request:
     cache: bool
     whole_step: bool = False
     offload_optimizer: bool = False
+    returns: Returns = "all"
 
 
 def planned_device(device: Device | str | None, mode: Mode) -> Device:
@@ -177,6 +192,7 @@ def profiled_for(model: Any, inputs: Any, request: Request, report: Progress) ->
         cache=request.cache,
         whole_step=request.whole_step,
         offload_optimizer=request.offload_optimizer,
+        loss_alone=request.returns == "loss",
         progress=report,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from memopt.api.cells import code_digest
 from memopt.api.plan import Plan
-from memopt.api.solving import PlanRequest, make_plan
-from memopt.errors import PlanFileError
+from memopt.api.solving import PlanRequest, Returns, make_plan, parse_returns
+from memopt.errors import InfeasibleBudgetError, PlanFileError
 from memopt.files.plan_store import PlanStore
 from memopt.models import codec
 from memopt.models.budget import MINIMUM, parse_budget
 from memopt.models.device import Device
+from memopt.plan_record import PlanRecord
+from memopt.programs.placed import arena_use
 from memopt.strategies import Progress, Strategy, resolve
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ def wrap(
     loss_fn: Callable[..., Any] | None = None,
     targets: tuple[Any, ...] | Callable[..., tuple[Any, ...]] = (),
     on_mismatch: Mismatch = "plan",
+    returns: Returns = "all",
     shapes: Iterable[Any] = (),
     most_plans: int = 16,
     host_budget: int | str | None = None,
@@ -70,7 +74,10 @@ def wrap(
             arguments that makes it.
         on_mismatch: what a kind of call does that has no plan: "plan" makes one; "original" runs
             it unplanned after the first kind was planned; "error" raises GuardError.
-        shapes: example inputs to plan for now, each as `inputs` of `memopt.plan`.
+        returns: "loss" leaves out, in planned calls, the outputs that the loss does not read, as
+            for `memopt.plan`.
+        shapes: example inputs to plan for now, each as `inputs` of `memopt.plan`. With
+            `place=True` their plans share one arena, as large as the largest needs.
         most_plans: how many kinds of calls stay ready to run.
         host_budget, device, optimizer, order, place, time_limit_s, cache, progress: as for
             `memopt.plan`; `cache=False` keeps no plans on disk either.
@@ -101,6 +108,7 @@ def wrap(
         time_limit_s=time_limit_s,
         cache=cache,
         progress=progress,
+        returns=parse_returns(returns),
     )
     planner = _Planner(request, loss_fn, targets)
     inner = inside_fabric(model) or model
@@ -108,8 +116,7 @@ def wrap(
     inner.__dict__["memopt"] = made
     if isinstance(inner.__dict__.get("calls", made.calls), Calls):
         inner.__dict__["calls"] = made.calls
-    for inputs in shapes:
-        made.prepare(inputs)
+    made.prepare(shapes)
     return model
 
 
@@ -144,52 +151,62 @@ class _Planner:
         self, model: nn.Module, call: Call, holding: bool, asking: SelfPlanning
     ) -> tuple[PlannedModule, Plan]:
         """See `memopt.executor.self_planning.Planner`."""
-        from memopt.executor.apply import apply_plan
-
         request = self._request(call, holding)
-        store = PlanStore() if request.cache else None
-        key = None if store is None else _key(model, call, request)
-        kept = False
-        if store is None or key is None:
-            plan = Plan.of(make_plan(model, call, request))
-        else:
-            plan, kept = self._from(store, key, model, call, request)
+        plan, again = self._plan(model, call, request)
+        use = arena_use(plan.graph, plan.program) if request.place else None
+        if use is not None:
+            # In the arena that other shapes need it may exceed the budget.
+            budget = asking.family.narrower(use.arena_bytes, use.extra_bytes, plan.budget)
+            with contextlib.suppress(InfeasibleBudgetError):
+                if budget is not None:
+                    other = self._plan(model, call, replace(request, budget=budget))
+                    if other[0].program.offsets is not None:
+                        plan, again = other
         try:
-            return apply_plan(plan, model, call, otherwise=asking.instead), plan
+            return self._apply(plan, model, call, asking), plan
         except PlanFileError:
-            if store is None or key is None or not kept:
+            if again is None:
                 raise
         # What the key does not tell has changed: the model's own code, for one.
-        store.drop(key)
-        plan, _ = self._from(store, key, model, call, request)
-        return apply_plan(plan, model, call, otherwise=asking.instead), plan
+        plan = again()
+        return self._apply(plan, model, call, asking), plan
 
     @staticmethod
-    def _from(
-        store: PlanStore, key: str, model: nn.Module, call: Call, request: PlanRequest
-    ) -> tuple[Plan, bool]:
-        record, kept = store.get(key, lambda: make_plan(model, call, request))
-        return Plan.of(record), kept
+    def _apply(plan: Plan, model: nn.Module, call: Call, asking: SelfPlanning) -> PlannedModule:
+        from memopt.executor.apply import apply_plan
+
+        return apply_plan(plan, model, call, otherwise=asking.instead, family=asking.family)
+
+    @staticmethod
+    def _plan(
+        model: nn.Module, call: Call, request: PlanRequest
+    ) -> tuple[Plan, Callable[[], Plan] | None]:
+        """A plan, and if it was kept on disk what makes it anew."""
+
+        def make() -> PlanRecord:
+            return make_plan(model, call, request)
+
+        store = PlanStore() if request.cache else None
+        key = None if store is None else _key(model, call, request)
+        if store is None or key is None:
+            return Plan.of(make()), None
+        record, kept = store.get(key, make)
+
+        def again() -> Plan:
+            store.drop(key)
+            return Plan.of(store.get(key, make)[0])
+
+        return Plan.of(record), again if kept else None
 
     def _request(self, call: Call, holding: bool) -> PlanRequest:
+        from memopt.profiler.training_call import has_own_loss, own_loss
+
         loss_fn, targets = self.loss_fn, self.targets
-        if loss_fn is None and call.kwargs.get("labels") is not None:
-            loss_fn = _own_loss
+        if loss_fn is None and has_own_loss(call):
+            loss_fn = own_loss
         if callable(targets):
             targets = targets(*call.args, **call.kwargs)
         return replace(self.request, loss_fn=loss_fn, targets=targets, accumulate=holding)
-
-
-def _own_loss(output: Any) -> Any:
-    """The loss that a model of Hugging Face's computes itself from its labels."""
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, tuple) and output:
-        loss = output[0]
-    if loss is None:
-        raise ValueError(
-            "the model is called with labels and returns no loss: pass loss_fn= to memopt.wrap"
-        )
-    return loss
 
 
 def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
@@ -218,6 +235,7 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
         request.time_limit_s,
         request.accumulate,
         sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
+        request.returns,
     )
     whole = [code_digest(), codec.encode(record), [repr(one) for one in asked], text]
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()

@@ -9,6 +9,7 @@ import typer
 
 import memopt
 from memopt.api.plan import Plan, load
+from memopt.api.solving import parse_returns
 from memopt.commands import options
 from memopt.commands.output import OptionError, plan_figures, say, say_json, value_of
 from memopt.commands.targets import Sizes, load_target
@@ -31,6 +32,9 @@ def plan(
     device: options.Device = None,
     mode: options.Mode = "measure",
     optimizer: options.Optimizer = None,
+    returns: Annotated[
+        str, typer.Option(help="all, or loss: outputs that the loss does not read are not kept.")
+    ] = "all",
     batch: options.Batch = 4,
     sequence: options.Sequence = 128,
     dtype: options.DType = None,
@@ -45,12 +49,15 @@ def plan(
         parse_host_budget(host_bytes := host_budget_of(host_budget))
     options.check_writable("--out", out)
     options.check_picture(plot)
+    with value_of("--returns"):
+        returned = parse_returns(returns)
     made = memopt.plan(
         **options.priced(model, device, mode, optimizer, cache, batch, sequence, dtype),
         budget=limit,
         strategy=strategy,
         time_limit_s=time_limit,
         host_budget=host_bytes,
+        returns=returned,
         progress=not (as_json or quiet),
     )
     if out is not None:

@@ -13,20 +13,24 @@ import torch
 from torch import nn
 
 from memopt.errors import CaptureError, GuardError, PlanFileError
+from memopt.executor.arena import ArenaFamily
 from memopt.executor.module import OnMismatch, PlannedModule, install
 from memopt.executor.recaptured import again, planned_lowering, where_graphs_differ
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Runtime
+from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
 from memopt.models.record import difference
 from memopt.profiler.backend import autocast_as, autocast_state, backend_of
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
+from memopt.profiler.captures import captured_again
 from memopt.profiler.dependencies.reader import Dependency
 from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.training_call import training_call
+from memopt.programs.placed import arena_use
 from memopt.programs.serialize import fingerprint
 from memopt.reductions.stage_map import has_updates
 
@@ -86,9 +90,10 @@ def apply_plan(
     otherwise: OnMismatch | None = None,
     checked: bool = False,
     recorder: Recorder | None = None,
+    family: ArenaFamily | None = None,
 ) -> PlannedModule:
     """See `Plan.apply`; `otherwise`: what to do with other calls, None: raise. `recorder`: told
-    what runs when."""
+    what runs when. `family`: whose arena it shares, if that keeps the budget."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"a plan is applied to an nn.Module, got {type(model).__name__}")
     if plan.profiled is None and plan.record is None:
@@ -110,6 +115,7 @@ def apply_plan(
             interpreted=interpreted,
             checked=checked,
             recorder=recorder,
+            family=_sharing(plan, family),
         )
         return PlannedModule(
             model,
@@ -119,6 +125,22 @@ def apply_plan(
             otherwise,
             spare_bytes=_spare_bytes(plan),
         )
+
+
+def _sharing(plan: PlanRecord, family: ArenaFamily | None) -> ArenaFamily | None:
+    """The family, if the plan has addresses and may share its arena."""
+    use = None if family is None else arena_use(plan.graph, plan.program)
+    if family is None or use is None:
+        return None
+    if family.admit(use.arena_bytes, use.extra_bytes, plan.budget):
+        return family
+    _LOG.warning(
+        "a plan with an arena of %s keeps one of its own: in one of %s, which other shapes need, "
+        "its step would exceed the budget; raise the budget to have them share it",
+        format_bytes(use.arena_bytes),
+        format_bytes(max(family.extent_bytes, use.arena_bytes)),
+    )
+    return None
 
 
 def _spare_bytes(plan: PlanRecord) -> int | None:
@@ -183,7 +205,9 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
         if since is None:
             return plan.profiled.captured, plan.profiled.lowering
     with _blaming_the_file(plan, inputs), diagnosed(model, call):
-        captured = capture(model, call, lambda: plan.output_gradients)
+        captured = captured_again(model, call, lambda: plan.output_gradients, capture)
+    # For the next time that this plan is applied.
+    vars(plan)["_captured"] = captured
     if plan.record is not None:
         # An estimate for CUDA counts in its blocks wherever it is applied.
         block_bytes = plan.record.block_bytes

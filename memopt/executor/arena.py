@@ -149,20 +149,76 @@ class ArenaLease:
         self.arenas.keep(self.memory)
 
 
-class Arenas:
-    """Makes the arenas of one installed program.
+class ArenaFamily:
+    """Programs of which at most one runs at a time, such as those of one model for several shapes:
+    they share one arena, as large as the largest needs.
 
-    On the CPU the last step's memory is kept for the next one: torch gives a large allocation back
-    to the operating system, and touching every page anew takes a tenth of a step. One program of
-    the process keeps it, the last that ran. While torch's profiler looks on nothing is kept, so
-    that it sees every step's arena. CUDA's allocator keeps what it is given back itself.
+    Attributes:
+        extent_bytes: of that arena.
+        limit_bytes: the largest budget of its programs; None: one has no limit.
+        idle: the last step's arena, kept for the next one.
     """
 
-    _keeper: ClassVar[weakref.ref[Arenas] | None] = None
+    def __init__(self) -> None:
+        self.extent_bytes = 0
+        self.limit_bytes: int | None = 0
+        self.idle: list[Tensor] = []
+        self._outside_bytes = 0
 
-    def __init__(self, layout: ArenaLayout) -> None:
+    def admit(self, extent_bytes: int, outside_bytes: int, budget_bytes: int | None) -> bool:
+        """Let a program share the arena, which grows if it must; False if one of them would need
+        more than the budget with an arena that large.
+
+        Args:
+            extent_bytes: of the program's own arena.
+            outside_bytes: the most that it needs outside of its arena, resident included.
+            budget_bytes: its budget; None: no limit.
+        """
+        extent_bytes = max(extent_bytes, self.extent_bytes)
+        limit_bytes, most_bytes = self._room(outside_bytes, budget_bytes)
+        if most_bytes is not None and extent_bytes > most_bytes:
+            return False
+        self.limit_bytes = limit_bytes
+        self._outside_bytes = max(self._outside_bytes, outside_bytes)
+        if extent_bytes > self.extent_bytes:
+            self.extent_bytes = extent_bytes
+            self.idle.clear()
+        return True
+
+    def narrower(
+        self, extent_bytes: int, outside_bytes: int, budget_bytes: int | None
+    ) -> int | None:
+        """The budget with which a program that would not be admitted is to be planned again; None:
+        it would be, or no budget helps. Arguments as of `admit`."""
+        _, most_bytes = self._room(outside_bytes, budget_bytes)
+        if most_bytes is None or max(extent_bytes, self.extent_bytes) <= most_bytes:
+            return None
+        return None if self.extent_bytes > most_bytes else most_bytes + outside_bytes
+
+    def _room(self, outside_bytes: int, budget_bytes: int | None) -> tuple[int | None, int | None]:
+        """The limit with one more program, and the most that the arena may take; None: no limit."""
+        if self.limit_bytes is None or budget_bytes is None:
+            return None, None
+        limit_bytes = max(self.limit_bytes, budget_bytes)
+        return limit_bytes, limit_bytes - max(self._outside_bytes, outside_bytes)
+
+
+class Arenas:
+    """Makes the arenas of one installed program, its own or those of its family.
+
+    On the CPU the last step's memory is kept for the next one: torch gives a large allocation back
+    to the operating system, and touching every page anew takes a tenth of a step. One program (or
+    family) of the process keeps it, the last that ran. While torch's profiler looks on nothing is
+    kept, so that it sees every step's arena. CUDA's allocator keeps what it is given back itself.
+    """
+
+    _keeper: ClassVar[weakref.ref[ArenaFamily] | None] = None
+
+    def __init__(self, layout: ArenaLayout, family: ArenaFamily | None = None) -> None:
         self.layout = layout
-        self._idle: list[Tensor] = []
+        self.family = ArenaFamily() if family is None else family
+        if family is None:
+            self.family.admit(layout.extent_bytes, 0, None)
         self._known: dict[int, list[Tensor]] = {}
         """Address of an arena → its slots: the allocator often gives the same address again."""
 
@@ -173,24 +229,31 @@ class Arenas:
 
     def memory(self) -> Tensor:
         """The bytes of an arena: those of the last step, or new ones."""
-        layout = self.layout
+        family = self.family
         if profiler_looks_on():
-            self._idle.clear()
+            family.idle.clear()
+        self._drop_others()
         try:
             # Of two steps at once only one gets them: pop is atomic.
-            return self._idle.pop()
+            return family.idle.pop()
         except IndexError:
-            return torch.empty(layout.extent_bytes, dtype=torch.uint8, device=layout.device)
+            return torch.empty(family.extent_bytes, dtype=torch.uint8, device=self.layout.device)
 
     def keep(self, memory: Tensor) -> None:
         """A step is over; this was its arena."""
+        family = self.family
         if self.layout.device.type != "cpu" or profiler_looks_on():
             return
+        if memory.numel() < family.extent_bytes:
+            return  # The family has grown since.
+        self._drop_others()
+        Arenas._keeper = weakref.ref(family)
+        family.idle[:] = [memory]
+
+    def _drop_others(self) -> None:
         before = Arenas._keeper() if Arenas._keeper is not None else None
-        if before is not None and before is not self:
-            before._idle.clear()
-        Arenas._keeper = weakref.ref(self)
-        self._idle[:] = [memory]
+        if before is not None and before is not self.family:
+            before.idle.clear()
 
     def slots_at(self, address: int) -> list[Tensor]:
         """The placed tensors of an arena at an address."""
@@ -220,7 +283,9 @@ class Arenas:
         """
         lease = next(value for value in saved if isinstance(value, ArenaLease))
         fork = self.lease()
-        fork.memory.copy_(lease.memory)
+        # The family may have grown between the two.
+        used = slice(self.layout.extent_bytes)
+        fork.memory[used].copy_(lease.memory[used])
         slots = {id(slot): fork.slots[i] for i, slot in enumerate(lease.slots)}
         slots[id(lease)] = fork  # type: ignore[assignment]  # the lease is replaced like its slots
         return [slots.get(id(value), value) for value in saved]

@@ -23,6 +23,7 @@ from memopt.profiler.baseline import (
     differentiable,
     median_step_s,
 )
+from memopt.profiler.dropped_outputs import without
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.memory import metered
 from memopt.profiler.model_outputs import dense_strides
@@ -70,11 +71,16 @@ class _Steps:
 
     def run(self, module: nn.Module) -> Any:
         """A step of `module`, which is `model` or planned; its output."""
-        output = module(*self.call.args, **self.call.kwargs)
+        output = self._output(module)
         loss = loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients)
         with autocast_off():
             loss.backward()
         return output
+
+    def _output(self, module: nn.Module) -> Any:
+        """What a training loop holds of a call's output."""
+        dropped = self.plan.output_gradients.dropped
+        return without(module(*self.call.args, **self.call.kwargs), dropped)
 
     def seconds(self, module: nn.Module) -> float:
         """Seconds of a step."""
@@ -91,7 +97,7 @@ class _Steps:
             for _ in range(2 if self.plan.loss_bytes else 1):
                 self.clear()
                 output = None
-                output = module(*self.call.args, **self.call.kwargs)
+                output = self._output(module)
                 loss = loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients)
                 with autocast_off():
                     loss.backward()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memopt.errors import ExecutionError, GuardError
-from memopt.executor.arena import Arenas, arena_layout
+from memopt.executor.arena import ArenaFamily, Arenas, arena_layout
 from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.codegen import generate
 from memopt.executor.differentiated import AsOriginal, pattern
@@ -48,6 +48,7 @@ def install(
     swap: ThreadSwap | StreamSwap | None = None,
     recorder: Recorder | None = None,
     checked: bool = False,
+    family: ArenaFamily | None = None,
 ) -> Installed:
     """Make a program runnable in its captured model.
 
@@ -60,6 +61,7 @@ def install(
         recorder: records the generated code's steps (`recorder_for`); not interpreted ones.
         checked: the arena's debug mode (`memopt.executor.arena_check`). Interpreted steps have no
             arena: their tensors are where torch's allocator puts them.
+        family: whose arena it runs in; None: its own.
     """
     halves = Halves(captured, lowering, program)
     device = _device(captured)
@@ -68,7 +70,7 @@ def install(
     layout = None if interpreted else arena_layout(lowering, program, device)
     arenas = None
     if layout is not None:
-        arenas = CheckedArenas(layout) if checked else Arenas(layout)
+        arenas = (CheckedArenas if checked else Arenas)(layout, family)
     if interpreted:
         forward, backward = interpret(halves, mover, random)
         source = ""
@@ -346,7 +348,7 @@ class PlannedModule(nn.Module):
         random = runtime.random
         again = AsOriginal(captured, model, call, guard, random, used)
         return refusing_gradients(
-            runtime.run(program, held, call, again), captured.outputs.gradients.unused
+            runtime.run(program, held, call, again), captured.outputs.gradients.refused
         )
 
     def _warn_of_gradients(self, spare_bytes: int) -> None:

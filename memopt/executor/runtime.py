@@ -25,7 +25,7 @@ from memopt.profiler.backend import autocast_off, autocast_state
 from memopt.profiler.baseline import differentiable
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
-from memopt.profiler.model_outputs import in_memory_of_its_own, repeating
+from memopt.profiler.model_outputs import as_users_see, in_memory_of_its_own
 from memopt.profiler.torch_private import keeps_graph
 
 _KEYS = itertools.count(1)
@@ -106,7 +106,7 @@ class Runtime:
             if self._casts and any(autocast_state()):
                 for value in differentiable(output).values():
                     value.register_hook(self._look_for_autocast)
-            return repeating(output, self._captured.outputs)
+            return as_users_see(output, self._captured.outputs)
         finally:
             self._local.program, self._local.again = before
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
-from memopt.errors import GuardError
+from memopt.errors import GuardError, InfeasibleBudgetError
+from memopt.executor.arena import ArenaFamily
 from memopt.executor.module import Calls, PlannedModule
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.locks import ForkedLock
 from memopt.profiler.backend import autocast_state
-from memopt.profiler.dependencies.reader import described
+from memopt.profiler.dependencies.reader import described, described_text
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.torch_private import captured_around
 
@@ -30,8 +31,9 @@ Planner: TypeAlias = Callable[[nn.Module, Call, bool, "SelfPlanning"], Made]
 plan for such calls, which hands others to `SelfPlanning.instead`, and that plan."""
 
 _NO_PLAN = (
-    "the wrapped model has no plan for this kind of call; pass an example of it in shapes= of "
-    'memopt.wrap, or on_mismatch="plan" or "original"'
+    "the wrapped model has no plan for this kind of call ({call}); pass an example of it in "
+    'shapes= of memopt.wrap, with a larger budget= if it says so, or on_mismatch="plan" or '
+    '"original"'
 )
 
 if TYPE_CHECKING:
@@ -49,6 +51,23 @@ def _opaque(_model: nn.Module, _args: Any) -> None:
         torch._dynamo.graph_break()
 
 
+def _shown(call: Call) -> str:
+    """The tensors of a call, for messages."""
+    found = [described_text(described(leaf)) for leaf in call.tensors()]
+    return ", ".join(text.partition(" stride")[0] for text in found)
+
+
+def _beyond(error: InfeasibleBudgetError, call: str) -> InfeasibleBudgetError:
+    """What to say of a call that cannot be planned within the wrapped model's budget."""
+    smallest = error.smallest_budget_bytes
+    remedy = "" if smallest is None else f": give memopt.wrap at least budget={smallest}"
+    return InfeasibleBudgetError(
+        f"calls with {call} are beyond the budget of the wrapped model{remedy}. {error}",
+        error.budget_bytes,
+        smallest,
+    )
+
+
 class SelfPlanning:
     """What makes a model plan its own training calls; `remove()` makes it what it was.
 
@@ -62,6 +81,7 @@ class SelfPlanning:
     Attributes:
         model: the model.
         calls: how many calls ran in which way.
+        family: the arena that the plans with addresses share.
 
     Raises:
         ValueError: the model's calls go elsewhere already (`model.compile()`, another wrap).
@@ -75,7 +95,7 @@ class SelfPlanning:
                 "the model's calls are taken already: wrap it before model.compile(), or not "
                 "twice (memopt.unwrap(model) undoes it)"
             )
-        self.model, self.calls = model, Calls()
+        self.model, self.calls, self.family = model, Calls(), ArenaFamily()
         self._planner, self._most, self._on_mismatch = planner, most_plans, on_mismatch
         # Of one kind those that something beside the call tells apart, the last used at the end.
         self._ready: OrderedDict[Any, list[Made]] = OrderedDict()
@@ -106,12 +126,15 @@ class SelfPlanning:
         setattr(self.model, _CALL, None)
         self._hook.remove()
 
-    def prepare(self, inputs: Any) -> None:
-        """Plan for calls such as `inputs` now."""
-        call = to_call(inputs)
+    def prepare(self, shapes: Iterable[Any]) -> None:
+        """Plan for calls such as these inputs now: the largest first, whose arena the others of a
+        family are to run in."""
+        calls = [to_call(inputs) for inputs in shapes]
+        calls.sort(key=lambda call: -sum(tensor.nbytes for tensor in call.tensors()))
         with unplanned():
-            call = Call(call.args, dict(sorted(call.kwargs.items())))
-            self._made(self._kind(call), call)
+            for call in calls:
+                call = Call(call.args, dict(sorted(call.kwargs.items())))
+                self._made(self._kind(call), call)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         # This much dynamo sees, while it captures the model or one around it.
@@ -144,9 +167,12 @@ class SelfPlanning:
         kind = self._kind(call)
         if kind in self._ready:
             self._ready.move_to_end(kind)
-            return self._ready[kind][-1][0]
+            made, plan = self._ready[kind][-1]
+            if plan.program.offsets is None:
+                self.family.idle.clear()
+            return made
         if self._ready and self._on_mismatch == "error":
-            raise GuardError(_NO_PLAN)
+            raise GuardError(_NO_PLAN.format(call=_shown(call)))
         if self._ready and self._on_mismatch == "original":
             self.calls.fall_back(self.model, "calls of this kind are not planned")
             return None
@@ -154,7 +180,10 @@ class SelfPlanning:
 
     def _made(self, kind: Any, call: Call) -> PlannedModule:
         with self._planning:
-            made = self._planner(self.model, call, kind[-1], self)
+            try:
+                made = self._planner(self.model, call, kind[-1], self)
+            except InfeasibleBudgetError as error:
+                raise _beyond(error, _shown(call)) from error
         made[0].count_in(self.calls)
         self._ready.setdefault(kind, []).append(made)
         self._ready.move_to_end(kind)

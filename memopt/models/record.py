@@ -28,13 +28,23 @@ class OutputGradients:
         held_bytes: that live to the end of the step beside the gradients: larger tensors of which
             gradients of parameters and inputs are parts; and, where torch holds what it hands over
             (2.11), gradients that are copied on their way into the backward.
+        dropped: positions of the tensors among the leaves that the loss does not read, and that the
+            step therefore does not return.
     """
 
     unused: tuple[Natural, ...] = field(default=(), metadata={**LATER, NAME: "unused_outputs"})
     strides: tuple[Annotated[tuple[int, tuple[int, ...]], Row("position", "strides")], ...] = field(
         default=(), metadata={**LATER, NAME: "gradient_strides"}
     )
-    held_bytes: int = field(default=0, metadata={**LATER, NAME: "held_gradient_bytes"})
+    held_bytes: Natural = field(default=0, metadata={**LATER, NAME: "held_gradient_bytes"})
+    dropped: tuple[Natural, ...] = field(
+        default=(), metadata={**SPARSE, NAME: "outputs_not_returned"}
+    )
+
+    @property
+    def refused(self) -> tuple[int, ...]:
+        """Positions of the leaves that are returned and get no gradient."""
+        return tuple(i for i in self.unused if i not in self.dropped)
 
 
 ANY_LOSS = OutputGradients()

@@ -14,10 +14,12 @@ from memopt.profiler.baseline import as_targets
 from memopt.profiler.cache import ProfileCache as ProfileCache
 from memopt.profiler.device_measure import measure_device as measure_device
 from memopt.profiler.estimate import estimate_model as estimate_model
+from memopt.profiler.inputs import to_call
 from memopt.profiler.measure import MeasureOptions as MeasureOptions
 from memopt.profiler.session import Profiled as Profiled
 from memopt.profiler.session import profile_model as profile_model
 from memopt.profiler.step_session import profile_step as profile_step
+from memopt.profiler.training_call import has_own_loss, own_loss
 
 
 def profiled_of(
@@ -31,11 +33,12 @@ def profiled_of(
     cache: bool,
     whole_step: bool = False,
     offload_optimizer: bool = False,
+    loss_alone: bool = False,
     progress: Callable[[float, str], None],
 ) -> Profiled:
     """Profile the model that `memopt.plan` was given: a Profiled stays as it is, a module is
     measured, or estimated for a device; with `whole_step`, a loss and an optimizer instance,
-    updates are included.
+    updates are included; with `loss_alone` outputs that the loss does not read are not returned.
 
     Raises:
         ValueError: something else, or a module without inputs.
@@ -51,7 +54,14 @@ def profiled_of(
         raise ValueError("plan(model, inputs): example inputs are needed to capture the model")
     if loss_fn is None and as_targets(targets):
         raise ValueError("targets go with loss_fn=: loss_fn(output, *targets)")
-    loss = None if loss_fn is None else Loss(loss_fn, targets)
+    if loss_fn is None and loss_alone:
+        if not has_own_loss(to_call(inputs)):
+            raise ValueError(
+                'returns="loss" needs to know the loss: pass loss_fn=, or call the model with '
+                "labels, of which it computes its own"
+            )
+        loss_fn = own_loss
+    loss = None if loss_fn is None else Loss(loss_fn, targets, loss_alone)
     if estimate_for is not None:
         return estimate_model(
             model, inputs, estimate_for, loss=loss, optimizer=optimizer, progress=progress

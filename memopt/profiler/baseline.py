@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memopt.models.record import ANY_LOSS, OutputGradients
-from memopt.profiler.backend import autocast_off, timed
+from memopt.profiler.backend import autocast_off, random_state_kept, timed
+from memopt.profiler.dropped_outputs import unread
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
 from memopt.profiler.model_outputs import gradients_of, in_memory_of_its_own, tangent_of
@@ -37,10 +38,17 @@ def as_targets(given: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Loss:
-    """The user's loss: `function(output, *targets)`; a single target may stand for its tuple."""
+    """The user's loss: `function(output, *targets)`; a single target may stand for its tuple.
+
+    Attributes:
+        function: the loss.
+        targets: what it takes beside the output.
+        alone: outputs that it does not read are not returned.
+    """
 
     function: Callable[..., torch.Tensor]
     targets: tuple[Any, ...] = ()
+    alone: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -138,6 +146,11 @@ def measure_baseline(
     call = call.detached()
 
     def step() -> Any:
+        if optimizer is None and loss is not None and loss.alone:
+            value = loss.value(model(*call.args, **call.kwargs))
+            with autocast_off():
+                value.backward()  # type: ignore[no-untyped-call]
+            return value
         if optimizer is None or loss is None:
             output = model(*call.args, **call.kwargs)
             backward(output, loss)
@@ -199,10 +212,12 @@ class OutputTree:
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The output with these tensors at the places of its own, by their rank."""
+        return pytree.tree_unflatten(self.leaves_with(tensors), self.spec)
+
+    def leaves_with(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """The leaves of that output."""
         pairs = zip(self.leaves, self.ranks, strict=True)
-        return pytree.tree_unflatten(
-            [leaf if rank is None else tensors[rank] for leaf, rank in pairs], self.spec
-        )
+        return [leaf if rank is None else tensors[rank] for leaf, rank in pairs]
 
 
 def cut_output(output: Any) -> tuple[OutputTree, list[torch.Tensor]]:
@@ -294,6 +309,24 @@ def _storage(value: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
+def _dropped(
+    loss: Loss, tree: OutputTree, values: Sequence[torch.Tensor], gradients: OutputGradients
+) -> tuple[int, ...]:
+    """The outputs that the loss does not read."""
+    given = [value.requires_grad_() for value in values]
+
+    def value(output: Any) -> torch.Tensor:
+        with random_state_kept(value.device for value in values):
+            return loss.value(output).detach()
+
+    leaves = tree.leaves_with(given)
+    useful = [i for i, rank in enumerate(tree.ranks) if rank is not None]
+    useful = [i for i in useful if i not in gradients.unused]
+    return unread(
+        value, leaves, tree.spec, useful, partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
+    )
+
+
 def loss_text(loss: Loss) -> str | None:
     """What tells a loss from another one; None if nothing does (closures, partials...)."""
     if isinstance(loss.function, nn.Module):
@@ -331,6 +364,8 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
         found_bytes = sum(gradient.nbytes for gradient in arrivals.gradients.values())
         held_bytes = sum(size_bytes for _, size_bytes in arrivals.held)
         gradients = gradients_of(tree.ranks, arrivals.gradients, held_bytes)
+        if loss.alone:
+            gradients = replace(gradients, dropped=_dropped(loss, tree, values, gradients))
         kept_bytes = value.untyped_storage().nbytes()
         made_bytes = 0 if _storage(value) in map(_storage, values) else kept_bytes
     boundary_bytes = max(0, use.peak_bytes - found_bytes - held_bytes - made_bytes)

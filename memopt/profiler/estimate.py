@@ -33,6 +33,7 @@ from memopt.profiler.baseline import (
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost
 from memopt.profiler.capture import Captured, capture
+from memopt.profiler.dropped_outputs import unread
 from memopt.profiler.estimated_autocast import autocast_for_cuda
 from memopt.profiler.fake import Fakes, fused_attention, real_call
 from memopt.profiler.flops import (
@@ -249,6 +250,12 @@ def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device:
     reached = zip(captured.primals, captured.gradients, strict=True)
     values = {p.index: g.meta["val"] for p, g in reached if g is not None and p.index is not None}
     gradients = gradients_of(tree.ranks, values)
+    if loss.alone:
+        leaves = tree.leaves_with(cut)
+        useful = [i for i, rank in enumerate(tree.ranks) if rank in values]
+        with fakes.mode, torch.enable_grad():
+            dropped = unread(fake_loss.value, leaves, tree.spec, useful)
+        gradients = replace(gradients, dropped=dropped)
     copied = [v for v in values.values() if not is_dense(v.shape, v.stride())]
     peak += sum(device.allocated_bytes(v.nbytes) for v in copied)
     (value,) = graph.outputs

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from memopt.errors import CaptureError, ExecutionError
 from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.profiler import torch_private
+from memopt.profiler.dropped_outputs import without
 from memopt.profiler.memory_layout import is_dense, storage_of
 
 _COPIED: dict[Any, int] = {torch.ops.aten.clone.default: 0, torch.ops.aten.copy.default: 1}
@@ -68,27 +69,34 @@ def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedO
     Args:
         traced: dynamo's graph.
         gradients: what the user's loss does with the outputs. Those that it does not use are
-            traced without a gradient, the others with gradients in the layout that it gives them.
+            traced without a gradient, or not returned at all, the others with gradients in the
+            layout that it gives them.
 
     Raises:
         CaptureError: the model does not return the same outputs each time it is called.
     """
     output: Any = traced.graph.output_node()
     leaves = list(output.args[0])
-    last = max((*gradients.unused, *(i for i, _ in gradients.strides)), default=-1)
+    known = (*gradients.unused, *gradients.dropped, *(i for i, _ in gradients.strides))
+    last = max(known, default=-1)
     if last >= len(leaves):
         raise CaptureError(
             f"the model returned {len(leaves)} values when it was captured and at least "
             f"{last + 1} when its loss was measured; memopt needs the same in every step"
         )
     inputs = [n for n in traced.graph.nodes if n.op in ("placeholder", "get_attr")]
-    outputs = _outputs([_value(leaf) for leaf in leaves], [_value(n) for n in inputs], gradients)
+    values = [None if i in gradients.dropped else _value(leaf) for i, leaf in enumerate(leaves)]
+    outputs = _outputs(values, [_value(n) for n in inputs], gradients)
     strides = dict(gradients.strides)
     earlier = dict(outputs.repeated)
     with traced.graph.inserting_before(output):
         for position, leaf in enumerate(leaves):
             if position in earlier:
                 leaves[position] = None
+                continue
+            if position in gradients.dropped:
+                # Not None, which some outputs leave out with its name.
+                leaves[position] = 0
                 continue
             if position in gradients.unused:
                 leaf = traced.graph.call_method("detach", (leaf,))
@@ -290,8 +298,10 @@ def dense_strides(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(value, device="meta").stride())
 
 
-def repeating(output: Any, outputs: TracedOutputs) -> Any:
-    """A model's output with the tensors that are in it more than once."""
+def as_users_see(output: Any, outputs: TracedOutputs) -> Any:
+    """A traced model's output with the tensors that are in it more than once, and with what stands
+    for those that are not returned."""
+    output = without(output, outputs.gradients.dropped)
     if not outputs.repeated:
         return output
     leaves, spec = pytree.tree_flatten(output)

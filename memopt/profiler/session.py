@@ -27,7 +27,8 @@ from memopt.profiler.baseline import (
 )
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost, ProfileCache
-from memopt.profiler.capture import Captured, capture
+from memopt.profiler.capture import Captured
+from memopt.profiler.captures import captured_again
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.measure import MeasureOptions, Progress, environment, measure
@@ -133,7 +134,7 @@ def _profiled(
         lambda: measure_loss(model, call, loss, device) if loss else LossUse(0, output_gradients)
     )
     with diagnosed(model, call, loss):
-        captured = capture(model, call, lambda: used().gradients)
+        captured = captured_again(model, call, lambda: used().gradients)
         lowering = build(model, captured, backend.block_bytes)
 
     def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
@@ -229,7 +230,8 @@ def _baseline_key(lowering: Lowering, device: torch.device, loss: Loss | None) -
     function = "" if loss is None else loss_text(loss)
     if function is None:
         return None
-    text = "\n".join([function, *(signature(node).text for node in lowering.nodes)])
+    alone = " alone" if loss is not None and loss.alone else ""
+    text = "\n".join([function + alone, *(signature(node).text for node in lowering.nodes)])
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f"{environment(device)}|baseline {digest}"
 
@@ -241,6 +243,13 @@ def loss_notes(captured: Captured, *, covered: bool) -> tuple[str, ...]:
         captured: tells the outputs that carry gradients: a scalar among them is the model's loss.
         covered: the memory of the user's own loss is charged, or the step is planned as a whole.
     """
+    dropped = captured.outputs.gradients.dropped
+    if dropped:
+        what = "output" if len(dropped) == 1 else "outputs"
+        return (
+            f"{len(dropped)} {what} that the loss does not read: not returned by planned steps "
+            '(returns="loss").',
+        )
     outputs = [tangent.meta["val"] for tangent in captured.tangents]
     others = [value for value in outputs if value.dim()]
     if len(others) == len(outputs):

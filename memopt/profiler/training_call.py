@@ -48,6 +48,25 @@ def as_planned(planned: Call, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
+def own_loss(output: Any) -> Any:
+    """The loss that a model of Hugging Face's computes itself from its labels.
+
+    Raises:
+        ValueError: it computes none.
+    """
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple) and output:
+        loss = output[0]
+    if loss is None:
+        raise ValueError("the model is called with labels and returns no loss: pass loss_fn=")
+    return loss
+
+
+def has_own_loss(call: Call) -> bool:
+    """Whether a call gives the model labels to compute its loss from."""
+    return call.kwargs.get("labels") is not None
+
+
 def call_notes(model: nn.Module, call: Call) -> tuple[str, ...]:
     """What a user should know of the call that is planned."""
     config = getattr(model, "config", None)

@@ -18,6 +18,7 @@ from matplotlib import pyplot
 import memopt
 from memopt import Chain, Comparison, Device, Status
 from memopt.api import comparing
+from memopt.errors import InfeasibleBudgetError
 from memopt.models.generate import random_chain
 from memopt.report.comparison_plot import bounds
 from memopt.strategies import Rotor
@@ -107,8 +108,20 @@ def test_best(table: Comparison) -> None:
         best = table.best(budget)
         assert best is not None
         assert best.step_time_s == min(time_s for time_s in fitting if time_s is not None)
-    assert table.best(1) is None
+    with pytest.raises(InfeasibleBudgetError, match="no compared plan needs at most 1 B") as none:
+        table.best(1)
+    least = min(cell.peak_bytes for cell in table.cells if cell.peak_bytes is not None)
+    assert none.value.smallest_budget_bytes is not None
+    assert none.value.smallest_budget_bytes <= least
     assert table.best() == table.best(1.0)
+
+
+def test_best_of_no_plans_says_what_would_do(chain: Chain) -> None:
+    made = memopt.compare(chain, budgets=[1], strategies=["rotor"], progress=False)
+    for budget in (None, 1):
+        with pytest.raises(InfeasibleBudgetError, match="no strategy has a plan") as none:
+            made.best(budget)
+        assert none.value.smallest_budget_bytes == made.cells[0].smallest_budget_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,6 +103,10 @@ class Planned:
         return found if free[0] else [*found, "the lock"]
 
 
+_KEEPING = (Arenas.keep.__code__, Arenas._drop_others.__code__)
+"""What runs in an arena's finalizer; the second before a step, too."""
+
+
 class AtLine:
     """KeyboardInterrupt at the k-th line that memopt's executor or its generated code runs."""
 
@@ -121,7 +125,7 @@ class AtLine:
         name = frame.f_code.co_filename
         ours = name.startswith((EXECUTOR, "<memopt plan"))
         # What is raised in a finalizer Python itself ignores.
-        finalizing = frame.f_code.co_name == "__del__" or frame.f_code is Arenas.keep.__code__
+        finalizing = frame.f_code.co_name == "__del__" or frame.f_code in _KEEPING
         return self.line if ours and not finalizing else None
 
     def line(self, frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
