@@ -34,7 +34,6 @@ from memopt.profiler.measure import MeasureOptions, Progress, environment, measu
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.restored_state import state_restored
-from memopt.profiler.signature import signature
 from memopt.profiler.training_call import training_call
 
 _SUSPICIOUS = 2.0
@@ -229,7 +228,7 @@ def _baseline_key(lowering: Lowering, device: torch.device, loss: Loss | None) -
     function = "" if loss is None else loss_text(loss)
     if function is None:
         return None
-    text = "\n".join([function, *(signature(node).text for node in lowering.nodes)])
+    text = "\n".join([function, *(one.text for one in lowering.signatures)])
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f"{environment(device)}|baseline {digest}"
 
