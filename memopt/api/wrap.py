@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from memopt.api.cells import code_digest
@@ -16,13 +14,13 @@ from memopt.files.plan_store import PlanStore
 from memopt.models import codec
 from memopt.models.budget import MINIMUM, parse_budget
 from memopt.models.device import Device
+from memopt.models.reader import digest
 from memopt.strategies import Progress, Strategy, resolve
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from memopt.executor.module import PlannedModule
-    from memopt.executor.self_planning import SelfPlanning
+    from memopt.executor.module import OnMismatch, PlannedModule
     from memopt.profiler.inputs import Call
 
 M = TypeVar("M", bound="nn.Module")
@@ -135,7 +133,7 @@ class _Planner:
     targets: tuple[Any, ...] | Callable[..., tuple[Any, ...]]
 
     def __call__(
-        self, model: nn.Module, call: Call, holding: bool, asking: SelfPlanning
+        self, model: nn.Module, call: Call, holding: bool, instead: OnMismatch
     ) -> tuple[PlannedModule, Plan]:
         """See `memopt.executor.self_planning.Planner`."""
         from memopt.executor.apply import apply_plan
@@ -149,14 +147,14 @@ class _Planner:
         else:
             plan, kept = self._from(store, key, model, call, request)
         try:
-            return apply_plan(plan, model, call, otherwise=asking.instead), plan
+            return apply_plan(plan, model, call, otherwise=instead), plan
         except PlanFileError:
             if store is None or key is None or not kept:
                 raise
         # What the key does not tell has changed: the model's own code, for one.
         store.drop(key)
         plan, _ = self._from(store, key, model, call, request)
-        return apply_plan(plan, model, call, otherwise=asking.instead), plan
+        return apply_plan(plan, model, call, otherwise=instead), plan
 
     @staticmethod
     def _from(
@@ -201,16 +199,11 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
             return None
         text = told
     record = record_of(model, call, device_of(model, call))
-    asked = (
-        request.budget,
-        request.strategy,
-        request.host_budget,
-        request.device,
-        request.optimizer,
-        request.order,
-        request.place,
-        request.time_limit_s,
-        request.accumulate,
-    )
-    whole = [code_digest(), codec.encode(record), [repr(one) for one in asked], text]
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+    asked = [repr(getattr(request, name)) for name in _ASKED]
+    return digest([code_digest(), codec.encode(record), asked, text])
+
+
+_ASKED = sorted(
+    {one.name for one in fields(PlanRequest)} - {"loss_fn", "targets", "cache", "progress"}
+)
+"""What a plan depends on of a request; the loss is told otherwise."""

@@ -15,8 +15,9 @@ from memopt.commands.targets import Sizes, load_target
 from memopt.strategies.host_budget import parse_host_budget
 
 
+@options.with_model_options
 def plan(
-    model: options.Model,
+    model: options.ModelOptions,
     budget: Annotated[
         str | None,
         typer.Option(help='Bytes, "6GiB", "6GB", a share such as 0.5, or min. Left out: no limit.'),
@@ -28,15 +29,6 @@ def plan(
     host_budget: Annotated[
         str | None, typer.Option(help='Most on the host at once: bytes or "6GiB"; 0: none.')
     ] = None,
-    device: options.Device = None,
-    mode: options.Mode = "measure",
-    optimizer: options.Optimizer = None,
-    batch: options.Batch = 4,
-    sequence: options.Sequence = 128,
-    dtype: options.DType = None,
-    cache: options.Cache = True,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Plan a model's training step within a memory budget."""
     limit = options.budget_of(budget)
@@ -46,20 +38,19 @@ def plan(
     options.check_writable("--out", out)
     options.check_picture(plot)
     made = memopt.plan(
-        **options.priced(model, device, mode, optimizer, cache, batch, sequence, dtype),
+        **model.arguments(),
         budget=limit,
         strategy=strategy,
         time_limit_s=time_limit,
         host_budget=host_bytes,
-        progress=not (as_json or quiet),
     )
     if out is not None:
         made.save(out)
     if plot is not None:
         draw(made, "memory", plot)
-    if as_json or not quiet:
-        show_plan(made, as_json)
-    if not (as_json or quiet):
+    if model.as_json or not model.quiet:
+        show_plan(made, model.as_json)
+    if not model.silent:
         for path in (out, plot):
             if path is not None:
                 say(f"wrote {path}")

@@ -12,31 +12,32 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
 from memopt.errors import GuardError
-from memopt.executor.module import Calls, PlannedModule
+from memopt.executor.module import Calls, OnMismatch, PlannedModule
 from memopt.models.locks import ForkedLock
 from memopt.profiler.backend import autocast_state
 from memopt.profiler.dependencies.reader import described
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.torch_private import captured_around
 
+if TYPE_CHECKING:
+    from memopt.plan_record import PlanRecord
+
 Made: TypeAlias = tuple[PlannedModule, "PlanRecord"]
-Planner: TypeAlias = Callable[[nn.Module, Call, bool, "SelfPlanning"], Made]
-"""(the model, a call of it, whether its parameters hold gradients, who asks) → the model under a
-plan for such calls, which hands others to `SelfPlanning.instead`, and that plan."""
+Planner: TypeAlias = Callable[[nn.Module, Call, bool, OnMismatch], Made]
+"""(the model, a call of it, whether its parameters hold gradients, who takes calls for which the
+plan does not hold any more) → the model under a plan for such calls, and that plan."""
 
 _NO_PLAN = (
     "the wrapped model has no plan for this kind of call; pass an example of it in shapes= of "
     'memopt.wrap, or on_mismatch="plan" or "original"'
 )
-
-if TYPE_CHECKING:
-    from memopt.plan_record import PlanRecord
 
 _LOG = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class SelfPlanning:
         """Plan for calls such as `inputs` now."""
         call = to_call(inputs)
         with _inside():
-            call = Call(call.args, dict(sorted(call.kwargs.items())))
+            call = _in_order(call.args, call.kwargs)
             self._made(self._kind(call), call)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +140,7 @@ class SelfPlanning:
             if not (model.training and torch.is_grad_enabled()):
                 self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
                 return unplanned(*args, **kwargs)
-            planned = self._planned(Call(args, dict(sorted(kwargs.items()))))
+            planned = self._planned(_in_order(args, kwargs))
             return (planned or unplanned)(*args, **kwargs)
 
     def _kind(self, call: Call) -> Any:
@@ -163,15 +164,22 @@ class SelfPlanning:
 
     def _made(self, kind: Any, call: Call) -> PlannedModule:
         with self._planning:
-            made = self._planner(self.model, call, kind[-1], self)
+            made = self._planner(self.model, call, kind[-1], partial(self._made_again, kind))
         made[0].count_in(self.calls)
         self._ready[kind] = made
         while len(self._ready) > self._most:
             self._ready.popitem(last=False)
         return made[0]
 
-    def instead(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
-        """What a planned module does where something beside the call has changed since it was
-        planned (an `OnMismatch`): a new plan takes its place."""
+    def _made_again(
+        self, kind: Any, model: nn.Module, call: Call, error: GuardError
+    ) -> PlannedModule:
+        """Where something beside a call of the kind has changed since it was planned, a new plan
+        takes its place."""
         _LOG.info("planning again: %s", error)
-        return self._made(self._kind(call), call)
+        return self._made(kind, call)
+
+
+def _in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """A call, its keywords sorted: one plan serves it in whatever order they are given."""
+    return Call(args, dict(sorted(kwargs.items())))
