@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from memopt.models.bounds import relative_gap
 from memopt.models.chain import Chain
 from memopt.models.codec import Bytes, Seconds
 from memopt.models.device import Device
@@ -83,9 +84,7 @@ class PlanRecord:
     @property
     def gap(self) -> float:
         """How far the step's time can be from the strategy's best, as a share of the bound."""
-        if self.lower_bound_s <= 0:
-            return 0.0
-        return max(0.0, (self.step_time_s - self.lower_bound_s) / self.lower_bound_s)
+        return max(0.0, relative_gap(self.step_time_s, self.lower_bound_s))
 
     @property
     def overhead(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -92,6 +93,15 @@ def unserialisable(_model: CostModel, _budget: int | None, solution: Solution) -
     return replace(solution, stats={"table": {1, 2}})
 
 
+def infinite_figure(_model: CostModel, _budget: int | None, solution: Solution) -> Solution:
+    return replace(solution, stats={"best_s": math.inf})
+
+
+def list_of_steps(_model: CostModel, _budget: int | None, solution: Solution) -> Solution:
+    """Comes back from its file as a tuple."""
+    return replace(solution, steps=list(solution.steps)) if solution.steps else solution  # type: ignore[arg-type]
+
+
 def named_too_small(_model: CostModel, _budget: int | None, solution: Solution) -> Solution:
     named = solution.smallest_budget_bytes
     return replace(solution, smallest_budget_bytes=named and named - 1)
@@ -162,6 +172,8 @@ def test_the_unchanged_strategy_keeps_every_law() -> None:
         (slow_bound, Law.BOUND),
         (slow_optimum, Law.OPTIMAL),
         (unserialisable, Law.STATS),
+        (infinite_figure, Law.STATS),
+        (list_of_steps, Law.FILE),
         (named_too_small, Law.SMALLEST),
         (named_too_large, Law.SMALLEST),
         (names_none, Law.SMALLEST),

@@ -20,8 +20,8 @@ from memopt.files.envelope import read_bytes, write_atomically
 from memopt.files.plan_file import decode, encode
 from memopt.models import codec
 from memopt.models.device import Device
-from memopt.models.folders import default_directory
-from memopt.models.reader import Reader, canonical, parse
+from memopt.models.folders import default_directory, drop_oldest
+from memopt.models.reader import Reader, canonical, digest, parse
 from memopt.plan_record import BaselineFigures
 from memopt.strategies import STRATEGIES, Status, Strategy
 
@@ -83,7 +83,7 @@ class CellCache:
         self._kind = "chain" if view.exact else "graph"
         self._encoded = codec.encode(view.chain if view.exact else view.graph)
         whole = [code_digest(), self._encoded, codec.encode(device), repr(time_limit_s)]
-        self._key = hashlib.sha256(canonical(whole)).hexdigest()
+        self._key = digest(whole)
 
     def load(self, strategy: Strategy, label: str, budget: int | str | None) -> Cell | None:
         """The finished cell; None if there is none (or none that can be read)."""
@@ -121,14 +121,14 @@ class CellCache:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path(strategy, budget), canonical(codec.encode(value)))
-            self._drop_oldest()
+            drop_oldest(self._folder, MOST_FILES)
         except (OSError, PlanFileError):
             # The cache is a convenience: a full or read-only disk must not stop a comparison.
             return
 
     def _path(self, strategy: Strategy, budget: int | str | None) -> Path:
-        text = f"{self._key} {type(strategy).__name__} {strategy!r} {budget!r}"
-        return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+        told = [self._key, type(strategy).__name__, repr(strategy), repr(budget)]
+        return self._folder / f"{digest(told)}.json"
 
     def _ours(self, plan: Plan, strategy: Strategy) -> Plan:
         """The plan as this comparison's solve would have made it."""
@@ -143,20 +143,13 @@ class CellCache:
             record=None if self._profiled is None else self._profiled.record,
         )
 
-    def _drop_oldest(self) -> None:
-        files = list(self._folder.glob("*.json"))
-        if len(files) > MOST_FILES:
-            files.sort(key=lambda path: path.stat().st_mtime)
-            for path in files[: len(files) - MOST_FILES]:
-                path.unlink(missing_ok=True)
-
 
 @functools.cache
 def code_digest() -> str:
     """Of memopt's Python files: another version of a solver makes other plans."""
     root = Path(__file__).parent.parent
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+        found.update(f"{path.relative_to(root)}\0".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()

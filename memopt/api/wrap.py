@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from memopt.api.cells import code_digest
@@ -17,6 +15,7 @@ from memopt.files.plan_store import PlanStore
 from memopt.models import codec
 from memopt.models.budget import MINIMUM, parse_budget
 from memopt.models.device import Device
+from memopt.models.reader import digest
 from memopt.plan_record import PlanRecord
 from memopt.programs.placed import arena_use
 from memopt.strategies import Progress, Strategy, resolve
@@ -224,18 +223,12 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
             return None
         text = told
     record = record_of(model, call, device_of(model, call))
-    asked = (
-        request.budget,
-        request.strategy,
-        request.host_budget,
-        request.device,
-        request.optimizer,
-        request.order,
-        request.place,
-        request.time_limit_s,
-        request.accumulate,
-        sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
-        request.returns,
-    )
-    whole = [code_digest(), codec.encode(record), [repr(one) for one in asked], text]
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+    asked = [repr(getattr(request, name)) for name in _ASKED]
+    held_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    return digest([code_digest(), codec.encode(record), asked, held_bytes, text])
+
+
+_ASKED = sorted(
+    {one.name for one in fields(PlanRequest)} - {"loss_fn", "targets", "cache", "progress"}
+)
+"""What a plan depends on of a request; the loss is told otherwise."""

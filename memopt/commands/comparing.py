@@ -14,8 +14,9 @@ from memopt.commands import options
 from memopt.commands.output import baseline_figures, say, say_json
 
 
+@options.with_model_options
 def compare(
-    model: options.Model,
+    model: options.ModelOptions,
     budget: Annotated[
         list[str] | None,
         typer.Option(
@@ -33,15 +34,6 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Save the table here (Markdown).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time against memory here.")] = None,
     time_limit: options.TimeLimit = None,
-    device: options.Device = None,
-    mode: options.Mode = "measure",
-    optimizer: options.Optimizer = None,
-    batch: options.Batch = 4,
-    sequence: options.Sequence = 128,
-    dtype: options.DType = None,
-    cache: options.Cache = True,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Plan a model with several strategies at several budgets, in one table."""
     budgets = [options.budget_of(one) for one in budget or ()]
@@ -50,20 +42,19 @@ def compare(
     options.check_writable("--out", out)
     options.check_picture(plot)
     made = memopt.compare(
-        **options.priced(model, device, mode, optimizer, cache, batch, sequence, dtype),
+        **model.arguments(),
         budgets=budgets or None,
         strategies=strategy or None,
         run=run,
         time_limit_s=time_limit,
-        progress=not (as_json or quiet),
     )
     if out is not None:
         out.write_text(made.to_markdown() + "\n", encoding="utf-8")
     if plot is not None:
         _draw(made, plot)
-    if as_json:
+    if model.as_json:
         say_json(_figures(made))
-    elif not quiet:
+    elif not model.quiet:
         say(str(made))
         for path in (out, plot):
             if path is not None:

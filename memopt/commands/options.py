@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,34 +51,62 @@ Cache = Annotated[bool, typer.Option(help="Keep measured costs of kernels on dis
 TimeLimit = Annotated[float | None, typer.Option(min=0.0, help="Seconds for the solver.")]
 
 
-def priced(
-    name: str,
-    device: str | None,
-    mode: str,
-    optimizer: str | None,
-    cache: bool,
-    batch: int,
-    sequence: int,
-    dtype: str | None,
-) -> dict[str, Any]:
-    """Arguments of `memopt.plan` and its like: the model of a name and how to price it."""
-    with value_of("--device" if mode in ("measure", "estimate") else "--mode"):
-        planned_device(device, mode)  # type: ignore[arg-type]  # what it checks
-    if optimizer is not None:
-        with value_of("--optimizer"):
-            optimizer_name(optimizer)
-    check_dtype(dtype)
-    # An estimate computes nothing, so the model needs no weights.
-    found = load_target(name, Sizes(batch, sequence, meta=mode == "estimate", dtype=dtype))
-    return {
-        "model": found.model,
-        "inputs": found.inputs,
-        "loss_fn": found.loss_fn,
-        "device": device,
-        "mode": mode,
-        "optimizer": optimizer,
-        "cache": cache,
-    }
+@dataclass(frozen=True)
+class ModelOptions:
+    """What the commands that price a model's step take alike."""
+
+    model: Model
+    device: Device = None
+    mode: Mode = "measure"
+    optimizer: Optimizer = None
+    batch: Batch = 4
+    sequence: Sequence = 128
+    dtype: DType = None
+    cache: Cache = True
+    as_json: Json = False
+    quiet: Quiet = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is to be printed for people."""
+        return self.as_json or self.quiet
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of `memopt.plan` and its like: the model, how to price it, and progress."""
+        with value_of("--device" if self.mode in ("measure", "estimate") else "--mode"):
+            planned_device(self.device, self.mode)  # type: ignore[arg-type]  # what it checks
+        if self.optimizer is not None:
+            with value_of("--optimizer"):
+                optimizer_name(self.optimizer)
+        check_dtype(self.dtype)
+        # An estimate computes nothing, so the model needs no weights.
+        sizes = Sizes(self.batch, self.sequence, meta=self.mode == "estimate", dtype=self.dtype)
+        found = load_target(self.model, sizes)
+        return {
+            "model": found.model,
+            "inputs": found.inputs,
+            "loss_fn": found.loss_fn,
+            "device": self.device,
+            "mode": self.mode,
+            "optimizer": self.optimizer,
+            "cache": self.cache,
+            "progress": not self.silent,
+        }
+
+
+def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose first argument is `ModelOptions`, as typer reads it: the model, the command's
+    own options, then the others."""
+    model, *others = inspect.signature(ModelOptions, eval_str=True).parameters.values()
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        priced = {one.name: given.pop(one.name) for one in (model, *others)}
+        command(ModelOptions(**priced), **given)
+
+    vars(run)["__signature__"] = inspect.Signature([model, *own, *others])
+    return run
 
 
 def check_dtype(name: str | None) -> None:

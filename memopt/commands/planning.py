@@ -16,8 +16,9 @@ from memopt.commands.targets import Sizes, load_target
 from memopt.strategies.host_budget import parse_host_budget
 
 
+@options.with_model_options
 def plan(
-    model: options.Model,
+    model: options.ModelOptions,
     budget: Annotated[
         str | None,
         typer.Option(help='Bytes, "6GiB", "6GB", a share such as 0.5, or min. Left out: no limit.'),
@@ -29,18 +30,9 @@ def plan(
     host_budget: Annotated[
         str | None, typer.Option(help='Most on the host at once: bytes or "6GiB"; 0: none.')
     ] = None,
-    device: options.Device = None,
-    mode: options.Mode = "measure",
-    optimizer: options.Optimizer = None,
     returns: Annotated[
         str, typer.Option(help="all, or loss: outputs that the loss does not read are not kept.")
     ] = "all",
-    batch: options.Batch = 4,
-    sequence: options.Sequence = 128,
-    dtype: options.DType = None,
-    cache: options.Cache = True,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Plan a model's training step within a memory budget."""
     limit = options.budget_of(budget)
@@ -52,21 +44,20 @@ def plan(
     with value_of("--returns"):
         returned = parse_returns(returns)
     made = memopt.plan(
-        **options.priced(model, device, mode, optimizer, cache, batch, sequence, dtype),
+        **model.arguments(),
         budget=limit,
         strategy=strategy,
         time_limit_s=time_limit,
         host_budget=host_bytes,
         returns=returned,
-        progress=not (as_json or quiet),
     )
     if out is not None:
         made.save(out)
     if plot is not None:
         draw(made, "memory", plot)
-    if as_json or not quiet:
-        show_plan(made, as_json)
-    if not (as_json or quiet):
+    if model.as_json or not model.quiet:
+        show_plan(made, model.as_json)
+    if not model.silent:
         for path in (out, plot):
             if path is not None:
                 say(f"wrote {path}")

@@ -19,32 +19,23 @@ from memopt.programs.serialize import dumps
 from memopt.report.texts import format_seconds
 
 
+@options.with_model_options
 def profile(
-    model: options.Model,
+    model: options.ModelOptions,
     out: Annotated[Path | None, typer.Option(help="Save the graph here (JSON).")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many operators to list.")] = 10,
-    device: options.Device = None,
-    mode: options.Mode = "measure",
-    optimizer: options.Optimizer = None,
-    batch: options.Batch = 4,
-    sequence: options.Sequence = 128,
-    dtype: options.DType = None,
-    cache: options.Cache = True,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Measure what a model's training step costs, operator by operator."""
     options.check_writable("--out", out)
     graph = memopt.profile(
-        **options.priced(model, device, mode, optimizer, cache, batch, sequence, dtype),
-        progress=not (as_json or quiet),
+        **model.arguments(),
     )
     if out is not None:
         write_atomically(out, dumps(graph))
     figures = _figures(graph, top)
-    if as_json:
+    if model.as_json:
         say_json(figures)
-    elif not quiet:
+    elif not model.quiet:
         _print(figures)
         if out is not None:
             say(f"wrote {out}")

@@ -39,6 +39,7 @@ from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.measure import MeasureOptions, costs_of
 from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.record import example_call, record_of
+from memopt.profiler.signature import signature
 from memopt.profiler.step_capture import StepModule, capture_step, update_name, with_updates
 from memopt.profiler.step_optimizer import check_splittable
 from memopt.profiler.step_session import ProfiledStep, update_costs
@@ -151,7 +152,8 @@ def _measured(
     options = MeasureOptions(cache=ProfileCache())
     sizes: dict[int, int] = {}
     workspaces: dict[tuple[int, str | None], int] = {}
-    costs = costs_of(nodes, device, options, captured=captured, timed=False)
+    signatures = list(map(signature, nodes))
+    costs = costs_of(signatures, device, options, captured=captured, timed=False)
     for (op, name), node, cost in zip(calls, nodes, costs, strict=True):
         workspaces[op, name] = cost.workspace_bytes
         held = [t for t in lowering.storages[node] if t is not None]

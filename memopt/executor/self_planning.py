@@ -25,6 +25,9 @@ from memopt.profiler.dependencies.reader import described, described_text
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.torch_private import captured_around
 
+if TYPE_CHECKING:
+    from memopt.plan_record import PlanRecord
+
 Made: TypeAlias = tuple[PlannedModule, "PlanRecord"]
 Planner: TypeAlias = Callable[[nn.Module, Call, bool, "SelfPlanning"], Made]
 """(the model, a call of it, whether its parameters hold gradients, who asks) → the model under a
@@ -35,9 +38,6 @@ _NO_PLAN = (
     'shapes= of memopt.wrap, with a larger budget= if it says so, or on_mismatch="plan" or '
     '"original"'
 )
-
-if TYPE_CHECKING:
-    from memopt.plan_record import PlanRecord
 
 _LOG = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class SelfPlanning:
         calls.sort(key=lambda call: -sum(tensor.nbytes for tensor in call.tensors()))
         with unplanned():
             for call in calls:
-                call = Call(call.args, dict(sorted(call.kwargs.items())))
+                call = _in_order(call.args, call.kwargs)
                 self._made(self._kind(call), call)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ class SelfPlanning:
             if not (model.training and torch.is_grad_enabled()):
                 self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
                 return plain(*args, **kwargs)
-            planned = self._planned(Call(args, dict(sorted(kwargs.items()))))
+            planned = self._planned(_in_order(args, kwargs))
             return (planned or plain)(*args, **kwargs)
 
     def _kind(self, call: Call) -> Any:
@@ -205,3 +205,8 @@ class SelfPlanning:
                 return made[0]
         _LOG.info("planning again: %s", error)
         return self._made(kind, call)
+
+
+def _in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """A call, its keywords sorted: one plan serves it in whatever order they are given."""
+    return Call(args, dict(sorted(kwargs.items())))

@@ -9,7 +9,7 @@ from filelock import FileLock, Timeout
 
 from memopt.errors import PlanFileError
 from memopt.files.plan_file import load, save
-from memopt.models.folders import default_directory
+from memopt.models.folders import default_directory, drop_oldest
 from memopt.plan_record import PlanRecord
 
 MOST_FILES = 500
@@ -53,14 +53,8 @@ class PlanStore:
         made = make()
         try:
             save(made, path)
-            self._drop_oldest()
+            drop_oldest(self._folder, MOST_FILES)
         except PlanFileError:
             # The call holds what a file cannot: this plan is for this process.
             pass
         return made, False
-
-    def _drop_oldest(self) -> None:
-        files = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for path in files[: max(0, len(files) - MOST_FILES)]:
-            path.unlink(missing_ok=True)
-            Path(f"{path}.lock").unlink(missing_ok=True)

@@ -108,7 +108,8 @@ def with_implementations(
     if device is not None:
         figures = {key: {"time_s": _estimated_s(node, device)} for key, node in nodes.items()}
     else:
-        costs = costs_of(list(nodes.values()), profiled.torch_device, options or MeasureOptions())
+        calls = list(map(signature, nodes.values()))
+        costs = costs_of(calls, profiled.torch_device, options or MeasureOptions())
         figures = {
             key: {"time_s": cost.time_s, "workspace_bytes": cost.workspace_bytes}
             for key, cost in zip(nodes, costs, strict=True)

@@ -34,6 +34,11 @@ def time_lower_bound(cost_model: Graph | Chain) -> float:
     )
 
 
+def relative_gap(value: float, bound: float) -> float:
+    """How far a value can be from the best, as a share of its lower bound; 0.0 where that is 0."""
+    return (value - bound) / bound if bound > 0 else 0.0
+
+
 def needed_operators(graph: Graph) -> frozenset[int]:
     """Operators that every valid program runs: results and effects depend on them."""
     writers = _writers(graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -25,6 +26,11 @@ def canonical(document: object) -> bytes:
         default=index,
     )
     return text.encode("ascii")
+
+
+def digest(document: object) -> str:
+    """Names a parsed JSON document: the SHA-256 (hex) of its canonical form."""
+    return hashlib.sha256(canonical(document)).hexdigest()
 
 
 def parse(data: bytes | str) -> object:

@@ -11,6 +11,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from memopt.profiler.capture import Captured, named_tensors
 from memopt.profiler.in_place import overwritable, same_bits_in_place
 from memopt.profiler.memory_layout import storage_of
 from memopt.profiler.nodes import is_random, module_paths, overload_of
-from memopt.profiler.signature import values_of
+from memopt.profiler.signature import Signature, signature, values_of
 from memopt.profiler.torch_private import backward_owns_tangents
 
 _BATCH_NORM_TRAINING_ARGUMENT = {
@@ -60,6 +61,11 @@ class Lowering:
     def node_of(self, op: int, implementation: str | None) -> Node:
         """The kernel call that runs an operator under an implementation (None: its own)."""
         return self.nodes[op] if implementation is None else self.alternatives[op, implementation]
+
+    @cached_property
+    def signatures(self) -> tuple[Signature, ...]:
+        """The signatures of the nodes."""
+        return tuple(map(signature, self.nodes))
 
 
 def held_by(

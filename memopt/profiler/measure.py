@@ -106,12 +106,12 @@ def measure(
     Raises:
         ProfileError: a kernel refuses its data.
     """
-    costs = costs_of(lowering.nodes, device, options, progress, captured)
+    costs = costs_of(lowering.signatures, device, options, progress, captured)
     return with_state(with_costs(lowering, costs), backend_of(device))
 
 
 def costs_of(
-    nodes: Sequence[Node],
+    signatures: Sequence[Signature],
     device: torch.device,
     options: MeasureOptions,
     progress: Progress = silent,
@@ -120,7 +120,6 @@ def costs_of(
 ) -> list[Cost]:
     """The measured cost of each kernel call; see `measure`. If not `timed`, each call that is not
     in the cache runs twice, for its workspace and result sizes."""
-    signatures = [signature(node) for node in nodes]
     distinct = {s.text: s for s in signatures}
     place = environment(device)
     keys = {text: f"{place}|{text}" for text in distinct}

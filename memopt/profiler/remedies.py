@@ -44,19 +44,22 @@ def check_outside_fabric(model: nn.Module) -> None:
 
 def is_data_parallel(model: nn.Module) -> bool:
     """Whether the model is wrapped to exchange gradients, by hooks that no plan holds."""
-    names = {kind.__name__ for kind in type(model).__mro__}
-    return bool(names & {"DistributedDataParallel", "DataParallel"})
+    return _is_a(model, "DistributedDataParallel", "DataParallel")
+
+
+def _is_a(model: nn.Module, *names: str) -> bool:
+    """Whether the model's class, or one that it is derived from, has one of the names."""
+    return any(kind.__name__ in names for kind in type(model).__mro__)
 
 
 def _wrapped(model: nn.Module, _text: str) -> str | None:
-    kinds = {kind.__name__ for kind in type(model).__mro__}
     if is_data_parallel(model):
         return (
             f"the model is a {type(model).__name__} already, which exchanges gradients outside of "
             "any graph: plan first, then wrap "
             "(DistributedDataParallel(memopt.wrap(model, budget=...)))"
         )
-    if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+    if _is_a(model, "FSDPModule", "FullyShardedDataParallel"):
         return (
             "the model's parameters are sharded, and gathered by hooks that no plan holds: plan "
             "the model as it was before fully_shard, and train it with DistributedDataParallel "

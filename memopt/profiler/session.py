@@ -35,7 +35,6 @@ from memopt.profiler.measure import MeasureOptions, Progress, environment, measu
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import record_of
 from memopt.profiler.restored_state import state_restored
-from memopt.profiler.signature import signature
 from memopt.profiler.training_call import training_call
 
 _SUSPICIOUS = 2.0
@@ -231,7 +230,7 @@ def _baseline_key(lowering: Lowering, device: torch.device, loss: Loss | None) -
     if function is None:
         return None
     alone = " alone" if loss is not None and loss.alone else ""
-    text = "\n".join([function + alone, *(signature(node).text for node in lowering.nodes)])
+    text = "\n".join([function + alone, *(one.text for one in lowering.signatures)])
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f"{environment(device)}|baseline {digest}"
 

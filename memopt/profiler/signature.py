@@ -39,7 +39,9 @@ class TensorArgument:
 
 def _describe(value: Any) -> Any:
     if isinstance(value, Node):
-        return pytree.tree_map(_describe, value.meta.get("val"))
+        value = value.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return pytree.tree_map(_describe, value)
     if isinstance(value, torch.Tensor):
         return TensorArgument(
             tuple(value.shape),
@@ -74,9 +76,15 @@ def signature(node: Node) -> Signature:
 
 def call_signature(target: Any, args: Any, kwargs: Any) -> Signature:
     """The signature of a call, of tensors or of nodes that have them as values."""
-    args, kwargs = pytree.tree_map(_describe, (tuple(args), dict(kwargs)))
-    shown = pytree.tree_map(str, (args, kwargs))
-    return Signature(target, args, kwargs, f"{target}{shown}")
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    described = [_describe(leaf) for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(described, spec)
+    # What is described may itself be several: a node of several results.
+    texts = [
+        str(one) if isinstance(one, TensorArgument) else pytree.tree_map(str, one)
+        for one in described
+    ]
+    return Signature(target, args, kwargs, f"{target}{pytree.tree_unflatten(texts, spec)}")
 
 
 def values_of(node: Node) -> tuple[Any, ...]:

@@ -252,9 +252,11 @@ def kernels_kept_whole() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fake_results_through(change: Callable[[Any, Any, Any, Any], Any]) -> Iterator[None]:
+def fake_results_through(
+    wanted: Callable[[Any, Any], bool], change: Callable[[Any, Any, Any, Any], Any]
+) -> Iterator[None]:
     """Trace with `change(overload, args, kwargs, result)` in place of every result that this
-    thread's fake kernels give."""
+    thread's fake kernels give and for which `wanted(overload, result)`."""
     mode = _import("torch._subclasses.fake_tensor", "FakeTensorMode")
     asked = mode.dispatch
     thread, inside = threading.get_ident(), False
@@ -268,7 +270,7 @@ def fake_results_through(change: Callable[[Any, Any, Any, Any], Any]) -> Iterato
         inside = True
         try:
             result = asked(self, func, types, args, kwargs or {})
-            if result is NotImplemented:
+            if result is NotImplemented or not wanted(func, result):
                 return result
             with self:
                 return change(func, args, kwargs or {}, result)

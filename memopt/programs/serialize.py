@@ -7,7 +7,6 @@ every field strictly and never executes anything.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -17,7 +16,7 @@ from memopt.models import codec
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.reader import Reader, canonical, parse
+from memopt.models.reader import Reader, canonical, digest, parse
 from memopt.models.steps import Steps
 from memopt.programs.instructions import Program
 
@@ -85,4 +84,4 @@ def fingerprint(graph: Graph) -> str:
         ],
         *_GRAPH(graph),
     ]
-    return hashlib.sha256(canonical(structure)).hexdigest()
+    return digest(structure)

@@ -73,7 +73,7 @@ class ChainGraph(ChainView):
         """
         if has_transfers(steps):
             return self.with_late_gradient(steps)
-        early = Program(_Lowering(self.chain, late_gradient=False).run(steps))
+        early = Program(_ChainLowering(self.chain, late_gradient=False).run(steps))
         try:
             over = budget_bytes is not None and replay(self.graph, early).peak_bytes > budget_bytes
         except InvalidProgramError:
@@ -82,7 +82,7 @@ class ChainGraph(ChainView):
 
     def with_late_gradient(self, steps: Sequence[ChainStep]) -> Program:
         """The program of a schedule under the semantics of offloading, where δ^n comes with B^n."""
-        return Program(_Lowering(self.chain, late_gradient=True).run(steps))
+        return Program(_ChainLowering(self.chain, late_gradient=True).run(steps))
 
 
 def chain_to_graph(chain: Chain) -> ChainGraph:
@@ -230,7 +230,7 @@ def _in_two(stage: Stage) -> bool:
     return stage.backward_overhead_bytes < 0
 
 
-class _Lowering:
+class _ChainLowering:
     """Walks a schedule; knows which values the schedule holds, and where."""
 
     def __init__(self, chain: Chain, late_gradient: bool) -> None:

@@ -56,7 +56,7 @@ def lower_steps(
         _check_with_transfers(staged.chain, steps)
     else:
         replay_chain(staged.chain, steps)
-    instructions = _Lowering(staged, steps).instructions()
+    instructions = _StageLowering(staged, steps).instructions()
     if not keep_unread:
         instructions = without_unread_reruns(staged.graph, instructions)
     return Program(with_frees(staged.graph, instructions))
@@ -69,7 +69,7 @@ def _check_with_transfers(chain: Chain, steps: Sequence[ChainStep]) -> None:
         raise InvalidProgramError("the schedule ends before B^1")
 
 
-class _Lowering:
+class _StageLowering:
     """Walks a valid schedule; knows which values the schedule holds, and where."""
 
     def __init__(self, staged: StagedGraph, steps: Sequence[ChainStep]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from memopt.models.bounds import relative_gap
 from memopt.models.graph import Graph
 from memopt.programs.replay import replay
 from memopt.reductions.chain_replay import replay_chain
@@ -115,5 +116,5 @@ def _looser(graph: Graph, solution: Solution) -> Solution:
         solution,
         status=Status.OPTIMAL if optimal else Status.FEASIBLE,
         lower_bound_s=bound_s,
-        gap=((solution.time_s or bound_s) - bound_s) / bound_s if bound_s > 0 else 0.0,
+        gap=relative_gap(solution.time_s or bound_s, bound_s),
     )

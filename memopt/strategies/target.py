@@ -3,7 +3,9 @@ solved, and its schedule lowered to a program of the graph."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from memopt.models.budget import Budget
 from memopt.models.chain import Chain
@@ -29,6 +31,23 @@ def chain_view(cost_model: CostModel) -> ChainView:
     return (linearize_step if has_updates(cost_model) else linearize)(cost_model)
 
 
+T = TypeVar("T")
+
+
+class LastAnswer(Generic[T]):
+    """Gives an answer again to the question that was asked last: a plan is named, found again and
+    wrapped, each time lowered and checked."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[object, ...], T] | None = None
+
+    def of(self, question: tuple[object, ...], find: Callable[[], T]) -> T:
+        """The answer, found anew for another question."""
+        if self._last is None or self._last[0] != question:
+            self._last = question, find()
+        return self._last[1]
+
+
 @dataclass(frozen=True)
 class Target:
     """What a strategy plans, and how its solution becomes a program.
@@ -43,6 +62,12 @@ class Target:
     strategy: Strategy
     graph: Graph
     view: ChainView | None = None
+    _lowered: LastAnswer[Program] = field(
+        init=False, default_factory=LastAnswer, compare=False, repr=False
+    )
+    _checked: LastAnswer[tuple[Violation | None, Figures]] = field(
+        init=False, default_factory=LastAnswer, compare=False, repr=False
+    )
 
     @classmethod
     def of(
@@ -86,7 +111,10 @@ class Target:
         """A solution's program as it runs: in place where it can be, unless the strategy decided
         that; None where there is no plan. `budget_bytes`: of the device, see `ChainView.lower`."""
         if self.view is not None and solution.steps is not None:
-            return solution.program or self.view.lower(solution.steps, budget_bytes)
+            view, steps = self.view, solution.steps
+            return solution.program or self._lowered.of(
+                (steps, budget_bytes), lambda: view.lower(steps, budget_bytes)
+            )
         if solution.program is None or self.strategy.decides_in_place:
             return solution.program
         return with_in_place(self.graph, solution.program)
@@ -95,4 +123,7 @@ class Target:
         self, program: Program, budget: Budget, device: Device
     ) -> tuple[Violation | None, Figures]:
         """Validate and replay a program (`program`, or what passes made of it)."""
-        return validate_and_replay(self.graph, program, budget, device)
+        return self._checked.of(
+            (program, budget, device),
+            lambda: validate_and_replay(self.graph, program, budget, device),
+        )

@@ -153,7 +153,7 @@ class _SolutionCheck:
 
     def _check_stats(self, stats: Mapping[str, object], budget: int | None) -> None:
         try:
-            json.dumps(dict(stats))
+            json.dumps(dict(stats), allow_nan=False)
         except (TypeError, ValueError) as error:
             self.case.require(Law.STATS, False, budget, str(error))
 

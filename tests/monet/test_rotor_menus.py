@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from random import Random
@@ -166,3 +167,9 @@ def test_programs_of_graphs_that_draw(seed: int) -> None:
     assert search.best.program is not None
     assert validate(graph, search.best.program, Budget(2 * peak_bytes)) is None
     assert search.bound_s >= time_lower_bound(graph) * (1 - 1e-9)
+
+
+def test_figures_are_finite_where_rotor_has_no_plan() -> None:
+    solution = RotorMenus().solve(training_graph(Random(0), 4, True), 1)
+    assert not solution.stats["rotor_found"]
+    json.dumps(dict(solution.stats), allow_nan=False)

@@ -11,12 +11,15 @@ import pytest
 import memopt
 from memopt.errors import InfeasibleBudgetError, InvalidProgramError, MemoptError
 from memopt.models.bounds import memory_lower_bound
+from memopt.models.budget import Budget
+from memopt.models.generate import random_chain
 from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.strategies import STRATEGIES
+from memopt.reductions.validate_and_replay import validate_and_replay
+from memopt.strategies import STRATEGIES, target
 from memopt.strategies.auto.strategy import Auto
 from memopt.strategies.base import Solution, Status, Strategy
 from memopt.strategies.monet.checkmate_strategies import Checkmate
@@ -147,3 +150,16 @@ def _zero(graph: Graph) -> Graph:
 @pytest.mark.parametrize("name", ["store-all", "rotor", "monet", "checkmate", "auto", "olla"])
 def test_a_graph_of_no_bytes_has_a_plan_at_min(name: str) -> None:
     assert plan(_zero(training_graph(Random(2), 4, False)), "min", name).peak_bytes == 0
+
+
+def test_a_plan_is_checked_once_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named, found again and wrapped, it is one plan."""
+    checked: list[object] = []
+
+    def counted(*given: Any) -> Any:
+        checked.append(given)
+        return validate_and_replay(*given)
+
+    monkeypatch.setattr(target, "validate_and_replay", counted)
+    plan = memopt.plan(random_chain(Random(3), 6), budget="min", progress=False)
+    assert checked == [(plan.graph, plan.program, Budget(plan.budget), plan.device)]

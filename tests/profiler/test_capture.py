@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -196,3 +198,27 @@ def test_a_batch_norm_that_averages_over_all_steps_is_named() -> None:
         captured(model, torch.randn(4, 6))
     model[1].eval()
     captured(model, torch.randn(4, 6))
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_guards_are_compiled_only_where_a_shape_can_vary(
+    varies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._dynamo.functional_export as module
+
+    compared: list[Any] = []
+    name = "_suggest_or_raise_constraint_violation"
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: compared.append(args))
+
+    class Selects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return y[x > 0] if varies else y
+
+    with pytest.raises(CaptureError, match="a shape depends") if varies else nullcontext():
+        captured(Selects(), torch.randn(4, 6))
+    assert len(compared) == varies

@@ -107,3 +107,20 @@ def test_whole_steps(model: type[Rows], options: dict[str, Any], tmp_path: Path)
     expected = _steps(_eager(plain, again), plain)
     for position, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(a, b), position
+
+
+def test_an_update_is_in_the_captured_graph_once() -> None:
+    """It is added twice, the second time with its costs."""
+    model = nn.Linear(4, 3)
+    plan = memopt.plan(
+        model,
+        torch.randn(2, 4),
+        loss_fn=lambda y: y.square().sum(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        whole_step=True,
+        progress=False,
+    )
+    assert plan.profiled is not None
+    nodes = plan.profiled.captured.module.graph.nodes
+    updates = [node.args for node in nodes if node.name.partition("_")[0] == "update"]
+    assert len(updates) == len(set(updates)) == 2

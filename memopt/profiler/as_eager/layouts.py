@@ -11,6 +11,7 @@ back.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -57,12 +58,13 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
         yield
         return
 
+    def wanted(overload: Any, result: Any) -> bool:
+        return _returns_new_tensors(overload) and any(
+            _may_differ(value, device) for value in pytree.tree_leaves(result)
+        )
+
     def corrected(overload: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        if not _returns_new_tensors(overload):
-            return result
         results = pytree.tree_leaves(result)
-        if not any(_may_differ(value, device) for value in results):
-            return result
         given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         everything = [*given, *(v for v in results if isinstance(v, Tensor))]
         if all(value.is_contiguous() for value in everything) or not all(map(_static, everything)):
@@ -71,10 +73,11 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
         place = f"{device}|{torch.get_num_threads()}|{call.text}"
         return _restrided(result, _known.find(place, lambda: _measured(call, results, device)))
 
-    with torch_private.fake_results_through(corrected):
+    with torch_private.fake_results_through(wanted, corrected):
         yield
 
 
+@functools.cache
 def _returns_new_tensors(overload: Any) -> bool:
     """Whether an operator is a kernel that changes nothing and looks into nothing."""
     if not isinstance(overload, torch._ops.OpOverload) or overload.namespace not in (

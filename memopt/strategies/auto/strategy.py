@@ -6,11 +6,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from memopt.models.bounds import time_lower_bound
+from memopt.models.bounds import relative_gap, time_lower_bound
 from memopt.models.device import Device
 from memopt.strategies.auto.members import Outcome, fitting
-from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy, stops
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
 from memopt.strategies.singles import SINGLE_STRATEGIES
+from memopt.strategies.solvers.running import Deadline
 
 DEFAULT_TIME_LIMIT_S = 60.0
 LEFT_OUT = frozenset({"checkmate", "checkmate-rounding"})
@@ -75,20 +76,21 @@ class Auto(Strategy):
         progress: Progress | None = None,
     ) -> Solution:
         started = time.monotonic()
-        deadline = started + (self.time_limit_s if time_limit_s is None else time_limit_s)
+        end_s = started + (self.time_limit_s if time_limit_s is None else time_limit_s)
         members, refused = fitting(cost_model, self.candidates(device))
         least_s = time_lower_bound(cost_model)
         outcomes: list[Outcome] = []
         at_once: list[Outcome] = []
         for index, member in enumerate(members):
             report = _part(progress, index, len(members), member.strategy.name)
-            over = time.monotonic() >= deadline or stops(report, 0.0, "begins")
+            deadline = Deadline(end_s, report)
+            over = deadline.passed(0.0, "begins")
             planned = any(outcome.plans for outcome in (*outcomes, *at_once))
             if over and (planned or (index > 0 and not member.quick)):
                 # Without a plan so far, those that have one at once are asked all the same.
                 continue
             # What a member leaves over is shared by those after it.
-            share_s = max(0.0, deadline - time.monotonic()) / (len(members) - index)
+            share_s = deadline.left_s / (len(members) - index)
             try:
                 outcome = member.run(budget_bytes, device or Device(), share_s, report)
             except KeyboardInterrupt:
@@ -159,7 +161,7 @@ def _with_plan(
         best.solution,
         status=Status.OPTIMAL if proved else Status.FEASIBLE,
         lower_bound_s=bound_s,
-        gap=(best.time_s - bound_s) / bound_s if bound_s > 0 else 0.0,
+        gap=relative_gap(best.time_s, bound_s),
         stats={
             "chosen": best.name,
             "reason": reason,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memopt.models.bounds import needed_operators, time_lower_bound
+from memopt.models.bounds import needed_operators, relative_gap, time_lower_bound
 from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
@@ -41,7 +41,7 @@ def solution(
     """
     timeline = replay(graph, program)
     bound_s = min(timeline.time_s, bound_s)
-    gap = (timeline.time_s - bound_s) / bound_s if bound_s > 0 else 0.0
+    gap = relative_gap(timeline.time_s, bound_s)
     return Solution(
         Status.OPTIMAL if gap <= proved else Status.FEASIBLE,
         program=program,

@@ -68,9 +68,9 @@ class RotorMenus(Strategy):
         view = None if budget_bytes is None else linearize(graph)
         program, smallest = rotor_programs(graph, budget_bytes, view)
         best = Incumbent(graph, budget_bytes)
+        stats: dict[str, object] = {"rotor_found": program is not None}
         if program is not None:
-            best.offer(program)
-        stats: dict[str, object] = {"rotor_found": program is not None, "rotor_s": best.time_s}
+            stats["rotor_s"] = best.offer(program).time_s
         least_s, searched, proved = time_lower_bound(graph), False, False
         if view is not None and budget_bytes is not None and not best.near(least_s, SAME):
             search = self._merged(graph, budget_bytes, deadline, stats)

@@ -11,6 +11,7 @@ from typing import ClassVar, NoReturn
 import numpy as np
 
 from memopt.errors import InfeasibleBudgetError
+from memopt.models.bounds import relative_gap
 from memopt.models.chain import Chain
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
@@ -169,7 +170,7 @@ def _solution(problem: OffloadProblem, choice: Choice, started: float) -> Soluti
         peak_bytes=timeline.peak_bytes,
         time_s=timeline.time_s,
         lower_bound_s=bound,
-        gap=(timeline.time_s - bound) / bound if bound > 0 else 0.0,
+        gap=relative_gap(timeline.time_s, bound),
         stats={
             **_replays(problem, choice.transfers, steps, timeline),
             **choice.stats,

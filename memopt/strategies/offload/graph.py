@@ -6,14 +6,14 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 
 from memopt.errors import InfeasibleBudgetError
-from memopt.models.bounds import memory_lower_bound
+from memopt.models.bounds import memory_lower_bound, relative_gap
 from memopt.models.budget import Budget
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
@@ -24,12 +24,13 @@ from memopt.programs.replay import Timeline, replay
 from memopt.programs.validate import validate
 from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
-from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy, stops
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.offload.chain_offload import PAPER, linked
 from memopt.strategies.offload.dynprog import DynProg, Greedy
 from memopt.strategies.offload.graph_problem import Absence, GraphProblem, graph_problem
 from memopt.strategies.offload.graph_schedule import Timing, schedule
+from memopt.strategies.solvers.running import Deadline, Stopped
 
 TIMINGS = tuple(
     Timing(lead, waits, at_once)
@@ -78,18 +79,18 @@ class OffloadGraph(Strategy):
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> Solution:
-        started = time.perf_counter()
+        started = time.monotonic()
         graph = self.taken(cost_model, Graph)
         problem = graph_problem(graph, linked(self, device))
         budget = problem.peak_bytes if budget_bytes is None else budget_bytes
         if budget < problem.floor_bytes:
             return self._below(problem, budget, started)
-        deadline = math.inf if time_limit_s is None else started + time_limit_s
-        search = _Candidates(problem, budget, self._host_bytes, deadline, progress)
+        end_s = math.inf if time_limit_s is None else started + time_limit_s
+        search = _Candidates(problem, budget, self._host_bytes, Deadline(end_s, progress))
         if problem.peak_bytes <= budget:
             search.offer(store_all(graph), "nothing moves")
         else:
-            with contextlib.suppress(KeyboardInterrupt):
+            with contextlib.suppress(KeyboardInterrupt, Stopped):
                 self._search(search)
         return search.solution(self.name, started)
 
@@ -136,8 +137,7 @@ class _Candidates:
     problem: GraphProblem
     budget_bytes: int
     host_bytes: float
-    deadline: float = math.inf
-    progress: Progress | None = None
+    deadline: Deadline = field(default_factory=Deadline)
     best: tuple[Program, Timeline, str] | None = None
     start: tuple[tuple[Absence, ...], Timing] | None = None
     start_s: float = math.inf
@@ -156,12 +156,12 @@ class _Candidates:
     @property
     def late(self) -> bool:
         """Whether the time limit is over and there is a plan to return."""
-        return self.best is not None and time.perf_counter() > self.deadline
+        return self.best is not None and not self.deadline.left_s
 
     def tell(self, fraction: float, what: str) -> None:
         """Report progress; what it raises ends the search."""
-        if self.progress is not None:
-            self.progress(fraction, what)
+        if stops(self.deadline.progress, fraction, what):
+            raise Stopped
 
     def offer(self, program: Program, source: str) -> float:
         """Replay a program and keep it if it is the fastest; its time, infinite if it breaks
@@ -246,13 +246,13 @@ class _Candidates:
             peak_bytes=timeline.peak_bytes,
             time_s=timeline.time_s,
             lower_bound_s=bound_s,
-            gap=(timeline.time_s - bound_s) / bound_s if bound_s > 0 else 0.0,
+            gap=relative_gap(timeline.time_s, bound_s),
             stats={
                 "source": source,
                 "gaps": len(self.problem.absences),
                 "stall_s": timeline.total_stall_s,
                 "host_peak_bytes": timeline.host_peak_bytes,
-                "solve_s": time.perf_counter() - started,
+                "solve_s": time.monotonic() - started,
             },
         )
 

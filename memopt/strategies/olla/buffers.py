@@ -9,10 +9,10 @@ from math import gcd
 
 import numpy as np
 
+from memopt.models.bounds import relative_gap
 from memopt.programs.lifetimes import Ints as Ints
 from memopt.programs.lifetimes import live_bytes
 from memopt.strategies.base import Status
-from memopt.strategies.olla.timed_search import relative_gap
 
 
 @dataclass(frozen=True, slots=True)

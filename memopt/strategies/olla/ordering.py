@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from memopt.models.bounds import relative_gap
 from memopt.strategies.base import Status
 from memopt.strategies.olla.mincut import forced_live, last_task_bound, minimum_cut
 from memopt.strategies.olla.orders import greedy_orders
@@ -22,7 +23,7 @@ from memopt.strategies.olla.task_contraction import (
     without_free_tasks,
 )
 from memopt.strategies.olla.tasks import Tasks
-from memopt.strategies.olla.timed_search import Improvement, TimedSearch, relative_gap
+from memopt.strategies.olla.timed_search import Improvement, TimedSearch
 from memopt.strategies.olla.window_search import Window
 
 STATES_FROM_FRAMEWORK = 4_000

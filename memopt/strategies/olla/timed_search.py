@@ -42,8 +42,3 @@ class TimedSearch:
         """Report an improvement to whoever listens."""
         if self.on_improvement is not None:
             self.on_improvement(self.elapsed_s(), peak, bound)
-
-
-def relative_gap(value: int, bound: int) -> float:
-    """(value - bound) / bound; 0.0 when the bound is 0."""
-    return (value - bound) / bound if bound else 0.0

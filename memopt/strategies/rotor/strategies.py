@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from memopt.models.bounds import relative_gap
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.quantize import SlotScale, slot_scale
@@ -95,7 +96,7 @@ def _solution(chain: Chain, plans: PlanSet, chosen: int, stats: Mapping[str, obj
         peak_bytes=timeline.peak_bytes,
         time_s=timeline.time_s,
         lower_bound_s=bound,
-        gap=(timeline.time_s - bound) / bound if bound > 0 else 0.0,
+        gap=relative_gap(timeline.time_s, bound),
         stats=stats,
     )
 
