@@ -13,6 +13,7 @@ A join is a guess. It may exclude every tiling, so nothing is proved with it.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,7 @@ class JoinedBuffers:
         self.forest = _forest(size, first, last, rng)
         self.scratch = _scratch(len(self.forest.first), int(rng.integers(1, 1 << 31)))
         kernels.rejoin(self.forest, self.scratch)
-        self.best = _copy(self.forest)
+        self.best = deepcopy(self.forest)
 
     @property
     def work(self) -> int:
@@ -136,10 +137,6 @@ def _forest(size: Ints, first: Ints, last: Ints, rng: np.random.Generator) -> Fo
     for buffer in range(buffers):
         kernels.show(forest, buffer)
     return forest
-
-
-def _copy(forest: Forest) -> Forest:
-    return forest._make(column.copy() for column in forest)
 
 
 def _scratch(most: int, seed: int) -> Scratch:
