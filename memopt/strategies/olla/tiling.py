@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 ALONE = 6
 """Every so many rounds the buffers are searched as they are."""
+SMALL = 60
+"""So few buffers are searched as they are first."""
 ROUND_NODES, ATTEMPT_NODES, MOST_ATTEMPT_NODES = 8000, 1000, 16_000
 """Nodes of the first such rounds, of the shortest attempts of a round, and of the longest."""
 JOIN_NODES, CHUNK_NODES, NODE_STEPS = 12_000, 1500, 25
@@ -60,7 +62,7 @@ def find_tiling(
         left = node_limit - nodes
         if left <= 0 or stop():
             break
-        if turn % ALONE == 0:
+        if turn % ALONE == 0 or (turn == 1 and len(layout) <= SMALL):
             outcome = alone.search(min(left, ROUND_NODES * (1 + turn // ALONE)), stop)
         else:
             limit = JOIN_NODES * luby(turn - turn // ALONE)
