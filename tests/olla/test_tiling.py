@@ -12,12 +12,17 @@ from memopt.strategies.base import Status
 from memopt.strategies.olla import Buffer, place
 from memopt.strategies.olla.buffers import Layout
 from memopt.strategies.olla.feasibility import solve_capacity
-from memopt.strategies.olla.joined_buffers import joined_buffers
+from memopt.strategies.olla.joined_buffers import JoinedBuffers
 from memopt.strategies.olla.tiling import find_tiling, is_tiling
 from tests.olla.oracles import overlap
 
 EASY = (0, 1, 3, 5, 8, 14, 19)
 """Seeds of the benchmark whose tilings are found at once."""
+
+
+DENSE = (2004, 2024, 2132, 2134)
+"""Seeds with dozens of buffers in every section, which joins without repair did not solve in 3 s
+of CPU time."""
 
 
 @pytest.mark.parametrize("seed", EASY)
@@ -28,6 +33,24 @@ def test_hard_placements_end_at_the_bound(seed: int) -> None:
     assert placement.peak == chosen.units * chosen.unit_bytes
     assert placement.stats["method"] == "tiling"
     assert overlap(buffers, dict(placement.offsets)) is None
+
+
+@pytest.mark.parametrize("seed", DENSE)
+def test_dense_ones_are_joined_within_few_nodes(seed: int) -> None:
+    layout = Layout(hard_placement(seed)[1])
+    outcome = find_tiling(layout, seed=0, node_limit=60_000)
+    assert outcome.offsets is not None
+    named = {b.id: int(x) for b, x in zip(layout.buffers, outcome.offsets, strict=True)}
+    assert overlap(layout.buffers, named) is None
+    assert max(named[b.id] + b.size for b in layout.buffers) == layout.bound
+
+
+def test_search_for_joins_leaves_fewer_pieces() -> None:
+    layout = Layout(hard_placement(2079)[1])
+    joined = JoinedBuffers(layout.size, layout.first, layout.last, np.random.default_rng(0))
+    before = len(joined.pieces())
+    joined.improve(200_000)
+    assert len(joined.pieces()) < before // 2
 
 
 def filled_up(rng: Random) -> list[Buffer]:
@@ -100,7 +123,9 @@ def test_joined_pieces_are_full_rectangles() -> None:
     for seed in EASY:
         layout = Layout(hard_placement(seed)[1])
         columns = layout.size, layout.first, layout.last
-        pieces = joined_buffers(*columns, np.random.default_rng(seed), 1.0)
+        joined = JoinedBuffers(*columns, np.random.default_rng(seed))
+        joined.improve(20_000)
+        pieces = joined.pieces()
         assert len(pieces) < len(layout)
         assert sorted(b for piece in pieces for b, _ in piece.parts) == list(range(len(layout)))
         for piece in pieces:

@@ -2,28 +2,28 @@
 
 Where a placement leaves no byte free, sizes that add up are seldom chance: if what begins at some
 instant has the size of what ends there, the one most likely follows the other at the same offset.
-So buffers are joined, bottom up, into rectangles of time and memory:
+So buffers are joined, bottom up, into rectangles of time and memory (`join_kernels.py`: stacks
+beside each other, and spirals; `join_choices.py`: which joins are likely). Wrong joins leave pieces
+that fit nowhere, and a local search repairs them (`join_search_kernels.py`): dissolve a few pieces
+at some boundary, join again without the first of them, and keep the result if no more pieces, or
+not many more, are left. When all pieces live all the time, their stack is a tiling.
 
-* stacks of buffers that live over the same sections, beside a stack of the same height that begins
-  where they end (one to `MOST_STACKED` buffers in each), and
-* spirals, four buffers around a fifth, which no straight cut separates.
-
-A join is a guess. It may exclude every tiling, so nothing is proved with it; choices are random,
-and every restart makes others.
+A join is a guess. It may exclude every tiling, so nothing is proved with it.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from memopt.strategies.olla.buffers import Ints
 
-MOST_STACKED = 3
+if TYPE_CHECKING:
+    from memopt.strategies.olla.join_choices import Scratch
+    from memopt.strategies.olla.join_kernels import Forest
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,149 +42,114 @@ class Piece:
         return tuple((buffer, offset + height) for buffer, offset in self.parts)
 
 
-def _stack(pieces: tuple[Piece, ...]) -> Piece:
-    """Pieces of the same sections, one above the other."""
-    heights = itertools.accumulate((piece.size for piece in pieces), initial=0)
-    parts = [
-        part for piece, height in zip(pieces, heights, strict=False) for part in piece.above(height)
-    ]
-    return Piece(pieces[0].first, pieces[0].last, sum(p.size for p in pieces), tuple(parts))
-
-
-def joined_buffers(
-    size: Ints, first: Ints, last: Ints, rng: np.random.Generator, share: float
-) -> list[Piece]:
-    """Buffers joined as far as sizes suggest.
+class JoinedBuffers:
+    """Buffers joined as far as sizes suggest, and the search for better joins.
 
     Args:
-        size, first, last: of the buffers.
-        rng: chooses among joins of equal evidence.
-        share: of suggestions, the part that is followed.
+        size, first, last: of the buffers, which leave no byte free in any section.
+        rng: of the random choices.
     """
-    columns = zip(first.tolist(), last.tolist(), size.tolist(), strict=True)
-    return _Joining([Piece(*c, ((b, 0),)) for b, c in enumerate(columns)], rng, share).result()
 
+    def __init__(self, size: Ints, first: Ints, last: Ints, rng: np.random.Generator) -> None:
+        from memopt.strategies.olla import join_search_kernels as kernels
 
-class _Joining:
-    def __init__(self, pieces: list[Piece], rng: np.random.Generator, share: float) -> None:
-        self.rng, self.share = rng, share
-        self.verdicts: dict[tuple[int, ...], bool] = {}
-        self.classes: dict[tuple[int, int], list[Piece]] = defaultdict(list)
-        self.from_: dict[int, set[int]] = defaultdict(set)
-        self.until: dict[int, set[int]] = defaultdict(set)
-        for piece in pieces:
-            self._add(piece)
+        self.buffers = len(size)
+        self.kernels = kernels
+        self.forest = _forest(size, first, last, rng)
+        self.scratch = _scratch(len(self.forest.first), int(rng.integers(1, 1 << 31)))
+        kernels.rejoin(self.forest, self.scratch)
+        self.best = deepcopy(self.forest)
 
-    def _add(self, piece: Piece) -> None:
-        self.classes[piece.first, piece.last].append(piece)
-        self.from_[piece.first].add(piece.last)
-        self.until[piece.last].add(piece.first)
+    @property
+    def work(self) -> int:
+        """Work done so far, in steps of about half a microsecond."""
+        return int(self.scratch.work[0])
 
-    def _followed(self, pieces: tuple[Piece, ...]) -> bool:
-        """Whether this suggestion is followed: decided once."""
-        key = tuple(piece.parts[0][0] for piece in pieces)
-        if key not in self.verdicts:
-            self.verdicts[key] = bool(self.rng.random() < self.share)
-        return self.verdicts[key]
+    @property
+    def all_joined(self) -> bool:
+        """Whether all pieces live all the time."""
+        from memopt.strategies.olla.join_kernels import OPEN
 
-    def _replace(self, old: tuple[Piece, ...], new: Piece) -> None:
-        for piece in old:
-            here = self.classes[piece.first, piece.last]
-            here.remove(piece)
-            if not here:
-                del self.classes[piece.first, piece.last]
-                self.from_[piece.first].discard(piece.last)
-                self.until[piece.last].discard(piece.first)
-        self._add(new)
+        return int(self.best.tally[OPEN]) == 0
 
-    def result(self) -> list[Piece]:
-        while self._spirals() or self._beside():
-            pass
-        return [piece for here in self.classes.values() for piece in here]
+    def improve(self, work: int) -> None:
+        """Search for better joins."""
+        self.kernels.improve(self.forest, self.best, self.scratch, work)
 
-    def _beside(self) -> bool:
-        """Join what is beside each other, fewest pieces first; whether anything was."""
-        changed = False
-        for most in range(2, 2 * MOST_STACKED + 1):
-            boundaries = [b for b in self.from_ if self.until.get(b)]
-            self.rng.shuffle(boundaries)
-            for boundary in boundaries:
-                while self._join_at(boundary, most):
-                    changed = True
-            if changed:
-                return True
-        return False
+    def pieces(self) -> list[Piece]:
+        """The fewest so far."""
+        pieces = []
+        for head in self.best.start_head.tolist():
+            while head >= 0:
+                pieces.append(self._piece(head))
+                head = int(self.best.start_next[head])
+        return pieces
 
-    def _join_at(self, boundary: int, most: int) -> bool:
-        found: list[tuple[tuple[Piece, ...], tuple[Piece, ...]]] = []
-        for begin in sorted(self.until[boundary]):
-            by_size: dict[int, list[tuple[Piece, ...]]] = defaultdict(list)
-            for some in _subsets(self.classes[begin, boundary], most - 1):
-                by_size[sum(piece.size for piece in some)].append(some)
-            for end in sorted(self.from_[boundary]):
-                for others in _subsets(self.classes[boundary, end], most - 1):
-                    for some in by_size.get(sum(piece.size for piece in others), ()):
-                        if len(some) + len(others) == most:
-                            found.append((some, others))
-        found = [(some, others) for some, others in found if self._followed(some + others)]
-        if not found:
-            return False
-        some, others = found[int(self.rng.integers(len(found)))]
-        left, right = _stack(some), _stack(others)
-        self._replace(
-            some + others, Piece(left.first, right.last, left.size, left.parts + right.parts)
+    def _piece(self, top: int) -> Piece:
+        """One piece with all that is in it."""
+        best = self.best
+        parts: list[tuple[int, int]] = []
+        todo = [(top, 0)]
+        while todo:
+            piece, height = todo.pop()
+            if piece < self.buffers:
+                parts.append((piece, height))
+                continue
+            ends = best.groups[piece].cumsum().tolist()
+            groups = [
+                best.parts[piece, begin:end].tolist()
+                for begin, end in zip([0, *ends], ends, strict=False)
+            ]
+            low, middle = (int(best.size[group].sum()) for group in groups[:2])
+            for group, ground in zip(groups, (0, low, low + middle, 0, low), strict=True):
+                for part in group:
+                    todo.append((part, height + ground))
+                    ground += int(best.size[part])
+        return Piece(
+            int(best.first[top]), int(best.last[top]), int(best.size[top]), tuple(sorted(parts))
         )
-        return True
-
-    def _spirals(self) -> bool:
-        """Join the spirals there are now; whether there was any."""
-        changed = False
-        for middle in [piece for here in self.classes.values() for piece in here]:
-            for way in (False, True):
-                if middle not in self.classes.get((middle.first, middle.last), ()):
-                    break
-                for left, right, low, high in self._around(middle, way):
-                    if self._followed((middle, left, right, low, high)):
-                        whole = _spiral_piece(middle, left, right, low, high, way)
-                        self._replace((middle, left, right, low, high), whole)
-                        changed = True
-                        break
-        return changed
-
-    def _around(self, middle: Piece, way: bool) -> Iterator[tuple[Piece, Piece, Piece, Piece]]:
-        """(left, right, low, high) around a middle; `way`: the low one begins under the middle's
-        left end and goes on to the right, else the other way round."""
-        for begin in sorted(self.until[middle.first]):
-            for end in sorted(self.from_[middle.last]):
-                under = (middle.first, end) if way else (begin, middle.last)
-                over = (begin, middle.last) if way else (middle.first, end)
-                for low in self.classes.get(under, ()):
-                    for high in self.classes.get(over, ()):
-                        height = low.size + middle.size + high.size
-                        beside_left = height - (high.size if way else low.size)
-                        beside_right = height - (low.size if way else high.size)
-                        for left in self.classes[begin, middle.first]:
-                            if left.size != beside_left:
-                                continue
-                            for right in self.classes[middle.last, end]:
-                                if right.size == beside_right:
-                                    yield left, right, low, high
 
 
-def _spiral_piece(
-    middle: Piece, left: Piece, right: Piece, low: Piece, high: Piece, way: bool
-) -> Piece:
-    top = low.size + middle.size
-    parts = (
-        low.parts
-        + middle.above(low.size)
-        + high.above(top)
-        + left.above(0 if way else low.size)
-        + right.above(low.size if way else 0)
-    )
-    return Piece(left.first, right.last, top + high.size, parts)
+def _zeros(*shape: int) -> Ints:
+    return np.zeros(shape, dtype=np.int64)
 
 
-def _subsets(pieces: list[Piece], most: int) -> Iterator[tuple[Piece, ...]]:
-    for count in range(1, min(most, MOST_STACKED, len(pieces)) + 1):
-        yield from itertools.combinations(pieces, count)
+def _forest(size: Ints, first: Ints, last: Ints, rng: np.random.Generator) -> Forest:
+    """Every buffer a piece of its own, and numbers for as many joins twice."""
+    from memopt.strategies.olla import join_kernels as kernels
+
+    buffers, boundaries = len(size), int(last.max()) + 1
+    most = 3 * buffers + 16
+    forest = kernels.Forest(
+        first=_zeros(most), last=_zeros(most), size=_zeros(most), code=_zeros(most),
+        groups=_zeros(most, kernels.GROUPS), parts=_zeros(most, kernels.MOST_PARTS),
+        start_head=_zeros(boundaries) - 1, start_next=_zeros(most) - 1,
+        start_before=_zeros(most) - 1, end_head=_zeros(boundaries) - 1,
+        end_next=_zeros(most) - 1, end_before=_zeros(most) - 1,
+        due=np.full(boundaries, kernels.NEVER), free=np.arange(buffers, most),
+        journal=_zeros(2 * most, 2), tally=_zeros(kernels.COUNTS),
+    )  # fmt: skip
+    columns = (forest.first, first), (forest.last, last), (forest.size, size)
+    for column, values in columns:
+        column[:buffers] = values
+    forest.code[:buffers] = rng.integers(1, 1 << 62, buffers)
+    forest.tally[kernels.FREE_COUNT] = most - buffers
+    for buffer in range(buffers):
+        kernels.show(forest, buffer)
+    return forest
+
+
+def _scratch(most: int, seed: int) -> Scratch:
+    """What looking out for joins writes."""
+    from memopt.strategies.olla import join_choices as choices
+    from memopt.strategies.olla.join_kernels import GROUPS, MOST_PARTS
+
+    stacks = choices.STACKS
+    return choices.Scratch(
+        random=np.array([seed], dtype=np.int64), work=_zeros(1),
+        pieces=_zeros(GROUPS, most), height=_zeros(GROUPS, stacks),
+        stack=_zeros(GROUPS, stacks, 4), other_end=_zeros(GROUPS, stacks),
+        slot=_zeros(choices.SLOTS), same_slot=_zeros(stacks),
+        stacks=_zeros(GROUPS), taken=_zeros(GROUPS), groups=_zeros(2, GROUPS),
+        parts=_zeros(2, GROUPS * MOST_PARTS), span=_zeros(3), forbidden=_zeros(1),
+    )  # fmt: skip

@@ -35,7 +35,7 @@ class Buffers(NamedTuple):
 
 
 @njit(cache=True)
-def _random(state: Ints) -> float:
+def random_share(state: Ints) -> float:
     """The next number in [0, 1) of a linear congruential generator modulo 2³¹ - 1."""
     state[0] = state[0] * 48271 % 2147483647
     return float(state[0]) / 2147483647.0
@@ -68,7 +68,7 @@ def _cheapest(
         end = events[order[k]] - step if k < count else top
         if end >= start and cost <= best:
             for candidate in (start, end):
-                key = float(end - start) + _random(rng)
+                key = float(end - start) + random_share(rng)
                 if cost < best or key < best_key:
                     best, best_key, offset = cost, key, candidate
         if k >= count:
@@ -167,7 +167,7 @@ def repair(
         if paid > 0:
             weight[buffer] += first_weight[buffer]
             waits = _eject(buffers, offset, buffer, waiting, waits)
-        kept_until[buffer] = move + tenure + int((2 * tenure + 1) * _random(rng))
+        kept_until[buffer] = move + tenure + int((2 * tenure + 1) * random_share(rng))
         cost[buffer] = JUST_PLACED * weight[buffer]
         recent[move % recent.shape[0]] = buffer
     return int(work)

@@ -10,18 +10,25 @@ import numpy as np
 
 from memopt.programs.lifetimes import live_bytes
 from memopt.strategies.olla.buffers import Buffer, Ints, Layout
-from memopt.strategies.olla.joined_buffers import joined_buffers
+from memopt.strategies.olla.joined_buffers import JoinedBuffers
 from memopt.strategies.olla.search import Outcome, luby
 
 if TYPE_CHECKING:
     from memopt.strategies.olla.tiling_levels import Ground
 
-SHARES = (1.0, 0.7, 0.9, 0.5)
-"""Of the joins that sizes suggest, the share that is followed, in turn."""
-ALONE = 4
+ALONE = 6
 """Every so many rounds the buffers are searched as they are."""
+SMALL = 60
+"""So few buffers are searched as they are first."""
 ROUND_NODES, ATTEMPT_NODES, MOST_ATTEMPT_NODES = 8000, 1000, 16_000
-"""Nodes of the first rounds, of the shortest attempts of a round, and of the longest."""
+"""Nodes of the first such rounds, of the shortest attempts of a round, and of the longest."""
+JOIN_NODES, CHUNK_NODES, NODE_STEPS = 12_000, 1500, 25
+"""Nodes of the shortest round with joined buffers, of the search for better joins before the pieces
+are looked at again, and steps of that search that take as long as a node."""
+CORE_NODES, FEW_NODES, FEW_PIECES = 2000, 500, 70
+"""Nodes of the search for a tiling of pieces, and with more pieces than that."""
+CORE_SHARE = 5
+"""It takes one such part of a round, about; what is left at the end is always searched."""
 SLOTS = 1 << 18
 """Sets of buffers that are remembered as failed."""
 MOST_BUFFERS = 2000
@@ -40,7 +47,8 @@ def find_tiling(
 ) -> Outcome:
     """Search for a placement of the bound's size of buffers that `is_tiling`.
 
-    Rounds take the buffers as they are, which can prove that there is none, or joined by a guess.
+    Rounds join buffers by guesses and search what is left, or take the buffers as they are, which
+    can prove that there is none.
 
     Args:
         layout: buffers of positive size.
@@ -49,32 +57,50 @@ def find_tiling(
         stop: looked at every few tenths of a second.
     """
     rng = np.random.default_rng((seed, 1))
-    alone, shares = _Rounds(layout, rng), itertools.cycle(SHARES)
-    nodes = 0
+    alone, nodes = _Rounds(layout, rng), 0
     for turn in itertools.count(1):
-        left = min(node_limit - nodes, ROUND_NODES * (1 + turn // ALONE))
+        left = node_limit - nodes
         if left <= 0 or stop():
             break
-        if turn % ALONE == 0:
-            outcome = alone.search(left, stop)
-            if outcome.infeasible:
-                return Outcome(None, True, nodes + outcome.nodes, 0)
-            offsets = outcome.offsets
+        if turn % ALONE == 0 or (turn == 1 and len(layout) <= SMALL):
+            outcome = alone.search(min(left, ROUND_NODES * (1 + turn // ALONE)), stop)
         else:
-            pieces = joined_buffers(layout.size, layout.first, layout.last, rng, next(shares))
+            limit = JOIN_NODES * luby(turn - turn // ALONE)
+            outcome = _search_joined(layout, rng, min(left, limit), stop)
+        nodes += max(outcome.nodes, 1)
+        if outcome.infeasible:
+            return Outcome(None, True, nodes, 0)
+        if outcome.offsets is not None:
+            fits = bool((outcome.offsets % layout.alignment == 0).all())
+            return Outcome(outcome.offsets if fits else None, False, nodes, 0)
+    return Outcome(None, False, nodes, 0)
+
+
+def _search_joined(
+    layout: Layout, rng: np.random.Generator, node_limit: int, stop: Callable[[], bool]
+) -> Outcome:
+    """Join buffers, better and better, and search for tilings of the pieces; proves nothing."""
+    joined = JoinedBuffers(layout.size, layout.first, layout.last, rng)
+    nodes, tried = 0, None
+    while True:
+        pieces, spent = joined.pieces(), nodes + joined.work // NODE_STEPS
+        over = joined.all_joined or spent + CHUNK_NODES > node_limit
+        if pieces != tried and (over or CORE_SHARE * nodes <= spent):
+            tried = pieces
             merged = Layout([Buffer(str(i), p.first, p.last, p.size) for i, p in enumerate(pieces)])
-            outcome = _Rounds(merged, rng).search(left, stop)
-            offsets = None
+            limit = FEW_NODES if len(pieces) > FEW_PIECES else CORE_NODES
+            outcome = _Rounds(merged, rng).search(min(limit, node_limit - nodes), stop)
+            nodes += outcome.nodes
             if outcome.offsets is not None:
                 offsets = np.empty(len(layout), dtype=np.int64)
                 for piece, ground in zip(pieces, outcome.offsets.tolist(), strict=True):
                     for buffer, offset in piece.above(ground):
                         offsets[buffer] = offset
-        nodes += max(outcome.nodes, 1)
-        if offsets is not None:
-            fits = bool((offsets % layout.alignment == 0).all())
-            return Outcome(offsets if fits else None, False, nodes, 0)
-    return Outcome(None, False, nodes, 0)
+                return Outcome(offsets, False, nodes + joined.work // NODE_STEPS, 0)
+        left = node_limit - nodes - joined.work // NODE_STEPS
+        if left <= 0 or joined.all_joined or stop():
+            return Outcome(None, False, node_limit - max(left, 0), 0)
+        joined.improve(min(left, CHUNK_NODES) * NODE_STEPS)
 
 
 class _Rounds:
