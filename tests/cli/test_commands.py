@@ -152,6 +152,7 @@ def test_failures_say_what_to_do(arguments: tuple[str, ...], parts: list[str]) -
         (("mymodels:make", "--mode", "estimate"), ["--device: ", "H100"]),
         (("mymodels:make", "--optimizer", "nosuch"), ["--optimizer: ", "adamw"]),
         (("mymodels:make", "--dtype", "int4"), ["--dtype: ", "bfloat16"]),
+        (("mymodels:make", "--returns", "logits"), ["--returns: ", "'logits'"]),
     ],
 )
 def test_wrong_values_of_options(arguments: tuple[str, ...], parts: list[str]) -> None:
@@ -196,6 +197,17 @@ def test_hugging_face_config() -> None:
     assert figures["notes"] == []  # the logits beside the loss get no gradient
     profile = run_json("profile", *arguments)
     assert profile["step_time_s"] > 0
+
+
+@pytest.mark.slow
+def test_outputs_that_the_loss_does_not_read() -> None:
+    get("gpt2")
+    arguments = ("hf:gpt2.json", "--batch", "2", "--sequence", "12", "--budget", "min")
+    peaks = [
+        run_json("plan", *arguments, "--returns", returns)["peak_bytes"]
+        for returns in ("loss", "all")
+    ]
+    assert peaks[0] < peaks[1]
 
 
 def test_torchvision_that_cannot_be_imported() -> None:
