@@ -18,18 +18,20 @@ from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import computes, with_frees
-from memopt.strategies.monet.forward_kernels import Arrays, Ints, annealed, memory
+from memopt.strategies.monet.forward_bound import ForwardBound
+from memopt.strategies.monet.forward_kernels import PERIOD, Arrays, Ints, annealed, memory
 from memopt.strategies.monet.incumbent import SAME, Incumbent
 from memopt.strategies.solvers.running import Deadline
 
-PART = 10_000
-"""Steps of the search between two looks at the clock."""
+PART, WORK = 10_000, 12_000_000
+"""Steps of the search between two looks at the clock; fewer in graphs whose operators and operands
+number more than WORK / PART."""
 RUNS = (3, 12, *[50] * 12)
 """Parts of one annealing after the other."""
 HOT, COLD = 1.0, 0.02
 """Warmth of an annealing, in mean times of an operator."""
 QUICK = 2
-"""Annealings that find the plan to start from."""
+"""Annealings before the bound is sought."""
 BISECTIONS = 8
 
 
@@ -86,6 +88,12 @@ class ForwardSearch:
         """The sequence in which nothing runs again."""
         return np.arange(len(self.order), dtype=np.int64)
 
+    @property
+    def steps(self) -> int:
+        """Steps of a part."""
+        arrays = self.arrays
+        return max(PERIOD, min(PART, WORK // (1 + arrays.again.size + arrays.reads.size)))
+
     def peak(self, sequence: Ints) -> int:
         """Bytes that a sequence needs, without what is resident."""
         return int(memory(sequence, self.arrays).max(initial=0))
@@ -103,17 +111,9 @@ class ForwardSearch:
             warmth = [HOT * (COLD / HOT) ** ((part + more) / parts) for more in (0, 1)]
             seed = (self.seed * len(RUNS) + run) * max(RUNS) + part
             sequence, price, best = annealed(
-                sequence, self.arrays, limit, PART, (warmth[0], warmth[1]), price, seed
+                sequence, self.arrays, limit, self.steps, (warmth[0], warmth[1]), price, seed
             )
             yield best
-
-    def start(self, limit: int) -> Ints | None:
-        """The first sequence within `limit` bytes that some short annealings find; None: none."""
-        for run in range(QUICK):
-            found = [best for best in self.annealing(limit, run) if best.size]
-            if found:
-                return found[-1]
-        return None
 
     def smallest(self) -> Program:
         """The program of the smallest peak that short annealings find, within less and less, by
@@ -124,11 +124,11 @@ class ForwardSearch:
             if high - low <= 1:
                 break
             middle = (low + high) // 2
-            found = self.start(middle)
-            if found is None:
-                low = middle
+            found = [sequence for sequence in self.annealing(middle, 0) if sequence.size]
+            if found:
+                best, high = found[-1], self.peak(found[-1])
             else:
-                best, high = found, self.peak(found)
+                low = middle
         return self.program(best)
 
     def search(self, best: Incumbent, bound_s: float, runs: range, deadline: Deadline) -> int:
@@ -152,3 +152,19 @@ class ForwardSearch:
                 if best.near(bound_s, SAME) or deadline.passed(0.5, what):
                     return done
         return len(runs)
+
+    def bound(self, best: Incumbent, deadline: Deadline) -> ForwardBound:
+        """Bound the programs of the class within the incumbent's budget; offer it the relaxation's
+        own plan, if that keeps the budget."""
+        assert best.budget_bytes is not None
+        place = {i: n for n, i in enumerate(self.order)}
+
+        def bytes_of(operators: list[int]) -> list[int]:
+            sequence = np.array([place[i] for i in operators], np.int64)
+            return [int(need) for need in memory(sequence, self.arrays)]
+
+        found = ForwardBound(self.graph, best.budget_bytes, bytes_of, deadline).run()
+        if found.sequence:
+            sequence = np.array([place[i] for i in found.sequence], np.int64)
+            best.offer(self.program(sequence), "relaxation")
+        return found

@@ -1,22 +1,26 @@
 """A bound for graphs without a backward: the relaxation at the first runs of some operators.
 
 Time point c is the first run of operator k_c. Between two of them, and after the last, only which
-operators run again counts, not when, nor their memory. So its optimum bounds every program that
-runs operators for the first time in the graph's order, each as often again as it likes.
+operators run again counts, not when. So its optimum bounds every program that runs operators for
+the first time in the graph's order, each as often again as it likes.
 
 Variables: h[c,t] tensor t is in memory at time point c
     r[c,i] operator i runs again after it, before the next
+    a[c,t] tensor t is in memory all the time from c to the next
 Constraints: h[c+1,t] ≤ h[c,t] + what runs in between and writes t → `_there`
     what runs after c, again or first, finds its operands there or written since → `_reads`
     results are there at the end; Σ_t h[c,t] |t| + operator k_c's own ≤ budget → `_time_point`
+    a[c,t] ≥ h[c,t] + h[c+1,t] - 1 - r[c,what writes t] → `_throughout`
+    r[c,i] = 1: Σ_t a[c,t] |t| + operator i's operands and own ≤ budget, of watched i → `_watch`
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from memopt.models.bounds import needed_operators, time_lower_bound
+from memopt.models.bounds import needed_operators
 from memopt.models.graph import Graph
 from memopt.strategies.base import Status
 from memopt.strategies.solvers.binary_program import BinaryProgram
@@ -38,10 +42,13 @@ class ForwardBoundModel:
     Attributes:
         graph: without implementations.
         at: k_1 < k_2 < ..., operators that must run.
+        watched: (k, i): operator i's repeated runs before the first run of k, since the time point
+            before it, need memory, too.
     """
 
     graph: Graph
     at: tuple[int, ...]
+    watched: frozenset[tuple[int, int]] = frozenset()
     model: BinaryProgram = field(default_factory=BinaryProgram)
 
     def __post_init__(self) -> None:
@@ -54,6 +61,12 @@ class ForwardBoundModel:
         for point, k in enumerate(self.at):
             self._time_point(point, k)
             self._reads(point)
+        self.through: dict[tuple[int, int], int] = {}
+        """a: (time point, tensor) → variable."""
+        points = {(bisect_left(self.at, k) - 1, i) for k, i in self.watched}
+        for point, i in sorted(points):
+            if point in range(len(self.at) - 1) and i in self.runs[point]:
+                self._watch(point, i)
         last = len(self.at) - 1
         for t in graph.kept:
             if graph.producer.get(t, self.at[last]) < self.at[last]:
@@ -76,14 +89,42 @@ class ForwardBoundModel:
         again = [i for i in makers if graph.operators[i].recomputable]
         self.held.append(held)
         self.runs.append({i: model.variable(graph.operators[i].time_s) for i in again})
-        operator = graph.operators[k]
-        for t in operator.reads:
-            if t in held:
-                model.fixed[held[t]] = True
-        own = sum(graph.tensors[t].size_bytes for t in operator.writes) + operator.workspace_bytes
-        if operator.in_place:
-            own -= graph.tensors[operator.writes[0]].size_bytes
-        model.memory(own, [(graph.tensors[t].size_bytes, v) for t, v in held.items()])
+        for t, v in held.items():
+            # A result that was read stays.
+            stays = t in graph.kept and any(i < k and i in self.needed for i in graph.readers[t])
+            if stays or t in graph.operators[k].reads:
+                model.fixed[v] = True
+        size = graph.tensors
+        model.memory(self._own(k), [(size[t].size_bytes, v) for t, v in held.items()])
+
+    def _own(self, i: int) -> int:
+        """Give the bytes of a run of operator i beside its operands."""
+        operator, size = self.graph.operators[i], self.graph.tensors
+        own = sum(size[t].size_bytes for t in operator.writes) + operator.workspace_bytes
+        return own - (size[operator.writes[0]].size_bytes if operator.in_place else 0)
+
+    def _throughout(self, point: int, t: int) -> int:
+        """Give the variable of a tensor in memory from a time point to the next."""
+        if (point, t) not in self.through:
+            self.through[point, t] = found = self.model.variable()
+            terms = [(1, self.held[point][t]), (1, self.held[point + 1][t]), (-1, found)]
+            again = self.runs[point].get(self.graph.producer[t])
+            self.model.add([*terms, *([] if again is None else [(-1, again)])], 1)
+        return self.through[point, t]
+
+    def _watch(self, point: int, i: int) -> None:
+        """Count the memory of operator i's repeated run after a time point."""
+        graph, operator = self.graph, self.graph.operators[i]
+        if len(operator.writes) != 1:
+            # It may run for one of its results alone.
+            return
+        operands = {t for t in operator.reads if t in graph.producer}
+        size = graph.tensors
+        own = self._own(i) + sum(size[t].size_bytes for t in operands)
+        others = self.held[point].keys() & self.held[point + 1].keys()
+        others -= operands.union(operator.writes)
+        terms = [(size[t].size_bytes, self._throughout(point, t)) for t in sorted(others)]
+        self.model.memory(own, terms, when=self.runs[point][i])
 
     def _wanted(self, k: int) -> set[int]:
         """Find the tensors written before operator k of use from there on."""
@@ -162,7 +203,8 @@ class ForwardBound:
         deadline: asked before every solve.
         bound_s: what no program of the class beats, seconds.
         infeasible: whether there is no program of the class.
-        sequences: those of the relaxations whose plan keeps the budget.
+        at, watched: of `ForwardBoundModel`.
+        sequence: the last relaxation's plan, which may not keep the budget.
     """
 
     graph: Graph
@@ -172,57 +214,59 @@ class ForwardBound:
     bound_s: float = 0.0
     infeasible: bool = False
     rounds: int = 0
-    sequences: list[list[int]] = field(default_factory=list)
+    at: set[int] = field(default_factory=set)
+    watched: set[tuple[int, int]] = field(default_factory=set)
+    sequence: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.least_s = self.bound_s = time_lower_bound(self.graph)
+        operators = self.graph.operators
+        self.least_s = sum(operators[i].time_s for i in sorted(needed_operators(self.graph)))
+        self.bound_s = self.least_s
 
     def run(self) -> ForwardBound:
         """Raise the bound until a relaxation is a plan, or time or points run out; give this."""
         sequence: list[int] | None = sorted(needed_operators(self.graph))
-        at: set[int] = set()
-        while sequence is not None and len(at) < MOST_POINTS:
-            more = self._worst(sequence, at)
+        while sequence is not None and len(self.at) < MOST_POINTS:
             what = f"forward bound {self.rounds}, {self.bound_s:.6g} s"
-            if not more or self.deadline.passed(0.1, what):
+            if not self._more(sequence) or self.deadline.passed(0.1, what):
                 break
-            at |= more
-            sequence = self._solved(at)
+            sequence = self._solved()
+            self.sequence = sequence or self.sequence
         return self
 
-    def _solved(self, at: set[int]) -> list[int] | None:
-        """Solve the relaxation at time points; give its plan, if it has one."""
+    def _solved(self) -> list[int] | None:
+        """Solve the relaxation; give its plan, if it has one."""
         options = SolverOptions(
             Solver.HIGHS,
             time_limit_s=max(1.0, ROUND_SHARE * self.deadline.left_s),
             progress=self.deadline.progress,
             gap=GAP,
         )
-        built = ForwardBoundModel(self.graph, tuple(sorted(at)))
+        built = ForwardBoundModel(self.graph, tuple(sorted(self.at)), frozenset(self.watched))
         answer = built.model.solve(self.budget_bytes - self.graph.resident_bytes, options)
         self.rounds += 1
         self.bound_s = max(self.bound_s, self.least_s + answer.bound)
         self.infeasible = answer.status is Status.INFEASIBLE
         return built.sequence(answer.values) if answer.values else None
 
-    def _worst(self, sequence: list[int], known: set[int]) -> set[int]:
-        """Find first runs, none of the known ones, near which a sequence needs most beyond the
-        budget, not all in one place."""
+    def _more(self, sequence: list[int]) -> bool:
+        """Add time points and watched runs where a sequence needs most beyond the budget, not all
+        in one place; whether there were any."""
         limit = self.budget_bytes - self.graph.resident_bytes
-        need = self.memory(sequence)
-        most: dict[int, int] = {}
-        begun, beyond = set[int](), 0
-        for i, size_bytes in zip(sequence, need, strict=True):
-            # What repeated runs need counts at the first run after them.
-            beyond = max(beyond, size_bytes - limit)
-            if i not in begun:
-                begun.add(i)
-                if beyond > 0 and i not in known:
-                    most[i] = beyond
-                beyond = 0
-        found: set[int] = set()
-        apart = len(begun) // (2 * MORE + len(known))
-        for i in sorted(most, key=lambda i: (-most[i], i)):
-            if len(found) < MORE and all(abs(i - other) >= apart for other in found):
-                found.add(i)
-        return found
+        operators = sorted(needed_operators(self.graph))
+        following = iter([*operators, len(self.graph.operators)])
+        k = next(following)
+        places: list[tuple[int, int, int]] = []
+        for i, size_bytes in zip(sequence, self.memory(sequence), strict=True):
+            known = (k, i) in self.watched if i < k else k in self.at
+            if size_bytes > limit and not known and k < len(self.graph.operators):
+                places.append((limit - size_bytes, k, i))
+            k = next(following) if i == k else k
+        apart = len(operators) // (2 * MORE + len(self.at))
+        found: list[int] = []
+        for _, k, i in sorted(places):
+            if len(found) < MORE and all(abs(k - other) >= apart for other in found):
+                found.append(k)
+                self.at.add(k)
+                self.watched |= {(k, i)} if i < k else set()
+        return bool(found)

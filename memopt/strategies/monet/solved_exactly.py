@@ -9,6 +9,7 @@ from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
 from memopt.strategies.base import Progress, Status
 from memopt.strategies.monet.checkmate import CheckmateModel
+from memopt.strategies.monet.forward import is_forward
 from memopt.strategies.monet.graph_strategy import LEAST_S, LEAST_SHARE, GraphStrategy
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.incumbent import rotor_programs
@@ -38,7 +39,8 @@ class SolvedExactly(GraphStrategy):
         self, graph: Graph, budget_bytes: int, deadline: Deadline
     ) -> tuple[Status, Program | None, float | None]:
         built = self.model(graph)
-        start = rotor_programs(graph, budget_bytes)[0] if self.start else None
+        chain = self.start and not is_forward(graph)
+        start = rotor_programs(graph, budget_bytes)[0] if chain else None
         if start is not None:
             built.hint(start)
         options = SolverOptions(
