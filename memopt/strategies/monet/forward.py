@@ -23,9 +23,9 @@ from memopt.strategies.monet.forward_kernels import PERIOD, Arrays, Ints, anneal
 from memopt.strategies.monet.incumbent import SAME, Incumbent
 from memopt.strategies.solvers.running import Deadline
 
-PART, WORK = 10_000, 12_000_000
-"""Steps of the search between two looks at the clock; fewer in graphs whose operators and operands
-number more than WORK / PART."""
+PART, STEPS, WORK = 10_000, 40, 12_000_000
+"""Steps of the search between two looks at the clock, at most: altogether, for each operator,
+and over the number of operators and operands."""
 RUNS = (3, 12, *[50] * 12)
 """Parts of one annealing after the other."""
 HOT, COLD = 1.0, 0.02
@@ -33,11 +33,6 @@ HOT, COLD = 1.0, 0.02
 QUICK = 2
 """Annealings before the bound is sought."""
 BISECTIONS = 8
-
-
-def is_forward(graph: Graph) -> bool:
-    """Whether there is no loss boundary."""
-    return graph.first_backward == len(graph.operators) and not graph.tangents
 
 
 @dataclass(frozen=True)
@@ -91,8 +86,8 @@ class ForwardSearch:
     @property
     def steps(self) -> int:
         """Steps of a part."""
-        arrays = self.arrays
-        return max(PERIOD, min(PART, WORK // (1 + arrays.again.size + arrays.reads.size)))
+        operators, operands = self.arrays.again.size, self.arrays.reads.size
+        return max(PERIOD, min(PART, STEPS * operators, WORK // (1 + operators + operands)))
 
     def peak(self, sequence: Ints) -> int:
         """Bytes that a sequence needs, without what is resident."""

@@ -230,11 +230,11 @@ class ForwardBound:
             what = f"forward bound {self.rounds}, {self.bound_s:.6g} s"
             if not self._more(sequence) or self.deadline.passed(0.1, what):
                 break
-            sequence = self._solved()
+            sequence = self.solved()
             self.sequence = sequence or self.sequence
         return self
 
-    def _solved(self) -> list[int] | None:
+    def solved(self) -> list[int] | None:
         """Solve the relaxation; give its plan, if it has one."""
         options = SolverOptions(
             Solver.HIGHS,

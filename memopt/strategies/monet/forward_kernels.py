@@ -271,10 +271,7 @@ def changed(sequence: Ints, need: Ints, budget: int, graph: Arrays) -> Ints:
         found = with_more(sequence, need, budget, graph)
     else:
         at = positions[np.random.randint(0, positions.size)]
-        if draw < TAKEN:
-            found = with_less(sequence, again, at)
-        else:
-            found = with_moved(sequence, at)
+        found = with_less(sequence, again, at) if draw < TAKEN else with_moved(sequence, at)
     return without_useless(found, graph)
 
 

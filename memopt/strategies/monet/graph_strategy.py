@@ -16,7 +16,6 @@ from memopt.programs.instructions import Program
 from memopt.reductions.coarsen import Coarsening, coarsen
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 from memopt.strategies.monet.claims import counted_exactly, solution, without_plan
-from memopt.strategies.monet.forward import QUICK, RUNS, ForwardSearch, is_forward
 from memopt.strategies.monet.incumbent import Incumbent, rotor_programs, smaller, stored
 from memopt.strategies.monet.time_point_search import CLOSE
 from memopt.strategies.solvers.running import Deadline
@@ -102,11 +101,19 @@ class GraphStrategy(Strategy):
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> Solution:
-        graph, begin = self.taken(cost_model, Graph), time.monotonic()
+        graph = self.taken(cost_model, Graph)
         limit_s = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
-        deadline = Deadline(begin + limit_s, progress)
-        if budget_bytes is not None and is_forward(graph):
+        if budget_bytes is not None and graph.is_forward:
+            deadline = Deadline(time.monotonic() + limit_s, progress)
             return self._solve_forward(graph, budget_bytes, deadline)
+        return self._solve_step(graph, budget_bytes, limit_s, progress)
+
+    def _solve_step(
+        self, graph: Graph, budget_bytes: int | None, limit_s: float, progress: Progress | None
+    ) -> Solution:
+        """Plan a training step, coarsened."""
+        begin = time.monotonic()
+        deadline = Deadline(begin + limit_s, progress)
         limit_bytes = 2**62 if budget_bytes is None else budget_bytes
         stats: dict[str, object] = {}
         least_s = time_lower_bound(graph)
@@ -158,6 +165,8 @@ class GraphStrategy(Strategy):
 
     def _solve_forward(self, graph: Graph, budget_bytes: int, deadline: Deadline) -> Solution:
         """Plan a graph without a backward: whole, its operators run as they are."""
+        from memopt.strategies.monet.forward import QUICK, RUNS, ForwardSearch
+
         begin, limit_s = time.monotonic(), deadline.left_s
         search, best = ForwardSearch(graph, self.seed), Incumbent(graph, budget_bytes)
         stats: dict[str, object] = {"operators": len(graph.operators)}

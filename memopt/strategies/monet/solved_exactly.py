@@ -9,7 +9,6 @@ from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
 from memopt.strategies.base import Progress, Status
 from memopt.strategies.monet.checkmate import CheckmateModel
-from memopt.strategies.monet.forward import is_forward
 from memopt.strategies.monet.graph_strategy import LEAST_S, LEAST_SHARE, GraphStrategy
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.incumbent import rotor_programs
@@ -39,7 +38,7 @@ class SolvedExactly(GraphStrategy):
         self, graph: Graph, budget_bytes: int, deadline: Deadline
     ) -> tuple[Status, Program | None, float | None]:
         built = self.model(graph)
-        chain = self.start and not is_forward(graph)
+        chain = self.start and not graph.is_forward
         start = rotor_programs(graph, budget_bytes)[0] if chain else None
         if start is not None:
             built.hint(start)

@@ -14,7 +14,6 @@ from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import Features
 from memopt.strategies.monet.alternatives_table import SLOTS, AlternativesTable
 from memopt.strategies.monet.checkmate import CheckmateModel
-from memopt.strategies.monet.forward import is_forward
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.incumbent import Incumbent
 from memopt.strategies.monet.intervals import search_windows
@@ -78,7 +77,7 @@ class Monet(SolvedExactly):
     def model(self, graph: Graph) -> MonetModel | CheckmateModel:
         """Build the program of a graph under these choices; Checkmate's, whose stages are those of
         all operators, of one without a backward."""
-        return CheckmateModel(graph) if is_forward(graph) else MonetModel(graph, self.allowed)
+        return CheckmateModel(graph) if graph.is_forward else MonetModel(graph, self.allowed)
 
     def as_they_are(self, graph: Graph) -> bool:
         return not any(
