@@ -133,8 +133,8 @@ def test_a_hundred_operators_end_with_a_plan_and_a_bound() -> None:
 
 
 def test_auto_asks_those_that_run_operators_again_where_there_is_no_backward() -> None:
-    graph = layered_graph(60, 1)
-    found = solved(graph, Auto(), int(0.85 * peak_of(graph)), 20.0)
+    graph = layered_graph(40, 3)
+    found = solved(graph, Auto(), int(0.9 * peak_of(graph)), 8.0)
     asked = [name for name, *_ in found.stats["tried"]]
     assert asked[:2] == ["store-all", "monet"]
     assert found.plans

@@ -153,8 +153,9 @@ class GraphStrategy(Strategy):
             proved = relaxed or (proves and status is Status.INFEASIBLE)
             return without_plan(graph, smallest, proved, stats)
         stats["chosen"] = best.source
-        if exact and not proves and found is not None and not best.near(least_s, CLOSE):
-            # The search's own bound is not one of plans that compute in place, say.
+        unproved = exact and not proves and found is not None
+        if (unproved or (merged and bound_s is None)) and not best.near(least_s, CLOSE):
+            # The search's own bound is one of merged graphs, or not one of plans in place, say.
             bound_s = self.bound(graph, limit_bytes, deadline)
         if best.source not in (self.name, "least memory"):
             # The solver's bound on memory may not be able to represent it: kept all the same.
