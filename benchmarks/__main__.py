@@ -23,6 +23,7 @@ CPU = (
     "olla_programs",
     "minimalloc",
     "hard_placements",
+    "forward_graphs",
     "monet_menus",
     "monet_scale",
     "monet_windows",

@@ -22,11 +22,12 @@ def infeasible(
 ) -> MemoptError:
     """The error of a strategy that has no plan within the budget: what would do, and what stays."""
     smallest = solution.smallest_budget_bytes
+    others = _others(strategy, graph)
     if solution.status is Status.UNKNOWN or budget_bytes is None:
         feasible = "" if smallest is None else f" (one is known for {format_bytes(smallest)})"
         return MemoptError(
             f"{strategy.name} found no plan{feasible}, and no proof that there is none: give it a "
-            "larger time_limit_s, raise the budget, or try another strategy"
+            f"larger time_limit_s, raise the budget, or {others}"
         )
     known = (
         "no feasible budget is known"
@@ -36,11 +37,21 @@ def infeasible(
     return InfeasibleBudgetError(
         f"{strategy.name} cannot train within {budget_bytes} bytes ({format_bytes(budget_bytes)}): "
         f"{known}, of which {format_bytes(graph.resident_bytes)} are resident"
-        f'{_held(graph, profiled)}. Raise the budget, pass budget="min", or try another '
-        "strategy",
+        f'{_held(graph, profiled)}. Raise the budget, pass budget="min", or {others}',
         budget_bytes,
         smallest,
     )
+
+
+def _others(strategy: Strategy, graph: Graph) -> str:
+    """What else to try, for a message."""
+    again = strategy.plans_forward and strategy.features.recompute
+    if graph.is_forward and not again:
+        return (
+            'use strategy="monet", "checkmate" or "auto": where there is no backward, '
+            f"{strategy.name} runs no operator again"
+        )
+    return "try another strategy"
 
 
 def _held(graph: Graph, profiled: Profiled | None) -> str:

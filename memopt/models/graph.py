@@ -310,6 +310,11 @@ class Graph:
                 return i
         return len(self.operators)
 
+    @property
+    def is_forward(self) -> bool:
+        """Whether there is no backward: an inference, or any DAG."""
+        return self.first_backward == len(self.operators) and not self.tangents
+
     @cached_property
     def kept(self) -> frozenset[int]:
         """Computed tensors that must be live at the end: outputs and gradients, and tangents

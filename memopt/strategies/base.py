@@ -112,6 +112,12 @@ class Strategy(ABC):
         alternatives of operators; None: it does not look."""
         return None
 
+    @property
+    def plans_forward(self) -> bool:
+        """Whether its plans may need less memory than every operator once where there is no
+        backward. Strategies for chains choose what a backward reads: theirs cannot."""
+        return self.needs != "chain"
+
     def why_not(self, cost_model: CostModel) -> str | None:
         """Why this strategy cannot plan this cost model; None if it can."""
         if self.needs == "any":

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 import memopt
+from memopt.models.bounds import time_lower_bound
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
 from memopt.programs.instructions import Compute, LossBoundary
 from memopt.programs.liveness import store_all
@@ -15,7 +16,7 @@ from memopt.programs.replay import replay
 from memopt.reductions.lower import without_unread_reruns
 from memopt.strategies.base import Status
 from memopt.strategies.monet.checkmate import CheckmateModel
-from memopt.strategies.monet.checkmate_strategies import Checkmate
+from memopt.strategies.monet.checkmate_strategies import Checkmate, CheckmateRounding
 from memopt.strategies.monet.claims import counted_exactly
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.strategy import Monet
@@ -56,6 +57,19 @@ def test_an_operator_with_two_outputs_may_run_once_for_each() -> None:
     assert built.model.solve(budget - graph.resident_bytes).status is Status.INFEASIBLE
     assert not counted_exactly(graph)
     assert Checkmate().solve(graph, budget, time_limit_s=10.0).status is not Status.INFEASIBLE
+
+
+@pytest.mark.parametrize("kind", [Checkmate, CheckmateRounding])
+def test_checkmate_bounds_the_whole_of_a_merged_graph(
+    kind: type[Checkmate | CheckmateRounding],
+) -> None:
+    graph = training_graph(Random(3), 14, False)
+    budget = int(0.8 * replay(graph, store_all(graph)).peak_bytes)
+    best_s = Monet().solve(graph, budget, time_limit_s=20.0).time_s
+    found = kind(max_operators=8).solve(graph, budget, time_limit_s=20.0)
+    assert best_s is not None
+    assert found.lower_bound_s is not None
+    assert time_lower_bound(graph) < found.lower_bound_s <= best_s * (1 + 1e-6)
 
 
 def test_what_counts_is_as_the_papers_have_it() -> None:

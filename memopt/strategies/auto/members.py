@@ -151,3 +151,16 @@ def fitting(
         else:
             refused.append(reason)
     return tuple(members), tuple(refused)
+
+
+def for_forward(members: Sequence[Member]) -> tuple[tuple[Member, ...], tuple[str, ...]]:
+    """Of a graph without a backward: the members that may lower its memory, those that run
+    operators again before those that only move or reorder, and why the others are left out."""
+    fit = [member for member in members if member.strategy.plans_forward]
+    fit.sort(key=lambda m: (m.strategy.needs == "graph", not m.strategy.features.recompute))
+    refused = tuple(
+        f"{member.strategy.name} lowers no memory where there is no backward"
+        for member in members
+        if not member.strategy.plans_forward
+    )
+    return tuple(fit), refused

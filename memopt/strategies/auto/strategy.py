@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from memopt.models.bounds import relative_gap, time_lower_bound
 from memopt.models.device import Device
-from memopt.strategies.auto.members import Outcome, fitting
+from memopt.models.graph import Graph
+from memopt.strategies.auto.members import Outcome, fitting, for_forward
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
 from memopt.strategies.singles import SINGLE_STRATEGIES
 from memopt.strategies.solvers.running import Deadline
@@ -27,7 +28,8 @@ class Auto(Strategy):
     say what each of them did ("tried"), who won ("chosen") and why ("reason"). A plan in which
     nothing runs twice or waits ends the search: there is no faster one. Of equally fast plans
     the one of the strategy asked first is taken. Where the time ends without a plan, members that
-    have one at once are asked for it ("at_once").
+    have one at once are asked for it ("at_once"). Where there is no backward only those are
+    asked whose plans may lower its memory, monet before those that only move or reorder.
 
     With a time limit that stops a member, another run may give another plan; "tried" says how
     long each took.
@@ -78,6 +80,9 @@ class Auto(Strategy):
         started = time.monotonic()
         end_s = started + (self.time_limit_s if time_limit_s is None else time_limit_s)
         members, refused = fitting(cost_model, self.candidates(device))
+        if not self.members and isinstance(cost_model, Graph) and cost_model.is_forward:
+            members, without = for_forward(members)
+            refused += without
         least_s = time_lower_bound(cost_model)
         outcomes: list[Outcome] = []
         at_once: list[Outcome] = []

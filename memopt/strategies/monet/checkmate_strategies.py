@@ -13,9 +13,16 @@ from memopt.strategies.monet.graph_strategy import GraphStrategy
 from memopt.strategies.monet.incumbent import Incumbent
 from memopt.strategies.monet.kernel_choice import fastest_kernels
 from memopt.strategies.monet.solved_exactly import SolvedExactly
+from memopt.strategies.monet.time_point_search import TimePointSearch
 from memopt.strategies.solvers.running import Deadline
 
 CHECKMATE_PAPER = "Jain et al.: Checkmate: Breaking the Memory Wall, MLSys 2020"
+
+
+def _bound(graph: Graph, budget_bytes: int, deadline: Deadline) -> float:
+    """Bound the plans of the whole graph whose operators run as they are, in s."""
+    search = TimePointSearch(graph, lambda operator, name: False, budget_bytes, deadline)
+    return search.run().bound_s
 
 
 @dataclass(frozen=True)
@@ -39,12 +46,18 @@ class Checkmate(SolvedExactly):
         """Build Checkmate's program of a graph."""
         return CheckmateModel(graph)
 
+    def as_they_are(self, graph: Graph) -> bool:
+        return not self.fastest or super().as_they_are(graph)
+
     def search(
         self, graph: Graph, budget_bytes: int, deadline: Deadline
     ) -> tuple[Status, Program | None, float | None]:
         status, program, bound_s = super().search(graph, budget_bytes, deadline)
         # Kernels are chosen after the program: its bound is of the default ones.
         return status, program, None if self.fastest else bound_s
+
+    def bound(self, graph: Graph, budget_bytes: int, deadline: Deadline) -> float | None:
+        return None if self.fastest else _bound(graph, budget_bytes, deadline)
 
     def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
         return fastest_kernels(graph, program, budget_bytes) if self.fastest else program
@@ -84,6 +97,9 @@ class CheckmateRounding(GraphStrategy):
                 best.offer(built.rounded(values))
         status = Status.UNKNOWN if best.program is None else Status.FEASIBLE
         return status, best.program, None
+
+    def bound(self, graph: Graph, budget_bytes: int, deadline: Deadline) -> float | None:
+        return None if self.fastest else _bound(graph, budget_bytes, deadline)
 
     def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
         return fastest_kernels(graph, program, budget_bytes) if self.fastest else program

@@ -29,6 +29,11 @@ PROVED = 1e-6
 """Gap at which a plan counts as optimal: the solver's whole numbers round costs."""
 
 
+BOUND_SHARE, EXACT_SHARE = 0.4, 0.5
+"""Of a graph without a backward: share of the time left for the relaxation; then, if it is small,
+for the search."""
+
+
 @dataclass(frozen=True)
 class GraphStrategy(Strategy):
     """A strategy that solves a coarsened graph, starting from a known plan.
@@ -76,6 +81,10 @@ class GraphStrategy(Strategy):
         """Improve a program of the whole graph as the last step."""
         return program
 
+    def as_they_are(self, graph: Graph) -> bool:
+        """Whether no plan of the strategy's class runs an operator by another implementation."""
+        return not any(operator.implementations for operator in graph.operators)
+
     def whole(
         self, best: Incumbent, budget_bytes: int, deadline: Deadline, stats: dict[str, object]
     ) -> float | None:
@@ -92,8 +101,18 @@ class GraphStrategy(Strategy):
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> Solution:
-        graph, begin = self.taken(cost_model, Graph), time.monotonic()
+        graph = self.taken(cost_model, Graph)
         limit_s = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
+        if budget_bytes is not None and graph.is_forward:
+            deadline = Deadline(time.monotonic() + limit_s, progress)
+            return self._solve_forward(graph, budget_bytes, deadline)
+        return self._solve_step(graph, budget_bytes, limit_s, progress)
+
+    def _solve_step(
+        self, graph: Graph, budget_bytes: int | None, limit_s: float, progress: Progress | None
+    ) -> Solution:
+        """Plan a training step, coarsened."""
+        begin = time.monotonic()
         deadline = Deadline(begin + limit_s, progress)
         limit_bytes = 2**62 if budget_bytes is None else budget_bytes
         stats: dict[str, object] = {}
@@ -134,8 +153,9 @@ class GraphStrategy(Strategy):
             proved = relaxed or (proves and status is Status.INFEASIBLE)
             return without_plan(graph, smallest, proved, stats)
         stats["chosen"] = best.source
-        if exact and not proves and found is not None and not best.near(least_s, CLOSE):
-            # The search's own bound is not one of plans that compute in place, say.
+        unproved = exact and not proves and found is not None
+        if (unproved or (merged and bound_s is None)) and not best.near(least_s, CLOSE):
+            # The search's own bound is one of merged graphs, or not one of plans in place, say.
             bound_s = self.bound(graph, limit_bytes, deadline)
         if best.source not in (self.name, "least memory"):
             # The solver's bound on memory may not be able to represent it: kept all the same.
@@ -143,6 +163,45 @@ class GraphStrategy(Strategy):
         stats["solve_s"] = time.monotonic() - begin
         # Plans outside the class (Rotor's, polished ones) may be faster than its bound.
         return solution(graph, best.program, max(least_s, bound_s or 0.0), PROVED, stats)
+
+    def _solve_forward(self, graph: Graph, budget_bytes: int, deadline: Deadline) -> Solution:
+        """Plan a graph without a backward: whole, its operators run as they are."""
+        from memopt.strategies.monet.forward import QUICK, RUNS, ForwardSearch
+
+        begin, limit_s = time.monotonic(), deadline.left_s
+        search, best = ForwardSearch(graph, self.seed), Incumbent(graph, budget_bytes)
+        stats: dict[str, object] = {"operators": len(graph.operators)}
+        bound_s, proves = time_lower_bound(graph), self.as_they_are(graph)
+        smallest = stored(graph)
+        best.offer(smallest, "stored")
+        impossible = memory_lower_bound(graph) > budget_bytes
+        if not (impossible or best.near(bound_s, PROVED)):
+            search.search(best, bound_s, range(QUICK), deadline)
+            relaxed = search.bound(best, deadline.within(BOUND_SHARE * deadline.left_s))
+            stats["relaxation_rounds"] = relaxed.rounds
+            impossible = proves and relaxed.infeasible
+            bound_s = max(bound_s, relaxed.bound_s if proves else 0.0)
+        if not (impossible or best.near(bound_s, PROVED)):
+            if len(graph.operators) <= self.max_operators:
+                until = deadline.within(EXACT_SHARE * deadline.left_s)
+                status, found, least_s = self.search(graph, budget_bytes, until)
+                if found is not None:
+                    best.offer(with_in_place(graph, found), self.name)
+                proves = proves and counted_exactly(graph)
+                impossible = proves and status is Status.INFEASIBLE
+                bound_s = max(bound_s, (least_s or 0.0) if proves else 0.0)
+            runs = range(QUICK, len(RUNS))
+            stats["annealings"] = search.search(best, bound_s, runs, deadline)
+        if best.program is None:
+            smallest = smaller(graph, smallest, search.smallest())
+            least = self.least(graph, LEAST_SHARE * limit_s, deadline.progress)
+            smallest = smallest if least is None else smaller(graph, smallest, least)
+            best.offer(smallest, "least memory")
+        if best.program is None:
+            return without_plan(graph, smallest, impossible, stats)
+        stats |= {"chosen": best.source, "solve_s": time.monotonic() - begin}
+        program = self.polish(graph, best.program, budget_bytes)
+        return solution(graph, program, bound_s, PROVED, stats)
 
     def _start(
         self, graph: Graph, budget_bytes: int | None, stats: dict[str, object]

@@ -91,6 +91,10 @@ class RotorMenus(Strategy):
             return without_plan(graph, smallest, proved, stats)
         return solution(graph, best.program, least_s, SAME, stats)
 
+    @property
+    def plans_forward(self) -> bool:
+        return False
+
     def allowed(self, operator: Operator, name: str) -> bool:
         """Whether the plan may run `operator` by its implementation `name`."""
         return not self.exact_only or next(

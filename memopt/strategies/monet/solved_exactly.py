@@ -38,7 +38,8 @@ class SolvedExactly(GraphStrategy):
         self, graph: Graph, budget_bytes: int, deadline: Deadline
     ) -> tuple[Status, Program | None, float | None]:
         built = self.model(graph)
-        start = rotor_programs(graph, budget_bytes)[0] if self.start else None
+        chain = self.start and not graph.is_forward
+        start = rotor_programs(graph, budget_bytes)[0] if chain else None
         if start is not None:
             built.hint(start)
         options = SolverOptions(

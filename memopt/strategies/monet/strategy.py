@@ -13,6 +13,7 @@ from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import Features
 from memopt.strategies.monet.alternatives_table import SLOTS, AlternativesTable
+from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.incumbent import Incumbent
 from memopt.strategies.monet.intervals import search_windows
@@ -73,9 +74,17 @@ class Monet(SolvedExactly):
             return False
         return _kind(operator, name) is self.choices
 
-    def model(self, graph: Graph) -> MonetModel:
-        """Build the program of a graph under these choices."""
-        return MonetModel(graph, self.allowed)
+    def model(self, graph: Graph) -> MonetModel | CheckmateModel:
+        """Build the program of a graph under these choices; Checkmate's, whose stages are those of
+        all operators, of one without a backward."""
+        return CheckmateModel(graph) if graph.is_forward else MonetModel(graph, self.allowed)
+
+    def as_they_are(self, graph: Graph) -> bool:
+        return not any(
+            self.allowed(operator, choice.name)
+            for operator in graph.operators
+            for choice in operator.implementations
+        )
 
     def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
         if self.choices in (Choices.ALL, Choices.CONV):

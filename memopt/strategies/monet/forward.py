@@ -1,0 +1,165 @@
+"""Plans of graphs without a backward: an inference, or any DAG.
+
+The class is Checkmate's and Moccasin's (Bartan et al., 2023): every operator that must run, for the
+first time in the graph's order, and repeated runs in between, as many as are useful. Repeated runs
+are annealed (`forward_kernels`); the bound is that of `forward_bound`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from memopt.models.bounds import memory_lower_bound, needed_operators
+from memopt.models.graph import Graph
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Program
+from memopt.programs.liveness import computes, with_frees
+from memopt.strategies.monet.forward_bound import ForwardBound
+from memopt.strategies.monet.forward_kernels import PERIOD, Arrays, Ints, annealed, memory
+from memopt.strategies.monet.incumbent import SAME, Incumbent
+from memopt.strategies.solvers.running import Deadline
+
+PART, STEPS, WORK = 10_000, 40, 12_000_000
+"""Steps of the search between two looks at the clock, at most: altogether, for each operator,
+and over the number of operators and operands."""
+RUNS = (3, 12, *[50] * 12)
+"""Parts of one annealing after the other."""
+HOT, COLD = 1.0, 0.02
+"""Warmth of an annealing, in mean times of an operator."""
+QUICK = 2
+"""Annealings before the bound is sought."""
+BISECTIONS = 8
+
+
+@dataclass(frozen=True)
+class ForwardSearch:
+    """The search in one graph; operators run as they are, without their implementations.
+
+    Attributes:
+        graph: all forward.
+        seed: of all that is random.
+    """
+
+    graph: Graph
+    seed: int = 0
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Operators that must run, in the graph's order."""
+        return tuple(sorted(needed_operators(self.graph)))
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """The graph for the compiled code: operators by their place in `order`."""
+        graph, operators = self.graph, [self.graph.operators[i] for i in self.order]
+        tensors = [t for operator in operators for t in operator.writes]
+        number = {t: n for n, t in enumerate(tensors)}
+        reads = [[number[t] for t in dict.fromkeys(o.reads) if t in number] for o in operators]
+        writes = [[number[t] for t in o.writes] for o in operators]
+
+        def starts(rows: list[list[int]]) -> Ints:
+            return np.cumsum([0, *map(len, rows)], dtype=np.int64)
+
+        def whole(values: list[int]) -> Ints:
+            return np.array(values, np.int64)
+
+        return Arrays(
+            starts(reads), whole([t for row in reads for t in row]),
+            starts(writes), whole([t for row in writes for t in row]),
+            whole([i for i, row in enumerate(writes) for _ in row]),
+            whole([graph.tensors[t].size_bytes for t in tensors]),
+            whole([t in graph.kept for t in tensors]),
+            whole([o.workspace_bytes for o in operators]),
+            whole([o.recomputable for o in operators]),
+            np.array([o.time_s for o in operators], np.float64),
+        )  # fmt: skip
+
+    @cached_property
+    def once(self) -> Ints:
+        """The sequence in which nothing runs again."""
+        return np.arange(len(self.order), dtype=np.int64)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a part."""
+        operators, operands = self.arrays.again.size, self.arrays.reads.size
+        return max(PERIOD, min(PART, STEPS * operators, WORK // (1 + operators + operands)))
+
+    def peak(self, sequence: Ints) -> int:
+        """Bytes that a sequence needs, without what is resident."""
+        return int(memory(sequence, self.arrays).max(initial=0))
+
+    def program(self, sequence: Ints) -> Program:
+        """The program of a sequence, in place where it may be."""
+        runs = computes(self.graph, (self.order[i] for i in sequence))
+        return with_in_place(self.graph, Program(with_frees(self.graph, runs)))
+
+    def annealing(self, limit: int, run: int) -> Iterator[Ints]:
+        """One annealing from the sequence in which nothing runs again: after each of its parts
+        the fastest sequence within `limit` bytes of that part, empty if there was none."""
+        sequence, price, parts = self.once, 1.0, RUNS[run]
+        for part in range(parts):
+            warmth = [HOT * (COLD / HOT) ** ((part + more) / parts) for more in (0, 1)]
+            seed = (self.seed * len(RUNS) + run) * max(RUNS) + part
+            sequence, price, best = annealed(
+                sequence, self.arrays, limit, self.steps, (warmth[0], warmth[1]), price, seed
+            )
+            yield best
+
+    def smallest(self) -> Program:
+        """The program of the smallest peak that short annealings find, within less and less, by
+        halves. The same however fast the machine is."""
+        best, high = self.once, self.peak(self.once)
+        low = memory_lower_bound(self.graph) - self.graph.resident_bytes - 1
+        for _ in range(BISECTIONS):
+            if high - low <= 1:
+                break
+            middle = (low + high) // 2
+            found = [sequence for sequence in self.annealing(middle, 0) if sequence.size]
+            if found:
+                best, high = found[-1], self.peak(found[-1])
+            else:
+                low = middle
+        return self.program(best)
+
+    def search(self, best: Incumbent, bound_s: float, runs: range, deadline: Deadline) -> int:
+        """Offer faster and faster programs within the incumbent's budget.
+
+        Args:
+            best: the budget, and the fastest program.
+            bound_s: a program that takes no longer ends the search.
+            runs: which of RUNS.
+            deadline: of all of them.
+
+        Returns:
+            The number of annealings.
+        """
+        assert best.budget_bytes is not None
+        for done, run in enumerate(runs):
+            for found in self.annealing(best.budget_bytes - self.graph.resident_bytes, run):
+                if found.size:
+                    best.offer(self.program(found), "annealing")
+                what = f"forward {run}: {best.time_s:.6g} s, bound {bound_s:.6g} s"
+                if best.near(bound_s, SAME) or deadline.passed(0.5, what):
+                    return done
+        return len(runs)
+
+    def bound(self, best: Incumbent, deadline: Deadline) -> ForwardBound:
+        """Bound the programs of the class within the incumbent's budget; offer it the relaxation's
+        own plan, if that keeps the budget."""
+        assert best.budget_bytes is not None
+        place = {i: n for n, i in enumerate(self.order)}
+
+        def bytes_of(operators: list[int]) -> list[int]:
+            sequence = np.array([place[i] for i in operators], np.int64)
+            return [int(need) for need in memory(sequence, self.arrays)]
+
+        found = ForwardBound(self.graph, best.budget_bytes, bytes_of, deadline).run()
+        if found.sequence:
+            sequence = np.array([place[i] for i in found.sequence], np.int64)
+            best.offer(self.program(sequence), "relaxation")
+        return found
