@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memopt.models.chain import Chain
-
 
 @dataclass(frozen=True, slots=True)
 class SlotScale:
@@ -36,35 +34,12 @@ class SlotScale:
         return budget_bytes // self.slot_bytes
 
 
-def store_all_bytes(chain: Chain) -> int:
-    """Memory of the chain without recomputation, bytes, beyond the resident bytes and a^0.
-
-    It is Rotor's F_all^1 ... F_all^n B^n ... B^1, parameter gradients included.
-    """
-    forward = 0
-    held = 0
-    peak = 0
-    last_gradient = chain.gradient_bytes(len(chain))
-    for stage in chain.stages:
-        held += stage.saved_bytes
-        forward = max(forward, last_gradient + held + stage.forward_overhead_bytes)
-    peak = forward
-    parameter_gradients = 0
-    for index in range(len(chain), 0, -1):
-        stage = chain.stages[index - 1]
-        parameter_gradients += stage.parameter_gradient_bytes
-        during = held + chain.gradient_bytes(index) + chain.gradient_bytes(index - 1)
-        peak = max(peak, during + parameter_gradients + stage.backward_overhead_bytes)
-        held -= stage.saved_bytes
-    return peak
-
-
-def slot_scale(chain: Chain, slots: int) -> SlotScale:
-    """The scale that gives the chain's store-all memory `slots` slots.
+def slot_scale(whole_bytes: int, slots: int) -> SlotScale:
+    """The scale that gives `whole_bytes`, a chain's memory without recomputation, `slots` slots.
 
     Raises:
         ValueError: slots is below 1.
     """
     if slots < 1:
         raise ValueError(f"slots must be at least 1, got {slots}; use None for exact memory")
-    return SlotScale(max(1, -(-store_all_bytes(chain) // slots)))
+    return SlotScale(max(1, -(-whole_bytes // slots)))

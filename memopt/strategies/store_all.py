@@ -54,6 +54,12 @@ def chain_steps(chain: Chain) -> tuple[ChainStep, ...]:
     return (*forward, *(ChainStep(Move.BACKWARD, k) for k in range(len(chain), 0, -1)))
 
 
+def store_all_bytes(chain: Chain) -> int:
+    """Memory of the chain without recomputation, bytes, beyond the resident bytes and a^0."""
+    peak_bytes = replay_chain(chain, chain_steps(chain)).peak_bytes
+    return peak_bytes - chain.resident_bytes - chain.input_bytes
+
+
 def _solution(peak_bytes: int, time_s: float, **plan: object) -> Solution:
     return Solution(
         Status.OPTIMAL,

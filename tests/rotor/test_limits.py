@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from memopt.models.quantize import SlotScale, slot_scale, store_all_bytes
+from memopt.models.quantize import SlotScale, slot_scale
 from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies.base import Status
 from memopt.strategies.rotor import Revolve, Rotor, RotorFree, RotorOptimal, Sequential, tables
@@ -15,6 +15,7 @@ from memopt.strategies.rotor.persistent_kernels import Rows, fill_block, memory_
 from memopt.strategies.rotor.persistent_kernels import need_table as need_table_of
 from memopt.strategies.rotor.schedules import codes_of, steps_of
 from memopt.strategies.solvers.running import Deadline
+from memopt.strategies.store_all import store_all_bytes
 from tests.rotor.chains import long_chain, random_chain, toy_chain
 
 
@@ -29,14 +30,14 @@ def test_sizes_go_up_and_budgets_go_down():
     scale = SlotScale(10)
     assert (scale.size_slots(21), scale.budget_slots(29)) == (3, 2)
     assert (scale.size_slots(-21), scale.budget_slots(-21)) == (-2, -3)
-    assert slot_scale(toy_chain(), 10).slot_bytes == -(-store_all_bytes(toy_chain()) // 10)
+    assert slot_scale(1234, 10).slot_bytes == 124
     with pytest.raises(ValueError, match="at least 1"):
-        slot_scale(toy_chain(), 0)
+        slot_scale(1234, 0)
 
 
 def test_rows_past_two_to_the_31_are_filled_like_any_other(tmp_path):
     chain = long_chain(12)
-    c = ChainArrays.of(chain, slot_scale(chain, 60))
+    c = ChainArrays.of(chain, slot_scale(store_all_bytes(chain), 60))
     n = c.length
     low, high = memory_bounds(c, c.slot, c.output, c.saved, True)
     offset, total = row_offsets(n, low, high)

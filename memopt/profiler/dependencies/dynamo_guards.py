@@ -63,7 +63,7 @@ def guards_heard() -> Iterator[Callable[[], TraceGuards]]:
     """Hear the guards of the traces made inside; what is yielded gives those of the last one.
 
     Torch compiles them, too, only to see whether they contradict shapes that are declared to vary,
-    and drops them: a fifth of a capture's time, spent only where a shape varies.
+    and drops them. That takes long, and is done only where a shape varies.
 
     To be entered by one thread at a time.
     """

@@ -22,6 +22,7 @@ from memopt.strategies.base import CostModel, Features, Progress, Solution, Stat
 from memopt.strategies.rotor.plan_sets import CurvePoint, PlanSet, RecentPlanSets, merged
 from memopt.strategies.rotor.schedules import SolveLimits, TooLarge, steps_of
 from memopt.strategies.solvers.running import Deadline, Stopped
+from memopt.strategies.store_all import store_all_bytes
 
 DEFAULT_SLOTS = 500
 FEWEST_SLOTS = 15
@@ -145,7 +146,7 @@ class TableStrategy(ChainStrategy):
         while True:
             try:
                 limits = SolveLimits(self.table_bytes, deadline)
-                plans = self.plan(chain, slot_scale(chain, slots), False, limits)
+                plans = self.plan(chain, slot_scale(store_all_bytes(chain), slots), False, limits)
                 return plans.with_stats(None, slots=slots, **note)
             except TooLarge as error:
                 note = {"note": f"fewer slots: {error}"}
