@@ -32,7 +32,8 @@ def takes_whole_step(
     if strategy.needs == "graph" and again:
         raise ValueError(
             f"{strategy.name} plans no whole steps: take auto, a strategy for chains such as "
-            "rotor, or one that recomputes nothing (olla, store-all, offload-graph), or leave whole_step out"
+            "rotor, or one that recomputes nothing (olla, store-all, offload-graph), or leave "
+            "whole_step out"
         )
     if mode == "estimate":
         raise ValueError('whole_step=True is measured: leave out mode="estimate"')

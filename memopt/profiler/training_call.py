@@ -59,7 +59,7 @@ def call_notes(model: nn.Module, call: Call) -> tuple[str, ...]:
 
 def _keeps_keys(model: nn.Module) -> bool:
     """Whether a model, or a part of it, is configured to return its keys and values. A decoder may
-    have a configuration of its own (T5's), which a trainer that changes the model's leaves alone."""
+    have a configuration of its own (T5's), which trainers that change the model's leave alone."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any(getattr(config, "use_cache", False) is True for config in configs)
 
