@@ -40,7 +40,7 @@ def differentiable_through(output: Any) -> None:
     nodes = [v.grad_fn for v in pytree.tree_leaves(output) if isinstance(v, torch.Tensor)]
     while nodes:
         node: Any = nodes.pop()
-        function = getattr(type(node), "_forward_cls", None)
+        function: Any = getattr(type(node), "_forward_cls", None)
         if hasattr(function, "_double_backward"):
             function._double_backward = staticmethod(_as_computed)
             return

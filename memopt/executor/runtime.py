@@ -73,7 +73,8 @@ class Runtime:
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self._casts = backward_would_cast(captured.module)
-        self.random = RandomStates(captured.device) if draws(captured) else None
+        device = captured.device or torch.device("cpu")
+        self.random = RandomStates(device) if draws(captured) else None
         self._differentiable = False
         self._local = threading.local()
         self._states: set[TiedValue[_State]] = set()
@@ -105,7 +106,7 @@ class Runtime:
                 differentiable_through(output)
             if self._casts and any(autocast_state()):
                 for value in differentiable(output).values():
-                    value.register_hook(self._look_for_autocast)
+                    value.register_hook(self._look_for_autocast)  # type: ignore[no-untyped-call]
             return as_users_see(output, self._captured.outputs)
         finally:
             self._local.program, self._local.again = before

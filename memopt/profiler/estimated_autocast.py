@@ -22,8 +22,9 @@ TAKEN = (
 )
 SWITCHED_OFF = (
     'on a machine without CUDA, torch switches autocast("cuda") off before memopt sees it, and '
-    'does not say whether it was on: plan under torch.autocast("cpu", dtype={dtype}, enabled=...) '
-    "for the estimate, whose casts stand for CUDA's"
+    "does not say whether it was on: plan under "
+    'torch.autocast("cpu", dtype={dtype}, enabled=...) for the estimate, '
+    "whose casts stand for CUDA's"
 )
 
 

@@ -29,8 +29,7 @@ def training_call(model: nn.Module, inputs: Any) -> Call:
     check_outside_fabric(model)
     call = to_call(inputs)
     settle_problem_type(model, call)
-    config = getattr(model, "config", None)
-    if not model.training or not getattr(config, "use_cache", False):
+    if not model.training or not _keeps_keys(model):
         return call
     # An adapted model (PEFT) passes on what it is given.
     inner: Any = getattr(model, "get_base_model", None)
@@ -69,13 +68,19 @@ def has_own_loss(call: Call) -> bool:
 
 def call_notes(model: nn.Module, call: Call) -> tuple[str, ...]:
     """What a user should know of the call that is planned."""
-    config = getattr(model, "config", None)
     notes = []
     if not model.training and any(type(m).__name__.startswith("Dropout") for m in model.modules()):
         notes.append("Planned in eval mode, without dropout; to train, call model.train() first.")
-    if call.kwargs.get("use_cache") is False and getattr(config, "use_cache", False):
+    if call.kwargs.get("use_cache") is False and _keeps_keys(model):
         notes.append("Planned with use_cache=False: a training step returns no keys and values.")
     return tuple(notes)
+
+
+def _keeps_keys(model: nn.Module) -> bool:
+    """Whether a model, or a part of it, is configured to return its keys and values. A decoder may
+    have a configuration of its own (T5's), which trainers that change the model's leave alone."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return any(getattr(config, "use_cache", False) is True for config in configs)
 
 
 def settle_problem_type(model: nn.Module, call: Call) -> None:

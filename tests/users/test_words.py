@@ -246,3 +246,12 @@ def test_a_thousand_steps_of_alternating_shapes(
     assert len(solved) == 3
     assert len(model.memopt.plans) == 3
     assert model.calls.planned == 1000
+
+
+def test_keys_and_values_of_a_decoder_with_a_configuration_of_its_own() -> None:
+    """As the Trainer calls it, which changes the model's own."""
+    model = t5()
+    model.config.use_cache = False
+    planned = plan(model, TEXT).apply(model)
+    assert planned(**TEXT).past_key_values is None
+    assert planned.calls.planned == 1
