@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 import memopt
-from memopt.api.plan import load
+from memopt.api.comparison import Comparison
+from memopt.api.plan import Plan, load
 from memopt.commands import options
 from memopt.commands.output import OptionError, say
 
@@ -57,9 +58,8 @@ def explore(
     if Path(target).is_file() and not target.endswith(".py"):
         if csv is not None:
             raise OptionError("--csv writes the curve of a model; a saved plan has none")
-        saved = load(target)
-        saved.report(out, points=points, progress=not quiet)
-        opened = saved
+        opened = load(target)
+        opened.report(out, points=points, progress=not quiet)
     else:
         how = mode or ("measure" if device is None else "estimate")
         made = memopt.curve(
@@ -69,16 +69,21 @@ def explore(
             time_limit_s=time_limit,
             progress=not quiet,
         )
-        made.report(out)
-        best = made.best()
-        assert best is not None
-        assert best.plan is not None
-        opened = best.plan
-        if csv is not None:
-            made.to_csv(csv)
+        opened = _written(made, out, csv)
     if snapshot is not None:
         opened.snapshot(snapshot)
     if not quiet:
         for path in (out, csv, snapshot):
             if path is not None:
                 say(f"wrote {path}")
+
+
+def _written(made: Comparison, out: Path, csv: Path | None) -> Plan:
+    """Writes the page and the curve; the plan that the page opens."""
+    made.report(out)
+    if csv is not None:
+        made.to_csv(csv)
+    best = made.best()
+    assert best is not None
+    assert best.plan is not None
+    return best.plan

@@ -145,15 +145,15 @@ class Explorer {
       : momentAt(this.now, event.x / this.plots.units.time.size));
     for (const name of ["memory", "streams"]) {
       const figure = this.plots.model(name);
-      figure.on_event("mousemove", (_, event) => {
-        if (!this.pinned && Number.isFinite(event?.x)) this.show(here(event));
+      figure.on_event("mousemove", (event) => {
+        if (!this.pinned) this.show(here(event));
       });
-      figure.on_event("tap", (_, event) => {
+      figure.on_event("tap", (event) => {
         this.pinned = !(this.pinned && here(event) === this.moment);
         this.show(here(event));
       });
     }
-    this.plots.model("curve").on_event("tap", (_, event) => this.nearest(event.x, event.y));
+    this.plots.model("curve").on_event("tap", (event) => this.nearest(event.x, event.y));
   }
 
   /** Opens the plan whose point is nearest. */
