@@ -39,7 +39,13 @@ def page_of_plan(
     measured: StepLanes | None = None,
     check: StepCheck | None = None,
 ) -> Page:
-    """See `Plan.report`; `measured` and `check` are a recorded step's."""
+    """See `Plan.report`; `measured` and `check` are a recorded step's.
+
+    Raises:
+        ValueError: one point, or fewer than none.
+    """
+    if points < 0 or points == 1:
+        raise ValueError(f"report: points must be 0 or at least 2, got {points}")
     cells = [CellRecord.of(plan.strategy.name, plan, 0.0)]
     notes: tuple[str, ...] = ()
     if points:

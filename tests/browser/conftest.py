@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+import memopt
+from memopt.api.comparison import Comparison
 from tests.browser.chromium import chromium
+from tests.browser.reading import Open
+from tests.plan.tiny import make, profiled
 
 WIDTH, HEIGHT = 1400, 1000
 
@@ -53,3 +57,17 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         page.close()
         assert asked == [url]
         assert wrong == []
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Comparison:
+    """Of a module, so that the page has shapes."""
+    return memopt.curve(
+        profiled(make("mlp")), strategies=["store-all", "rotor"], points=4, progress=False
+    )
+
+
+@pytest.fixture
+def page(comparison: Comparison, tmp_path: Path, open_page: Open) -> Any:
+    comparison.report(tmp_path / "page.html")
+    return open_page(tmp_path / "page.html")

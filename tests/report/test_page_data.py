@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.report.memory_profile import program_profile
 from memopt.report.page.document import json_block
+from memopt.report.page.figures import figure_items
 from memopt.report.page.steps import FETCHED, LOSS, STAYS, TRANSIENT, WAIT
 from memopt.report.work import moved, recomputed
 from tests.plan.tiny import make, profiled, tight_plan
@@ -243,3 +245,29 @@ def test_the_page_refers_to_nothing_outside(module_plan: Plan) -> None:
     scripts = page[page.rindex("<script>") :]
     for forbidden in ("innerHTML", "insertAdjacentHTML", "document.write", "eval(", "fetch("):
         assert forbidden not in scripts
+
+
+def test_without_bokeh_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure_items.cache_clear()
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "bokeh":
+            monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    with pytest.raises(ImportError, match=r"pip install memopt\[report\]"):
+        _ = random_plan(0).report(points=0).html
+
+
+def test_planning_beside_a_plan_can_be_interrupted(module_plan: Plan) -> None:
+    calls = 0
+
+    def interrupting(_fraction: float, _what: str) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise KeyboardInterrupt
+
+    data = data_of(module_plan.report(points=4, progress=interrupting).html)
+    assert data["notes"] == ["Beside this plan, 2 of 5 were made: interrupted."]
+    assert len(data["curve"]["cells"]) == 3
+    with pytest.raises(ValueError, match="points"):
+        module_plan.report(points=1)

@@ -87,15 +87,6 @@ def _new(name: str, tools: str, **more: Any) -> Any:
     return made
 
 
-def _cursor(made: Any, name: str) -> None:
-    """Where the reader points."""
-    from bokeh.models.annotations import Span
-
-    made.add_layout(
-        Span(name=f"cursor {name}", dimension="height", line_color=VERMILION, line_width=1.2)
-    )
-
-
 def _curve(memory_name: str, time_name: str) -> Any:
     """Step time against peak memory: bounds shaded, lines, points, the opened one ringed."""
     from bokeh.models import ColumnDataSource, DataRange1d
@@ -166,7 +157,6 @@ def _memory(shared: Any, memory_name: str) -> Any:
     made.add_layout(Span(name="backward", dimension="height", line_dash="dotted", line_width=1))
     mark = ColumnDataSource({"x": [], "y": []}, name="peak")
     made.scatter("x", "y", source=mark, marker="inverted_triangle", size=11, name="peak mark")
-    _cursor(made, "memory")
     return made
 
 
@@ -196,5 +186,4 @@ def _streams(shared: Any, step_axis: str) -> Any:
             line_width=0,
             **({"hatch_scale": 8, "hatch_weight": 1, **hatch} if kind == AGAIN else {}),
         )
-    _cursor(made, "streams")
     return made

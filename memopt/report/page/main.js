@@ -153,6 +153,9 @@ class Explorer {
         this.show(here(event));
       });
     }
+    const again = () => { if (this.plots.marked !== undefined) this.plots.cursor(this.plots.marked); };
+    this.plots.model("time").change.connect(again);
+    new ResizeObserver(() => requestAnimationFrame(again)).observe(byId("step-plot"));
     this.plots.model("curve").on_event("tap", (event) => this.nearest(event.x, event.y));
   }
 

@@ -123,10 +123,15 @@ class Plots {
     return this.streams(step, x, measured);
   }
 
-  /** Marks a time in both figures of the step. */
+  /** Marks a time in both figures of the step: a line over them, for which nothing is redrawn. */
   cursor(x) {
-    this.model("cursor memory").location = x;
-    this.model("cursor streams").location = x;
+    this.marked = x;
+    const line = byId("cursor"), plot = byId("step-plot").getBoundingClientRect();
+    const { frame, canvas_view } = Bokeh.index.find_one(this.model("memory"));
+    const canvas = canvas_view.el.getBoundingClientRect();
+    const left = frame.x_scale.compute(x);
+    line.hidden = !(left >= frame.bbox.left && left <= frame.bbox.right);
+    line.style.transform = `translateX(${canvas.left - plot.left + left}px)`;
   }
 
   span(name, location) {
