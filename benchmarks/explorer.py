@@ -160,7 +160,8 @@ def driven(browser: Any, path: Path) -> tuple[float, float, tuple[float, ...], i
     for number in range(HOVERS):
         across = 100 + (box["width"] - 130) * number / (HOVERS - 1)
         page.mouse.move(box["x"] + across, box["y"] + 200 + number % 7)
-        page.wait_for_function(f"hovers.length > {number}")
+        while page.evaluate("() => hovers.length") <= number:
+            time.sleep(0.002)
         seen.add(page.get_attribute("#step-plot", "aria-valuenow"))
     if len(seen) < HOVERS / 4:
         raise AssertionError(f"{path}: {HOVERS} hovers showed {len(seen)} moments")

@@ -98,8 +98,8 @@ class Explorer {
     if (this.stacked === "kind") {
       return stackByKind(this.data, step).map((one) => ({ ...one, color: layers[one.name] }));
     }
-    return stackByModule(step, 8).map((one, i, all) => ({ ...one,
-      color: i === all.length - 1 ? rest : curves[i % curves.length] }));
+    const colors = [rest, ...curves.filter((color) => color !== rest)];
+    return stackByModule(step, colors.length).map((one, i) => ({ ...one, color: colors[i] }));
   }
 
   /** The step's pictures. */

@@ -79,7 +79,7 @@ function momentRow(data, step, m, row, largest) {
   if (row.workspace) {
     [name, why, layer] = ["workspace", "scratch memory of what runs here", "workspace"];
   } else if (row.resident) {
-    name = row.count ? counted(row.count, `${row.resident} tensor`) : row.resident;
+    name = row.count ? counted(row.count, `${row.resident} tensor`) : besideTheGraph(step);
     why = "resident: there during the whole step";
     layer = row.resident === "parameter" ? "parameters" : layer;
   } else {
@@ -95,6 +95,13 @@ function momentRow(data, step, m, row, largest) {
     element("span", { class: "name", text: name }),
     element("span", { class: "detail" }, element("span", { class: "shape", text }),
       element("span", { class: "why", text: why })), bar);
+}
+
+/** What resident bytes belong to no tensor: optimizer state by its parts, and other. */
+function besideTheGraph(step) {
+  const inGraph = new Set(["parameters", "buffers", "inputs", "constants", "optimizer state"]);
+  return step.graph.resident_parts.filter(([what]) => !inGraph.has(what)).map(([what, size]) =>
+    `${what} ${formatBytes(size)}`).join(", ");
 }
 
 /** What the operator of a moment reads and writes. */

@@ -99,7 +99,8 @@ function stackByKind(data, step) {
   return data.layers.map((name, i) => ({ name, bytes: stack[i] }));
 }
 
-/** By module: those that hold most at the peak, in the model's order, and all others as one. */
+/** By module: those that hold most at the peak, in the model's order, above all others
+    as one. */
 function stackByModule(step, most) {
   const { graph } = step, count = graph.groups.length;
   const ownerOf = (m) => (step.codes[m] >= 0
@@ -110,8 +111,8 @@ function stackByModule(step, most) {
   const largest = new Set(numbers.sort((a, b) => all[b][peak] - all[a][peak]).slice(0, most - 1));
   const shown = [...all.keys()].filter((i) => largest.has(i));
   const rest = [...all.keys()].filter((i) => !largest.has(i)).map((i) => all[i]);
-  return [...shown.map((i) => ({ name: graph.groups[i], bytes: all[i] })),
-          { name: "everything else", bytes: sums(rest) }];
+  return [{ name: "everything else", bytes: sums(rest) },
+          ...shown.map((i) => ({ name: graph.groups[i], bytes: all[i] }))];
 }
 
 /** The moment at a time, the last one that has started. */
