@@ -72,7 +72,8 @@ class Comparison(ComparisonRecord[Cell]):
 
     def report(self, path: str | PathLike[str] | None = None, *, title: str | None = None) -> Page:
         """One self-contained HTML page with all plans: curve, budget slider, and for each plan its
-        memory over the step, its streams and its modules; see docs/explorer.md.
+        memory over the step, its streams and its modules; see docs/explorer.md. It opens with the
+        fastest plan that fits the device, or if none does with the fastest of all.
 
         Args:
             path: the file, ".html"; None: none is written. A notebook shows what is returned.
@@ -84,7 +85,8 @@ class Comparison(ComparisonRecord[Cell]):
         """
         from memopt.api.pages import page_of_comparison
 
-        best = self.best()
+        capacities = (cell.plan.device.capacity_bytes for cell in self.cells if cell.plan)
+        best = self.best(next(capacities, None)) or self.best()
         page = page_of_comparison(self, None if best is None else best.plan, title)
         if path is not None:
             page.write(path)

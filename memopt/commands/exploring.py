@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 import memopt
-from memopt.api.comparison import Comparison
-from memopt.api.plan import Plan, load
+from memopt.api.plan import load
 from memopt.commands import options
 from memopt.commands.output import OptionError, say
+from memopt.report.snapshot import write_snapshot
 
 DEFAULT = ("rotor", "store-all")
 
@@ -58,8 +58,7 @@ def explore(
     if Path(target).is_file() and not target.endswith(".py"):
         if csv is not None:
             raise OptionError("--csv writes the curve of a model; a saved plan has none")
-        opened = load(target)
-        opened.report(out, points=points, progress=not quiet)
+        page = load(target).report(out, points=points, progress=not quiet)
     else:
         how = mode or ("measure" if device is None else "estimate")
         made = memopt.curve(
@@ -69,21 +68,13 @@ def explore(
             time_limit_s=time_limit,
             progress=not quiet,
         )
-        opened = _written(made, out, csv)
+        page = made.report(out)
+        if csv is not None:
+            made.to_csv(csv)
     if snapshot is not None:
-        opened.snapshot(snapshot)
+        opened = page.subject.opened
+        write_snapshot(snapshot, opened.graph, opened.program, opened.device)
     if not quiet:
         for path in (out, csv, snapshot):
             if path is not None:
                 say(f"wrote {path}")
-
-
-def _written(made: Comparison, out: Path, csv: Path | None) -> Plan:
-    """Writes the page and the curve; the plan that the page opens."""
-    made.report(out)
-    if csv is not None:
-        made.to_csv(csv)
-    best = made.best()
-    assert best is not None
-    assert best.plan is not None
-    return best.plan

@@ -208,6 +208,16 @@ def test_a_bare_chain_and_a_comparison() -> None:
     assert "iframe" in made.report()._repr_html_()
 
 
+def test_a_comparison_opens_with_what_fits_the_device() -> None:
+    chain = rotor_toy()
+    whole = memopt.curve(chain, strategies=["rotor"], points=4, progress=False)
+    peaks = sorted(cell.peak_bytes for cell in whole.cells if cell.peak_bytes is not None)
+    for capacity, opened in ((peaks[1], peaks[1]), (1, peaks[-1])):
+        device = memopt.Device(capacity_bytes=capacity)
+        made = memopt.curve(chain, strategies=["rotor"], points=4, device=device, progress=False)
+        assert made.report().subject.opened.peak_bytes == opened
+
+
 def test_a_comparison_without_plans_is_refused() -> None:
     made = memopt.compare(rotor_toy(), budgets=[1], strategies=["rotor"], progress=False)
     with pytest.raises(ValueError, match="no cell of this comparison has a plan"):

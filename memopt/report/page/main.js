@@ -41,6 +41,7 @@ class Explorer {
     const legends = curve.strategies.map((name, i) => ({
       name, color: this.data.colors.curves[i % this.data.colors.curves.length] }));
     legend("curve-legend", [...legends, { name: "without memopt", kind: "star" },
+      ...(this.data.device.capacity_bytes ? [{ name: "the device's memory", kind: "solid" }] : []),
       ...(curve.bounds.length ? [{ name: "faster than the bound", color: this.data.colors.rest,
                                    kind: "faint" }] : [])]);
     this.plots.curve();

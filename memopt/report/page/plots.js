@@ -62,6 +62,8 @@ class Plots {
     const run = curve.cells.filter((cell) => cell.measured_time_s !== null);
     this.fill("measured", { x: run.map((cell) => cell.measured_peak_bytes / memory.size),
                             y: run.map((cell) => cell.measured_time_s * time.size) });
+    const capacity = this.data.device.capacity_bytes;
+    this.span("capacity", capacity === null ? null : capacity / memory.size);
     this.fill("bound", boundBoxes(curve, memory.size, time.size));
   }
 
