@@ -60,9 +60,9 @@ def explore(
             raise OptionError("--csv writes the curve of a model; a saved plan has none")
         page = load(target).report(out, points=points, progress=not quiet)
     else:
-        how = mode or ("measure" if device is None else "estimate")
+        mode = mode or ("measure" if device is None else "estimate")
         made = memopt.curve(
-            **options.priced(target, device, how, optimizer, cache, batch, sequence, dtype),
+            **options.priced(target, device, mode, optimizer, cache, batch, sequence, dtype),
             strategies=strategy or DEFAULT,
             points=points,
             time_limit_s=time_limit,
@@ -72,9 +72,8 @@ def explore(
         if csv is not None:
             made.to_csv(csv)
     if snapshot is not None:
-        opened = page.subject.opened
-        write_snapshot(snapshot, opened.graph, opened.program, opened.device)
-    if not quiet:
-        for path in (out, csv, snapshot):
-            if path is not None:
-                say(f"wrote {path}")
+        one = page.subject.opened
+        write_snapshot(snapshot, one.graph, one.program, one.device)
+    for path in (out, csv, snapshot):
+        if path is not None and not quiet:
+            say(f"wrote {path}")
