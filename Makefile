@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-gpu | bench | bench-gpu | lint | docs | notebooks
+# make demo | test | test-all | test-gpu | test-browser | bench | bench-gpu | lint | docs | notebooks
 # Each target first makes .venv and installs what constraints.txt pins (only Python 3.11 and pip are
 # needed). On Linux, plain pip installs torch's CUDA build; for the smaller CPU build say
 #     make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 # Each of the test workers is one thread of torch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-all test-gpu bench bench-gpu lint format docs notebooks install constraints clean
+.PHONY: demo test test-all test-gpu test-browser bench bench-gpu lint format docs notebooks install constraints clean
 
 install: $(STAMP)
 
@@ -35,13 +35,19 @@ demo: $(STAMP)
 	$(BIN)/python -m examples.demo
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not gpu and not browser" $(PYTEST_ARGS)
 
 test-all: $(STAMP)
 	$(PYTEST) --timeout 3600 $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# The pages of reports, driven in a browser that is installed already (nothing is downloaded):
+# Chromium or Chrome on the path, or at MEMOPT_CHROMIUM (Debian: apt-get install chromium).
+test-browser: $(STAMP)
+	@$(BIN)/python -c "from tests.browser.chromium import chromium; print('browser:', chromium())"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

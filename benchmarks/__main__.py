@@ -36,6 +36,7 @@ CPU = (
     "llama_7b",
     "estimate_accuracy",
     "trainer_architectures",
+    "explorer",
 )
 GPU = ("gpu",)
 CAPTURES = ("olla_graphs", "rotor_chains")

@@ -1,6 +1,7 @@
 """Draw the pictures of docs/gallery: python docs/make_gallery.py, from the repository's root.
 
-Everything is estimated for an A100, so the pictures are the same on every machine.
+Everything is estimated for an A100 (the report for an H100), so the pictures are the same on every
+machine. The report's pictures need a browser: see `make test-browser`.
 """
 
 from __future__ import annotations
@@ -74,6 +75,51 @@ def draw_comparison() -> None:
         draw("comparison-dark", table.plot)
 
 
+def draw_report() -> None:
+    """A report, which is a page of the documentation, and pictures of it from a browser."""
+    from playwright.sync_api import sync_playwright
+
+    from tests.browser.chromium import chromium
+
+    folder = ROOT / "docs" / "explorer"
+    folder.mkdir(exist_ok=True)
+    family = get("gpt2")
+    with torch.device("meta"):
+        model = family.build("paper")
+    table = memopt.curve(
+        model,
+        family.inputs("paper", batch=8),
+        strategies=["store-all", "sequential", "rotor"],
+        points=8,
+        device="H100",
+        mode="estimate",
+        optimizer="adamw",
+        progress=False,
+    )
+    path = folder / "gpt2.html"
+    table.report(path, title="GPT-2, 12 layers, batch 8 × 512, on an H100")
+    print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KiB")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        for name, scheme, stacked in (
+            ("report", "light", "kind"),
+            ("report-dark", "dark", "module"),
+        ):
+            page = browser.new_page(viewport={"width": 1400, "height": 1000}, color_scheme=scheme)
+            page.goto(path.as_uri())
+            page.wait_for_selector("html[data-ready]")
+            page.focus("#slider")
+            page.keyboard.press("Home")
+            page.keyboard.press("ArrowRight")
+            page.check(f"input[value={stacked}]")
+            page.wait_for_timeout(500)
+            picture = GALLERY / f"{name}.png"
+            page.screenshot(path=picture, clip={"x": 0, "y": 0, "width": 1400, "height": 1500},
+                            full_page=True)  # fmt: skip
+            print(f"{picture.relative_to(ROOT)}: {picture.stat().st_size / 1024:.0f} KiB")
+        browser.close()
+
+
 def main() -> None:
     GALLERY.mkdir(exist_ok=True)
     gpt2 = planned("gpt2", "rotor", 0.15, batch=8)
@@ -85,6 +131,7 @@ def main() -> None:
     draw("offload-memory", lambda ax: resnet.plot("memory", ax))
     draw("timeline", lambda ax: resnet.plot("timeline", ax), 2.2)
     draw_comparison()
+    draw_report()
     toy = memopt.plan(rotor_toy(), budget="min")
     draw("chain-schedule", lambda ax: toy.plot("schedule", ax), 4.0)
     draw("chain-memory", lambda ax: toy.plot("memory", ax))

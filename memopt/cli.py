@@ -1,5 +1,5 @@
-"""The command line: `memopt demo`, `plan`, `compare`, `show`, `profile`, `strategies`, `device`,
-`place`, `version`.
+"""The command line: `memopt demo`, `plan`, `compare`, `explore`, `show`, `profile`, `strategies`,
+`device`, `place`, `version`.
 
 Exit status: 0 done; 1 failed; 2 wrong usage, wrong values of options included; 3 no plan fits the
 budget, or no placement the capacity; 4 the plan file is damaged or belongs to something else.
@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from memopt.commands.comparing import compare
+from memopt.commands.exploring import explore
 from memopt.commands.listing import device, strategies, version
 from memopt.commands.options import reporting_failures
 from memopt.commands.placing import place
@@ -52,7 +53,7 @@ def demo() -> None:
     main()
 
 
-for _command in (demo, plan, compare, show, profile, strategies, device, place, version):
+for _command in (demo, plan, compare, explore, show, profile, strategies, device, place, version):
     app.command()(reporting_failures(_command))
 
 

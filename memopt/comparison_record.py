@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.budget import format_bytes, parse_budget
@@ -50,6 +50,22 @@ class CellRecord:
     measured_time_s: float | None = None
     note: str = ""
     plan: PlanRecord | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, strategy: str, plan: PlanRecord, solve_time_s: float) -> Self:
+        """The cell of a plan; `strategy` is what it is called in its comparison."""
+        return cls(
+            strategy,
+            plan.budget,
+            plan.status,
+            solve_time_s,
+            plan.peak_bytes,
+            plan.step_time_s,
+            plan.overhead,
+            plan.lower_bound_s,
+            plan.gap,
+            plan=plan,
+        )
 
 
 @dataclass(frozen=True)

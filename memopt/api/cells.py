@@ -33,22 +33,6 @@ MOST_FILES = 2000
 """The oldest cells beyond this many are dropped."""
 
 
-def planned_cell(label: str, plan: Plan, solve_time_s: float) -> Cell:
-    """The cell of a plan."""
-    return Cell(
-        label,
-        plan.budget,
-        plan.status,
-        solve_time_s,
-        plan.peak_bytes,
-        plan.step_time_s,
-        plan.overhead,
-        plan.lower_bound_s,
-        plan.gap,
-        plan=plan,
-    )
-
-
 @dataclass(frozen=True)
 class _Stored:
     """A cell on disk."""
@@ -99,7 +83,7 @@ class CellCache:
                     smallest_budget_bytes=found.smallest_budget_bytes,
                 )
             made = Plan.of(decode(Reader({**found.plan, self._kind: self._encoded}, "cell")))
-            return planned_cell(label, self._ours(made, strategy), found.solve_time_s)
+            return Cell.of(label, self._ours(made, strategy), found.solve_time_s)
         except (OSError, PlanFileError):
             return None
 

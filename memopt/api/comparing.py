@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memopt.api.cells import CellCache, planned_cell
+from memopt.api.cells import CellCache
 from memopt.api.comparison import Cell, Comparison
 from memopt.api.plan import Plan
 from memopt.api.planning import solve
 from memopt.api.solving import Mode, Request, baseline_figures, planned_device, profiled_for
+from memopt.api.spread import budgets_between, enough_bytes
 from memopt.api.thread_pool import Finished, default_workers, run_all
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.budget import MINIMUM, WrittenBudget, parse_budget
@@ -20,8 +20,6 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.plan_record import BaselineFigures
-from memopt.programs.liveness import store_all
-from memopt.programs.replay import replay
 from memopt.report.progress import reporting
 from memopt.strategies import STRATEGIES, Progress, Status, Strategy, resolve
 from memopt.strategies.target import Target, chain_view
@@ -43,8 +41,8 @@ FAST = (
 )
 """What is compared unless told otherwise: seconds for a model, not minutes."""
 
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""The default budgets: so far from the smallest feasible one to the baseline's peak."""
+POINTS = 5
+"""How many budgets, evenly from the smallest feasible one to the baseline's peak, by default."""
 
 
 def compare(
@@ -53,6 +51,7 @@ def compare(
     *,
     budgets: Sequence[WrittenBudget] | None = None,
     strategies: Sequence[str | Strategy] | None = None,
+    points: int = POINTS,
     run: bool = False,
     loss_fn: Callable[..., Any] | None = None,
     targets: tuple[Any, ...] = (),
@@ -74,9 +73,10 @@ def compare(
         model: as `memopt.plan`: an nn.Module (with `inputs`), a profiled model, a Chain, a Graph.
         inputs: example inputs.
         budgets: each as for `memopt.plan` ("min": the smallest that any of the strategies can
-            meet); None: five, from that smallest one to what suffices without a plan.
+            meet); None: `points`, from that smallest one to what suffices without a plan.
         strategies: names or instances; None: the fast ones that can plan this model, those that
             move data only for a device whose link is known.
+        points: how many budgets where none are named, at least 2.
         run: also run every plan on the real model, in turn with each other and with the unplanned
             step, and measure peak and step time. The model is left as it was.
         loss_fn, targets, device, mode, optimizer: as for `memopt.plan`.
@@ -93,6 +93,8 @@ def compare(
     """
     if workers is not None and workers < 1:
         raise ValueError(f"compare: workers must be at least 1, got {workers}")
+    if points < 2:
+        raise ValueError(f"compare: points must be at least 2, got {points}")
     target = planned_device(device, mode)
     chosen = None if strategies is None else tuple(resolve(one) for one in strategies)
     for budget in budgets or ():
@@ -110,7 +112,7 @@ def compare(
         def planning(fraction: float, what: str) -> None:
             report(0.2 + planning_share * fraction, what)
 
-        made = table.fill(budgets, planning)
+        made = table.fill(budgets, points, planning)
         if real is None or not made.complete:
             return made
         return _measured(made, real, loss_fn, targets, lambda f, w: report(0.5 + 0.5 * f, w))
@@ -165,10 +167,12 @@ class _Table:
         refers = (profiled, self.baseline)
         self.cache = CellCache(self.view, device, time_limit_s, *refers) if cache else None
 
-    def fill(self, budgets: Sequence[WrittenBudget] | None, progress: Progress) -> Comparison:
+    def fill(
+        self, budgets: Sequence[WrittenBudget] | None, points: int, progress: Progress
+    ) -> Comparison:
         """Every cell; those done when interrupted."""
         found = Finished[Cell](complete=False)
-        sizes = self._budgets(budgets, progress)
+        sizes = self._budgets(budgets, points, progress)
         if sizes is not None:
             tasks = [
                 self._task(strategy, label, size, "planning")
@@ -180,7 +184,7 @@ class _Table:
         return Comparison(cells, self.baseline, self.graph.compute_time_s, complete=found.complete)
 
     def _budgets(
-        self, budgets: Sequence[WrittenBudget] | None, progress: Progress
+        self, budgets: Sequence[WrittenBudget] | None, points: int, progress: Progress
     ) -> list[int | None] | None:
         """In bytes; None if interrupted."""
         peak = self.baseline.peak_bytes
@@ -191,16 +195,9 @@ class _Table:
                 return None
         if budgets is None:
             assert floor is not None
-            above = max(0, self._enough_bytes() - floor)
-            return list(dict.fromkeys(floor + math.floor(share * above) for share in SHARES))
+            return [*budgets_between(floor, enough_bytes(self.graph, self.baseline), points)]
         sizes = [floor if b == MINIMUM else parse_budget(b, peak) for b in budgets]
         return list(dict.fromkeys(sizes))
-
-    def _enough_bytes(self) -> int:
-        """The baseline's peak, or that of the same operators as a program where it is larger (a
-        framework may free a tensor inside an operator, a program cannot)."""
-        own = replay(self.graph, store_all(self.graph)).peak_bytes
-        return max(self.baseline.peak_bytes, own)
 
     def _floor(self, progress: Progress) -> int | None:
         """The smallest budget that any of the strategies can meet; None if interrupted."""
@@ -279,7 +276,7 @@ class _Table:
             return empty(Status.INFEASIBLE, "", error.smallest_budget_bytes)
         except (MemoptError, MemoryError) as error:
             return empty(Status.UNKNOWN, str(error))
-        return planned_cell(label, plan, time.perf_counter() - begin)
+        return Cell.of(label, plan, time.perf_counter() - begin)
 
 
 def _real_model(profiled: Profiled | None) -> Any:

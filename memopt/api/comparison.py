@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memopt.api.plan import Plan
 from memopt.comparison_record import CellRecord, ComparisonRecord
-from memopt.report.comparison_text import data_frame, html, markdown, text
+from memopt.report.comparison_text import csv_text, data_frame, html, markdown, text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from pandas import DataFrame
+
+    from memopt.report.page.document import Page
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,9 @@ class Cell(CellRecord):
     """One strategy at one budget; see `memopt.comparison_record.CellRecord`."""
 
     plan: Plan | None = field(default=None, repr=False, compare=False)
+
+
+_FIGURES = tuple(one.name for one in fields(Cell) if one.name != "plan")
 
 
 @dataclass(frozen=True)
@@ -31,8 +38,7 @@ class Comparison(ComparisonRecord[Cell]):
         Raises:
             ImportError: pandas is missing; names the extra to install.
         """
-        names = tuple(one.name for one in fields(Cell) if one.name != "plan")
-        return data_frame(self, names)
+        return data_frame(self, _FIGURES)
 
     def to_markdown(self) -> str:
         """The table in Markdown."""
@@ -51,6 +57,40 @@ class Comparison(ComparisonRecord[Cell]):
         from memopt.report.comparison_plot import plot_comparison
 
         return plot_comparison(self, ax)
+
+    def to_csv(self, path: str | PathLike[str] | None = None) -> str:
+        """One row per cell, columns as Cell's attributes (without the plan): bytes and seconds;
+        empty where there is no figure.
+
+        Args:
+            path: also write it to this file, ".csv".
+        """
+        made = csv_text(self, _FIGURES)
+        if path is not None:
+            Path(path).write_text(made, encoding="utf-8", newline="")
+        return made
+
+    def report(self, path: str | PathLike[str] | None = None, *, title: str | None = None) -> Page:
+        """One self-contained HTML page with all plans: curve, budget slider, and for each plan its
+        memory over the step, its streams and its modules; see docs/explorer.md. It opens with the
+        fastest plan that fits the device, or if none does with the fastest of all.
+
+        Args:
+            path: the file, ".html"; None: none is written. A notebook shows what is returned.
+            title: heads the page; None: the model's class.
+
+        Raises:
+            ImportError: bokeh is missing; the message names the extra to install.
+            ValueError: no cell has a plan. OSError: the file cannot be written.
+        """
+        from memopt.api.pages import page_of_comparison
+
+        capacities = (cell.plan.device.capacity_bytes for cell in self.cells if cell.plan)
+        best = self.best(next(capacities, None)) or self.best()
+        page = page_of_comparison(self, None if best is None else best.plan, title)
+        if path is not None:
+            page.write(path)
+        return page
 
     def _repr_html_(self) -> str:
         return html(self)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from memopt.profiler.inputs import Call
     from memopt.profiler.session import Profiled
     from memopt.report.lanes import StepLanes
+    from memopt.report.page.document import Page
+    from memopt.report.progress import Progress
     from memopt.report.step_check import StepCheck
 
 
@@ -242,6 +244,71 @@ class Plan(PlanRecord):
             steps += (measured_lanes(self, record_step(self, model, inputs, loss_fn, targets)),)
         write_trace(path, *steps)
         return steps
+
+    def report(
+        self,
+        path: str | PathLike[str] | None = None,
+        model: nn.Module | None = None,
+        inputs: Any = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        targets: tuple[Any, ...] = (),
+        points: int = 5,
+        title: str | None = None,
+        progress: bool | Progress = True,
+    ) -> Page:
+        """One self-contained HTML page that explains the plan; see docs/explorer.md.
+
+        Given a model, a recorded step is drawn beside the predicted one, as in `trace`, and its
+        measured peak and time as in `check`. The model is left as it was.
+
+        Args:
+            path: the file, ".html"; None: none is written. A notebook shows what is returned.
+            model: the planned model, as for `apply`; None: the prediction alone.
+            inputs, loss_fn, targets: what the measured step runs, as for `check`.
+            points: how many plans of the strategy, from its smallest budget to what suffices
+                without a plan, the page's budget slider has beside this one (at least 2; 0: only
+                this one). They are planned here, for at most a minute; Ctrl-C ends that earlier.
+            title: heads the page; None: the model's class.
+            progress: True shows a bar on a terminal; or your own callback.
+
+        Raises:
+            ImportError: bokeh is missing; the message names the extra to install.
+            PlanFileError, ValueError: as `apply`, or one point.
+            OSError: the file cannot be written.
+        """
+        from memopt.api.pages import page_of_plan
+        from memopt.report.progress import reporting
+
+        check = measured = None
+        if model is not None:
+            from memopt.executor.check import record_step
+            from memopt.report.step_lanes import measured_lanes
+
+            check = self.check(model, inputs, loss_fn=loss_fn, targets=targets)
+            recorded = record_step(self, model, inputs, loss_fn, targets)
+            measured = measured_lanes(self, recorded)
+        with reporting(progress) as report:
+            page = page_of_plan(
+                self, points=points, progress=report, title=title, measured=measured, check=check
+            )
+        if path is not None:
+            page.write(path)
+        return page
+
+    def snapshot(self, path: str | PathLike[str]) -> None:
+        """Write the plan's memory as a snapshot that PyTorch's memory visualiser opens
+        (pytorch.org/memory_viz, or `torch.cuda._memory_viz`).
+
+        Args:
+            path: the file, ".pickle".
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from memopt.report.snapshot import write_snapshot
+
+        write_snapshot(path, self.graph, self.program, self.device)
 
     def summary(self) -> str:
         """The plan as text of at most 80 columns."""

@@ -14,11 +14,11 @@ from typing import Any
 
 import typer
 
-from memopt.api.plan import Plan
 from memopt.commands.targets import TargetError
 from memopt.errors import InfeasibleBudgetError, MemoptError, PlanFileError
 from memopt.models.device import Device
-from memopt.plan_record import BaselineFigures
+from memopt.report.plan_numbers import baseline_figures as baseline_figures
+from memopt.report.plan_numbers import plan_figures as plan_figures
 
 _WIDEST = 120
 
@@ -104,39 +104,6 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         drawn.add_row(*(Text(cell) for cell in row))
     Console().print(drawn)
-
-
-def plan_figures(plan: Plan) -> dict[str, Any]:
-    """A plan's figures for machines: bytes and seconds."""
-    runs = [run.op for _, run in plan.program.computes]
-    return {
-        "strategy": plan.strategy.name,
-        "parameters": repr(plan.strategy),
-        "status": plan.status.value,
-        "budget_bytes": plan.budget,
-        "peak_bytes": plan.peak_bytes,
-        "resident_bytes": plan.resident_bytes,
-        "host_peak_bytes": plan.host_peak_bytes,
-        "step_time_s": plan.step_time_s,
-        "overhead": plan.overhead,
-        "lower_bound_s": plan.lower_bound_s,
-        "gap": plan.gap,
-        "baseline": baseline_figures(plan.baseline),
-        "operators": len(plan.graph.operators),
-        "recomputations": len(runs) - len(set(runs)),
-        "model": None if plan.record is None else plan.record.model,
-        "device": plan.device.name,
-        "notes": list(plan.notes),
-    }
-
-
-def baseline_figures(baseline: BaselineFigures) -> dict[str, Any]:
-    """The unplanned step's figures for machines."""
-    return {
-        "peak_bytes": baseline.peak_bytes,
-        "step_time_s": baseline.step_time_s,
-        "measured": baseline.measured,
-    }
 
 
 def device_figures(device: Device) -> dict[str, Any]:

@@ -89,6 +89,24 @@ def optimizer_state(
     return OptimizerState(name, sum(size for _, size in parts), parts)
 
 
+def smaller_states(
+    state: OptimizerState, parameters: Iterable[torch.Tensor], block_bytes: int = 1
+) -> tuple[tuple[str, int], ...]:
+    """(name, bytes saved) of the same optimizer with smaller state, most saved first: "adamw-8bit"
+    for "adamw". Nothing for an optimizer that has no name here. Arguments as of `optimizer_state`.
+    """
+    own = state.name.lower()
+    if own not in OPTIMIZERS:
+        return ()
+    listed = list(parameters)
+    found = [
+        (other, state.bytes_total - optimizer_state(other, listed, block_bytes).bytes_total)
+        for other in OPTIMIZERS
+        if other != own and other.partition("-")[0] == own.partition("-")[0] != "sgd"
+    ]
+    return tuple(sorted((row for row in found if row[1] > 0), key=lambda row: -row[1]))
+
+
 def _named(name: str, elements: int, element_bytes: int) -> list[tuple[str, int]]:
     if name == "sgd":
         return []

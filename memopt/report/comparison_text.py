@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -46,6 +48,17 @@ def html(comparison: ComparisonRecord[CellRecord]) -> str:
     notes = "".join(f"<p>{escape(note)}</p>" for note in _notes(comparison))
     table = "".join(f"<tr>{row}</tr>" for row in rows)
     return f"<div>{paragraphs}<table>{table}</table>{notes}</div>"
+
+
+def csv_text(comparison: ComparisonRecord[CellRecord], names: tuple[str, ...]) -> str:
+    """See `Comparison.to_csv`; `names` are the attributes of a cell to write."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    for cell in comparison.cells:
+        values = (getattr(cell, name) for name in names)
+        writer.writerow("" if value is None else str(value) for value in values)
+    return text.getvalue()
 
 
 def data_frame(comparison: ComparisonRecord[CellRecord], names: tuple[str, ...]) -> DataFrame:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from memopt.plan_record import PlanRecord
 
-_COLORS = {
+COLORS = {
     PARAMETERS: BLUE,
     RESIDENT: SKY,
     ACTIVATIONS: ORANGE,
@@ -68,7 +68,7 @@ def plot_memory(plan: PlanRecord, ax: Axes | None = None) -> Axes:
         if not any(values):
             continue
         top = [b + v / unit for b, v in zip(base, [*values, values[-1]], strict=True)]
-        ax.fill_between(times, base, top, step="post", color=_COLORS[name], label=name, linewidth=0)
+        ax.fill_between(times, base, top, step="post", color=COLORS[name], label=name, linewidth=0)
         base = top
     own_values = [value / unit for value in own.total_bytes]
     ax.step(

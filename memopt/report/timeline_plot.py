@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LANES = ("compute", "device → host", "host → device")
 _WAIT, _OUT, _IN = "waiting for a copy", "to host", "from host"
-_COLORS = {
+COLORS = {
     FORWARD: BLUE,
     AGAIN: VERMILION,
     BACKWARD: GREEN,
@@ -48,7 +48,7 @@ def plot_timeline(plan: PlanRecord, ax: Axes | None = None) -> Axes:
             ax.broken_barh(
                 [(scale * start, scale * duration) for start, duration in found],
                 (lane - 0.38, 0.76),
-                color=_COLORS[kind],
+                color=COLORS[kind],
                 linewidth=0,
                 label=kind,
             )

@@ -1,0 +1,79 @@
+"""`memopt explore`: a page that explains a model's plans, or a saved one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import memopt
+from memopt.api.plan import load
+from memopt.commands import options
+from memopt.commands.output import OptionError, say
+from memopt.report.snapshot import write_snapshot
+
+DEFAULT = ("rotor", "store-all")
+
+
+def explore(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="A model, as for `memopt plan`, or a file that `memopt plan --out` saved.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Write the page here (html).")] = Path("report.html"),
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="See `memopt strategies`; once for each. Left out: rotor, store-all."),
+    ] = None,
+    points: Annotated[
+        int, typer.Option(min=2, help="Plans per strategy, the stops of the budget slider.")
+    ] = 10,
+    csv: Annotated[Path | None, typer.Option(help="Write the curve here (csv).")] = None,
+    snapshot: Annotated[
+        Path | None,
+        typer.Option(help="Write the opened plan's memory here for pytorch.org/memory_viz."),
+    ] = None,
+    time_limit: options.TimeLimit = None,
+    device: options.Device = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="As for `memopt plan`; left out: estimate if there is a --device."),
+    ] = None,
+    optimizer: options.Optimizer = None,
+    batch: options.Batch = 4,
+    sequence: options.Sequence = 128,
+    dtype: options.DType = None,
+    cache: options.Cache = True,
+    quiet: options.Quiet = False,
+) -> None:
+    """Write one HTML page that explains a model's plans: curve, memory, streams, modules."""
+    for option, path in (("--out", out), ("--csv", csv), ("--snapshot", snapshot)):
+        options.check_writable(option, path)
+    for one in strategy or ():
+        options.check_strategy(one)
+    if Path(target).is_file() and not target.endswith(".py"):
+        if csv is not None:
+            raise OptionError("--csv writes the curve of a model; a saved plan has none")
+        page = load(target).report(out, points=points, progress=not quiet)
+    else:
+        mode = mode or ("measure" if device is None else "estimate")
+        made = memopt.curve(
+            **options.priced(target, device, mode, optimizer, cache, batch, sequence, dtype),
+            strategies=strategy or DEFAULT,
+            points=points,
+            time_limit_s=time_limit,
+            progress=not quiet,
+        )
+        page = made.report(out)
+        if csv is not None:
+            made.to_csv(csv)
+    if snapshot is not None:
+        one = page.subject.opened
+        write_snapshot(snapshot, one.graph, one.program, one.device)
+    for path in (out, csv, snapshot):
+        if path is not None and not quiet:
+            say(f"wrote {path}")

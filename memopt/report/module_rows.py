@@ -1,0 +1,83 @@
+"""What a plan costs in each of the user's modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memopt.models.device import Device
+from memopt.models.graph import Graph, TensorKind
+from memopt.models.variants import variant
+from memopt.programs.instructions import Program
+from memopt.programs.lifetimes import lifetimes
+from memopt.programs.replay import replay
+
+
+@dataclass
+class ModuleRow:
+    """One module, or several under one path. Bytes on the device unless said otherwise.
+
+    Attributes:
+        parameter_bytes: its parameters.
+        kept_bytes: what it computed that is there when the backward starts, or at the end of the
+            step if there is none.
+        peak_bytes: what of it is in memory at the peak, beside what is always resident.
+        runs: operators that run again.
+        time_s: of these, seconds: what the plan adds to the step in this module.
+        moved_bytes: copied to the host.
+    """
+
+    parameter_bytes: int = 0
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+    runs: int = 0
+    time_s: float = 0.0
+    moved_bytes: int = 0
+
+
+def module_rows(
+    graph: Graph,
+    program: Program,
+    device: Device | None,
+    groups: int,
+    group_of_tensor: Sequence[int],
+    group_of_operator: Sequence[int],
+) -> tuple[ModuleRow, ...]:
+    """A row for each group of modules.
+
+    `peak_bytes` and the resident bytes add up to the program's peak; the runs and their time to
+    those of `memopt.report.work.recomputed`, the moved bytes to those of `moved`.
+
+    Args:
+        graph, program, device: the plan's.
+        groups: how many groups there are.
+        group_of_tensor, group_of_operator: the group of each tensor and operator.
+    """
+    rows = tuple(ModuleRow() for _ in range(groups))
+    sizes = [tensor.size_bytes for tensor in graph.tensors]
+    for tensor in graph.resident:
+        if graph.tensors[tensor].kind is TensorKind.PARAMETER:
+            rows[group_of_tensor[tensor]].parameter_bytes += sizes[tensor]
+    ran: set[int] = set()
+    for _, run in program.computes:
+        if run.op in ran:
+            row = rows[group_of_operator[run.op]]
+            row.runs += 1
+            row.time_s += variant(graph.operators[run.op], run.implementation).time_s
+        ran.add(run.op)
+    for instruction in program:
+        for tensor in instruction.effects(graph).host_begins:
+            rows[group_of_tensor[tensor]].moved_bytes += sizes[tensor]
+    peak = replay(graph, program, device).peak_instruction
+    start = len(program) if program.boundary is None else program.boundary
+    for lifetime in lifetimes(graph, program).device:
+        row = rows[group_of_tensor[lifetime.tensor]]
+        if lifetime.is_live_at(start):
+            row.kept_bytes += sizes[lifetime.tensor]
+        if peak is not None and lifetime.begin <= peak < lifetime.until:
+            row.peak_bytes += sizes[lifetime.tensor]
+    if peak is not None:
+        at_peak = dict(program.computes).get(peak)
+        owner = 0 if at_peak is None else group_of_operator[at_peak.op]
+        rows[owner].peak_bytes += program.instructions[peak].effects(graph).workspace_bytes
+    return rows

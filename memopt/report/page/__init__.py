@@ -1,0 +1,1 @@
+"""One self-contained HTML page that explains plans; `memopt.report.page.document` makes it."""
