@@ -58,6 +58,7 @@ class PlanRequest:
     time_limit_s: float | None = None
     cache: bool = True
     progress: bool | Progress = True
+    kernels: str = "aten"
 
 
 def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
@@ -80,6 +81,7 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
             wanted.cache,
             whole,
             whole and wanted.offload_optimizer,
+            wanted.kernels,
         )
         profiled = profiled_for(model, inputs, request, report)
         if wanted.accumulate:
@@ -134,6 +136,7 @@ class Request:
     cache: bool
     whole_step: bool = False
     offload_optimizer: bool = False
+    kernels: str = "aten"
 
 
 def planned_device(device: Device | str | None, mode: Mode) -> Device:
@@ -177,6 +180,7 @@ def profiled_for(model: Any, inputs: Any, request: Request, report: Progress) ->
         cache=request.cache,
         whole_step=request.whole_step,
         offload_optimizer=request.offload_optimizer,
+        kernels=request.kernels,
         progress=report,
     )
 

@@ -46,6 +46,7 @@ def wrap(
     order: bool = False,
     place: bool = False,
     time_limit_s: float | None = None,
+    kernels: str = "aten",
     cache: bool = True,
     progress: bool | Progress = True,
 ) -> M:
@@ -71,8 +72,8 @@ def wrap(
             it unplanned after the first kind was planned; "error" raises GuardError.
         shapes: example inputs to plan for now, each as `inputs` of `memopt.plan`.
         most_plans: how many kinds of calls stay ready to run.
-        host_budget, device, optimizer, order, place, time_limit_s, cache, progress: as for
-            `memopt.plan`; `cache=False` keeps no plans on disk either.
+        host_budget, device, optimizer, order, place, time_limit_s, kernels, cache, progress: as
+            for `memopt.plan`; `cache=False` keeps no plans on disk either.
 
     Raises:
         ValueError: unreadable arguments, or a model that is wrapped or compiled already.
@@ -99,6 +100,7 @@ def wrap(
         time_limit_s=time_limit_s,
         cache=cache,
         progress=progress,
+        kernels=kernels,
     )
     planner = _Planner(request, loss_fn, targets)
     made = SelfPlanning(model, planner, most_plans, on_mismatch)
@@ -211,6 +213,7 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
         request.place,
         request.time_limit_s,
         request.accumulate,
+        request.kernels,
     )
     whole = [code_digest(), codec.encode(record), [repr(one) for one in asked], text]
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()

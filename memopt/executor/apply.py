@@ -22,6 +22,7 @@ from memopt.models.record import difference
 from memopt.profiler.backend import autocast_as, autocast_state, backend_of
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
+from memopt.profiler.compiled.choice import planned_kernels
 from memopt.profiler.dependencies.reader import Dependency
 from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, device_of
@@ -189,7 +190,11 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
         block_bytes = plan.record.block_bytes
     else:
         block_bytes = backend_of(device).block_bytes
-    lowering = build(model, captured, block_bytes)
+    planned = (one.target for one in plan.graph.operators)
+    made = planned_kernels(planned, device, block_bytes)(
+        model, captured, build(model, captured, block_bytes)
+    )
+    captured, lowering = made.captured, made.lowering
     _check_fingerprint(plan, lowering.graph, since)
     lowering = _with_implementations(plan, lowering, block_bytes)
     return captured, planned_lowering(plan, lowering, captured, device)

@@ -34,6 +34,7 @@ from memopt.profiler.baseline import Baseline, Loss
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.capture import Captured
+from memopt.profiler.compiled.choice import planned_kernels
 from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.measure import MeasureOptions, costs_of
@@ -202,7 +203,10 @@ def with_step(
     differs = difference(record, record_of(module, call, device))
     if differs is None:
         with diagnosed(model, user_call, loss):
-            parts = capture_step(model, user_call, loss, optimizer, record.block_bytes)
+            kernels = planned_kernels(
+                (one.target for one in graph.operators), device, record.block_bytes
+            )
+            parts = capture_step(model, user_call, loss, optimizer, record.block_bytes, kernels)
         captured, lowering = with_updates(parts, parts.lowering, {})
         if fingerprint(lowering.graph) != record.fingerprint:
             differs = (

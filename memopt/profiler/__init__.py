@@ -31,6 +31,7 @@ def profiled_of(
     cache: bool,
     whole_step: bool = False,
     offload_optimizer: bool = False,
+    kernels: str = "aten",
     progress: Callable[[float, str], None],
 ) -> Profiled:
     """Profile the model that `memopt.plan` was given: a Profiled stays as it is, a module is
@@ -53,6 +54,11 @@ def profiled_of(
         raise ValueError("targets go with loss_fn=: loss_fn(output, *targets)")
     loss = None if loss_fn is None else Loss(loss_fn, targets)
     if estimate_for is not None:
+        if kernels != "aten":
+            raise ValueError(
+                f"kernels={kernels!r} are compiled and measured here; an estimate prices ATen's: "
+                "leave kernels= out"
+            )
         return estimate_model(
             model, inputs, estimate_for, loss=loss, optimizer=optimizer, progress=progress
         )
@@ -66,7 +72,14 @@ def profiled_of(
             options=options,
             progress=progress,
             offload_optimizer=offload_optimizer,
+            kernels=kernels,
         )
     return profile_model(
-        model, inputs, loss=loss, optimizer=optimizer, options=options, progress=progress
+        model,
+        inputs,
+        loss=loss,
+        optimizer=optimizer,
+        options=options,
+        kernels=kernels,
+        progress=progress,
     )

@@ -37,6 +37,17 @@ def _import(module: str, name: str) -> Any:
 
 
 _imported_once = functools.cache(_import)
+
+
+def imported(module: str, name: str) -> Any:
+    """A private name of torch's.
+
+    Raises:
+        CaptureError: this torch does not have it.
+    """
+    return _imported_once(module, name)
+
+
 _FUNCTIONAL_TENSOR = ("torch._subclasses.functional_tensor", "FunctionalTensor")
 
 
