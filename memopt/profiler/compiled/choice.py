@@ -106,7 +106,8 @@ def _faster(
     }
     kept = {
         key: kernel_s[key] < sum(aten_s[op] for op in region.operators)
-        for key, (region, _) in distinct.items()
+        or bool(one.dropouts)  # ATen draws the numbers one by one.
+        for key, (region, one) in distinct.items()
     }
     return [kept[one.key] for _, one in found]
 

@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Node
 
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured
 from memopt.profiler.compiled.divide import Region, divide
+from memopt.profiler.compiled.fusible import is_fusible
 from memopt.profiler.compiled.inductor import REFUSALS, Run, check_compiler, compiled
 from memopt.profiler.compiled.kernel import PREFIX, FusedKernel
 from memopt.profiler.compiled.replace import with_kernels
-from memopt.profiler.compiled.subgraph import Layout, Subgraph, subgraph
+from memopt.profiler.compiled.subgraph import Layout, Subgraph, subgraphs
 from memopt.profiler.memory_layout import storage_of
 
 Progress = Callable[[float, str], None]
@@ -75,19 +77,31 @@ def fused(
         MemoptError: there is no compiler.
     """
     check_compiler(device, kernels)
-    found = [pair for pair in _regions(lowering) if only is None or pair[1].key in only]
-    _compile([one for _, one in found], device, progress)
+    anchors: set[Node] = set()
+    while True:
+        found = _regions(lowering, anchors)
+        wanted = [one for _, one in found if only is None or one.key in only]
+        _compile(wanted, device, progress)
+        good = [pair for pair in found if pair[1] in wanted and _compiles(pair[1], device)]
+        chosen = [True] * len(good) if keep is None else keep(good)
+        taken = [pair for pair, kept in zip(good, chosen, strict=True) if kept]
+        # The mask of a dropout is made wherever it is read, or nowhere.
+        left = {node for pair in found if pair not in taken for node in pair[1].dropouts}
+        if left <= anchors:
+            break
+        anchors |= left
     refused = Counter(
-        reason for _, one in found if isinstance(reason := _RUNS[_place(one, device)], str)
+        reason for one in wanted if isinstance(reason := _RUNS[_place(one, device)], str)
     )
-    good = [(r, one) for r, one in found if not isinstance(_RUNS[_place(one, device)], str)]
-    chosen = [True] * len(good) if keep is None else keep(good)
-    taken = [pair for pair, kept in zip(good, chosen, strict=True) if kept]
     if taken:
         calls = [(region, one, kernel_of(one, device)) for region, one in taken]
         captured = with_kernels(captured, lowering, calls)
         lowering = build(model, captured, block_bytes)
     return Fused(captured, lowering, _notes(found, taken, len(good), refused))
+
+
+def _compiles(one: Subgraph, device: torch.device) -> bool:
+    return not isinstance(_RUNS[_place(one, device)], str)
 
 
 def kernel_of(one: Subgraph, device: torch.device) -> FusedKernel:
@@ -106,19 +120,11 @@ def _place(one: Subgraph, device: torch.device) -> str:
     return f"{device.type}|{one.key}"
 
 
-def _regions(lowering: Lowering) -> list[tuple[Region, Subgraph]]:
-    fake_mode = next(
-        value.fake_mode
-        for node in lowering.storages
-        if hasattr(value := node.meta.get("val"), "fake_mode")
-    )
-
-    def seeds(count: int, device: torch.device) -> torch.Tensor:
-        with fake_mode:
-            return torch.empty(count, dtype=torch.int64, device=device)
-
-    pairs = ((region, subgraph(lowering, region, seeds)) for region in divide(lowering))
-    return [(region, one) for region, one in pairs if one is not None]
+def _regions(lowering: Lowering, anchors: set[Node]) -> list[tuple[Region, Subgraph]]:
+    """The regions of a step in which some dropouts stay as they are."""
+    nodes = lowering.nodes
+    free = [node not in anchors and is_fusible(node) for node in nodes]
+    return subgraphs(lowering, divide(lowering, free.__getitem__))
 
 
 def _compile(found: list[Subgraph], device: torch.device, progress: Progress) -> None:

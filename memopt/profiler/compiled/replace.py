@@ -38,18 +38,13 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
     _reorder(graph, lowering, [region for region, _, _ in fused])
     seeds = _seeds(graph, fused)
     renamed: dict[Node, Node] = {}
-    first_seed = 0
     for region, one, kernel in fused:
         last = lowering.nodes[region.operators[-1]]
         inputs: list[Node] = [renamed.get(node, node) for node in one.inputs]
         with graph.inserting_before(lowering.nodes[region.operators[0]]):
             call = graph.create_node("call_function", kernel, (), name=_name(lowering, region))
-        if one.dropouts:
-            assert seeds is not None
-            with graph.inserting_before(call):
-                count = len(one.dropouts)
-                inputs.append(_slice(graph, seeds, first_seed, count))
-            first_seed += count
+        with graph.inserting_before(call):
+            inputs += [_seed(graph, seeds, node) for node in one.dropouts]
         call.args = tuple(inputs)
         call.meta = {key: last.meta[key] for key in _KEPT_META if key in last.meta}
         call.meta["val"] = tuple(node.meta["val"] for node in one.outputs)
@@ -79,25 +74,28 @@ def _name(lowering: Lowering, region: Region) -> str:
     return "fused_" + "_".join(list(names)[:_NAMED])
 
 
-def _seeds(graph: FxGraph, fused: Sequence[Fused]) -> Node | None:
-    """The call that draws the seeds of a step; None: no region needs one."""
-    dropouts = [node for _, one, _ in fused for node in one.dropouts]
+def _seeds(graph: FxGraph, fused: Sequence[Fused]) -> dict[Node, tuple[Node, int]]:
+    """For each dropout the call that draws the seeds of its step, and its place among them."""
+    dropouts = list(dict.fromkeys(node for _, one, _ in fused for node in one.dropouts))
     if not dropouts:
-        return None
+        return {}
     value = dropouts[0].args[0].meta["val"]  # type: ignore[union-attr]
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
-        node = graph.call_function(SEEDS, (len(dropouts), value.device))
-    with value.fake_mode:
-        node.meta["val"] = torch.empty(len(dropouts), dtype=torch.int64, device=value.device)
-    return node
+        seeds = _call(graph, value.fake_mode, SEEDS, len(dropouts), value.device)
+    return {node: (seeds, place) for place, node in enumerate(dropouts)}
 
 
-def _slice(graph: FxGraph, seeds: Node, first: int, count: int) -> Node:
-    node = graph.call_function(torch.ops.aten.slice.Tensor, (seeds, 0, first, first + count))
-    value = seeds.meta["val"]
-    with value.fake_mode:
-        node.meta["val"] = torch.ops.aten.slice.Tensor(value, 0, first, first + count)
+def _seed(graph: FxGraph, seeds: dict[Node, tuple[Node, int]], dropout: Node) -> Node:
+    drawn, place = seeds[dropout]
+    fake_mode = drawn.meta["val"].fake_mode
+    return _call(graph, fake_mode, torch.ops.aten.select.int, drawn, 0, place)
+
+
+def _call(graph: FxGraph, fake_mode: Any, target: Any, *args: Any) -> Node:
+    node = graph.call_function(target, args)
+    with fake_mode:
+        node.meta["val"] = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
     return node
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.profiler.build import Lowering
 from memopt.profiler.compiled.divide import Region
-from memopt.profiler.compiled.dropout import is_dropout, seeded
+from memopt.profiler.compiled.dropout import dropped_out, is_dropout, kept_elements, mask_of
 from memopt.profiler.compiled.fusible import is_constant
 
 _ALIGNED = 64
@@ -50,12 +50,13 @@ class Subgraph:
     """A region taken out of the step.
 
     Attributes:
-        graph: of ATen operators; its inputs are placeholders, in the order of `inputs`.
+        graph: of ATen operators; its placeholders are the inputs, then the dropouts' seeds.
         inputs: nodes of the step that the region reads.
         outputs: nodes of the step whose values it writes, each in memory of its own.
-        layouts: of the inputs; the seeds of random operators are the last, if there are any.
+        layouts: of the placeholders.
         results: the outputs' layouts.
-        dropouts: the step's random nodes in the region, in the order of their seeds.
+        dropouts: the dropouts of the step whose masks the region makes, in the order of their
+            seeds: its own, and those whose masks it reads.
         key: equal regions have equal keys, in every process.
     """
 
@@ -68,27 +69,20 @@ class Subgraph:
     key: str
 
 
-def subgraph(
-    lowering: Lowering, region: Region, seeds: Callable[[int, torch.device], torch.Tensor]
-) -> Subgraph | None:
-    """A region as a graph of its own.
-
-    Args:
-        lowering: of the captured step.
-        region: some of its operators.
-        seeds: makes the (fake) tensor of so many seeds on a device.
-
-    Returns:
-        None for a region that writes nothing.
-    """
-    return _Taken(lowering, region).made(seeds)
+def subgraphs(lowering: Lowering, regions: Sequence[Region]) -> list[tuple[Region, Subgraph]]:
+    """Regions as graphs of their own, without those that write nothing. They are to be replaced
+    together: masks of dropouts that only they read are not written."""
+    members = frozenset(lowering.nodes[op] for region in regions for op in region.operators)
+    taken = ((region, _Taken(lowering, region, members).made()) for region in regions)
+    return [(region, one) for region, one in taken if one is not None]
 
 
 class _Taken:
-    """Copies a region's calls, the views between them, and constants into a graph."""
+    """Copies a region's calls, the views between them, constants and masks into a graph."""
 
-    def __init__(self, lowering: Lowering, region: Region) -> None:
+    def __init__(self, lowering: Lowering, region: Region, members: frozenset[Node]) -> None:
         self.lowering = lowering
+        self.members = members
         self.calls = [lowering.nodes[op] for op in region.operators]
         self.inside = set(self.calls)
         self.written = {
@@ -97,113 +91,130 @@ class _Taken:
         self.graph = FxGraph()
         self.copies: dict[Node, Node] = {}
         self.inputs: dict[Node, Node] = {}
-        self.seeds: Node | None = None
-        self.dropouts: list[Node] = []
+        self.seeds: dict[Node, Node] = {}
 
-    def made(self, seeds: Callable[[int, torch.device], torch.Tensor]) -> Subgraph | None:
+    def made(self) -> Subgraph | None:
         outputs = self._outputs()
         if not outputs:
             return None
-        for node in self._read():
+        inputs, dropouts = self._read()
+        for node in inputs:
             self.inputs[node] = self.graph.placeholder(f"in{len(self.inputs)}")
             self.inputs[node].meta["val"] = node.meta["val"]
-        layouts = [Layout.of(node.meta["val"]) for node in self.inputs]
-        count = sum(is_dropout(call) for call in self.calls)
-        if count:
-            self.seeds = self.graph.placeholder("seeds")
-            self.seeds.meta["val"] = seeds(count, outputs[0].meta["val"].device)
-            layouts.append(Layout.of(self.seeds.meta["val"]))
+        for node in dropouts:
+            self.seeds[node] = self.graph.placeholder(f"seed{len(self.seeds)}")
+            value = node.args[0].meta["val"]  # type: ignore[union-attr]
+            with value.fake_mode:
+                self.seeds[node].meta["val"] = torch.empty(
+                    2, dtype=torch.int32, device=value.device
+                )
         results = [self.copy(node) for node in outputs]
         self.graph.output(tuple(results))
-        made = tuple(layouts), tuple(Layout.of(node.meta["val"]) for node in outputs)
-        key = _key(self.graph, *made)
+        given = self.graph.find_nodes(op="placeholder")
+        layouts = tuple(Layout.of(node.meta["val"]) for node in given)
+        written = tuple(Layout.of(node.meta["val"]) for node in outputs)
+        key = _key(self.graph, layouts, written)
         return Subgraph(
-            self.graph, tuple(self.inputs), outputs, *made, tuple(self.dropouts), key
+            self.graph, tuple(inputs), outputs, layouts, written, tuple(dropouts), key
         )
 
     def _outputs(self) -> tuple[Node, ...]:
         """The nodes that name the tensors which something outside reads."""
-        bases, storages = self.lowering.bases, self.lowering.storages
         wanted: dict[int, None] = {}
-        for node, held in storages.items():
+        for node, held in self.lowering.storages.items():
             for tensor in held:
                 if tensor in self.written and self._leaves(node):
                     wanted.setdefault(tensor)
+        bases = self.lowering.bases
         return tuple(bases[tensor] for tensor in sorted(wanted) if tensor in bases)
 
     def _leaves(self, node: Node) -> bool:
-        """Whether a kernel outside the region, or the step's result, reads a node."""
+        """Whether a kernel outside the region, or the step's result, reads a node; the masks of
+        dropouts every region makes itself."""
+        inside = self.members if self._masking(node) is not None else self.inside
         return any(
-            user not in self.inside and user not in self.lowering.views
+            user not in inside and user not in self.lowering.views
             for user in node.users
             if user.op == "output" or user in self.lowering.storages
         )
 
-    def _read(self) -> list[Node]:
-        """The step's nodes that the region reads, in the order in which it does."""
-        found: dict[Node, None] = {}
+    def _masking(self, node: Node) -> Node | None:
+        """The dropout in a region whose mask a node is, or looks into."""
+        held = self.lowering.storages.get(node, (None,))
+        if len(held) != 1 or held[0] is None:
+            return None
+        base = self.lowering.bases.get(held[0])
+        if base is None or base.target is not operator.getitem or base.args[1] != 1:
+            return None
+        call = base.args[0]
+        found = isinstance(call, Node) and call in self.members and is_dropout(call)
+        return call if found else None  # type: ignore[return-value]
+
+    def _read(self) -> tuple[list[Node], list[Node]]:
+        """The step's nodes that the region reads, and the dropouts whose masks it makes, in the
+        order in which it does."""
+        inputs: dict[Node, None] = {}
+        dropouts: dict[Node, None] = {}
 
         def look(node: Node) -> None:
-            if node in self.inside or self._is_between(node) or self._is_copied(node):
+            call = self._masking(node)
+            if call is not None:
+                dropouts.setdefault(call)
+            elif node in self.inside:
+                if is_dropout(node):
+                    dropouts.setdefault(node)
+            elif self._is_between(node) or self._is_constant(node):
                 for source in node.all_input_nodes:
                     look(source)
             else:
-                found.setdefault(node)
+                inputs.setdefault(node)
 
-        seen: set[Node] = set()
         for call in self.calls:
+            look(call)
             for source in call.all_input_nodes:
-                if source not in seen:
-                    seen.add(source)
-                    if source not in self.inside:
-                        look(source)
-        return list(found)
+                look(source)
+        return list(inputs), list(dropouts)
 
     def _is_between(self, node: Node) -> bool:
         """Whether a node is a view of what the region writes."""
         held = self.lowering.storages.get(node, ())
         return node in self.lowering.views and any(tensor in self.written for tensor in held)
 
-    def _is_copied(self, node: Node) -> bool:
+    def _is_constant(self, node: Node) -> bool:
         """Whether the region makes a small constant itself."""
-        return node in self.lowering.storages and is_constant(node) and not any(
-            source.op == "call_function" for source in node.all_input_nodes
-        )
+        from_nothing = not any(source.op == "call_function" for source in node.all_input_nodes)
+        return node in self.lowering.storages and is_constant(node) and from_nothing
 
     def copy(self, node: Node) -> Node:
         """The node of the region's own graph."""
         if node in self.inputs:
             return self.inputs[node]
         if node not in self.copies:
-            for source in node.all_input_nodes:
-                self.copy(source)
-            if node.target is operator.getitem and is_dropout(node.args[0]):  # type: ignore[arg-type]
-                self.copy_dropout(node.args[0])  # type: ignore[arg-type]
-            elif is_dropout(node):
-                self.copy_dropout(node)
-            else:
-                self._copy_call(node)
+            self.copies[node] = self._copied(node)
         return self.copies[node]
 
-    def _copy_call(self, node: Node) -> None:
+    def _copied(self, node: Node) -> Node:
+        if node.target is operator.getitem and is_dropout(node.args[0]):  # type: ignore[arg-type]
+            call: Any = node.args[0]
+            if node.args[1] == 0:
+                return self.copy(call)
+            value = call.args[0].meta["val"]
+            return kept_elements(self.graph, value, float(call.args[1]), self.seeds[call])
+        if is_dropout(node):
+            x, p, _ = node.args
+            mask = self._mask(node)
+            return dropped_out(self.graph, self.copy(x), float(p), mask)  # type: ignore[arg-type]
         args, kwargs = map_arg((node.args, node.kwargs), self.copy)
         made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         made.meta["val"] = node.meta["val"]
-        self.copies[node] = made
+        return made
 
-    def copy_dropout(self, node: Node) -> None:
-        """Both results of a dropout, drawn by its seed."""
-        if node in self.copies:
-            return
-        assert self.seeds is not None
-        index = len(self.dropouts)
-        self.dropouts.append(node)
-        x, p, _ = node.args
-        parts = seeded(self.graph, self.copy(x), float(p), self.seeds, index)  # type: ignore[arg-type]
-        self.copies[node] = parts[0]
-        for user in node.users:
-            if user.target is operator.getitem:
-                self.copies[user] = parts[int(user.args[1])]  # type: ignore[call-overload]
+    def _mask(self, call: Node) -> Node:
+        named = mask_of(call)
+        if named is not None:
+            return self.copy(named)
+        x, p, _ = call.args
+        return kept_elements(self.graph, x.meta["val"], float(p), self.seeds[call])  # type: ignore[union-attr, arg-type]
 
 
 def _key(graph: FxGraph, layouts: Iterable[Layout], results: Iterable[Layout]) -> str:
