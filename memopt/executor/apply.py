@@ -190,10 +190,8 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
         block_bytes = plan.record.block_bytes
     else:
         block_bytes = backend_of(device).block_bytes
-    planned = (one.target for one in plan.graph.operators)
-    made = planned_kernels(planned, device, block_bytes)(
-        model, captured, build(model, captured, block_bytes)
-    )
+    kernels = planned_kernels(plan.record, device, block_bytes)
+    made = kernels(model, captured, build(model, captured, block_bytes))
     captured, lowering = made.captured, made.lowering
     _check_fingerprint(plan, lowering.graph, since)
     lowering = _with_implementations(plan, lowering, block_bytes)

@@ -203,9 +203,7 @@ def with_step(
     differs = difference(record, record_of(module, call, device))
     if differs is None:
         with diagnosed(model, user_call, loss):
-            kernels = planned_kernels(
-                (one.target for one in graph.operators), device, record.block_bytes
-            )
+            kernels = planned_kernels(record, device, record.block_bytes)
             parts = capture_step(model, user_call, loss, optimizer, record.block_bytes, kernels)
         captured, lowering = with_updates(parts, parts.lowering, {})
         if fingerprint(lowering.graph) != record.fingerprint:

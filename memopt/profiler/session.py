@@ -164,6 +164,8 @@ def _profiled(
         output_gradients=used().gradients,
         loss_bytes=loss_bytes,
         library_bytes=step.library_bytes,
+        kernels=made.kernels,
+        aten_regions=made.aten_regions,
     )
     more_bytes = state.bytes_total + step.library_bytes + backend.step_scalars_bytes + loss_bytes
     graph = with_resident(graph, more_bytes, used().boundary_bytes)

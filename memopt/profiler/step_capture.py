@@ -19,6 +19,7 @@ from memopt.profiler.baseline import Loss
 from memopt.profiler.build import Lowering, build, held_by
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.compiled.choice import Fuse
+from memopt.profiler.compiled.fuse import Fused
 from memopt.profiler.inputs import Call
 from memopt.profiler.joint_graph import of_the_loss
 from memopt.profiler.step_optimizer import Update
@@ -80,7 +81,7 @@ class StepParts:
         lowering: of that joint graph.
         update: the target that all update operators call.
         sites: the updates, in the optimizer's order.
-        notes: on its kernels.
+        fused: how it got its kernels.
     """
 
     module: StepModule
@@ -89,7 +90,7 @@ class StepParts:
     lowering: Lowering
     update: Update
     sites: tuple[UpdateSite, ...]
-    notes: tuple[str, ...] = ()
+    fused: Fused
 
 
 def capture_step(
@@ -111,10 +112,10 @@ def capture_step(
     captured = capture(module, step_call)
     captured = replace(captured, tangents=of_the_loss(captured.tangents))
     lowering = build(module, captured, block_bytes)
-    notes: tuple[str, ...] = ()
+    made = Fused(captured, lowering)
     if fuse is not None:
         made = fuse(module, captured, lowering)
-        captured, lowering, notes = made.captured, made.lowering, made.notes
+        captured, lowering = made.captured, made.lowering
     parameters = dict(module.named_parameters())
     every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     trained = {id(p): i for i, p in enumerate(every)}
@@ -133,7 +134,7 @@ def capture_step(
         found.append((rank, UpdateSite(primal.name, gradient, reads, value)))
     found.sort(key=lambda pair: pair[0])
     sites = tuple(site for _, site in found)
-    return StepParts(module, step_call, captured, lowering, Update(), sites, notes)
+    return StepParts(module, step_call, captured, lowering, Update(), sites, made)
 
 
 def update_name(site: UpdateSite) -> str:

@@ -136,12 +136,14 @@ def _profiled(
             block_bytes=backend.block_bytes,
             graphs=(unpriced.graph, graph),
             library_bytes=baseline.library_bytes,
+            kernels=parts.fused.kernels,
+            aten_regions=parts.fused.aten_regions,
         ),
         optimizer=replace(state, bytes_total=stays_bytes),
         parts=parts,
         user_call=call,
         host_state_bytes=state.bytes_total - stays_bytes,
-        notes=(*_where_the_state_is(state, offload_optimizer), *parts.notes, *busy),
+        notes=(*_where_the_state_is(state, offload_optimizer), *parts.fused.notes, *busy),
     )
 
 

@@ -45,7 +45,7 @@ def imported(module: str, name: str) -> Any:
     Raises:
         CaptureError: this torch does not have it.
     """
-    return _imported_once(module, name)
+    return _import(module, name)
 
 
 _FUNCTIONAL_TENSOR = ("torch._subclasses.functional_tensor", "FunctionalTensor")

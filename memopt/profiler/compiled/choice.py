@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,15 +10,12 @@ from torch import nn
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
+from memopt.models.record import KERNELS, ModelRecord
 from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured
-from memopt.profiler.compiled.divide import Region
-from memopt.profiler.compiled.fuse import Fused, Progress, fused, kernel_of, keys_of
+from memopt.profiler.compiled.fuse import Found, Fused, Progress, fused, kernel_of
 from memopt.profiler.compiled.subgraph import Subgraph
 from memopt.profiler.measure import MeasureOptions, costs_of, silent
-
-KERNELS = ("aten", "compiled", "auto")
-"""What `kernels=` may be."""
 
 Fuse = Callable[[nn.Module, Captured, Lowering], Fused]
 """Gives a captured step its kernels."""
@@ -54,14 +51,14 @@ def chosen_kernels(
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
         if kernels == "aten":
             return Fused(captured, lowering)
-        keep = partial(_faster, lowering, device, options, progress) if kernels == "auto" else None
+        measured = partial(_slower, lowering, device, options, progress)
         return fused(
             model,
             captured,
             lowering,
             device,
             kernels=kernels,
-            keep=keep,
+            slower=measured if kernels == "auto" else lambda _found: set(),
             block_bytes=block_bytes,
             progress=progress,
         )
@@ -69,47 +66,51 @@ def chosen_kernels(
     return fuse
 
 
-def planned_kernels(targets: Iterable[str], device: torch.device, block_bytes: int) -> Fuse:
-    """What gives a step that is captured anew the compiled kernels of a plan.
+def planned_kernels(record: ModelRecord | None, device: torch.device, block_bytes: int) -> Fuse:
+    """What gives a step that is captured anew the kernels of a plan.
 
     Args:
-        targets: of the plan's operators.
+        record: the plan's.
         device: where the step runs.
         block_bytes: the allocator's granularity in the plan's graph.
     """
-    keys = keys_of(targets)
 
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
-        if not keys:
+        if record is None or record.kernels == "aten":
             return Fused(captured, lowering)
-        return fused(model, captured, lowering, device, only=keys, block_bytes=block_bytes)
+        return fused(
+            model,
+            captured,
+            lowering,
+            device,
+            kernels=record.kernels,
+            aten=record.aten_regions,
+            block_bytes=block_bytes,
+        )
 
     return fuse
 
 
-def _faster(
+def _slower(
     lowering: Lowering,
     device: torch.device,
     options: MeasureOptions,
     progress: Progress,
-    found: list[tuple[Region, Subgraph]],
-) -> list[bool]:
-    """Of each region whether its kernel takes less time than ATen's kernels do, measured."""
-    calls = dict.fromkeys(op for region, _ in found for op in region.operators)
+    found: Found,
+) -> set[str]:
+    """Keys of the regions whose kernels take more time than ATen's kernels do, measured. ATen
+    draws the numbers of a dropout one by one: where there is one, it is not asked."""
+    distinct = {one.key: (region, one) for region, one in found if not one.dropouts}
+    calls = dict.fromkeys(op for region, _ in distinct.values() for op in region.operators)
     costs = costs_of([lowering.nodes[op] for op in calls], device, options, progress)
     aten_s = {op: cost.time_s for op, cost in zip(calls, costs, strict=True)}
-    distinct = {one.key: (region, one) for region, one in found}
     nodes = [_call(one, device) for _, one in distinct.values()]
-    kernel_s = {
-        key: cost.time_s
-        for key, cost in zip(distinct, costs_of(nodes, device, options, progress), strict=True)
+    kernels = zip(distinct, costs_of(nodes, device, options, progress), strict=True)
+    return {
+        key
+        for key, cost in kernels
+        if cost.time_s > sum(aten_s[op] for op in distinct[key][0].operators)
     }
-    kept = {
-        key: kernel_s[key] < sum(aten_s[op] for op in region.operators)
-        or bool(one.dropouts)  # ATen draws the numbers one by one.
-        for key, (region, one) in distinct.items()
-    }
-    return [kept[one.key] for _, one in found]
 
 
 def _call(one: Subgraph, device: torch.device) -> Node:

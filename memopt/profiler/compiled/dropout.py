@@ -78,9 +78,7 @@ def kept_elements(graph: FxGraph, like: torch.Tensor, p: float, seed: Node) -> N
         return graph.call_function(target, args, kwargs)
 
     count = math.prod(like.shape)
-    bits = call(
-        _ATEN.arange.start_step, 0, count, 1, dtype=torch.int32, device=like.device
-    )
+    bits = call(_ATEN.arange.start_step, 0, count, 1, dtype=torch.int32, device=like.device)
     bits = call(_ATEN.view.default, call(_ATEN.mul.Tensor, bits, _STEP), list(like.shape))
     for half, rounds in enumerate((_FIRST, _SECOND)):
         bits = call(_ATEN.add.Tensor, bits, call(_ATEN.select.int, seed, 0, half))

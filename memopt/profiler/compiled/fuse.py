@@ -8,9 +8,8 @@ ATen's, and a note says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from memopt.profiler.capture import Captured
 from memopt.profiler.compiled.divide import Region, divide
 from memopt.profiler.compiled.fusible import is_fusible
 from memopt.profiler.compiled.inductor import REFUSALS, Run, check_compiler, compiled
-from memopt.profiler.compiled.kernel import PREFIX, FusedKernel
+from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.compiled.replace import with_kernels
 from memopt.profiler.compiled.subgraph import Layout, Subgraph, subgraphs
 from memopt.profiler.memory_layout import storage_of
@@ -29,19 +28,26 @@ from memopt.profiler.memory_layout import storage_of
 Progress = Callable[[float, str], None]
 
 
+Found = list[tuple[Region, Subgraph]]
+
+
 @dataclass(frozen=True)
 class Fused:
-    """A captured step with compiled kernels.
+    """A captured step with its kernels.
 
     Attributes:
         captured: the step.
         lowering: of it, unpriced.
         notes: what a user should know.
+        kernels: what its operators run, as asked for.
+        aten_regions: keys of the regions that stay ATen's, sorted.
     """
 
     captured: Captured
     lowering: Lowering
     notes: tuple[str, ...] = ()
+    kernels: str = "aten"
+    aten_regions: tuple[str, ...] = ()
 
 
 _RUNS: dict[str, Run | str] = {}
@@ -54,9 +60,9 @@ def fused(
     lowering: Lowering,
     device: torch.device,
     *,
-    kernels: str = "compiled",
-    only: frozenset[str] | None = None,
-    keep: Callable[[list[tuple[Region, Subgraph]]], list[bool]] | None = None,
+    kernels: str,
+    aten: Collection[str] = (),
+    slower: Callable[[Found], set[str]] = lambda _found: set(),
     block_bytes: int = 1,
     progress: Progress = lambda _fraction, _what: None,
 ) -> Fused:
@@ -67,9 +73,9 @@ def fused(
         captured: its step; changed in place.
         lowering: of the step.
         device: where it runs.
-        kernels: for messages.
-        only: keys of the regions that may be used; None: all.
-        keep: of regions that compiled, which are to be used; None: all.
+        kernels: as asked for.
+        aten: keys of regions that stay ATen's and need not be compiled.
+        slower: of regions that compiled, the keys of those that stay ATen's all the same.
         block_bytes: the allocator's granularity.
         progress: called with (fraction, what).
 
@@ -78,30 +84,42 @@ def fused(
     """
     check_compiler(device, kernels)
     anchors: set[Node] = set()
+    left: set[str] = set()
+    slow = 0
+    refused: Counter[str] = Counter()
     while True:
+        # Regions depend on each other's: one may make a mask that another need not write.
         found = _regions(lowering, anchors)
-        wanted = [one for _, one in found if only is None or one.key in only]
-        _compile(wanted, device, progress)
-        good = [pair for pair in found if pair[1] in wanted and _compiles(pair[1], device)]
-        chosen = [True] * len(good) if keep is None else keep(good)
-        taken = [pair for pair, kept in zip(good, chosen, strict=True) if kept]
-        # The mask of a dropout is made wherever it is read, or nowhere.
-        left = {node for pair in found if pair not in taken for node in pair[1].dropouts}
-        if left <= anchors:
+        _compile([one for _, one in found if one.key not in aten], device, progress)
+        good = [p for p in found if p[1].key not in aten and _reason(p[1], device) is None]
+        behind = slower(good)
+        stay = [p for p in found if p[1].key in behind or not _is_in(p, good)]
+        slow += len(stay)
+        for pair in stay:
+            left.add(pair[1].key)
+            anchors |= {lowering.nodes[op] for op in pair[0].operators}
+            reason = None if pair[1].key in aten else _reason(pair[1], device)
+            if reason is not None:
+                refused[reason] += 1
+        if not stay:
             break
-        anchors |= left
-    refused = Counter(
-        reason for one in wanted if isinstance(reason := _RUNS[_place(one, device)], str)
-    )
-    if taken:
-        calls = [(region, one, kernel_of(one, device)) for region, one in taken]
+    slow -= refused.total()
+    if found:
+        calls = [(region, one, kernel_of(one, device)) for region, one in found]
         captured = with_kernels(captured, lowering, calls)
         lowering = build(model, captured, block_bytes)
-    return Fused(captured, lowering, _notes(found, taken, len(good), refused))
+    notes = _notes(found, slow, refused)
+    return Fused(captured, lowering, notes, kernels, tuple(sorted(left)))
 
 
-def _compiles(one: Subgraph, device: torch.device) -> bool:
-    return not isinstance(_RUNS[_place(one, device)], str)
+def _is_in(pair: tuple[Region, Subgraph], pairs: Found) -> bool:
+    return any(pair is one for one in pairs)
+
+
+def _reason(one: Subgraph, device: torch.device) -> str | None:
+    """Why a region cannot run as a compiled kernel; None: it can."""
+    run = _RUNS[_place(one, device)]
+    return run if isinstance(run, str) else None
 
 
 def kernel_of(one: Subgraph, device: torch.device) -> FusedKernel:
@@ -111,16 +129,11 @@ def kernel_of(one: Subgraph, device: torch.device) -> FusedKernel:
     return FusedKernel(one.key, run)
 
 
-def keys_of(targets: Iterable[str]) -> frozenset[str]:
-    """The keys of the compiled regions among operators' targets."""
-    return frozenset(t.removeprefix(PREFIX) for t in targets if t.startswith(PREFIX))
-
-
 def _place(one: Subgraph, device: torch.device) -> str:
     return f"{device.type}|{one.key}"
 
 
-def _regions(lowering: Lowering, anchors: set[Node]) -> list[tuple[Region, Subgraph]]:
+def _regions(lowering: Lowering, anchors: set[Node]) -> Found:
     """The regions of a step in which some dropouts stay as they are."""
     nodes = lowering.nodes
     free = [node not in anchors and is_fusible(node) for node in nodes]
@@ -165,20 +178,17 @@ def _stand_in(layout: Layout, device: torch.device) -> torch.Tensor:
     return flat.as_strided(layout.shape, layout.strides, layout.offset)
 
 
-def _notes(
-    found: list[Any], taken: list[Any], compiled_count: int, refused: Counter[str]
-) -> tuple[str, ...]:
+def _notes(taken: Found, slow: int, refused: Counter[str]) -> tuple[str, ...]:
     distinct = len({one.key for _, one in taken})
     notes = [
-        f"{len(taken)} of {len(found)} regions run as compiled kernels ({distinct} distinct), which "
-        "round, and draw random numbers, in their own way; every plan of the same kernels gives "
-        "the same bits."
+        f"{len(taken)} regions run as compiled kernels, {distinct} of them distinct: they round, "
+        "and draw random numbers, in their own way. Every plan of these kernels gives the same "
+        "bits as their store-all."
     ]
-    if compiled_count > len(taken):
-        slower = compiled_count - len(taken)
-        notes.append(f"{slower} regions stay ATen's, whose kernels are faster for them.")
-    for reason, count in refused.most_common():
-        notes.append(f"{count} regions stay ATen's, they could not be compiled: {reason}")
+    if slow:
+        notes.append(f"{slow} regions stay ATen's, whose kernels were faster for them.")
+    notes += [
+        f"{count} regions stay ATen's, since they could not be compiled: {reason}"
+        for reason, count in refused.most_common()
+    ]
     return tuple(notes)
-
-

@@ -10,46 +10,50 @@ from torch.fx import Node
 from memopt.profiler.compiled.dropout import is_dropout
 from memopt.profiler.nodes import is_random
 
-_FUSED = frozenset(
-    f"aten.{name}"
-    for name in (
-        # reductions
-        "sum.default sum.dim_IntList mean.default mean.dim amax.default amin.default var.correction "
-        "var_mean.correction logsumexp.default linalg_vector_norm.default "
-        # norms and softmax
-        "native_layer_norm.default native_layer_norm_backward.default native_group_norm.default "
-        "native_group_norm_backward.default _native_batch_norm_legit_functional.default "
-        "native_batch_norm_backward.default _fused_rms_norm.default "
-        "_fused_rms_norm_backward.default _softmax.default _softmax_backward_data.default "
-        "_log_softmax.default _log_softmax_backward_data.default _safe_softmax.default nll_loss_forward.default "
-        "nll_loss_backward.default mse_loss.default mse_loss_backward.default "
-        # copies, casts and layouts
-        "_to_copy.default clone.default copy.default cat.default stack.default "
-        "slice_backward.default select_backward.default constant_pad_nd.default repeat.default "
-        "tril.default triu.default flip.default roll.default "
-        # lookups
-        "embedding.default gather.default "
-        # pointwise operators and their backwards that torch does not tag so
-        "where.self where.ScalarSelf where.ScalarOther where.Scalar fill.Scalar fill.Tensor "
-        "hardtanh_backward.default hardswish.default hardswish_backward.default "
-        "elu_backward.default softplus_backward.default native_dropout_backward.default"
-    ).split()
+
+def _overloads(names: str) -> frozenset[str]:
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
+_REDUCTIONS = _overloads(
+    """
+    sum.default sum.dim_IntList mean.default mean.dim amax.default amin.default var.correction
+    var_mean.correction logsumexp.default linalg_vector_norm.default
+    """
 )
-_MADE_OF_NOTHING = frozenset(
-    f"aten.{name}"
-    for name in (
-        "full.default full_like.default zeros.default zeros_like.default ones.default "
-        "ones_like.default scalar_tensor.default arange.default arange.start arange.start_step "
-        "new_zeros.default new_ones.default new_full.default"
-    ).split()
+_NORMS = _overloads(
+    """
+    native_layer_norm.default native_layer_norm_backward.default native_group_norm.default
+    native_group_norm_backward.default _native_batch_norm_legit_functional.default
+    native_batch_norm_backward.default _fused_rms_norm.default _fused_rms_norm_backward.default
+    _softmax.default _softmax_backward_data.default _safe_softmax.default _log_softmax.default
+    _log_softmax_backward_data.default nll_loss_forward.default nll_loss_backward.default
+    mse_loss.default mse_loss_backward.default
+    """
 )
-NORMS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "_native_batch_norm_legit_functional.default native_batch_norm_backward.default"
-    ).split()
+_COPIES = _overloads(
+    """
+    _to_copy.default clone.default copy.default cat.default stack.default slice_backward.default
+    select_backward.default constant_pad_nd.default repeat.default tril.default triu.default
+    flip.default roll.default embedding.default gather.default
+    """
 )
-"""Batch norms: on the CPU the library's kernels are often faster than what Inductor makes."""
+_UNTAGGED = _overloads(
+    """
+    where.self where.ScalarSelf where.ScalarOther where.Scalar fill.Scalar fill.Tensor
+    hardtanh_backward.default hardswish.default hardswish_backward.default elu_backward.default
+    softplus_backward.default native_dropout_backward.default
+    """
+)
+"""Pointwise operators that torch does not call so."""
+_FUSED = _REDUCTIONS | _NORMS | _COPIES | _UNTAGGED
+_MADE_OF_NOTHING = _overloads(
+    """
+    full.default full_like.default zeros.default zeros_like.default ones.default ones_like.default
+    scalar_tensor.default arange.default arange.start arange.start_step new_zeros.default
+    new_ones.default new_full.default
+    """
+)
 
 
 def is_fusible(node: Node) -> bool:

@@ -114,9 +114,7 @@ class _Taken:
         layouts = tuple(Layout.of(node.meta["val"]) for node in given)
         written = tuple(Layout.of(node.meta["val"]) for node in outputs)
         key = _key(self.graph, layouts, written)
-        return Subgraph(
-            self.graph, tuple(inputs), outputs, layouts, written, tuple(dropouts), key
-        )
+        return Subgraph(self.graph, tuple(inputs), outputs, layouts, written, tuple(dropouts), key)
 
     def _outputs(self) -> tuple[Node, ...]:
         """The nodes that name the tensors which something outside reads."""
@@ -229,4 +227,3 @@ def _key(graph: FxGraph, layouts: Iterable[Layout], results: Iterable[Layout]) -
             shown = pytree.tree_map(str, (named(node.args), named(node.kwargs)))
             lines.append(f"{node.target}{shown}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
-
