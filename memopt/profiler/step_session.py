@@ -12,6 +12,7 @@ from torch import nn
 
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
+from memopt.models.record import ModelRecord
 from memopt.profiler.backend import backend_of, timed
 from memopt.profiler.baseline import Baseline, Loss, measure_baseline
 from memopt.profiler.compiled.choice import check_kernels, chosen_kernels
@@ -129,21 +130,27 @@ def _profiled(
         captured,
         baseline,
         device,
-        record=record_of(
-            parts.module,
-            parts.call,
-            device,
-            block_bytes=backend.block_bytes,
-            graphs=(unpriced.graph, graph),
-            library_bytes=baseline.library_bytes,
-            kernels=parts.fused.kernels,
-            aten_regions=parts.fused.aten_regions,
-        ),
+        record=_record(parts, device, (unpriced.graph, graph), baseline),
         optimizer=replace(state, bytes_total=stays_bytes),
         parts=parts,
         user_call=call,
         host_state_bytes=state.bytes_total - stays_bytes,
         notes=(*_where_the_state_is(state, offload_optimizer), *parts.fused.notes, *busy),
+    )
+
+
+def _record(
+    parts: StepParts, device: torch.device, graphs: tuple[Graph, Graph], baseline: Baseline
+) -> ModelRecord:
+    return record_of(
+        parts.module,
+        parts.call,
+        device,
+        block_bytes=backend_of(device).block_bytes,
+        graphs=graphs,
+        library_bytes=baseline.library_bytes,
+        kernels=parts.fused.kernels,
+        aten_regions=parts.fused.aten_regions,
     )
 
 

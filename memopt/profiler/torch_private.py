@@ -185,6 +185,13 @@ def _calls_kept_whole() -> Iterator[None]:
                 handlers[torch.addcdiv] = taken
 
 
+@contextlib.contextmanager
+def compiled_code_kept() -> Iterator[None]:
+    """Capture without dynamo forgetting all that it has compiled, of which the caller is a part."""
+    with _ONE_AT_A_TIME, mock.patch.object(torch._dynamo, "reset"):
+        yield
+
+
 def _forget_compiled() -> None:
     """Dynamo leaves the compiled function, and with it the model's parameters, in the globals of
     the module that it traced from; memopt never runs it."""
