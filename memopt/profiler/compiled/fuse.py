@@ -183,7 +183,7 @@ def _notes(taken: Found, slow: int, refused: Counter[str]) -> tuple[str, ...]:
     notes = [
         f"{len(taken)} regions run as compiled kernels, {distinct} of them distinct: they round, "
         "and draw random numbers, in their own way. Every plan of these kernels gives the same "
-        "bits as their store-all."
+        "bits as their store-all, if it chooses no implementation that rounds otherwise."
     ]
     if slow:
         notes.append(f"{slow} regions stay ATen's, whose kernels were faster for them.")
