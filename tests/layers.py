@@ -80,7 +80,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.plan_record",
         "memopt.comparison_record",
     ),
-    "memopt.integrations": ("memopt.api", "memopt.executor", "memopt.strategies"),
+    "memopt.integrations": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.programs",
+        "memopt.executor",
+        "memopt.strategies",
+        "memopt.api",
+    ),
     "memopt.commands": (
         "memopt",
         "memopt.errors",

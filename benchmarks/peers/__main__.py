@@ -1,11 +1,13 @@
 """Peers' measured peaks and step times, and memopt's best plan at each of these peaks.
 
     python -m benchmarks.peers [--only NAME ...] [--rounds 7] [--threads 1] [--compile 1.0 0.5]
-        [--out FILE] [--resume FILE] [--fresh]
+        [--kernels aten compiled auto] [--limit SECONDS] [--out FILE] [--resume FILE] [--fresh]
 
 Peaks exclude what is resident (parameters, inputs). All steps of a model are timed interleaved.
-Compiled peers run fused kernels: each is compared by its overhead over its own store-all
-(`torch.compile` with budget 1.0), memopt's by its overhead over memopt's store-all.
+Compiled peers run fused kernels: where memopt has ATen's alone (--kernels aten), each is compared
+by its overhead over its own store-all (`torch.compile` with budget 1.0), memopt's by its overhead
+over memopt's store-all. With other kernels too, memopt's plan is the fastest of all, and step times
+are compared as they are, in units of eager's.
 
 A finished model's rows are kept in a JSON file (--resume; in out/ by default) and not measured
 again: a run cut short, Ctrl-C included, writes what it has and is taken up.
@@ -14,8 +16,12 @@ again: a run cut short, Ctrl-C included, writes what it has and is taken up.
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import statistics
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +34,11 @@ from benchmarks.peers.contests import CONTESTS, Contest, build
 from benchmarks.peers.peers import compiled, eager_peers
 from benchmarks.steps import Step, interleaved, peak_of, ratio
 from memopt.api.plan import Plan
+from memopt.models.record import KERNELS
 
 STRATEGIES = ("rotor", "rotor-menus")
 STORE_ALL = "memopt store-all"
+ATEN = ("aten",)
 COMPILED = "torch.compile {budget:g}"
 
 
@@ -50,13 +58,15 @@ class Row:
     ours_over_peer: float
     reason: str = ""
     over_eager: float | None = None
+    kernels: str = "aten"
 
 
-def best_plan(first: Plan, peak_bytes: int) -> Plan | str:
-    """The plan of least predicted time for a peak above the resident bytes, or why none."""
-    budget = first.resident_bytes + peak_bytes
+def best_plan(firsts: Sequence[Plan], peak_bytes: int) -> Plan | str:
+    """The plan of least predicted time for a peak above the resident bytes, or why none; `firsts`:
+    the store-all of each kind of kernels."""
     plans, reasons = [], []
-    for strategy in STRATEGIES:
+    for first, strategy in itertools.product(firsts, STRATEGIES):
+        budget = first.resident_bytes + peak_bytes
         try:
             plans.append(
                 memopt.plan(first.profiled, budget=budget, strategy=strategy, progress=False)
@@ -81,21 +91,44 @@ class Group:
     answers: dict[str, str]
 
 
-def contest_rows(contest: Contest, rounds: int, budgets: tuple[float, ...]) -> list[Row]:
-    """Measure one model's peers, then memopt at each of their peaks."""
-    first = memopt.plan(contest.module, contest.inputs, strategy="store-all", progress=False)
-    store_all = first.apply(contest.module)
+def contest_rows(
+    contest: Contest,
+    rounds: int,
+    budgets: tuple[float, ...],
+    kernels: Sequence[str] = ATEN,
+    limit_s: float = math.inf,
+) -> list[Row]:
+    """Measure one model's peers, then memopt at each of their peaks. After so many seconds no
+    further peer is begun."""
+    ends = time.monotonic() + limit_s
+    firsts = [
+        memopt.plan(
+            contest.module, contest.inputs, strategy="store-all", kernels=one, progress=False
+        )
+        for one in kernels
+    ]
+    store_all = min(firsts, key=lambda plan: plan.step_time_s).apply(contest.module)
     base: dict[str, Step] = {"eager": contest.step, STORE_ALL: lambda: contest.step(store_all)}
     noise = rounding(contest)
-    peers = eager_peers(contest)
-    group = measured(contest, first, base, peers, rounds, noise)
-    rows = [_row(contest.name, peer, group, ratio(group.times, peer, "eager")) for peer in peers]
+    peers = eager_peers(contest) if tuple(kernels) == ATEN else {}
+    rows = []
+    if peers:
+        group = measured(contest, firsts, base, peers, rounds, noise)
+        rows = [_row(contest.name, p, group, ratio(group.times, p, "eager")) for p in peers]
     own = 1.0
     # One after the other: compiled code is kept by function, so that two budgets would share it.
     for budget in sorted(budgets, reverse=True):
+        if time.monotonic() > ends:
+            print(f"{contest.name}: the limit ends it before torch.compile {budget:g}")
+            break
         peer = COMPILED.format(budget=budget)
-        group = measured(contest, first, base, {peer: compiled(contest, budget)}, rounds, noise)
+        group = measured(contest, firsts, base, {peer: compiled(contest, budget)}, rounds, noise)
         over_eager = ratio(group.times, peer, "eager")
+        if tuple(kernels) != ATEN:
+            rows.append(_row(contest.name, peer, group, over_eager))
+            if budget >= 1:
+                rows.append(_store_all_row(contest.name, peer, group, over_eager))
+            continue
         own = over_eager if budget >= 1 else own
         rows.append(_row(contest.name, peer, group, over_eager / own, over_eager))
     return rows
@@ -103,7 +136,7 @@ def contest_rows(contest: Contest, rounds: int, budgets: tuple[float, ...]) -> l
 
 def measured(
     contest: Contest,
-    first: Plan,
+    firsts: Sequence[Plan],
     base: dict[str, Step],
     peers: dict[str, Step],
     rounds: int,
@@ -115,7 +148,7 @@ def measured(
     chosen: dict[str, Plan | str] = {}
     peaks = {name: peak_of(contest.model, step, device) for name, step in steps.items()}
     for peer in peers:
-        chosen[peer] = made = best_plan(first, peaks[peer])
+        chosen[peer] = made = best_plan(firsts, peaks[peer])
         if isinstance(made, Plan):
             planned = made.apply(contest.module)
             steps[_ours(peer)] = lambda planned=planned: contest.step(planned)
@@ -150,19 +183,43 @@ def _row(
         group.answers[ours],
         against,
         over_eager=over_eager,
+        kernels=kernels_of(made),
+    )
+
+
+def kernels_of(plan: Plan) -> str:
+    """What the operators of a plan of a module run."""
+    return "aten" if plan.record is None else plan.record.kernels
+
+
+def _store_all_row(model: str, peer: str, group: Group, over_eager: float) -> Row:
+    """memopt's own store-all beside the compiled one, whatever its peak."""
+    return Row(
+        model,
+        peer,
+        group.peaks[peer],
+        over_eager,
+        group.answers[peer],
+        "store-all",
+        group.peaks[STORE_ALL],
+        ratio(group.times, STORE_ALL, "eager"),
+        group.answers[STORE_ALL],
+        ratio(group.times, STORE_ALL, peer),
+        kernels="compiled",
     )
 
 
 def table(rows: list[Row]) -> str:
     """Markdown."""
+    unit = "x eager" if any(row.kernels != "aten" for row in rows) else "x its store-all"
     lines = [
-        "| model | peer | peak, MiB | x its store-all | answers | memopt | peak, MiB "
-        "| x its store-all | answers | memopt / peer |",
+        f"| model | peer | peak, MiB | {unit} | answers | memopt | peak, MiB "
+        f"| {unit} | answers | memopt / peer |",
         "|---|---|---:|---:|---|---|---:|---:|---|---:|",
     ]
     for row in rows:
         ours = (
-            f"{row.strategy} | {row.our_peak_bytes / 2**20:.1f} | {row.our_over_eager:.3f} | "
+            f"{_named(row)} | {row.our_peak_bytes / 2**20:.1f} | {row.our_over_eager:.3f} | "
             f"{row.our_answers} | {row.ours_over_peer:.3f}"
             if not row.reason
             else f"{row.reason} | | | | "
@@ -174,6 +231,30 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+_OVERHEADS = (
+    "A compiled store-all has no overhead by definition, and its fused kernels save less than "
+    "separate ones do: where its peak is below that of memopt's store-all, memopt recomputes to "
+    "meet it. A few hundredths are within the noise of the machine."
+)
+
+
+def _base(rows: list[Row]) -> str:
+    drawn = "which draws its random numbers as eager does (`fallback_random`)"
+    if any(row.kernels != "aten" for row in rows):
+        return (
+            f"eager, beside `torch.compile`, {drawn}. memopt's compiled kernels draw their own, so "
+            "that answers differ where there is dropout"
+        )
+    return (
+        "eager for eager peers, to its own store-all for `torch.compile` (memopt's to memopt's), "
+        + drawn
+    )
+
+
+def _named(row: Row) -> str:
+    return row.strategy if row.kernels == "aten" else f"{row.strategy}, {row.kernels}"
+
+
 def fused(row: Row) -> str:
     """A compiled step's time, of eager's."""
     return "" if row.over_eager is None else f" ({row.over_eager:.2f} of eager)"
@@ -181,6 +262,7 @@ def fused(row: Row) -> str:
 
 def page(rows: list[Row], command: str, threads: int, rounds: int) -> str:
     """The results page."""
+    absolute = any(row.kernels != "aten" for row in rows)
     won = [row for row in rows if row.ours_over_peer < 1]
     lost = [
         f"- {row.model} against {row.peer}: {row.reason or f'{row.ours_over_peer:.3f}'}"
@@ -193,8 +275,7 @@ def page(rows: list[Row], command: str, threads: int, rounds: int) -> str:
             "",
             f"`{command}`: torch {torch.__version__}, CPU, {threads} threads, {rounds} interleaved "
             "rounds. Peaks are above what is resident. Times are medians of paired ratios: to "
-            "eager for eager peers, to its own store-all for `torch.compile` (memopt's to "
-            "memopt's), which draws its random numbers as eager does (`fallback_random`). "
+            f"{_base(rows)}. "
             '"equal": gradients and buffers are eager\'s bit for bit; "close": within '
             "1e-3 of each tensor's largest value, gradients also ten times what one rounding of "
             "the parameters, or eager's kernels without oneDNN, change in eager itself.",
@@ -203,10 +284,7 @@ def page(rows: list[Row], command: str, threads: int, rounds: int) -> str:
             "",
             *lost,
             "",
-            "A compiled store-all has no overhead by definition, and its fused kernels save less "
-            "than separate ones do: where its peak is below that of memopt's store-all, memopt "
-            "recomputes to meet it. A few hundredths are within the noise of the machine.",
-            "",
+            *([] if absolute else [_OVERHEADS, ""]),
             table(rows),
             "",
         ]
@@ -221,6 +299,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", type=float, nargs="*", default=[1.0, 0.5])
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(ATEN))
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds for each model")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", type=Path, default=Path("out/peers.json"), help="finished rows")
     parser.add_argument("--fresh", action="store_true", help="drop the rows kept so far")
@@ -233,12 +313,14 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     settings = {
         "torch": torch.__version__,
-        **{name: getattr(options, name) for name in ("rounds", "threads", "compile")},
+        **{name: getattr(options, name) for name in ("rounds", "threads", "compile", "kernels")},
     }
     kept = Kept(options.resume, Row, settings, fresh=options.fresh)
     try:
         for name in kept.missing(options.only, print):
-            kept.add(name, contest_rows(build(name), options.rounds, tuple(options.compile)))
+            budgets = tuple(options.compile)
+            how = (options.rounds, budgets, options.kernels, options.limit)
+            kept.add(name, contest_rows(build(name), *how))
             print(table(kept.rows[name]), flush=True)
             write(kept.ordered(CONTESTS), options)
     except KeyboardInterrupt:
@@ -257,6 +339,8 @@ def write(rows: list[Row], options: argparse.Namespace) -> None:
         return
     shown = f"--rounds {options.rounds} --threads {options.threads} --compile "
     command = f"python -m benchmarks.peers {shown}" + " ".join(map(str, options.compile))
+    if tuple(options.kernels) != ATEN:
+        command += " --kernels " + " ".join(options.kernels)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(page(rows, command, options.threads, options.rounds), encoding="utf-8")
 

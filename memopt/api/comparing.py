@@ -58,6 +58,7 @@ def compare(
     device: Device | str | None = None,
     mode: Mode = "measure",
     optimizer: Any = None,
+    kernels: str = "aten",
     time_limit_s: float | None = None,
     workers: int | None = None,
     cache: bool = True,
@@ -79,7 +80,7 @@ def compare(
         points: how many budgets where none are named, at least 2.
         run: also run every plan on the real model, in turn with each other and with the unplanned
             step, and measure peak and step time. The model is left as it was.
-        loss_fn, targets, device, mode, optimizer: as for `memopt.plan`.
+        loss_fn, targets, device, mode, optimizer, kernels: as for `memopt.plan`.
         time_limit_s: seconds for each cell.
         workers: how many cells are planned at a time, in threads; None: as many as there are
             usable cores, at most four. Plans do not depend on it unless a time limit cuts them
@@ -100,7 +101,7 @@ def compare(
     for budget in budgets or ():
         parse_budget(None if budget == MINIMUM else budget, 1)
     with reporting(progress) as report:
-        request = Request(loss_fn, targets, mode, target, optimizer, cache)
+        request = Request(loss_fn, targets, mode, target, optimizer, cache, kernels=kernels)
         planning_share = 0.3 if run else 0.8
         profiled = profiled_for(model, inputs, request, lambda f, what: report(0.2 * f, what))
         real = _real_model(profiled) if run else None

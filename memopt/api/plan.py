@@ -120,7 +120,8 @@ class Plan(PlanRecord):
         # Strides are of the planned call's outputs.
         loss = self.output_gradients
         known = OutputGradients(unused=loss.unused, dropped=loss.dropped)
-        profiled = profile_model(model, call, output_gradients=known)
+        kernels = "aten" if self.record is None else self.record.kernels
+        profiled = profile_model(model, call, output_gradients=known, kernels=kernels)
         optimizer = self.profiled.optimizer if self.profiled is not None else None
         extra_bytes = optimizer.bytes_total if optimizer is not None else 0
         extra_bytes += self.loss_bytes

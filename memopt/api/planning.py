@@ -43,6 +43,7 @@ def plan(
     accumulate: bool = False,
     returns: Returns = "all",
     time_limit_s: float | None = None,
+    kernels: str = "aten",
     cache: bool = True,
     progress: bool | Progress = True,
 ) -> Plan:
@@ -82,6 +83,10 @@ def plan(
             without gradients everything is returned.
         time_limit_s: stop the solver after so many seconds with its best plan and bound; each of
             `order` and `place` likewise.
+        kernels: what operators run: "aten", torch's own, as eager does; "compiled", Inductor's
+            fused ones wherever operators between matrix products, convolutions and attentions can
+            be fused (other rounding, and other random numbers); "auto", region by region the
+            faster of both. They are measured, and need a compiler.
         cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
         progress: True shows a bar on a terminal; or your own callback.
 
@@ -112,6 +117,7 @@ def plan(
                 time_limit_s=time_limit_s,
                 cache=cache,
                 progress=progress,
+                kernels=kernels,
             ),
         )
     )
@@ -144,13 +150,15 @@ def profile(
     optimizer: Any = None,
     device: Device | str | None = None,
     mode: Mode = "measure",
+    kernels: str = "aten",
     cache: bool = True,
     progress: bool | Progress = True,
 ) -> Graph:
     """Capture and price a model's training step, measured here or estimated for `device`; the
     graph can be planned, linearized (`graph.to_chain()`) and saved without torch. Arguments as in
     `plan`."""
-    request = Request(loss_fn, targets, mode, planned_device(device, mode), optimizer, cache)
+    target = planned_device(device, mode)
+    request = Request(loss_fn, targets, mode, target, optimizer, cache, kernels=kernels)
     with reporting_on(progress) as report:
         profiled = profiled_for(model, inputs, request, report)
     if profiled is None:

@@ -60,6 +60,7 @@ class PlanRequest:
     cache: bool = True
     progress: bool | Progress = True
     returns: Returns = "all"
+    kernels: str = "aten"
 
 
 def parse_returns(returns: str) -> Returns:
@@ -94,6 +95,7 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
             whole,
             whole and wanted.offload_optimizer,
             parse_returns(wanted.returns),
+            wanted.kernels,
         )
         profiled = profiled_for(model, inputs, request, report)
         if wanted.accumulate:
@@ -149,6 +151,7 @@ class Request:
     whole_step: bool = False
     offload_optimizer: bool = False
     returns: Returns = "all"
+    kernels: str = "aten"
 
 
 def planned_device(device: Device | str | None, mode: Mode) -> Device:
@@ -193,6 +196,7 @@ def profiled_for(model: Any, inputs: Any, request: Request, report: Progress) ->
         whole_step=request.whole_step,
         offload_optimizer=request.offload_optimizer,
         loss_alone=request.returns == "loss",
+        kernels=request.kernels,
         progress=report,
     )
 

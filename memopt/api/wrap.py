@@ -49,6 +49,7 @@ def wrap(
     order: bool = False,
     place: bool = False,
     time_limit_s: float | None = None,
+    kernels: str = "aten",
     cache: bool = True,
     progress: bool | Progress = True,
 ) -> M:
@@ -78,8 +79,8 @@ def wrap(
         shapes: example inputs to plan for now, each as `inputs` of `memopt.plan`. With
             `place=True` their plans share one arena, as large as the largest needs.
         most_plans: how many kinds of calls stay ready to run.
-        host_budget, device, optimizer, order, place, time_limit_s, cache, progress: as for
-            `memopt.plan`; `cache=False` keeps no plans on disk either.
+        host_budget, device, optimizer, order, place, time_limit_s, kernels, cache, progress: as
+            for `memopt.plan`; `cache=False` keeps no plans on disk either.
 
     Raises:
         ValueError: unreadable arguments, or a model that is wrapped or compiled already.
@@ -108,6 +109,7 @@ def wrap(
         cache=cache,
         progress=progress,
         returns=parse_returns(returns),
+        kernels=kernels,
     )
     planner = _Planner(request, loss_fn, targets)
     inner = inside_fabric(model) or model

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from memopt.profiler.backend import autocast_as, autocast_state, backend_of
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.captures import captured_again
+from memopt.profiler.compiled.choice import planned_kernels
 from memopt.profiler.dependencies.reader import Dependency
 from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, device_of
@@ -205,7 +207,10 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
         if since is None:
             return plan.profiled.captured, plan.profiled.lowering
     with _blaming_the_file(plan, inputs), diagnosed(model, call):
-        captured = captured_again(model, call, lambda: plan.output_gradients, capture)
+        # Kernels change the capture in place: it is shared with no other plan.
+        shared = plan.record is None or plan.record.kernels == "aten"
+        take = partial(captured_again, make=capture) if shared else capture
+        captured = take(model, call, lambda: plan.output_gradients)
     # For the next time that this plan is applied.
     vars(plan)["_captured"] = captured
     if plan.record is not None:
@@ -213,7 +218,9 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
         block_bytes = plan.record.block_bytes
     else:
         block_bytes = backend_of(device).block_bytes
-    lowering = build(model, captured, block_bytes)
+    kernels = planned_kernels(plan.record, device, block_bytes)
+    made = kernels(model, captured, build(model, captured, block_bytes))
+    captured, lowering = made.captured, made.lowering
     _check_fingerprint(plan, lowering.graph, since)
     lowering = _with_implementations(plan, lowering, block_bytes)
     return captured, planned_lowering(plan, lowering, captured, device)

@@ -34,6 +34,7 @@ from memopt.profiler.baseline import Baseline, Loss
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.capture import Captured
+from memopt.profiler.compiled.choice import planned_kernels
 from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.measure import MeasureOptions, costs_of
@@ -204,7 +205,8 @@ def with_step(
     differs = difference(record, record_of(module, call, device))
     if differs is None:
         with diagnosed(model, user_call, loss):
-            parts = capture_step(model, user_call, loss, optimizer, record.block_bytes)
+            fuse = planned_kernels(record, device, record.block_bytes)
+            parts = capture_step(model, user_call, loss, optimizer, record.block_bytes, fuse)
         captured, lowering = with_updates(parts, parts.lowering, {})
         if fingerprint(lowering.graph) != record.fingerprint:
             differs = (
@@ -218,7 +220,8 @@ def with_step(
         )
     state = optimizer_state(optimizer, model.parameters(), record.block_bytes)
     own_bytes = backend_of(device).step_scalars_bytes + record.library_bytes
-    stays_bytes = graph.extra_resident_bytes - lowering.graph.extra_resident_bytes - own_bytes
+    own_bytes += lowering.graph.extra_resident_bytes
+    stays_bytes = graph.extra_resident_bytes - own_bytes
     # State that is on the host between updates is charged to their workspace instead.
     updates = [one for one in graph.operators if one.phase is Phase.UPDATE]
     hosted_bytes = state.bytes_total - stays_bytes
@@ -231,9 +234,8 @@ def with_step(
     update_bytes = {}
     if plan.budget is not None:
         costs = update_costs(parts, optimizer, device, hosted=hosted_bytes > 0)
-        update_bytes = {
-            update_name(site): costs[site.name][1] for site in parts.sites if site.name in costs
-        }
+        known = [site for site in parts.sites if site.name in costs]
+        update_bytes = {update_name(site): costs[site.name][1] for site in known}
     lowering = planned_lowering(plan, lowering, captured, device, _OF_A_STEP, update_bytes)
     base = plan.baseline
     profiled = ProfiledStep(

@@ -15,6 +15,7 @@ from memopt.models.arguments import Argument, Arguments, KeywordArguments, Nest,
 from memopt.models.codec import FLAT, LATER, NAME, SPARSE, Check, Line, Natural, Row
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
+KERNELS = ("aten", "compiled", "auto")
 _HALVES = (None, "bfloat16", "float16")
 
 
@@ -58,6 +59,7 @@ _Autocast = Annotated[
         lambda row: len(row) == len(AUTOCAST_DEVICES) and set(row) <= set(_HALVES),
     ),
 ]
+_Kernels = Annotated[str, Check("'aten', 'compiled' or 'auto'", lambda kernels: kernels in KERNELS)]
 _Repeated = Annotated[
     tuple[int, int],
     Row("position", "earlier position"),
@@ -89,6 +91,8 @@ class ModelRecord:
         resized: (tensor, its size as captured) of the graph's tensors that profiling found to
             have another size.
         accumulated_bytes: of gradients that are there when a step begins, charged as resident.
+        kernels: what its operators run, see `memopt.plan`.
+        aten_regions: keys of the regions that stay ATen's although kernels are compiled.
         repeated: (position, earlier position) of each flat argument that is the same tensor as an
             earlier one.
     """
@@ -110,6 +114,8 @@ class ModelRecord:
         default=(), metadata=SPARSE
     )
     library_bytes: Natural = field(default=0, metadata=SPARSE)
+    kernels: _Kernels = field(default="aten", metadata=SPARSE)
+    aten_regions: tuple[Line, ...] = field(default=(), metadata=SPARSE)
     accumulated_bytes: Natural = field(default=0, metadata=SPARSE)
 
 

@@ -34,6 +34,7 @@ def profiled_of(
     whole_step: bool = False,
     offload_optimizer: bool = False,
     loss_alone: bool = False,
+    kernels: str = "aten",
     progress: Callable[[float, str], None],
 ) -> Profiled:
     """Profile the model that `memopt.plan` was given: a Profiled stays as it is, a module is
@@ -63,6 +64,11 @@ def profiled_of(
         loss_fn = own_loss
     loss = None if loss_fn is None else Loss(loss_fn, targets, loss_alone)
     if estimate_for is not None:
+        if kernels != "aten":
+            raise ValueError(
+                f"kernels={kernels!r} are compiled and measured here; an estimate prices ATen's: "
+                "leave kernels= out"
+            )
         return estimate_model(
             model, inputs, estimate_for, loss=loss, optimizer=optimizer, progress=progress
         )
@@ -76,7 +82,14 @@ def profiled_of(
             options=options,
             progress=progress,
             offload_optimizer=offload_optimizer,
+            kernels=kernels,
         )
     return profile_model(
-        model, inputs, loss=loss, optimizer=optimizer, options=options, progress=progress
+        model,
+        inputs,
+        loss=loss,
+        optimizer=optimizer,
+        options=options,
+        kernels=kernels,
+        progress=progress,
     )

@@ -22,6 +22,7 @@ from memopt.errors import CaptureError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.profiler.capture import Captured, named_tensors
+from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.in_place import overwritable, same_bits_in_place
 from memopt.profiler.memory_layout import storage_of
 from memopt.profiler.nodes import is_random, module_paths, overload_of
@@ -236,6 +237,8 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> No
 
 def _check_target(node: Node) -> None:
     target = overload_of(node)
+    if isinstance(target, FusedKernel):
+        return
     if not isinstance(target, torch._ops.OpOverload):
         raise CaptureError(
             f"the model uses {target!s} (in {node.format_node()}), a higher-order or Python "
@@ -255,7 +258,10 @@ def _check_target(node: Node) -> None:
 
 def _only_replaces_statistics(node: Node) -> bool:
     """An operator that reads a value which the step overwrites may run once only; but batch
-    norm in training mode uses its running statistics for nothing but their own new values."""
+    norm in training mode uses its running statistics for nothing but their own new values. A
+    compiled kernel is made of nothing that may run once only."""
+    if isinstance(node.target, FusedKernel):
+        return True
     name = str(node.target)
     if name not in _BATCH_NORM_TRAINING_ARGUMENT:
         return False

@@ -31,6 +31,8 @@ def record_of(
     output_gradients: OutputGradients = ANY_LOSS,
     loss_bytes: int = 0,
     library_bytes: int = 0,
+    kernels: str = "aten",
+    aten_regions: tuple[str, ...] = (),
 ) -> ModelRecord:
     """The record of a model in its present mode, and of its example call.
 
@@ -41,7 +43,7 @@ def record_of(
         block_bytes: the allocator's granularity in the captured graph.
         graphs: as captured and as priced, if it was captured.
         output_gradients: what the captured loss does with the model's output.
-        loss_bytes, library_bytes: see `ModelRecord`.
+        loss_bytes, library_bytes, kernels, aten_regions: see `ModelRecord`.
     """
     named = (*model.named_parameters(), *model.named_buffers())
     return ModelRecord(
@@ -62,6 +64,8 @@ def record_of(
         repeated=tuple(repeated(call.leaves).items()),
         resized=resized(*graphs) if graphs else (),
         library_bytes=library_bytes,
+        kernels=kernels,
+        aten_regions=aten_regions,
     )
 
 

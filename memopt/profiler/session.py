@@ -27,8 +27,9 @@ from memopt.profiler.baseline import (
 )
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost, ProfileCache
-from memopt.profiler.capture import Captured
+from memopt.profiler.capture import Captured, capture
 from memopt.profiler.captures import captured_again
+from memopt.profiler.compiled.choice import check_kernels, chosen_kernels
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.measure import MeasureOptions, Progress, environment, measure
@@ -92,6 +93,7 @@ def profile_model(
     optimizer: str | torch.optim.Optimizer | None = None,
     options: MeasureOptions | None = None,
     output_gradients: OutputGradients = ANY_LOSS,
+    kernels: str = "aten",
     progress: Progress | None = None,
 ) -> Profiled:
     """Capture a model and measure what its step costs on its own device.
@@ -104,6 +106,7 @@ def profile_model(
         optimizer: whose state is charged as resident: a name or an instance.
         options: how hard to measure, and the cache.
         output_gradients: what is known where `loss` is not given; see `capture`.
+        kernels: "aten", "compiled" or "auto"; see `memopt.plan`.
         progress: called with (fraction, what).
 
     Raises:
@@ -111,9 +114,8 @@ def profile_model(
     """
     call = training_call(model, inputs)
     with state_restored(model, call, *(loss.parts if loss else ())):
-        return _profiled(
-            model, call, loss, optimizer, options, output_gradients, forward_only(progress)
-        )
+        report = forward_only(progress)
+        return _profiled(model, call, loss, optimizer, options, output_gradients, kernels, report)
 
 
 def _profiled(
@@ -123,8 +125,11 @@ def _profiled(
     optimizer: str | torch.optim.Optimizer | None,
     options: MeasureOptions | None,
     output_gradients: OutputGradients,
+    kernels: str,
     report: Progress,
 ) -> Profiled:
+    check_kernels(kernels)
+    chosen = options or MeasureOptions(cache=ProfileCache())
     device = device_of(model, call)
     backend = backend_of(device)
     report(0.0, "capturing the model")
@@ -133,8 +138,14 @@ def _profiled(
         lambda: measure_loss(model, call, loss, device) if loss else LossUse(0, output_gradients)
     )
     with diagnosed(model, call, loss):
-        captured = captured_again(model, call, lambda: used().gradients)
-        lowering = build(model, captured, backend.block_bytes)
+        # Kernels change the capture in place: it is shared with no other plan.
+        take = captured_again if kernels == "aten" else capture
+        captured = take(model, call, lambda: used().gradients)
+        fuse = chosen_kernels(
+            kernels, device, chosen, backend.block_bytes, part_of(report, 0.05, 0.2)
+        )
+        made = fuse(model, captured, build(model, captured, backend.block_bytes))
+    captured, lowering = made.captured, made.lowering
 
     def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
         report(0.2, "measuring kernels")
@@ -143,7 +154,6 @@ def _profiled(
         report(0.8, "measuring the unplanned step")
         return graph, _baseline(model, call, loss, device, lowering, options)
 
-    chosen = options or MeasureOptions(cache=ProfileCache())
     graph, step, notes = measured_again_if_busy(measured, chosen)
     state = optimizer_state(optimizer, model.parameters(), backend.block_bytes)
     loss_bytes = in_blocks(used().kept_bytes, backend.block_bytes)
@@ -156,6 +166,8 @@ def _profiled(
         output_gradients=used().gradients,
         loss_bytes=loss_bytes,
         library_bytes=step.library_bytes,
+        kernels=made.kernels,
+        aten_regions=made.aten_regions,
     )
     more_bytes = state.bytes_total + step.library_bytes + backend.step_scalars_bytes + loss_bytes
     graph = with_resident(graph, more_bytes, used().boundary_bytes)
@@ -163,6 +175,7 @@ def _profiled(
     baseline = replace(step, peak_bytes=graph.resident_bytes - loss_bytes + step.peak_bytes)
     report(1.0, "profiled")
     known = state if optimizer else None
+    notes = (*made.notes, *notes)
     return Profiled(
         graph, lowering, captured, baseline, device, record, notes=notes, optimizer=known
     )

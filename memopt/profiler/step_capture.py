@@ -18,6 +18,8 @@ from memopt.models.graph import Operator, Phase
 from memopt.profiler.baseline import Loss
 from memopt.profiler.build import Lowering, build, held_by
 from memopt.profiler.capture import Captured, capture
+from memopt.profiler.compiled.choice import Fuse
+from memopt.profiler.compiled.fuse import Fused
 from memopt.profiler.inputs import Call
 from memopt.profiler.joint_graph import of_the_loss
 from memopt.profiler.step_optimizer import Update
@@ -79,6 +81,7 @@ class StepParts:
         lowering: of that joint graph.
         update: the target that all update operators call.
         sites: the updates, in the optimizer's order.
+        fused: how it got its kernels.
     """
 
     module: StepModule
@@ -87,6 +90,7 @@ class StepParts:
     lowering: Lowering
     update: Update
     sites: tuple[UpdateSite, ...]
+    fused: Fused
 
 
 def capture_step(
@@ -95,8 +99,10 @@ def capture_step(
     loss: Loss,
     optimizer: torch.optim.Optimizer,
     block_bytes: int,
+    fuse: Fuse | None = None,
 ) -> StepParts:
-    """Capture forward, loss and backward, and find where each parameter is updated.
+    """Capture forward, loss and backward, and find where each parameter is updated; `fuse` gives
+    the step its kernels, None: ATen's.
 
     Raises:
         CaptureError: as `capture`; or the loss is no scalar that can be trained.
@@ -106,6 +112,10 @@ def capture_step(
     captured = capture(module, step_call)
     captured = replace(captured, tangents=of_the_loss(captured.tangents))
     lowering = build(module, captured, block_bytes)
+    made = Fused(captured, lowering)
+    if fuse is not None:
+        made = fuse(module, captured, lowering)
+        captured, lowering = made.captured, made.lowering
     parameters = dict(module.named_parameters())
     every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     trained = {id(p): i for i, p in enumerate(every)}
@@ -124,7 +134,7 @@ def capture_step(
         found.append((rank, UpdateSite(primal.name, gradient, reads, value)))
     found.sort(key=lambda pair: pair[0])
     sites = tuple(site for _, site in found)
-    return StepParts(module, step_call, captured, lowering, Update(), sites)
+    return StepParts(module, step_call, captured, lowering, Update(), sites, made)
 
 
 def update_name(site: UpdateSite) -> str:

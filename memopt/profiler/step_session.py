@@ -12,8 +12,10 @@ from torch import nn
 
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
+from memopt.models.record import ModelRecord
 from memopt.profiler.backend import backend_of, timed
 from memopt.profiler.baseline import Baseline, Loss, measure_baseline
+from memopt.profiler.compiled.choice import check_kernels, chosen_kernels
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.measure import MeasureOptions, Progress, measure
@@ -60,6 +62,7 @@ def profile_step(
     options: MeasureOptions | None = None,
     progress: Progress | None = None,
     offload_optimizer: bool = False,
+    kernels: str = "aten",
 ) -> ProfiledStep:
     """Capture forward, loss, backward and updates, and measure what they cost.
 
@@ -75,7 +78,8 @@ def profile_step(
     call = training_call(model, inputs)
     with state_restored(model, call, *loss.parts):
         report = forward_only(progress)
-        return _profiled(model, call, loss, optimizer, options, report, offload_optimizer)
+        chosen = options or MeasureOptions()
+        return _profiled(model, call, loss, optimizer, chosen, report, offload_optimizer, kernels)
 
 
 def _profiled(
@@ -83,16 +87,20 @@ def _profiled(
     call: Call,
     loss: Loss,
     optimizer: torch.optim.Optimizer,
-    options: MeasureOptions | None,
+    options: MeasureOptions,
     report: Progress,
     offload_optimizer: bool,
+    kernels: str,
 ) -> ProfiledStep:
+    check_kernels(kernels)
     device = device_of(model, call)
     backend = backend_of(device)
     report(0.0, "capturing the step")
     check_arguments(model, call)
+    told = part_of(report, 0.05, 0.2)
+    fuse = chosen_kernels(kernels, device, options, backend.block_bytes, told)
     with diagnosed(model, call, loss):
-        parts = capture_step(model, call, loss, optimizer, backend.block_bytes)
+        parts = capture_step(model, call, loss, optimizer, backend.block_bytes, fuse)
     state = optimizer_state(optimizer, model.parameters(), backend.block_bytes)
     stays_bytes = 0 if offload_optimizer else state.bytes_total
 
@@ -113,7 +121,7 @@ def _profiled(
         step = replace(step, peak_bytes=peak_bytes)
         return with_resident(graph, step.library_bytes), step
 
-    graph, baseline, busy = measured_again_if_busy(measured, options or MeasureOptions())
+    graph, baseline, busy = measured_again_if_busy(measured, options)
     captured, unpriced = with_updates(parts, parts.lowering, {})
     report(1.0, "profiled")
     return ProfiledStep(
@@ -122,19 +130,27 @@ def _profiled(
         captured,
         baseline,
         device,
-        record=record_of(
-            parts.module,
-            parts.call,
-            device,
-            block_bytes=backend.block_bytes,
-            graphs=(unpriced.graph, graph),
-            library_bytes=baseline.library_bytes,
-        ),
+        record=_record(parts, device, (unpriced.graph, graph), baseline),
         optimizer=replace(state, bytes_total=stays_bytes),
         parts=parts,
         user_call=call,
         host_state_bytes=state.bytes_total - stays_bytes,
-        notes=(*_where_the_state_is(state, offload_optimizer), *busy),
+        notes=(*_where_the_state_is(state, offload_optimizer), *parts.fused.notes, *busy),
+    )
+
+
+def _record(
+    parts: StepParts, device: torch.device, graphs: tuple[Graph, Graph], baseline: Baseline
+) -> ModelRecord:
+    return record_of(
+        parts.module,
+        parts.call,
+        device,
+        block_bytes=backend_of(device).block_bytes,
+        graphs=graphs,
+        library_bytes=baseline.library_bytes,
+        kernels=parts.fused.kernels,
+        aten_regions=parts.fused.aten_regions,
     )
 
 

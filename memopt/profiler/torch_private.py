@@ -37,6 +37,17 @@ def _import(module: str, name: str) -> Any:
 
 
 _imported_once = functools.cache(_import)
+
+
+def imported(module: str, name: str) -> Any:
+    """A private name of torch's.
+
+    Raises:
+        CaptureError: this torch does not have it.
+    """
+    return _import(module, name)
+
+
 _FUNCTIONAL_TENSOR = ("torch._subclasses.functional_tensor", "FunctionalTensor")
 
 
@@ -172,6 +183,13 @@ def _calls_kept_whole() -> Iterator[None]:
         finally:
             if taken is not None:
                 handlers[torch.addcdiv] = taken
+
+
+@contextlib.contextmanager
+def compiled_code_kept() -> Iterator[None]:
+    """Capture without dynamo forgetting all that it has compiled, of which the caller is a part."""
+    with _ONE_AT_A_TIME, mock.patch.object(torch._dynamo, "reset"):
+        yield
 
 
 def _forget_compiled() -> None:

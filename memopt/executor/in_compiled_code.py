@@ -1,0 +1,5 @@
+"""Planning in a call that `torch.compile` has compiled."""
+
+from __future__ import annotations
+
+from memopt.profiler.torch_private import compiled_code_kept as compiled_code_kept

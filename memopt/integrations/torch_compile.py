@@ -1,0 +1,260 @@
+"""`torch.compile(model, backend="memopt", options={"budget": "8GiB", "strategy": "auto"})`.
+
+Dynamo hands over a graph for every stretch of the model without a break. Each is planned when it is
+first called with a kind of inputs, of which it has the shapes then: a call of another shape is
+planned anew, and kernels that are known need not be measured again. Calls without gradients run as
+they are.
+
+The budget is for the whole step. Where a step has several graphs, all that they are called with is
+charged once; while one runs, the others hold what they keep for their backwards, or their
+gradients. Each gets its smallest plan and the same part of what lies between that and its
+store-all, the largest with which the step is within the budget. The graphs of a step are known when
+it ran once: in that one the first graphs may take the part of those that are to come.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.api.plan import Plan
+from memopt.api.planning import plan
+from memopt.errors import InfeasibleBudgetError
+from memopt.executor.in_compiled_code import compiled_code_kept
+from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
+from memopt.programs.lifetimes import lifetimes
+
+_LOG = logging.getLogger(__name__)
+_SOLVING = ("strategy", "host_budget", "device", "order", "place", "time_limit_s")
+_PARTS = 16
+_OPTIONS = ("budget", *_SOLVING, "kernels", "optimizer", "cache", "progress")
+
+
+@dataclass(eq=False)
+class PlannedGraph:
+    """One graph of a compiled model, for one kind of inputs.
+
+    Attributes:
+        name: where the graph begins in the user's code.
+        module: the graph.
+        first: its store-all.
+        floor: its plan of the smallest peak.
+        storages: bytes of every storage that it is called with.
+        plan: the plan that it runs.
+        run: the graph under that plan.
+    """
+
+    name: str
+    module: nn.Module
+    first: Plan
+    floor: Plan
+    storages: dict[int, int]
+    plan: Plan
+    run: nn.Module
+
+
+@dataclass(eq=False)
+class CompiledStep:
+    """The graphs of one `torch.compile(..., backend="memopt")`.
+
+    Attributes:
+        options: as given to `torch.compile`.
+        graphs: those of the last whole step, each with the most calls of it that were waiting for
+            their backwards at once.
+    """
+
+    options: Mapping[str, Any]
+    graphs: dict[PlannedGraph, int] = field(default_factory=dict)
+    _now: dict[PlannedGraph, int] = field(default_factory=dict)
+    _divided: dict[PlannedGraph, int] = field(default_factory=dict)
+
+    def report(self) -> str:
+        """A line for each graph of the last step: where it begins, and its plan."""
+        count = len(self.graphs)
+        lines = [f"{count} graph{'s' * (count != 1)}, {max(0, count - 1)} breaks between them"]
+        for number, (one, times) in enumerate(self.graphs.items(), 1):
+            peak = format_bytes(one.plan.peak_bytes)
+            often = f", {times} at a time" if times > 1 else ""
+            lines.append(f"{number}. from {one.name}: {one.plan.strategy.name}, peak {peak}{often}")
+        return "\n".join(lines)
+
+    def call(self, one: PlannedGraph, args: Sequence[Any]) -> Any:
+        """Run a graph. Where a step begins, what is known of the one before divides the budget."""
+        if not any(map(_waiting, self._now)):
+            self.graphs, self._now = self._now or self.graphs, {}
+            if self.graphs != self._divided:
+                self._divide(self.graphs, self.graphs)
+                self._divided = dict(self.graphs)
+        self._now[one] = max(self._now.get(one, 0), _waiting(one) + 1)
+        return one.run(*args)
+
+    def planned(self, name: str, module: nn.Module, args: Sequence[Any]) -> PlannedGraph:
+        """Plan a graph for a kind of inputs that it was not called with before."""
+        how = {k: v for k, v in self.options.items() if k not in ("budget", *_SOLVING)}
+        with compiled_code_kept():
+            first = plan(module, tuple(args), strategy="store-all", **{"progress": False, **how})
+        floor = self._solved(first, MINIMUM)
+        tensors = [one for one in args if isinstance(one, torch.Tensor)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        run = first.apply(module, tuple(args))
+        made = PlannedGraph(name, module, first, floor, storages, first, run)
+        others = {**self.graphs, **self._now}
+        waiting = {one: times for one, times in others.items() if _waiting(one)}
+        self._divide({**waiting, made: 1}, [made])
+        return made
+
+    def _solved(self, first: Plan, budget: WrittenBudget) -> Plan:
+        how = {name: self.options[name] for name in _SOLVING if name in self.options}
+        return plan(first.profiled, budget=budget, progress=False, **how)
+
+    def _divide(self, together: Mapping[PlannedGraph, int], anew: Iterable[PlannedGraph]) -> None:
+        """Plan some graphs anew within the budget for all of them."""
+        for one, made in self._plans(together).items():
+            if one in anew:
+                one.plan = made
+                one.run = made.apply(one.module)
+        if len(together) > 1:
+            _LOG.info("the compiled step has %s", self.report())
+
+    def _plans(self, together: Mapping[PlannedGraph, int]) -> dict[PlannedGraph, Plan]:
+        """The plan of each graph: the largest share of what lies between smallest plans and
+        store-all with which the step is within the budget, to a sixteenth."""
+        written: WrittenBudget = self.options.get("budget")
+        if written is None:
+            return {one: one.first for one in together}
+        if len(together) == 1 and set(together.values()) == {1}:
+            return {one: self._solved(one.first, written) for one in together}
+        floors = {one: one.floor for one in together}
+        stored = {one: one.first for one in together}
+        most = _peak_bytes(together, stored)
+        budget = None if written == MINIMUM else parse_budget(written, most)
+        smallest = _peak_bytes(together, floors)
+        if budget is None:
+            return floors
+        if budget >= most:
+            return stored
+        if budget < smallest:
+            raise InfeasibleBudgetError(
+                f"the {len(together)} graphs of the compiled step need {format_bytes(smallest)} "
+                f"together, the budget is {format_bytes(budget)}; fewer graph breaks need less",
+                budget,
+                smallest,
+            )
+        best = floors
+        low, high = 0, _PARTS
+        while high - low > 1:
+            middle = (low + high) // 2
+            made = {one: self._solved(one.first, _between(one, middle)) for one in together}
+            fits = _peak_bytes(together, made) <= budget
+            best = made if fits else best
+            low, high = (middle, high) if fits else (low, middle)
+        return best
+
+
+def _between(one: PlannedGraph, part: int) -> int:
+    least = one.floor.peak_bytes
+    return least + (one.first.peak_bytes - least) * part // _PARTS
+
+
+def _peak_bytes(together: Mapping[PlannedGraph, int], plans: Mapping[PlannedGraph, Plan]) -> int:
+    """The peak of a step: one graph runs at a time, and the others hold what they must."""
+    given: dict[int, int] = {}
+    for one in together:
+        given |= one.storages
+    held = {one: _held_bytes(plans[one]) for one in together}
+    others = sum(held[one] * times for one, times in together.items())
+    running = (plans[one].peak_bytes - one.first.resident_bytes - held[one] for one in together)
+    return sum(given.values()) + others + max(running)
+
+
+def _held_bytes(made: Plan) -> int:
+    """What a graph holds while others run, above what it is called with: what it keeps for its
+    backward, or the gradients after it. Its outputs are what another graph is called with."""
+    graph, program = made.graph, made.program
+    boundary = program.boundary
+    kept = lifetimes(graph, program).device
+    live = {x.tensor for x in kept if boundary is not None and x.is_live_at(boundary)}
+    sizes = (
+        sum(graph.tensors[t].size_bytes for t in set(tensors) - graph.resident)
+        for tensors in (live - set(graph.outputs) - set(graph.tangents), graph.gradients)
+    )
+    return max(sizes)
+
+
+def _waiting(one: PlannedGraph) -> int:
+    """Calls of a graph whose backwards have not run yet."""
+    return len(one.run.__dict__["_memopt"][2])
+
+
+_STEPS: dict[int, CompiledStep] = {}
+"""By the options' object, which is one for each `torch.compile`, and which its step keeps."""
+
+
+def memopt_backend(
+    module: torch.fx.GraphModule, example_inputs: Any, *, options: Any = None, **_: Any
+) -> Callable[..., Any]:
+    """The backend of `torch.compile(model, backend="memopt", options={...})`.
+
+    Args:
+        module: a graph of the model, by dynamo.
+        example_inputs: what it will be called with; not used, planning waits for the first call.
+        options: arguments of `memopt.plan`: budget, strategy, kernels, host_budget, device,
+            optimizer, order, place, time_limit_s, cache, progress.
+
+    Raises:
+        ValueError: another option.
+    """
+    given = options or {}
+    unknown = sorted(given.keys() - set(_OPTIONS))
+    if unknown:
+        known = ", ".join(_OPTIONS)
+        raise ValueError(f"backend='memopt' takes the options {known}, got {', '.join(unknown)}")
+    step = CompiledStep(given)
+    if options is not None:
+        step = _STEPS.setdefault(id(options), step)
+    # A plain one, whose forward dynamo does not skip; in training mode, since what the mode decides
+    # is in the graph.
+    own = torch.fx.GraphModule(module, module.graph)
+    own.training = True
+    name, kinds = _begins_at(module), dict[Any, PlannedGraph]()
+
+    def run(*args: Any) -> Any:
+        if not torch.is_grad_enabled() or not any(map(_trained, args)):
+            return own(*args)
+        kind = tuple(map(_described, args))
+        if kind not in kinds:
+            kinds[kind] = step.planned(name, own, args)
+        return step.call(kinds[kind], args)
+
+    return run
+
+
+def compiled_steps() -> tuple[CompiledStep, ...]:
+    """What `torch.compile(..., backend="memopt")` has planned in this process."""
+    return tuple(_STEPS.values())
+
+
+def _trained(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        kind = (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+        return (*kind, torch.is_autocast_enabled(value.device.type))
+    return value
+
+
+def _begins_at(module: torch.fx.GraphModule) -> str:
+    """Where in the user's code a graph begins: "file.py:12, in forward"."""
+    for node in module.graph.nodes:
+        trace = node.meta.get("stack_trace") or ""
+        places = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+        if node.op != "placeholder" and places:
+            return places[-1].removeprefix("File ").replace('"', "").replace(", line ", ":", 1)
+    return "the start"

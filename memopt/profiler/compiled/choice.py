@@ -1,0 +1,125 @@
+"""Which regions run as compiled kernels: all, those that are faster, or those of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.fx import Graph as FxGraph
+from torch.fx import Node
+
+from memopt.models.record import KERNELS, ModelRecord
+from memopt.profiler.build import Lowering
+from memopt.profiler.capture import Captured
+from memopt.profiler.compiled.fuse import Found, Fused, Progress, fused, kernel_of
+from memopt.profiler.compiled.subgraph import Subgraph
+from memopt.profiler.measure import MeasureOptions, costs_of, silent
+
+Fuse = Callable[[nn.Module, Captured, Lowering], Fused]
+"""Gives a captured step its kernels."""
+
+
+def check_kernels(kernels: str) -> None:
+    """Refuse an unknown choice.
+
+    Raises:
+        ValueError: it is none of KERNELS.
+    """
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels= is one of {', '.join(map(repr, KERNELS))}, got {kernels!r}")
+
+
+def chosen_kernels(
+    kernels: str,
+    device: torch.device,
+    options: MeasureOptions,
+    block_bytes: int,
+    progress: Progress = silent,
+) -> Fuse:
+    """What gives a step the kernels that `memopt.plan(kernels=...)` asks for.
+
+    Args:
+        kernels: one of KERNELS. "auto" measures each region, both ways.
+        device: where the step runs.
+        options: how hard to measure.
+        block_bytes: the allocator's granularity.
+        progress: called with (fraction, what).
+    """
+
+    def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
+        if kernels == "aten":
+            return Fused(captured, lowering)
+        measured = partial(_slower, lowering, device, options, progress)
+        return fused(
+            model,
+            captured,
+            lowering,
+            device,
+            kernels=kernels,
+            slower=measured if kernels == "auto" else lambda _found: set(),
+            block_bytes=block_bytes,
+            progress=progress,
+        )
+
+    return fuse
+
+
+def planned_kernels(record: ModelRecord | None, device: torch.device, block_bytes: int) -> Fuse:
+    """What gives a step that is captured anew the kernels of a plan.
+
+    Args:
+        record: the plan's.
+        device: where the step runs.
+        block_bytes: the allocator's granularity in the plan's graph.
+    """
+
+    def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
+        if record is None or record.kernels == "aten":
+            return Fused(captured, lowering)
+        return fused(
+            model,
+            captured,
+            lowering,
+            device,
+            kernels=record.kernels,
+            aten=record.aten_regions,
+            block_bytes=block_bytes,
+        )
+
+    return fuse
+
+
+def _slower(
+    lowering: Lowering,
+    device: torch.device,
+    options: MeasureOptions,
+    progress: Progress,
+    found: Found,
+) -> set[str]:
+    """Keys of the regions whose kernels take more time than ATen's kernels do, measured. ATen
+    draws the numbers of a dropout one by one: where there is one, it is not asked."""
+    distinct = {one.key: (region, one) for region, one in found if not one.dropouts}
+    calls = dict.fromkeys(op for region, _ in distinct.values() for op in region.operators)
+    costs = costs_of([lowering.nodes[op] for op in calls], device, options, progress)
+    aten_s = {op: cost.time_s for op, cost in zip(calls, costs, strict=True)}
+    nodes = [_call(one, device) for _, one in distinct.values()]
+    kernels = zip(distinct, costs_of(nodes, device, options, progress), strict=True)
+    return {
+        key
+        for key, cost in kernels
+        if cost.time_s > sum(aten_s[op] for op in distinct[key][0].operators)
+    }
+
+
+def _call(one: Subgraph, device: torch.device) -> Node:
+    """A region's kernel as a call of its own, to be measured."""
+    graph = FxGraph()
+    inputs = []
+    for node in one.graph.find_nodes(op="placeholder"):
+        inputs.append(graph.placeholder(node.name))
+        inputs[-1].meta["val"] = node.meta["val"]
+    call = graph.create_node("call_function", kernel_of(one, device), tuple(inputs), name="fused")
+    call.meta["val"] = tuple(node.meta["val"] for node in one.outputs)
+    return call

@@ -1,0 +1,194 @@
+"""Kernels for a captured step: `kernels="compiled"` or `"auto"` of `memopt.plan`.
+
+The step is divided into regions, equal ones are compiled once, and each is checked: results laid
+out as ATen's and in memory of their own. What does not compile, or is not what it should be, stays
+ATen's, and a note says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from memopt.profiler.build import Lowering, build
+from memopt.profiler.capture import Captured
+from memopt.profiler.compiled.divide import Region, divide
+from memopt.profiler.compiled.fusible import is_fusible
+from memopt.profiler.compiled.inductor import REFUSALS, Run, check_compiler, compiled
+from memopt.profiler.compiled.kernel import FusedKernel
+from memopt.profiler.compiled.replace import with_kernels
+from memopt.profiler.compiled.subgraph import Layout, Subgraph, subgraphs
+from memopt.profiler.memory_layout import storage_of
+
+Progress = Callable[[float, str], None]
+
+
+Found = list[tuple[Region, Subgraph]]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A captured step with its kernels.
+
+    Attributes:
+        captured: the step.
+        lowering: of it, unpriced.
+        notes: what a user should know.
+        kernels: what its operators run, as asked for.
+        aten_regions: keys of the regions that stay ATen's, sorted.
+    """
+
+    captured: Captured
+    lowering: Lowering
+    notes: tuple[str, ...] = ()
+    kernels: str = "aten"
+    aten_regions: tuple[str, ...] = ()
+
+
+_RUNS: dict[str, Run | str] = {}
+"""What runs each region that this process has compiled, or why it cannot be compiled."""
+
+
+def fused(
+    model: nn.Module,
+    captured: Captured,
+    lowering: Lowering,
+    device: torch.device,
+    *,
+    kernels: str,
+    aten: Collection[str] = (),
+    slower: Callable[[Found], set[str]] = lambda _found: set(),
+    block_bytes: int = 1,
+    progress: Progress = lambda _fraction, _what: None,
+) -> Fused:
+    """A captured step with the kernels of its regions.
+
+    Args:
+        model: what was captured.
+        captured: its step; changed in place.
+        lowering: of the step.
+        device: where it runs.
+        kernels: as asked for.
+        aten: keys of regions that stay ATen's and need not be compiled.
+        slower: of regions that compiled, the keys of those that stay ATen's all the same.
+        block_bytes: the allocator's granularity.
+        progress: called with (fraction, what).
+
+    Raises:
+        MemoptError: there is no compiler.
+    """
+    check_compiler(device, kernels)
+    anchors: set[Node] = set()
+    left: set[str] = set()
+    slow = 0
+    refused: Counter[str] = Counter()
+    while True:
+        # Regions depend on each other's: one may make a mask that another need not write.
+        found = _regions(lowering, anchors)
+        _compile([one for _, one in found if one.key not in aten], device, progress)
+        good = [p for p in found if p[1].key not in aten and _reason(p[1], device) is None]
+        behind = slower(good)
+        stay = [p for p in found if p[1].key in behind or not _is_in(p, good)]
+        slow += len(stay)
+        for pair in stay:
+            left.add(pair[1].key)
+            anchors |= {lowering.nodes[op] for op in pair[0].operators}
+            reason = None if pair[1].key in aten else _reason(pair[1], device)
+            if reason is not None:
+                refused[reason] += 1
+        if not stay:
+            break
+    slow -= refused.total()
+    if found:
+        calls = [(region, one, kernel_of(one, device)) for region, one in found]
+        captured = with_kernels(captured, lowering, calls)
+        lowering = build(model, captured, block_bytes)
+    notes = _notes(found, slow, refused)
+    return Fused(captured, lowering, notes, kernels, tuple(sorted(left)))
+
+
+def _is_in(pair: tuple[Region, Subgraph], pairs: Found) -> bool:
+    return any(pair is one for one in pairs)
+
+
+def _reason(one: Subgraph, device: torch.device) -> str | None:
+    """Why a region cannot run as a compiled kernel; None: it can."""
+    run = _RUNS[_place(one, device)]
+    return run if isinstance(run, str) else None
+
+
+def kernel_of(one: Subgraph, device: torch.device) -> FusedKernel:
+    """The kernel of a region that was compiled."""
+    run = _RUNS[_place(one, device)]
+    assert not isinstance(run, str)
+    return FusedKernel(one.key, run)
+
+
+def _place(one: Subgraph, device: torch.device) -> str:
+    return f"{device.type}|{one.key}"
+
+
+def _regions(lowering: Lowering, anchors: set[Node]) -> Found:
+    """The regions of a step in which some dropouts stay as they are."""
+    nodes = lowering.nodes
+    free = [node not in anchors and is_fusible(node) for node in nodes]
+    return subgraphs(lowering, divide(lowering, free.__getitem__))
+
+
+def _compile(found: list[Subgraph], device: torch.device, progress: Progress) -> None:
+    """Compile what this process has not compiled yet, and check it."""
+    missing = {one.key: one for one in found if _place(one, device) not in _RUNS}
+    made = compiled(missing, progress)
+    for key, run in made.items():
+        one = missing[key]
+        wrong = run if isinstance(run, str) else _wrong(one, run, device)
+        _RUNS[_place(one, device)] = run if wrong is None else wrong
+
+
+def _wrong(one: Subgraph, run: Run, device: torch.device) -> str | None:
+    """What is wrong with the results of a compiled region, on stand-in data; None: nothing."""
+    inputs = [_stand_in(layout, device) for layout in one.layouts]
+    given = {storage_of(value) for value in inputs}
+    try:
+        with torch.no_grad():
+            results = list(run(list(inputs)))
+    except REFUSALS as error:
+        return f"it fails: {error}"
+    for result, layout in zip(results, one.results, strict=True):
+        if not isinstance(result, torch.Tensor):
+            return "a result is no tensor"
+        found = Layout(tuple(result.shape), tuple(result.stride()), result.dtype, layout.device)
+        if str(found) != str(Layout(layout.shape, layout.strides, layout.dtype, layout.device)):
+            return f"a result is laid out as {found}, not as {layout}"
+    storages = [storage_of(result) for result in results]
+    if len({*storages, *given}) < len(storages) + len(given):
+        return "its results share memory"
+    return None
+
+
+def _stand_in(layout: Layout, device: torch.device) -> torch.Tensor:
+    spans = zip(layout.shape, layout.strides, strict=True)
+    count = layout.offset + 1 + sum((size - 1) * stride for size, stride in spans)
+    flat = torch.zeros(count, dtype=layout.dtype, device=device)
+    return flat.as_strided(layout.shape, layout.strides, layout.offset)
+
+
+def _notes(taken: Found, slow: int, refused: Counter[str]) -> tuple[str, ...]:
+    distinct = len({one.key for _, one in taken})
+    notes = [
+        f"{len(taken)} regions run as compiled kernels, {distinct} of them distinct: they round, "
+        "and draw random numbers, in their own way. Every plan of these kernels gives the same "
+        "bits as their store-all, if it chooses no implementation that rounds otherwise."
+    ]
+    if slow:
+        notes.append(f"{slow} regions stay ATen's, whose kernels were faster for them.")
+    notes += [
+        f"{count} regions stay ATen's, since they could not be compiled: {reason}"
+        for reason, count in refused.most_common()
+    ]
+    return tuple(notes)

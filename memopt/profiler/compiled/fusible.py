@@ -1,0 +1,95 @@
+"""Which operators Inductor fuses into one kernel; all others are anchors, which stay ATen's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from memopt.profiler.compiled.dropout import is_dropout
+from memopt.profiler.nodes import is_random
+
+
+def _overloads(names: str) -> frozenset[str]:
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
+_REDUCTIONS = _overloads(
+    """
+    sum.default sum.dim_IntList mean.default mean.dim amax.default amin.default var.correction
+    var_mean.correction logsumexp.default linalg_vector_norm.default
+    """
+)
+_NORMS = _overloads(
+    """
+    native_layer_norm.default native_layer_norm_backward.default native_group_norm.default
+    native_group_norm_backward.default _native_batch_norm_legit_functional.default
+    native_batch_norm_backward.default _fused_rms_norm.default _fused_rms_norm_backward.default
+    _softmax.default _softmax_backward_data.default _safe_softmax.default _log_softmax.default
+    _log_softmax_backward_data.default nll_loss_forward.default nll_loss_backward.default
+    mse_loss.default mse_loss_backward.default
+    """
+)
+_COPIES = _overloads(
+    """
+    _to_copy.default clone.default copy.default cat.default stack.default slice_backward.default
+    select_backward.default constant_pad_nd.default repeat.default tril.default triu.default
+    flip.default roll.default embedding.default gather.default
+    """
+)
+_UNTAGGED = _overloads(
+    """
+    where.self where.ScalarSelf where.ScalarOther where.Scalar fill.Scalar fill.Tensor
+    hardtanh_backward.default hardswish.default hardswish_backward.default elu_backward.default
+    softplus_backward.default native_dropout_backward.default
+    """
+)
+"""Pointwise operators that torch does not call so."""
+_FUSED = _REDUCTIONS | _NORMS | _COPIES | _UNTAGGED
+_MADE_OF_NOTHING = _overloads(
+    """
+    full.default full_like.default zeros.default zeros_like.default ones.default ones_like.default
+    scalar_tensor.default arange.default arange.start arange.start_step new_zeros.default
+    new_ones.default new_full.default
+    """
+)
+
+
+def is_fusible(node: Node) -> bool:
+    """Whether a kernel call can be part of a region."""
+    target: Any = node.target
+    if is_dropout(node):
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or is_random(node):
+        return False
+    if any(not _plain(value) for value in _values(node)):
+        return False
+    name = str(target)
+    pointwise = torch.Tag.pointwise in target.tags and target.namespace in ("aten", "prims")
+    return pointwise or name in _FUSED or name in _MADE_OF_NOTHING
+
+
+def is_constant(node: Node) -> bool:
+    """Whether a call makes the same small values out of numbers alone: every region that reads
+    them makes them itself."""
+    return str(node.target) in _MADE_OF_NOTHING
+
+
+def _values(node: Node) -> list[torch.Tensor]:
+    found = []
+    for one in (node, *node.all_input_nodes):
+        value = one.meta.get("val")
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        found += [item for item in items if isinstance(item, torch.Tensor)]
+    return found
+
+
+def _plain(value: torch.Tensor) -> bool:
+    """A strided tensor of numbers that is not empty and has no conjugate bit."""
+    return (
+        value.layout is torch.strided
+        and not value.is_complex()
+        and value.numel() > 0
+        and not value.is_neg()
+    )

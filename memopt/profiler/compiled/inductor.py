@@ -1,0 +1,150 @@
+"""Inductor on one region at a time; the only module that knows its private names (torch 2.11-2.13).
+
+C++ is compiled by a pool of processes. Generated modules wait for it when they are loaded; here
+that wait is put off until every region was lowered, so that the compilers of all run at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.fx import GraphModule
+
+from memopt.errors import MemoptError
+from memopt.models.locks import ForkedLock
+from memopt.profiler.compiled.subgraph import Layout, Subgraph
+from memopt.profiler.torch_private import imported
+
+_LOG = logging.getLogger(__name__)
+_ONE_AT_A_TIME = ForkedLock()
+
+REFUSALS = (
+    RuntimeError,
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
+"""What Inductor raises where it cannot compile a graph; its own errors are RuntimeErrors."""
+
+_NO_COMPILER = (
+    "kernels={kernels!r} needs a compiler, and there is none: {what}. kernels='aten', the default, "
+    "needs none"
+)
+
+Run = Callable[[list[Any]], Any]
+
+
+def check_compiler(device: torch.device, kernels: str) -> None:
+    """Find what Inductor compiles with for a device.
+
+    Raises:
+        MemoptError: it is not there; the message names what to install.
+    """
+    if device.type == "cpu":
+        find = imported("torch._inductor.cpp_builder", "get_cpp_compiler")
+        try:
+            find()
+        except REFUSALS as error:
+            what = "install a C++ compiler (g++ or clang++) on the PATH, or name it in CXX"
+            raise MemoptError(_NO_COMPILER.format(kernels=kernels, what=what)) from error
+        return
+    has_triton = imported("torch.utils._triton", "has_triton")
+    if not has_triton():
+        what = "install Triton (pip install triton) for this device"
+        raise MemoptError(_NO_COMPILER.format(kernels=kernels, what=what))
+
+
+def compiled(
+    subgraphs: Mapping[str, Subgraph], progress: Callable[[float, str], None]
+) -> dict[str, Run | str]:
+    """Compile regions.
+
+    Args:
+        subgraphs: by their keys; each is compiled once.
+        progress: called with (fraction, what); may raise KeyboardInterrupt to end it.
+
+    Returns:
+        For each key what runs the region, or why it could not be compiled.
+    """
+    found: dict[str, Run | str] = {}
+    put_off: list[Callable[[], None]] = []
+    waits: dict[str, list[Callable[[], None]]] = {}
+    total = max(1, len(subgraphs))
+    with _ONE_AT_A_TIME, _waits_put_off(put_off):
+        for position, (key, one) in enumerate(subgraphs.items()):
+            progress(0.5 * position / total, f"compiling region {position + 1} of {total}")
+            del put_off[:]
+            try:
+                found[key] = _compile(one)
+            except REFUSALS as error:
+                found[key] = _reason(error)
+            waits[key] = list(put_off)
+    for position, (key, pending) in enumerate(waits.items()):
+        progress(0.5 + 0.5 * position / total, f"compiling region {position + 1} of {total}")
+        try:
+            for wait in pending:
+                wait()
+        except REFUSALS as error:
+            found[key] = _reason(error)
+    return found
+
+
+def _reason(error: BaseException) -> str:
+    _LOG.debug("a region cannot be compiled", exc_info=error)
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+@contextlib.contextmanager
+def _waits_put_off(put_off: list[Callable[[], None]]) -> Iterator[None]:
+    async_compile = imported("torch._inductor.async_compile", "AsyncCompile")
+    wait = async_compile.wait
+
+    def later(self: Any, scope: dict[str, Any]) -> None:
+        put_off.append(lambda: wait(self, scope))
+
+    with mock.patch.object(async_compile, "wait", later):
+        yield
+
+
+def _compile(one: Subgraph) -> Run:
+    fake_mode = imported("torch._subclasses.fake_tensor", "FakeTensorMode")()
+    compile_ = imported("torch._inductor.compile_fx", "compile_fx_inner")
+    decompositions = imported("torch._inductor.decomposition", "select_decomp_table")()
+    config: Any = imported("torch._inductor", "config")
+    make_fx = imported("torch.fx.experimental.proxy_tensor", "make_fx")
+    guards = imported("torch", "_guards")
+    with fake_mode, torch.no_grad():
+        inputs = [_empty(layout) for layout in one.layouts]
+        module = GraphModule({}, one.graph)
+        traced = make_fx(module, decomposition_table=decompositions)(*inputs)
+    output = traced.graph.output_node()
+    results = output.args[0]
+    for node, layout in zip(results, one.results, strict=True):
+        value = node.meta["val"]
+        if (tuple(value.shape), value.dtype) != (layout.shape, layout.dtype):
+            raise ValueError(f"its result would be {Layout.of(value)} instead of {layout}")
+        if tuple(value.stride()) != layout.strides:
+            with fake_mode:
+                node.meta["val"] = _empty(layout)
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))
+    patch = config.patch({"reorder_for_peak_memory": False, "fx_graph_cache": True})
+    with patch, guards.tracing(guards.TracingContext(fake_mode)), torch.no_grad():
+        made = compile_(traced, inputs)
+    call: Run = made
+    return call
+
+
+def _empty(layout: Layout) -> torch.Tensor:
+    return torch.empty_strided(
+        layout.shape, layout.strides, dtype=layout.dtype, device=layout.device
+    )

@@ -1,0 +1,35 @@
+"""A compiled region as the kernel of an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+PREFIX = "memopt.fused."
+"""Targets of compiled operators begin with it; the key of what they compute follows."""
+
+
+@dataclass(eq=False)
+class FusedKernel:
+    """What an operator that was compiled calls: `kernel(*inputs) -> results`.
+
+    Attributes:
+        key: equal regions have equal keys, in every process and on every machine.
+        run: takes the list of its inputs, and empties it; None: not compiled.
+    """
+
+    key: str
+    run: Callable[[list[Any]], Any] | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run it; the results are new tensors, none of which shares memory with another."""
+        assert self.run is not None
+        return self.run(list(inputs))
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.key}"
+
+    @property
+    def __name__(self) -> str:
+        return f"fused_{self.key}"

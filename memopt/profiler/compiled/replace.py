@@ -1,0 +1,164 @@
+"""A captured step in which regions are single calls of compiled kernels."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph as FxGraph
+from torch.fx import Node
+
+from memopt.profiler.build import Lowering
+from memopt.profiler.capture import Captured
+from memopt.profiler.compiled.divide import Region
+from memopt.profiler.compiled.dropout import SEEDS
+from memopt.profiler.compiled.kernel import FusedKernel
+from memopt.profiler.compiled.subgraph import Subgraph
+from memopt.profiler.nodes import is_random
+
+Fused = tuple[Region, Subgraph, FusedKernel]
+"""A region, as a graph of its own, and its kernel."""
+
+_KEPT_META = ("nn_module_stack", "seq_nr", "partitioner_tag", "stack_trace")
+_NAMED = 3
+"""Operators that a fused one is named after, at most."""
+
+
+def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused]) -> Captured:
+    """Replace regions by calls of their kernels, in the captured graph itself.
+
+    The call of a region stands where its last operator stood.
+    """
+    graph = captured.module.graph
+    _reorder(graph, lowering, [region for region, _, _ in fused])
+    seeds = _seeds(graph, fused)
+    renamed: dict[Node, Node] = {}
+    for region, one, kernel in fused:
+        last = lowering.nodes[region.operators[-1]]
+        inputs: list[Node] = [renamed.get(node, node) for node in one.inputs]
+        with graph.inserting_before(lowering.nodes[region.operators[0]]):
+            call = graph.create_node("call_function", kernel, (), name=_name(lowering, region))
+        with graph.inserting_before(call):
+            inputs += [_seed(graph, seeds, node) for node in one.dropouts]
+        call.args = tuple(inputs)
+        call.meta = {key: last.meta[key] for key in _KEPT_META if key in last.meta}
+        call.meta["val"] = tuple(node.meta["val"] for node in one.outputs)
+        with graph.inserting_after(call):
+            for position, node in reversed(list(enumerate(one.outputs))):
+                result = graph.call_function(operator.getitem, (call, position))
+                result.meta = {**node.meta}
+                renamed[node] = result
+                node.replace_all_uses_with(result)
+    _erase(graph, {lowering.nodes[op] for region, _, _ in fused for op in region.operators})
+
+    def new(one: Any) -> Any:
+        return renamed.get(one, one) if isinstance(one, Node) else one
+
+    return replace(
+        captured,
+        forward_outputs=tuple(map(new, captured.forward_outputs)),
+        gradients=tuple(map(new, captured.gradients)),
+    )
+
+
+def _name(lowering: Lowering, region: Region) -> str:
+    names = dict.fromkeys(
+        str(lowering.nodes[op].target).partition(".")[2].partition(".")[0].strip("_")
+        for op in region.operators
+    )
+    return "fused_" + "_".join(list(names)[:_NAMED])
+
+
+def _seeds(graph: FxGraph, fused: Sequence[Fused]) -> dict[Node, tuple[Node, int]]:
+    """For each dropout the call that draws the seeds of its step, and its place among them."""
+    dropouts = list(dict.fromkeys(node for _, one, _ in fused for node in one.dropouts))
+    if not dropouts:
+        return {}
+    value = dropouts[0].args[0].meta["val"]  # type: ignore[union-attr]
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        seeds = _call(graph, value.fake_mode, SEEDS, len(dropouts), value.device)
+    return {node: (seeds, place) for place, node in enumerate(dropouts)}
+
+
+def _seed(graph: FxGraph, seeds: dict[Node, tuple[Node, int]], dropout: Node) -> Node:
+    drawn, place = seeds[dropout]
+    fake_mode = drawn.meta["val"].fake_mode
+    return _call(graph, fake_mode, torch.ops.aten.select.int, drawn, 0, place)
+
+
+def _call(graph: FxGraph, fake_mode: Any, target: Any, *args: Any) -> Node:
+    node = graph.call_function(target, args)
+    with fake_mode:
+        node.meta["val"] = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
+    return node
+
+
+def _reorder(graph: FxGraph, lowering: Lowering, regions: Sequence[Region]) -> None:
+    """Put the nodes of each region behind all that they read, and before all that reads them."""
+    nodes = list(graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    unit = {node: i for i, node in enumerate(nodes)}
+    for region in regions:
+        calls = [lowering.nodes[op] for op in region.operators]
+        last = max(position[call] for call in calls)
+        for call in calls:
+            unit[call] = last
+            for user in call.users:
+                if user.target is operator.getitem:
+                    unit[user] = last
+        _join_views(calls, lowering, region, unit, last)
+    members: dict[int, list[Node]] = defaultdict(list)
+    for node in nodes:
+        members[unit[node]].append(node)
+    needs = {
+        one: {unit[s] for node in group for s in node.all_input_nodes} - {one}
+        for one, group in members.items()
+    }
+    waiting: dict[int, list[int]] = defaultdict(list)
+    for one, sources in needs.items():
+        for source in sources:
+            waiting[source].append(one)
+    left = {one: len(sources) for one, sources in needs.items()}
+    ready = [one for one, count in left.items() if not count]
+    heapq.heapify(ready)
+    order: list[Node] = []
+    while ready:
+        one = heapq.heappop(ready)
+        order += members[one]
+        for reader in waiting[one]:
+            left[reader] -= 1
+            if not left[reader]:
+                heapq.heappush(ready, reader)
+    assert len(order) == len(nodes), "regions that are not convex"
+    end = graph.output_node()
+    for node in order:
+        if node is not end:
+            end.prepend(node)
+
+
+def _join_views(
+    calls: Sequence[Node], lowering: Lowering, region: Region, unit: dict[Node, int], last: int
+) -> None:
+    """Views between two calls of a region belong to it."""
+    written = {t for op in region.operators for t in lowering.graph.operators[op].writes}
+    stack = [source for call in calls for source in call.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        held = lowering.storages.get(node, ())
+        if node in lowering.views and unit[node] != last and any(t in written for t in held):
+            unit[node] = last
+            stack.extend(node.all_input_nodes)
+
+
+def _erase(graph: FxGraph, members: set[Node]) -> None:
+    """Drop what nothing reads any more; what draws random numbers outside of regions stays."""
+    for node in reversed(list(graph.nodes)):
+        drops = node in members or not is_random(node)
+        if node.op == "call_function" and not node.users and drops:
+            graph.erase_node(node)

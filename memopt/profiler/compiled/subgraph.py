@@ -1,0 +1,229 @@
+"""A region as a graph of its own: what it reads, what it writes, and a key of what it computes."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph as FxGraph
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from memopt.profiler.build import Lowering
+from memopt.profiler.compiled.divide import Region
+from memopt.profiler.compiled.dropout import dropped_out, is_dropout, kept_elements, mask_of
+from memopt.profiler.compiled.fusible import is_constant
+
+_ALIGNED = 64
+"""Bytes: kernels may ask where in them a tensor begins."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor that goes into a region or comes out of it: all that its kernel depends on."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int = 0
+
+    @staticmethod
+    def of(value: torch.Tensor) -> Layout:
+        """The layout of a tensor; of its offset what matters to alignment."""
+        offset = int(value.storage_offset()) % max(1, _ALIGNED // value.dtype.itemsize)
+        return Layout(tuple(value.shape), tuple(value.stride()), value.dtype, value.device, offset)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        where = "" if self.device.type == "cpu" else f"@{self.device.type}"
+        return f"{dtype}{list(self.shape)}s{list(self.strides)}+{self.offset}{where}"
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """A region taken out of the step.
+
+    Attributes:
+        graph: of ATen operators; its placeholders are the inputs, then the dropouts' seeds.
+        inputs: nodes of the step that the region reads.
+        outputs: nodes of the step whose values it writes, each in memory of its own.
+        layouts: of the placeholders.
+        results: the outputs' layouts.
+        dropouts: the dropouts of the step whose masks the region makes, in the order of their
+            seeds: its own, and those whose masks it reads.
+        key: equal regions have equal keys, in every process.
+    """
+
+    graph: FxGraph
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    layouts: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    dropouts: tuple[Node, ...]
+    key: str
+
+
+def subgraphs(lowering: Lowering, regions: Sequence[Region]) -> list[tuple[Region, Subgraph]]:
+    """Regions as graphs of their own, without those that write nothing. They are to be replaced
+    together: masks of dropouts that only they read are not written."""
+    members = frozenset(lowering.nodes[op] for region in regions for op in region.operators)
+    taken = ((region, _Taken(lowering, region, members).made()) for region in regions)
+    return [(region, one) for region, one in taken if one is not None]
+
+
+class _Taken:
+    """Copies a region's calls, the views between them, constants and masks into a graph."""
+
+    def __init__(self, lowering: Lowering, region: Region, members: frozenset[Node]) -> None:
+        self.lowering = lowering
+        self.members = members
+        self.calls = [lowering.nodes[op] for op in region.operators]
+        self.inside = set(self.calls)
+        self.written = {
+            tensor for op in region.operators for tensor in lowering.graph.operators[op].writes
+        }
+        self.graph = FxGraph()
+        self.copies: dict[Node, Node] = {}
+        self.inputs: dict[Node, Node] = {}
+        self.seeds: dict[Node, Node] = {}
+
+    def made(self) -> Subgraph | None:
+        outputs = self._outputs()
+        if not outputs:
+            return None
+        inputs, dropouts = self._read()
+        for node in inputs:
+            self.inputs[node] = self.graph.placeholder(f"in{len(self.inputs)}")
+            self.inputs[node].meta["val"] = node.meta["val"]
+        for node in dropouts:
+            self.seeds[node] = self.graph.placeholder(f"seed{len(self.seeds)}")
+            value = node.args[0].meta["val"]  # type: ignore[union-attr]
+            with value.fake_mode:
+                self.seeds[node].meta["val"] = torch.empty(
+                    2, dtype=torch.int32, device=value.device
+                )
+        results = [self.copy(node) for node in outputs]
+        self.graph.output(tuple(results))
+        given = self.graph.find_nodes(op="placeholder")
+        layouts = tuple(Layout.of(node.meta["val"]) for node in given)
+        written = tuple(Layout.of(node.meta["val"]) for node in outputs)
+        key = _key(self.graph, layouts, written)
+        return Subgraph(self.graph, tuple(inputs), outputs, layouts, written, tuple(dropouts), key)
+
+    def _outputs(self) -> tuple[Node, ...]:
+        """The nodes that name the tensors which something outside reads."""
+        wanted: dict[int, None] = {}
+        for node, held in self.lowering.storages.items():
+            for tensor in held:
+                if tensor in self.written and self._leaves(node):
+                    wanted.setdefault(tensor)
+        bases = self.lowering.bases
+        return tuple(bases[tensor] for tensor in sorted(wanted) if tensor in bases)
+
+    def _leaves(self, node: Node) -> bool:
+        """Whether a kernel outside the region, or the step's result, reads a node; the masks of
+        dropouts every region makes itself."""
+        inside = self.members if self._masking(node) is not None else self.inside
+        return any(
+            user not in inside and user not in self.lowering.views
+            for user in node.users
+            if user.op == "output" or user in self.lowering.storages
+        )
+
+    def _masking(self, node: Node) -> Node | None:
+        """The dropout in a region whose mask a node is, or looks into."""
+        held = self.lowering.storages.get(node, (None,))
+        if len(held) != 1 or held[0] is None:
+            return None
+        base = self.lowering.bases.get(held[0])
+        if base is None or base.target is not operator.getitem or base.args[1] != 1:
+            return None
+        call = base.args[0]
+        found = isinstance(call, Node) and call in self.members and is_dropout(call)
+        return call if found else None  # type: ignore[return-value]
+
+    def _read(self) -> tuple[list[Node], list[Node]]:
+        """The step's nodes that the region reads, and the dropouts whose masks it makes, in the
+        order in which it does."""
+        inputs: dict[Node, None] = {}
+        dropouts: dict[Node, None] = {}
+
+        def look(node: Node) -> None:
+            call = self._masking(node)
+            if call is not None:
+                dropouts.setdefault(call)
+            elif node in self.inside:
+                if is_dropout(node):
+                    dropouts.setdefault(node)
+            elif self._is_between(node) or self._is_constant(node):
+                for source in node.all_input_nodes:
+                    look(source)
+            else:
+                inputs.setdefault(node)
+
+        for call in self.calls:
+            look(call)
+            for source in call.all_input_nodes:
+                look(source)
+        return list(inputs), list(dropouts)
+
+    def _is_between(self, node: Node) -> bool:
+        """Whether a node is a view of what the region writes."""
+        held = self.lowering.storages.get(node, ())
+        return node in self.lowering.views and any(tensor in self.written for tensor in held)
+
+    def _is_constant(self, node: Node) -> bool:
+        """Whether the region makes a small constant itself."""
+        from_nothing = not any(source.op == "call_function" for source in node.all_input_nodes)
+        return node in self.lowering.storages and is_constant(node) and from_nothing
+
+    def copy(self, node: Node) -> Node:
+        """The node of the region's own graph."""
+        if node in self.inputs:
+            return self.inputs[node]
+        if node not in self.copies:
+            self.copies[node] = self._copied(node)
+        return self.copies[node]
+
+    def _copied(self, node: Node) -> Node:
+        if node.target is operator.getitem and is_dropout(node.args[0]):  # type: ignore[arg-type]
+            call: Any = node.args[0]
+            if node.args[1] == 0:
+                return self.copy(call)
+            value = call.args[0].meta["val"]
+            return kept_elements(self.graph, value, float(call.args[1]), self.seeds[call])
+        if is_dropout(node):
+            x, p, _ = node.args
+            mask = self._mask(node)
+            return dropped_out(self.graph, self.copy(x), float(p), mask)  # type: ignore[arg-type]
+        args, kwargs = map_arg((node.args, node.kwargs), self.copy)
+        made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        made.meta["val"] = node.meta["val"]
+        return made
+
+    def _mask(self, call: Node) -> Node:
+        named = mask_of(call)
+        if named is not None:
+            return self.copy(named)
+        x, p, _ = call.args
+        return kept_elements(self.graph, x.meta["val"], float(p), self.seeds[call])  # type: ignore[union-attr, arg-type]
+
+
+def _key(graph: FxGraph, layouts: Iterable[Layout], results: Iterable[Layout]) -> str:
+    numbers = {node: position for position, node in enumerate(graph.nodes)}
+
+    def named(value: Any) -> Any:
+        return map_arg(value, lambda node: f"%{numbers[node]}")
+
+    lines = [*map(str, layouts), "->", *map(str, results)]
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            shown = pytree.tree_map(str, (named(node.args), named(node.kwargs)))
+            lines.append(f"{node.target}{shown}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
