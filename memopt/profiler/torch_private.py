@@ -28,7 +28,12 @@ _MOVED = (
 )
 
 
-def _import(module: str, name: str) -> Any:
+def imported(module: str, name: str) -> Any:
+    """A private name of torch's.
+
+    Raises:
+        CaptureError: this torch does not have it.
+    """
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -36,17 +41,7 @@ def _import(module: str, name: str) -> Any:
         raise CaptureError(message) from error
 
 
-_imported_once = functools.cache(_import)
-
-
-def imported(module: str, name: str) -> Any:
-    """A private name of torch's.
-
-    Raises:
-        CaptureError: this torch does not have it.
-    """
-    return _import(module, name)
-
+_imported_once = functools.cache(imported)
 
 _FUNCTIONAL_TENSOR = ("torch._subclasses.functional_tensor", "FunctionalTensor")
 
@@ -58,7 +53,7 @@ def profiler_looks_on() -> bool:
 
 def give_back_workspaces() -> None:
     """Let cuBLAS return its workspaces, of all threads and streams, to torch's CUDA allocator."""
-    _import("torch._C", "_cuda_clearCublasWorkspaces")()
+    imported("torch._C", "_cuda_clearCublasWorkspaces")()
 
 
 def autograd_in_kernels() -> contextlib.AbstractContextManager[None]:
@@ -87,7 +82,7 @@ def captured_around() -> bool:
 
 def shape_from_data_error() -> type[Exception]:
     """Dynamo's error where it loses track of a shape that depends on values."""
-    error: type[Exception] = _import(
+    error: type[Exception] = imported(
         "torch.fx.experimental.symbolic_shapes", "PendingUnbackedSymbolNotFound"
     )
     return error
@@ -102,7 +97,7 @@ def dynamo_capture(
     """One FX graph of the whole model by dynamo, sharing the model's parameters; the Python
     objects that the forward changes (in dynamo's words), which the graph will not change; and
     what the trace read of others."""
-    capture = _import("torch._dynamo.functional_export", "_dynamo_graph_capture_for_export")
+    capture = imported("torch._dynamo.functional_export", "_dynamo_graph_capture_for_export")
     import torch._dynamo.config as config
 
     wanted = {
@@ -145,7 +140,7 @@ def _not_exporting() -> Iterator[None]:
     Models ask for it: Hugging Face's exported attention has a mask in place of `is_causal`, and
     keys and values repeated for every head."""
     home = importlib.import_module("torch._dynamo.functional_export")
-    states = _import("torch._dynamo.variables.torch", "tracing_state_functions")()
+    states = imported("torch._dynamo.variables.torch", "tracing_state_functions")()
     question = torch.compiler.is_exporting
     entered, answer = getattr(home, "_compiling_state_context", None), states.get(question)
 
@@ -174,7 +169,7 @@ def _not_exporting() -> Iterator[None]:
 def _calls_kept_whole() -> Iterator[None]:
     """Without what dynamo itself takes apart whatever it is told: addcdiv with a factor becomes
     a quotient, a product and a sum, which round otherwise."""
-    variable = _import("torch._dynamo.variables.torch", "TorchInGraphFunctionVariable")
+    variable = imported("torch._dynamo.variables.torch", "TorchInGraphFunctionVariable")
     handlers: dict[Any, Any] = getattr(variable, "_get_handlers", dict)()
     with _ONE_AT_A_TIME:
         taken = handlers.pop(torch.addcdiv, None)
@@ -204,7 +199,7 @@ def export_joint(
     stack: contextlib.ExitStack, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The joint forward+backward ATen graph with descriptors, without decompositions."""
-    export = _import("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
+    export = imported("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
     stack.enter_context(kernels_kept_whole())
     return export(stack, module, args, kwargs)
 
@@ -275,7 +270,7 @@ def fake_results_through(
 ) -> Iterator[None]:
     """Trace with `change(overload, args, kwargs, result)` in place of every result that this
     thread's fake kernels give and for which `wanted(overload, result)`."""
-    mode = _import("torch._subclasses.fake_tensor", "FakeTensorMode")
+    mode = imported("torch._subclasses.fake_tensor", "FakeTensorMode")
     asked = mode.dispatch
     thread, inside = threading.get_ident(), False
 
@@ -306,7 +301,7 @@ def compile_joint(
     backward_compiler: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Wrap our own forward and backward callables in AOTAutograd's runtime."""
-    compile_ = _import("torch._functorch.aot_autograd", "aot_compile_joint_with_descriptors")
+    compile_ = imported("torch._functorch.aot_autograd", "aot_compile_joint_with_descriptors")
     # AOTAutograd writes one long expression over all parameters, and Python's compiler recurses
     # into it: the default limit stops models of about a thousand layers (ResNet-1001).
     limit = sys.getrecursionlimit()
@@ -374,7 +369,7 @@ def replace_functional(tensor: Any, value: Any) -> None:
 def has_kernel(overload: Any, dispatch_key: str) -> bool:
     """Whether torch has a kernel of its own for an operator overload on a kind of device, not one
     composed of other operators."""
-    find = _import("torch._C", "_dispatch_has_kernel_for_dispatch_key")
+    find = imported("torch._C", "_dispatch_has_kernel_for_dispatch_key")
     schema = overload._schema
     name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
     return bool(find(name, dispatch_key))
@@ -382,7 +377,7 @@ def has_kernel(overload: Any, dispatch_key: str) -> bool:
 
 def storage_at(address: int, device: torch.device, size_bytes: int) -> torch.UntypedStorage:
     """A storage over memory that somebody else owns and must keep alive."""
-    make = _import("torch._C", "_construct_storage_from_data_pointer")
+    make = imported("torch._C", "_construct_storage_from_data_pointer")
     storage: torch.UntypedStorage = make(address, device, size_bytes)
     return storage
 
@@ -390,7 +385,7 @@ def storage_at(address: int, device: torch.device, size_bytes: int) -> torch.Unt
 def allocations(profiler: Any) -> list[tuple[int, int, int]]:
     """(time in ns, address, bytes: positive allocated, negative freed) of a finished CPU profile
     with memory, in the order of time."""
-    kind = _import("torch._C._profiler", "_EventType").Allocation
+    kind = imported("torch._C._profiler", "_EventType").Allocation
     found: list[tuple[int, int, int]] = []
     stack = list(profiler.profiler.kineto_results.experimental_event_tree())
     while stack:

@@ -16,6 +16,7 @@ from memopt.profiler.capture import Captured
 from memopt.profiler.compiled.fuse import Found, Fused, Progress, fused, kernel_of
 from memopt.profiler.compiled.subgraph import Subgraph
 from memopt.profiler.measure import MeasureOptions, costs_of, silent
+from memopt.profiler.signature import signature
 
 Fuse = Callable[[nn.Module, Captured, Lowering], Fused]
 """Gives a captured step its kernels."""
@@ -102,10 +103,10 @@ def _slower(
     draws the numbers of a dropout one by one: where there is one, it is not asked."""
     distinct = {one.key: (region, one) for region, one in found if not one.dropouts}
     calls = dict.fromkeys(op for region, _ in distinct.values() for op in region.operators)
-    costs = costs_of([lowering.nodes[op] for op in calls], device, options, progress)
+    costs = costs_of([lowering.signatures[op] for op in calls], device, options, progress)
     aten_s = {op: cost.time_s for op, cost in zip(calls, costs, strict=True)}
-    nodes = [_call(one, device) for _, one in distinct.values()]
-    kernels = zip(distinct, costs_of(nodes, device, options, progress), strict=True)
+    calls_alone = [signature(_call(one, device)) for _, one in distinct.values()]
+    kernels = zip(distinct, costs_of(calls_alone, device, options, progress), strict=True)
     return {
         key
         for key, cost in kernels
