@@ -237,14 +237,14 @@ def page(rows: Sequence[Row], limit_s: float, note: str) -> str:
     proved = sum(gap <= 1e-4 for gap in gaps)
     parts = [
         "# Graphs without a backward",
-        "`python -m benchmarks.forward_graphs --out docs/results/forward_graphs.md`: random "
-        "layered graphs by the recipe of Gagrani et al. (2022), as Moccasin's (Bartan et al., "
-        "2023), each in a random topological order. As in that paper the budget is a share of the "
-        "peak of the order given, with nothing run again. Plan and bound are the time of repeated "
-        "runs, over that of every operator once; the bound is of all plans whose operators run for "
-        f"the first time in the order given. At most {limit_s:g} s each, one thread, compiled code "
-        "apart; every plan is validated and replayed. The search was developed on other seeds. "
-        + note,
+        f"`python -m benchmarks.forward_graphs --limit {limit_s:g} --out docs/results/"
+        "forward_graphs.md`: random layered graphs by the recipe of Gagrani et al. (2022), as "
+        "Moccasin's (Bartan et al., 2023), each in a random topological order. As in that paper "
+        "the budget is a share of the peak of the order given, with nothing run again. Plan and "
+        "bound are the time of repeated runs, over that of every operator once; the bound is of "
+        "all plans whose operators run for the first time in the order given. At most "
+        f"{limit_s:g} s each, one thread, compiled code apart; every plan is validated and "
+        "replayed. The search was developed on other seeds. " + note,
         f"**{len(gaps)} of {len(rows)} have a plan, {proved} of them proved optimal**; "
         f"median gap {gaps[len(gaps) // 2]:.2f}%, largest {gaps[-1]:.2f}%."
         if gaps

@@ -26,7 +26,7 @@ from memopt.strategies.base import Status
 from memopt.strategies.solvers.binary_program import BinaryProgram
 from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 
-GAP = 1e-3
+GAP = 1e-5
 """Of the time of repeated runs, at which one relaxation ends."""
 ROUND_SHARE = 0.4
 """Share of the time left that one relaxation may take."""
