@@ -38,13 +38,13 @@ class Explorer {
     byId("theme").addEventListener("click", () => this.switchTheme());
     matchMedia("(prefers-color-scheme: dark)").addEventListener(
       "change", () => this.plots.theme());
+    this.plots.curve();
     const legends = curve.strategies.map((name, i) => ({
       name, color: this.data.colors.curves[i % this.data.colors.curves.length] }));
     legend("curve-legend", [...legends, { name: "without memopt", kind: "star" },
-      ...(this.data.device.capacity_bytes ? [{ name: "the device's memory", kind: "solid" }] : []),
+      ...(this.plots.capacityShown ? [{ name: "the device's memory", kind: "solid" }] : []),
       ...(curve.bounds.length ? [{ name: "faster than the bound", color: this.data.colors.rest,
                                    kind: "faint" }] : [])]);
-    this.plots.curve();
     this.plots.theme();
     showCheck(this.data);
     this.open(opened);

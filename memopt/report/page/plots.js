@@ -63,7 +63,10 @@ class Plots {
     this.fill("measured", { x: run.map((cell) => cell.measured_peak_bytes / memory.size),
                             y: run.map((cell) => cell.measured_time_s * time.size) });
     const capacity = this.data.device.capacity_bytes;
-    this.span("capacity", capacity === null ? null : capacity / memory.size);
+    const drawn = [...curve.cells, ...baselines].map((one) => one.peak_bytes ?? 0);
+    // One that no point comes near would be far outside the axis.
+    this.capacityShown = capacity !== null && capacity <= Math.max(...drawn);
+    this.span("capacity", this.capacityShown ? capacity / memory.size : null);
     this.fill("bound", boundBoxes(curve, memory.size, time.size));
   }
 
