@@ -53,20 +53,22 @@ def explore(
     """Write one HTML page that explains a model's plans: curve, memory, streams, modules."""
     for option, path in (("--out", out), ("--csv", csv), ("--snapshot", snapshot)):
         options.check_writable(option, path)
-    for one in strategy or ():
-        options.check_strategy(one)
+    for name in strategy or ():
+        options.check_strategy(name)
     if Path(target).is_file() and not target.endswith(".py"):
         if csv is not None:
             raise OptionError("--csv writes the curve of a model; a saved plan has none")
         page = load(target).report(out, points=points, progress=not quiet)
     else:
         mode = mode or ("measure" if device is None else "estimate")
+        priced = options.ModelOptions(
+            target, device, mode, optimizer, batch, sequence, dtype, cache, quiet=quiet
+        )
         made = memopt.curve(
-            **options.priced(target, device, mode, optimizer, cache, batch, sequence, dtype),
+            **priced.arguments(),
             strategies=strategy or DEFAULT,
             points=points,
             time_limit_s=time_limit,
-            progress=not quiet,
         )
         page = made.report(out)
         if csv is not None:
