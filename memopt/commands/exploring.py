@@ -74,8 +74,8 @@ def explore(
         if csv is not None:
             made.to_csv(csv)
     if snapshot is not None:
-        one = page.subject.opened
-        write_snapshot(snapshot, one.graph, one.program, one.device)
+        opened = page.subject.opened
+        write_snapshot(snapshot, opened.graph, opened.program, opened.device)
     for path in (out, csv, snapshot):
         if path is not None and not quiet:
             say(f"wrote {path}")

@@ -15,6 +15,7 @@ from memopt.programs.lifetimes import lifetimes
 from memopt.programs.replay import replay
 from memopt.report.memory_profile import LAYERS, program_profile
 from memopt.report.texts import format_seconds
+from memopt.report.work import recomputed
 from tests.browser.reading import Open, opened, shown, step_in
 from tests.plan.tiny import make, profiled
 from tests.report.cases import random_plan
@@ -218,3 +219,24 @@ def test_recomputation_is_named_with_its_time(page: Any, comparison: Comparison)
         "(i) => whyThere(s, i, s.lives.begin[i])); }"
     )
     assert any("recomputed 1× for " in why for why in whole)
+
+
+def test_the_table_of_modules_shows_its_data(page: Any, comparison: Comparison) -> None:
+    page.select_option("#choice", "rotor")
+    page.focus("#slider")
+    page.keyboard.press("Home")
+    plan = opened(page, comparison)
+    cells = page.eval_on_selector_all(
+        "#modules tr",
+        "all => all.map((row) => [row.querySelector('th').textContent, "
+        "...[...row.querySelectorAll('td')].map((one) => Number(one.dataset.value))])",
+    )
+    _, parameters, _, at_peak, runs, seconds, moved = zip(*cells, strict=True)
+    profile = program_profile(plan.graph, plan.program, plan.device)
+    assert sum(parameters) == profile.layers["parameters"][0]
+    assert sum(at_peak) == plan.peak_bytes - plan.resident_bytes
+    extras = recomputed(plan.graph, plan.program, most_groups=40)
+    shown_runs = {row[0]: (row[4], row[5]) for row in cells if row[4]}
+    assert shown_runs == {x.module: (x.count, pytest.approx(x.time_s)) for x in extras}
+    assert sum(runs) > 0 < sum(seconds)
+    assert sum(moved) == 0

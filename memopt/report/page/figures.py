@@ -116,9 +116,9 @@ def _curve(memory_name: str, time_name: str) -> Any:
     ring = ColumnDataSource({"x": [], "y": []}, name="ring")
     made.scatter("x", "y", source=ring, size=20, fill_color=None, line_width=2.5, name="ring mark")
     for span, dash in (("budget of the curve", "dashed"), ("capacity", "solid")):
-        upright = Span(name=span, dimension="height", line_color=VERMILION, line_dash=dash)
-        upright.visible = False
-        made.add_layout(upright)
+        limit = Span(name=span, dimension="height", line_color=VERMILION, line_dash=dash)
+        limit.visible = False
+        made.add_layout(limit)
     made.x_range = DataRange1d(renderers=points, range_padding=0.06)
     made.y_range = DataRange1d(renderers=points, range_padding=0.12)
     return made
