@@ -64,10 +64,9 @@ class LocalSearch:
             self.best = Decisions(moved.runs, at.stays, at.first), moved
         return moved
 
-    def finished(self) -> Moved | None:
+    def finished(self) -> Moved:
         """The best, its copies and fetches under the best of all timings."""
-        if self.best is None:
-            return None
+        assert self.best is not None
         at, moved = self.best
         final = self.mover.moved(at.runs, at.stays, TIMINGS, at.first)
         return final if final.time_s < moved.time_s else moved

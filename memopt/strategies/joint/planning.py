@@ -16,7 +16,8 @@ from memopt.strategies.auto.members import Member
 from memopt.strategies.base import Solution, Status
 from memopt.strategies.joint.least_memory import least_memory, program_within, smaller
 from memopt.strategies.joint.local_search import LocalSearch
-from memopt.strategies.joint.moved import Mover
+from memopt.strategies.joint.moved import Moved, Mover
+from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.joint.relaxation_search import LinkedSearch
 from memopt.strategies.joint.run_table import Ints, RunTable
 from memopt.strategies.joint.starts import least_of_chain, stored
@@ -28,7 +29,10 @@ START_SHARE, RELAXATION_SHARE = 0.3, 0.5
 SMALL = 1e-3
 """Tensors below this share of what the step adds to the resident bytes stay where they are."""
 DESCENTS = 4
-PROVED = 1e-6
+PROVED, CLOSE = 1e-6, 2e-3
+"""Gaps at which a plan is optimal, and at which it is good enough to try nothing dear."""
+QUICK = frozenset({"offload-graph"})
+"""Plan in seconds; the others come after the relaxation, if its plans are not close to the bound."""
 
 
 @dataclass(eq=False)
@@ -57,6 +61,8 @@ class JointPlanning:
     infeasible: bool = False
     runs: list[Ints] = field(default_factory=list)
     small: list[Program] = field(default_factory=list)
+    decisions: tuple[Decisions, Moved] | None = None
+    changes_tried: int = 0
     stats: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,6 +83,11 @@ class JointPlanning:
         return Mover(self.table, self.limit_bytes, self.device, self.host_bytes, least_bytes)
 
     @property
+    def near(self) -> bool:
+        """Whether nothing can be much faster."""
+        return self.best is not None and self.best[1] <= self.bound_s * (1 + CLOSE)
+
+    @property
     def done(self) -> bool:
         """Whether nothing can be faster."""
         return self.best is not None and self.best[1] <= self.bound_s * (1 + PROVED)
@@ -94,11 +105,15 @@ class JointPlanning:
         self.small.append(stored(self.graph))
         self.offer(self.small[0], "store-all")
         if not self.done and memory_lower_bound(self.graph) <= self.limit_bytes:
-            self._start(members)
+            quick = [member for member in members if member.strategy.name in QUICK]
+            self._start(quick)
             if not self.done:
                 self._relax()
-            if not self.done:
-                self._search()
+                self._descend()
+            if not self.near:
+                self._start([member for member in members if member not in quick])
+                self._descend()
+                self._anneal()
         if self.best is None:
             least = self._least()
             self.offer(least, "least memory")
@@ -109,7 +124,7 @@ class JointPlanning:
     def _start(self, members: Sequence[Member]) -> None:
         """Plans of single strategies, within their share of the time."""
         until = self.deadline.within(START_SHARE * self.deadline.left_s)
-        lines: list[object] = []
+        lines = list(self.stats.get("starts", ()))  # type: ignore[call-overload]  # a tuple
         for number, member in enumerate(members):
             name = member.strategy.name
             if self.done or self.deadline.passed(0.05, f"joint: {name}"):
@@ -156,25 +171,35 @@ class JointPlanning:
         if search.best.program is not None:
             self.offer(search.best.program, "relaxation")
 
-    def _search(self) -> None:
-        """Local search from the best of the runs known."""
-        movers = [(self.mover.moved(runs), runs) for runs in self.runs]
-        movers.sort(key=lambda pair: pair[0].time_s)
-        tried, ends = 0, []
-        for moved, runs in movers[:DESCENTS]:
+    def _descend(self) -> None:
+        """Go downhill from the fastest of the runs known."""
+        known = [(self.mover.moved(runs), runs) for runs in self.runs]
+        known.sort(key=lambda pair: pair[0].time_s)
+        self.runs = []
+        for moved, runs in known[:DESCENTS]:
             if moved.fits and not self.deadline.passed(0.6, "joint: local search"):
-                search = LocalSearch(self.mover, self.deadline, self.bound_s, self.seed)
+                search = self._local_search()
                 search.descend(search.start(runs))
-                ends.append(search)
-        best = min(ends, key=lambda search: search.time_s, default=None)
-        if best is not None and best.best is not None and not self.deadline.over:
-            best.anneal(best.best[0], self.changes)
-        for search in ends:
-            tried += search.tried
-            finished = search.finished()
-            if finished is not None:
-                self.offer(self.mover.program(finished), "local search")
-        self.stats["changes_tried"] = tried
+                self._finish(search)
+
+    def _anneal(self) -> None:
+        """Wander from the best that the local search has found."""
+        if self.decisions is not None and not self.deadline.passed(0.7, "joint: local search"):
+            search = self._local_search()
+            search.anneal(self.decisions[0], self.changes)
+            self._finish(search)
+
+    def _local_search(self) -> LocalSearch:
+        return LocalSearch(self.mover, self.deadline, self.bound_s, self.seed)
+
+    def _finish(self, search: LocalSearch) -> None:
+        """Take what a local search has found."""
+        self.changes_tried += search.tried
+        if search.best is None:
+            return
+        self.offer(self.mover.program(search.finished()), "local search")
+        if self.decisions is None or search.time_s < self.decisions[1].time_s:
+            self.decisions = search.best
 
     def _least(self) -> Program:
         """The program of least memory known."""
@@ -182,8 +207,8 @@ class JointPlanning:
         programs = [*self.small, *([] if chain is None else [chain])]
         for program in programs[1:]:
             self._seed(program)
-        self._seed(self.small[0])
-        runs, least_bytes = least_memory(self.mover, self.runs)
+        starts = [self.table.runs_of(self.small[0]), *self.runs]
+        runs, least_bytes = least_memory(self.mover, starts)
         found = program_within(self.mover, runs, max(least_bytes, self.limit_bytes))
         return smaller(self.mover, [found, *programs])
 
@@ -194,6 +219,7 @@ class JointPlanning:
         stats = {
             "source": source,
             **self.stats,
+            "changes_tried": self.changes_tried,
             "stall_s": timeline.total_stall_s,
             "host_peak_bytes": timeline.host_peak_bytes,
             "solve_s": time.monotonic() - self.began_s,

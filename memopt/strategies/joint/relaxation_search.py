@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
-from memopt.programs.replay import Timeline
+from memopt.programs.replay import Timeline, replay
 from memopt.strategies.base import Status
 from memopt.strategies.joint.moved import TIMINGS, Mover
 from memopt.strategies.joint.relaxation import LinkedModel
@@ -74,9 +75,17 @@ class LinkedSearch(TimePointSearch):
         moved = self.mover.moved(runs, timings=TIMINGS, first=~stays)
         if moved.fits:
             self.found.append(moved.runs)
-            self.best.offer(self.mover.program(moved))
+            self._offer_within(self.mover.program(moved))
         least_bytes = max(self.budget_bytes, self.mover.floor_bytes(runs, stays))
         mover = replace(self.mover, budget_bytes=least_bytes)
         moved = mover.moved(runs, stays, TIMINGS)
-        program = mover.program(moved)
-        return program, self.best.offer(program)
+        # Where the host has no room for these moves, the program needs what it needs without.
+        program = mover.program(moved) if moved.fits else with_in_place(self.graph, program)
+        return program, self._offer_within(program)
+
+    def _offer_within(self, program: Program) -> Timeline:
+        """Offer a program if the host has room for its copies."""
+        timeline = replay(self.graph, program, self.mover.device)
+        if timeline.host_peak_bytes <= self.mover.host_bytes:
+            self.best.offer(program)
+        return timeline
