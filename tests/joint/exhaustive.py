@@ -3,9 +3,10 @@
 Written against the rules of docs/cost-model.md alone; it shares nothing with `replay` or a
 strategy. A state is what is on the device and on the host, how far the step is, and how long the
 link is still busy with what; Dijkstra over the time of the compute stream. Operators run for the
-first time in the graph's order, forward ones again after the boundary, each by any implementation; any
-tensor but results and tangents may move, as often as it likes, and may be dropped. Sizes and times
-are whole numbers, and so are the times of copies.
+first time in the graph's order, forward ones again after the boundary, each by any implementation;
+any tensor but results and tangents may move, as often as it likes, and may be dropped. What nothing
+needs need not run. Room is made where something needs it, and no more than it needs: a later free
+never costs more.
 """
 
 from __future__ import annotations

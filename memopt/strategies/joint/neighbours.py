@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -122,7 +123,7 @@ class Neighbourhood:
             if v.stays[t] or v.size_bytes[t] < self.mover.least_bytes:
                 continue
             for touches in lives:
-                for after, before in zip(touches, touches[1:], strict=False):
+                for after, before in pairwise(touches):
                     if before > after + 3:
                         found.append((t, after, before))
         return found

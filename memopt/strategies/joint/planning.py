@@ -32,7 +32,7 @@ DESCENTS = 4
 PROVED, CLOSE = 1e-6, 2e-3
 """Gaps at which a plan is optimal, and at which it is good enough to try nothing dear."""
 QUICK = frozenset({"offload-graph"})
-"""Plan in seconds; the others come after the relaxation, if its plans are not close to the bound."""
+"""Plan in seconds; the others come after the relaxation, if no plan is close to the bound."""
 
 
 @dataclass(eq=False)

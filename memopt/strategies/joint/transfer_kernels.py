@@ -228,9 +228,13 @@ def _one_pass(
             pick = -1
             for n in range(opened):
                 g = open_gaps[n]
-                if pick < 0 or stored[gaps[g, 0]] < stored[gaps[open_gaps[pick], 0]] or (
-                    stored[gaps[g, 0]] == stored[gaps[open_gaps[pick], 0]]
-                    and gaps[g, 2] > gaps[open_gaps[pick], 2]
+                if (
+                    pick < 0
+                    or stored[gaps[g, 0]] < stored[gaps[open_gaps[pick], 0]]
+                    or (
+                        stored[gaps[g, 0]] == stored[gaps[open_gaps[pick], 0]]
+                        and gaps[g, 2] > gaps[open_gaps[pick], 2]
+                    )
                 ):
                     pick = n
             if pick < 0:

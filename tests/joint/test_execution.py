@@ -1,0 +1,47 @@
+"""Joint plans really run: bit for bit, within the budget, host bytes as predicted."""
+
+from __future__ import annotations
+
+import pytest
+
+import memopt
+from memopt.models.device import Device
+from memopt.programs.instructions import Compute, SwapOut
+from memopt.strategies import Joint
+from tests.families.harness import subject
+from tests.offload.test_families import check_offloaded
+from tests.zoo import FAMILIES, Family
+
+SLOW_LINK = Device(to_host_bytes_per_s=2e8, from_host_bytes_per_s=3e8, transfer_latency_s=2e-5)
+"""Moving all that a tiny step saves takes longer than the step."""
+QUICK = ("unet", "gpt2")
+SHARES = (0.0, 0.25, 0.5)
+
+
+def check_shares(family: Family, shares: tuple[float, ...], strategy: Joint) -> set[str]:
+    """Plan and run at floor + share (baseline - floor); what the plans use."""
+    one, uses = subject(family), set[str]()
+    how = {"strategy": strategy, "device": SLOW_LINK, "progress": False}
+    least = memopt.plan(one.profiled, budget="min", time_limit_s=30.0, **how).budget
+    assert least is not None
+    base = one.profiled.baseline.peak_bytes
+    for share in shares:
+        budget = least + int(share * max(0, base - least))
+        plan = memopt.plan(one.profiled, budget=budget, time_limit_s=30.0, **how)
+        check_offloaded(one, plan)
+        assert plan.program is not None
+        runs = [x.op for x in plan.program if isinstance(x, Compute)]
+        uses |= {"moves"} if any(isinstance(x, SwapOut) for x in plan.program) else set()
+        uses |= {"recomputes"} if len(runs) > len(set(runs)) else set()
+    return uses
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if str(f) in QUICK], ids=str)
+def test_some_families(family: Family) -> None:
+    assert check_shares(family, (0.25,), Joint(changes=100)) == {"moves", "recomputes"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_every_family(family: Family) -> None:
+    check_shares(family, SHARES, Joint(changes=1000))
