@@ -145,7 +145,7 @@ GH200 = replace(
     from_host_bytes_per_s=375e9,
     memory_bytes_per_s=4000e9,
     memory_fraction=0.85,
-    source="NVIDIA's GH200 data sheet (96 GB HBM3, NVLink-C2C 450 GB/s each way); of it 297 and 375 "
+    source="NVIDIA's GH200 data sheet (96 GB HBM3, NVLink-C2C 450 GB/s each way); of it 297, 375 "
     "GB/s, and 3.4 of 4 TB/s of device memory, as measured by Schieffer et al., arXiv:2407.07850; "
     "rates as on an H100; capacity assumed from the nominal one",
 )
@@ -167,7 +167,7 @@ GB200 = _gpu(
     },
     (0.80, 0.87),
     (0.66 * _C2C_BYTES_PER_S / 2, 0.83 * _C2C_BYTES_PER_S / 2),
-    "NVIDIA's GB200 NVL72 data sheet, for one of its GPUs, without sparsity; two GPUs share Grace's "
+    "NVIDIA's GB200 NVL72 data sheet, one of its GPUs, without sparsity; two GPUs share Grace's "
     "NVLink-C2C (450 GB/s each way), at the shares measured on a GH200; shares of the rates as on "
     "an H100, which nobody published for it; capacity assumed from the nominal one",
 )

@@ -15,9 +15,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from memopt.models.graph import Graph
+from memopt.models.graph import Graph, Operator
+from memopt.models.variants import Variant, variant
 from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
-from memopt.strategies.monet.graph_model import Allowed, choices_of
+from memopt.strategies.monet.graph_model import Allowed
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -78,8 +79,16 @@ class RunTable:
         return tuple(
             (i, name)
             for i, operator in enumerate(self.graph.operators)
-            for name, _ in choices_of(operator, self.allowed)
+            for name in self._names(operator)
         )
+
+    def _names(self, operator: Operator) -> list[str | None]:
+        """The implementations of an operator, its own first."""
+        names = (choice.name for choice in operator.implementations)
+        return [
+            None,
+            *(name for name in names if self.allowed is None or self.allowed(operator, name)),
+        ]
 
     @cached_property
     def number(self) -> dict[tuple[int, str | None], int]:
@@ -101,7 +110,9 @@ class RunTable:
     def arrays(self) -> VariantArrays:
         """What the compiled loops read."""
         graph = self.graph
-        figures = [c for o in graph.operators for _, c in choices_of(o, self.allowed)]
+        figures: list[Operator | Variant] = [
+            variant(graph.operators[i], name) for i, name in self.variants
+        ]
         resident = graph.resident
         reads = [[t for t in dict.fromkeys(c.reads) if t not in resident] for c in figures]
         flags = np.zeros((2, len(graph.tensors)), dtype=np.bool_)

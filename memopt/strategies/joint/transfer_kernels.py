@@ -107,6 +107,54 @@ def _down(heap: Ints, held: int, order: Ints) -> None:
         i = child
 
 
+NOW, OUT_FREE, IN_FREE = 0, 1, 2
+"""Of `Pass.clock`: when the compute stream gets here, and when each way of the link is free."""
+OPEN, AWAY, COMING, FETCHED, OFF, HOST, MOST_HOST, NOTED = range(8)
+"""Of `Pass.count`: gaps of three kinds, bytes that are coming, bytes off the device, on the host,
+the most there, and events."""
+FREE, FETCH, COPY, DROP = range(4)
+"""Kinds of events."""
+
+
+class Pass(NamedTuple):
+    """The state of one pass over the time points; lists of gaps are chained by index, -1 ends one.
+
+    Attributes:
+        starts, next_start: gaps by the point that they begin after.
+        copies, next_copy: one gap of each lifetime, by the point after which its copy starts.
+        drops, next_drop: the last gap of each lifetime, by its reader's point.
+        least: bytes of each point while all gaps are used to the full, less what comes early.
+        begin_s: start of each point where nothing waits.
+        open: gaps that have begun, their tensor still on the device.
+        away: gaps whose tensor is on the host only, in the order of their readers.
+        coming: gaps whose tensor is fetched at this point.
+        blocked: until which point a fetch has no room.
+        stored, arrival: of each tensor, when its copy to the host and the one back end.
+        used: gaps that have freed their tensor.
+        events: see `transfers`.
+        clock, count: see the constants.
+    """
+
+    starts: Ints
+    next_start: Ints
+    copies: Ints
+    next_copy: Ints
+    drops: Ints
+    next_drop: Ints
+    least: Ints
+    begin_s: Floats
+    open: Ints
+    away: Ints
+    coming: Ints
+    blocked: Ints
+    stored: Floats
+    arrival: Floats
+    used: Flags
+    events: Ints
+    clock: Floats
+    count: Ints
+
+
 @njit(cache=True, nogil=True)
 def transfers(
     v: VariantArrays, runs: Ints, need: Ints, gaps: Ints, chosen: Flags,
@@ -118,178 +166,192 @@ def transfers(
     kind 0 frees and kind 1 fetches; after it, 2 begins the copy to the host and 3 drops it.
     Chosen gaps that never free their tensor are left out, and the rest is placed anew.
     """
-    chosen = chosen.copy()
-    events = np.empty((0, 3), dtype=np.int64)
     while True:
-        time_s, host_bytes, events, used = _one_pass(
-            v, runs, need, gaps, chosen, limit_bytes, link, rule
-        )
-        if not np.isfinite(time_s) or used.sum() == chosen.sum():
-            return time_s, host_bytes, events
-        chosen = used
+        at = _begun(v, runs, need, gaps, chosen, rule.at_once)
+        if at.least.max() > limit_bytes:
+            return np.inf, 0, at.events[:0]
+        for p in range(need.size):
+            _choose_fetches(at, v, need, gaps, p, limit_bytes, link, rule)
+            if not _release(at, v, need, gaps, p, limit_bytes):
+                return np.inf, 0, at.events[:0]
+            _fetch(at, v, gaps, p, link)
+            _run(at, v, runs, gaps, p, link)
+        if at.used.sum() == chosen.sum():
+            return at.clock.max(), at.count[MOST_HOST], at.events[: at.count[NOTED]]
+        chosen = at.used
 
 
 @njit(cache=True, nogil=True)
-def _one_pass(
-    v: VariantArrays, runs: Ints, need: Ints, gaps: Ints, chosen: Flags,
-    limit_bytes: int, link: Link, rule: Rule,
-) -> tuple[float, int, Ints, Flags]:  # fmt: skip
+def _begun(
+    v: VariantArrays, runs: Ints, need: Ints, gaps: Ints, chosen: Flags, at_once: bool
+) -> Pass:
     points, count, tensors = need.size, gaps.shape[0], v.size_bytes.size
-    events = np.empty((4 * count, 3), dtype=np.int64)
-    noted = 0
-    used = np.zeros(count, dtype=np.bool_)
-    # Points at which something is to be done with a gap: a list for each point.
-    starts = np.full(points + 1, -1)
-    next_start = np.full(count, -1)
-    copies = np.full(points + 1, -1)
-    next_copy = np.full(count, -1)
-    final = np.zeros(count, dtype=np.bool_)  # the last of its lifetime
-    latest = np.full(tensors, -1)
-    latest_made = np.full(tensors, -1)
-    least = np.empty(points, dtype=np.int64)
+    # Rows: by beginning, by copy, by drop.
+    heads, following = np.full((3, points + 1), -1), np.full((3, count), -1)
+    last, made_at = np.full(tensors, -1), np.full(tensors, -1)
+    final = np.zeros(count, dtype=np.bool_)
     change = np.zeros(points + 1, dtype=np.int64)
-    begin_s = np.zeros(points + 1)
-    for p in range(points):
-        begin_s[p + 1] = begin_s[p] + (v.time_s[runs[p]] if runs[p] >= 0 else 0.0)
     for g in range(count):
         if not chosen[g]:
             continue
         t, after, before, made = gaps[g]
         change[after + 1] += v.size_bytes[t]
         change[before] -= v.size_bytes[t]
-        next_start[g], starts[after] = starts[after], g
-        if latest_made[t] != made:
-            point = made if rule.at_once else after
-            next_copy[g], copies[point] = copies[point], g
+        following[0, g], heads[0, after] = heads[0, after], g
+        if made_at[t] != made:
+            point = made if at_once else after
+            following[1, g], heads[1, point] = heads[1, point], g
         else:
-            final[latest[t]] = False
-        latest[t], latest_made[t], final[g] = g, made, True
-    drops = np.full(points + 1, -1)
-    next_drop = np.full(count, -1)
+            final[last[t]] = False
+        last[t], made_at[t], final[g] = g, made, True
     for g in range(count):
         if final[g]:
-            next_drop[g], drops[gaps[g, 2]] = drops[gaps[g, 2]], g
-    off = 0
+            following[2, g], heads[2, gaps[g, 2]] = heads[2, gaps[g, 2]], g
+    begin_s = np.zeros(points + 1)
     for p in range(points):
-        off += change[p]
-        least[p] = need[p] - off
-        if least[p] > limit_bytes:
-            return np.inf, 0, events[:0], used
-    open_gaps = np.empty(count, dtype=np.int64)
-    away = np.empty(count, dtype=np.int64)
-    fetching = np.empty(count, dtype=np.int64)
-    blocked = np.full(count, -1)
-    stored = np.zeros(tensors)
-    arrival = np.zeros(tensors)
-    opened = gone = 0
-    now = out_free = in_free = 0.0
-    off = host = most_host = 0
-    for p in range(points):
+        begin_s[p + 1] = begin_s[p] + (v.time_s[runs[p]] if runs[p] >= 0 else 0.0)
+    return Pass(
+        heads[0], following[0], heads[1], following[1], heads[2], following[2],
+        need - np.cumsum(change[:-1]), begin_s,
+        np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64),
+        np.full(count, -1), np.zeros(tensors), np.zeros(tensors), np.zeros(count, np.bool_),
+        np.empty((4 * count, 3), np.int64), np.zeros(3), np.zeros(8, np.int64),
+    )  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def _note(at: Pass, point: int, kind: int, tensor: int) -> None:
+    row = at.events[at.count[NOTED]]
+    row[0], row[1], row[2] = point, kind, tensor
+    at.count[NOTED] += 1
+
+
+@njit(cache=True, nogil=True)
+def _choose_fetches(
+    at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int,
+    limit_bytes: int, link: Link, rule: Rule,
+) -> None:  # fmt: skip
+    """What is read here comes, and what is read next as far as there is room for it until then."""
+    count = at.count
+    away, count[AWAY] = count[AWAY], 0
+    count[COMING] = count[FETCHED] = 0
+    ready_s = max(0.0, at.clock[IN_FREE] - at.clock[NOW])
+    early = True
+    for n in range(away):
+        g = at.away[n]
+        before, size = gaps[g, 2], v.size_bytes[gaps[g, 0]]
+        ready_s += link.latency_s + size * link.in_s_per_byte
+        take = before == p
+        if not take and early:
+            take = at.blocked[g] < p and at.begin_s[before] - at.begin_s[p] <= rule.lead * ready_s
+            if take and not rule.waits:
+                take = need[p] - count[OFF] + count[FETCHED] + size <= limit_bytes
+            take = take and _reserved(at, g, p, before, size, limit_bytes)
+            early = take
+        if take:
+            at.coming[count[COMING]] = g
+            count[COMING] += 1
+            count[FETCHED] += size
+        else:
+            at.away[count[AWAY]] = g
+            count[AWAY] += 1
+
+
+@njit(cache=True, nogil=True)
+def _reserved(at: Pass, g: int, p: int, before: int, size: int, limit_bytes: int) -> bool:
+    """Whether there is room for a tensor from p until its reader; it is then taken."""
+    for q in range(before - 1, p - 1, -1):
+        if at.least[q] + size > limit_bytes:
+            at.blocked[g] = q
+            return False
+    at.least[p:before] += size
+    return True
+
+
+@njit(cache=True, nogil=True)
+def _release(at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int, limit_bytes: int) -> bool:
+    """Free what this point needs the room of; whether that is enough."""
+    count, opened = at.count, at.count[OPEN]
+    count[OPEN] = 0
+    for n in range(opened):
         # Gaps that end here with their tensor still on the device need no transfer.
-        kept = 0
-        for n in range(opened):
-            if gaps[open_gaps[n], 2] > p:
-                open_gaps[kept] = open_gaps[n]
-                kept += 1
-        opened = kept
-        fetched, coming, left = 0, 0, 0
-        ready = max(0.0, in_free - now)
-        early = True
-        for n in range(gone):
-            g = away[n]
-            t, size = gaps[g, 0], v.size_bytes[gaps[g, 0]]
-            before = gaps[g, 2]
-            ready += link.latency_s + size * link.in_s_per_byte
-            take = before == p
-            if not take and early:
-                take = blocked[g] < p and begin_s[before] - begin_s[p] <= rule.lead * ready
-                if take and not rule.waits:
-                    take = need[p] - off + fetched + size <= limit_bytes
-                if take:
-                    for q in range(before - 1, p - 1, -1):
-                        if least[q] + size > limit_bytes:
-                            blocked[g] = q
-                            take = False
-                            break
-                if take:
-                    for q in range(p, before):
-                        least[q] += size
-                else:
-                    early = False
-            if take:
-                fetching[coming] = g
-                coming += 1
-                fetched += size
-            else:
-                away[left] = g
-                left += 1
-        gone = left
-        while need[p] - off + fetched > limit_bytes:
-            pick = -1
-            for n in range(opened):
-                g = open_gaps[n]
-                if (
-                    pick < 0
-                    or stored[gaps[g, 0]] < stored[gaps[open_gaps[pick], 0]]
-                    or (
-                        stored[gaps[g, 0]] == stored[gaps[open_gaps[pick], 0]]
-                        and gaps[g, 2] > gaps[open_gaps[pick], 2]
-                    )
-                ):
-                    pick = n
-            if pick < 0:
-                return np.inf, 0, events[:0], used
-            g = open_gaps[pick]
-            opened -= 1
-            open_gaps[pick] = open_gaps[opened]
-            t = gaps[g, 0]
-            now = max(now, stored[t], arrival[t])
-            off += v.size_bytes[t]
-            used[g] = True
-            events[noted, 0], events[noted, 1], events[noted, 2] = p, 0, t
-            noted += 1
-            n = gone
-            while n and gaps[away[n - 1], 2] > gaps[g, 2]:
-                away[n] = away[n - 1]
-                n -= 1
-            away[n] = g
-            gone += 1
-        for n in range(coming):
-            t = gaps[fetching[n], 0]
-            off -= v.size_bytes[t]
-            in_free = max(now, in_free) + link.latency_s + v.size_bytes[t] * link.in_s_per_byte
-            arrival[t] = in_free
-            if not link.duplex:
-                out_free = in_free
-            events[noted, 0], events[noted, 1], events[noted, 2] = p, 1, t
-            noted += 1
-        run = runs[p]
-        if run >= 0:
-            for k in range(v.reads_at[run], v.reads_at[run + 1]):
-                now = max(now, arrival[v.reads[k]])
-            now += v.time_s[run]
-        g = drops[p]
+        if gaps[at.open[n], 2] > p:
+            at.open[count[OPEN]] = at.open[n]
+            count[OPEN] += 1
+    while need[p] - count[OFF] + count[FETCHED] > limit_bytes:
+        pick = _stored_first(at, gaps)
+        if pick < 0:
+            return False
+        g = at.open[pick]
+        count[OPEN] -= 1
+        at.open[pick] = at.open[count[OPEN]]
+        t = gaps[g, 0]
+        at.clock[NOW] = max(at.clock[NOW], at.stored[t], at.arrival[t])
+        count[OFF] += v.size_bytes[t]
+        at.used[g] = True
+        _note(at, p, FREE, t)
+        n = count[AWAY]
+        while n and gaps[at.away[n - 1], 2] > gaps[g, 2]:
+            at.away[n] = at.away[n - 1]
+            n -= 1
+        at.away[n] = g
+        count[AWAY] += 1
+    return True
+
+
+@njit(cache=True, nogil=True)
+def _stored_first(at: Pass, gaps: Ints) -> int:
+    """The place in `open` of the gap whose copy ends first, of several the longest; -1: none."""
+    pick = -1
+    for n in range(at.count[OPEN]):
+        g, other = at.open[n], at.open[max(0, pick)]
+        end, least = at.stored[gaps[g, 0]], at.stored[gaps[other, 0]]
+        if pick < 0 or end < least or (end == least and gaps[g, 2] > gaps[other, 2]):
+            pick = n
+    return pick
+
+
+@njit(cache=True, nogil=True)
+def _fetch(at: Pass, v: VariantArrays, gaps: Ints, p: int, link: Link) -> None:
+    clock = at.clock
+    for n in range(at.count[COMING]):
+        t = gaps[at.coming[n], 0]
+        at.count[OFF] -= v.size_bytes[t]
+        seconds = link.latency_s + v.size_bytes[t] * link.in_s_per_byte
+        clock[IN_FREE] = max(clock[NOW], clock[IN_FREE]) + seconds
+        at.arrival[t] = clock[IN_FREE]
+        if not link.duplex:
+            clock[OUT_FREE] = clock[IN_FREE]
+        _note(at, p, FETCH, t)
+
+
+@njit(cache=True, nogil=True)
+def _run(at: Pass, v: VariantArrays, runs: Ints, gaps: Ints, p: int, link: Link) -> None:
+    """Run the point, drop what the host need not have any longer, begin copies and gaps."""
+    clock, count, run = at.clock, at.count, runs[p]
+    if run >= 0:
+        for k in range(v.reads_at[run], v.reads_at[run + 1]):
+            clock[NOW] = max(clock[NOW], at.arrival[v.reads[k]])
+        clock[NOW] += v.time_s[run]
+        g = at.drops[p]
         while g >= 0:
-            host -= v.size_bytes[gaps[g, 0]]
-            events[noted, 0], events[noted, 1], events[noted, 2] = p, 3, gaps[g, 0]
-            noted += 1
-            g = next_drop[g]
-        g = copies[p]
-        while g >= 0:
-            t = gaps[g, 0]
-            out_free = max(now, out_free) + link.latency_s + v.size_bytes[t] * link.out_s_per_byte
-            stored[t] = out_free
-            arrival[t] = 0.0
-            if not link.duplex:
-                in_free = out_free
-            host += v.size_bytes[t]
-            most_host = max(most_host, host)
-            events[noted, 0], events[noted, 1], events[noted, 2] = p, 2, t
-            noted += 1
-            g = next_copy[g]
-        g = starts[p]
-        while g >= 0:
-            open_gaps[opened] = g
-            opened += 1
-            g = next_start[g]
-    return max(now, out_free, in_free), most_host, events[:noted], used
+            count[HOST] -= v.size_bytes[gaps[g, 0]]
+            _note(at, p, DROP, gaps[g, 0])
+            g = at.next_drop[g]
+    g = at.copies[p]
+    while g >= 0:
+        t = gaps[g, 0]
+        seconds = link.latency_s + v.size_bytes[t] * link.out_s_per_byte
+        clock[OUT_FREE] = max(clock[NOW], clock[OUT_FREE]) + seconds
+        at.stored[t], at.arrival[t] = clock[OUT_FREE], 0.0
+        if not link.duplex:
+            clock[IN_FREE] = clock[OUT_FREE]
+        count[HOST] += v.size_bytes[t]
+        count[MOST_HOST] = max(count[MOST_HOST], count[HOST])
+        _note(at, p, COPY, t)
+        g = at.next_copy[g]
+    g = at.starts[p]
+    while g >= 0:
+        at.open[count[OPEN]] = g
+        count[OPEN] += 1
+        g = at.next_start[g]
