@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from random import Random
+from typing import TypeAlias
 
 import numpy as np
 
 from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.joint.run_table import BOUNDARY, Flags, Ints
+
+Change: TypeAlias = Callable[[], "Decisions | None"]
+"""Makes other decisions; None where that cannot be."""
 
 LONGEST = 64
 """Operators that one change may run again at most."""
@@ -86,29 +90,29 @@ class Neighbourhood:
         """All of them, in a random order."""
         made = [*self._fewer(), *self._more(), *self._moves(), *self._variants()]
         self.rng.shuffle(made)
-        for kind, *values in made:
-            found = getattr(self, kind)(*values)
+        for change in made:
+            found = change()
             if found is not None:
                 yield found
 
     def _with_runs(self, runs: list[int]) -> Decisions:
         return Decisions(np.array(runs, dtype=np.int64), self.at.stays, self.at.first)
 
-    def _fewer(self) -> Iterator[tuple[str, int, int]]:
+    def _fewer(self) -> Iterator[Change]:
         """Runs that are left out: one, or neighbours."""
         begin = None
         for p, again in enumerate([*self.again, False]):
             if again:
                 begin = p if begin is None else begin
-                yield "without", p, p + 1
+                yield partial(self.without, p, p + 1)
             elif begin is not None:
                 length = p - begin
                 if length > 2:
                     middle = begin + length // 2
-                    yield "without", begin, middle
-                    yield "without", middle, p
+                    yield partial(self.without, begin, middle)
+                    yield partial(self.without, middle, p)
                 if length > 1:
-                    yield "without", begin, p
+                    yield partial(self.without, begin, p)
                 begin = None
 
     def without(self, begin: int, end: int) -> Decisions:
@@ -128,14 +132,14 @@ class Neighbourhood:
                         found.append((t, after, before))
         return found
 
-    def _more(self) -> Iterator[tuple[str, int, int, bool]]:
+    def _more(self) -> Iterator[Change]:
         """Tensors that are made again before a reader."""
         operators = self.mover.table.graph.operators
         for t, _, before in self._gaps:
             run = self.made_by.get(t)
             if run is not None and operators[self.mover.table.variants[run][0]].recomputable:
-                yield "made_again", t, before, False
-                yield "made_again", t, before, True
+                yield partial(self.made_again, t, before, False)
+                yield partial(self.made_again, t, before, True)
 
     def made_again(self, tensor: int, before: int, deep: bool) -> Decisions | None:
         """A tensor made again just before a reader.
@@ -170,7 +174,7 @@ class Neighbourhood:
             return True  # a tangent
         return any(touches[0] < point <= touches[-1] for touches in lives)
 
-    def _moves(self) -> Iterator[tuple[str, int]]:
+    def _moves(self) -> Iterator[Change]:
         """Tensors that move first, or not at all."""
         events = None if self.moved is None else self.moved.events
         if events is None:
@@ -178,9 +182,9 @@ class Neighbourhood:
         away = set(events[events[:, 1] == 1, 2].tolist())
         for t in sorted({t for t, _, _ in self._gaps}):
             if t in away or self.at.stays[t]:
-                yield "staying", t
+                yield partial(self.staying, t)
             if t not in away or self.at.first[t]:
-                yield "moving", t
+                yield partial(self.moving, t)
 
     def staying(self, tensor: int) -> Decisions:
         """The tensor may not move; or may again."""
@@ -194,12 +198,12 @@ class Neighbourhood:
         stays[tensor], first[tensor] = False, not first[tensor]
         return Decisions(self.at.runs, stays, first)
 
-    def _variants(self) -> Iterator[tuple[str, int, int]]:
+    def _variants(self) -> Iterator[Change]:
         """Other implementations of a run."""
         for p, run in enumerate(self.runs):
             if run >= 0:
                 for other in self.mover.table.others[run]:
-                    yield "by_another", p, other
+                    yield partial(self.by_another, p, other)
 
     def by_another(self, point: int, other: int) -> Decisions:
         """A run by another implementation."""

@@ -29,6 +29,8 @@ START_SHARE, RELAXATION_SHARE = 0.3, 0.5
 SMALL = 1e-3
 """Tensors below this share of what the step adds to the resident bytes stay where they are."""
 DESCENTS = 4
+CHANGES_EACH = 50
+"""Annealing tries so many changes for each operator, at most."""
 PROVED, CLOSE = 1e-6, 2e-3
 """Gaps at which a plan is optimal, and at which it is good enough to try nothing dear."""
 QUICK = frozenset({"offload-graph"})
@@ -44,7 +46,7 @@ class JointPlanning:
         allowed: which implementations may be chosen.
         host_bytes: the most that may be on the host; 0: nothing moves.
         deadline: of the whole solve.
-        changes: how many changes the local search may try.
+        changes: how many changes annealing may try.
         seed: the local search's.
     """
 
@@ -163,7 +165,8 @@ class JointPlanning:
             self.deadline.within(RELAXATION_SHARE * self.deadline.left_s),
             mover=self.mover,
             least_bytes=self.mover.least_bytes,
-        ).run()
+        )
+        search.run()
         self.bound_s = max(self.bound_s, search.bound_s)
         self.infeasible = search.infeasible
         self.stats["relaxation_rounds"] = search.rounds
@@ -186,7 +189,8 @@ class JointPlanning:
         """Wander from the best that the local search has found."""
         if self.decisions is not None and not self.deadline.passed(0.7, "joint: local search"):
             search = self._local_search()
-            search.anneal(self.decisions[0], self.changes)
+            most = CHANGES_EACH * len(self.graph.operators)
+            search.anneal(self.decisions[0], min(self.changes, most))
             self._finish(search)
 
     def _local_search(self) -> LocalSearch:

@@ -37,7 +37,7 @@ class Joint(Strategy):
     Attributes:
         host_budget_bytes: the most that may be on the host at once; None: no limit.
         exact_only: leave out implementations that change rounding.
-        changes: how many changes the local search may try.
+        changes: how many changes the local search may try beyond the first descent.
         seed: the local search's.
     """
 

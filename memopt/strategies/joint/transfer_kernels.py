@@ -110,7 +110,7 @@ def _down(heap: Ints, held: int, order: Ints) -> None:
 NOW, OUT_FREE, IN_FREE = 0, 1, 2
 """Of `Pass.clock`: when the compute stream gets here, and when each way of the link is free."""
 OPEN, AWAY, COMING, FETCHED, OFF, HOST, MOST_HOST, NOTED = range(8)
-"""Of `Pass.count`: gaps of three kinds, bytes that are coming, bytes off the device, on the host,
+"""Of `Pass.figures`: gaps of three kinds, bytes that are coming, bytes off the device, on the host,
 the most there, and events."""
 FREE, FETCH, COPY, DROP = range(4)
 """Kinds of events."""
@@ -132,7 +132,7 @@ class Pass(NamedTuple):
         stored, arrival: of each tensor, when its copy to the host and the one back end.
         used: gaps that have freed their tensor.
         events: see `transfers`.
-        clock, count: see the constants.
+        clock, figures: see the constants.
     """
 
     starts: Ints
@@ -152,7 +152,7 @@ class Pass(NamedTuple):
     used: Flags
     events: Ints
     clock: Floats
-    count: Ints
+    figures: Ints
 
 
 @njit(cache=True, nogil=True)
@@ -177,7 +177,7 @@ def transfers(
             _fetch(at, v, gaps, p, link)
             _run(at, v, runs, gaps, p, link)
         if at.used.sum() == chosen.sum():
-            return at.clock.max(), at.count[MOST_HOST], at.events[: at.count[NOTED]]
+            return at.clock.max(), at.figures[MOST_HOST], at.events[: at.figures[NOTED]]
         chosen = at.used
 
 
@@ -221,9 +221,9 @@ def _begun(
 
 @njit(cache=True, nogil=True)
 def _note(at: Pass, point: int, kind: int, tensor: int) -> None:
-    row = at.events[at.count[NOTED]]
+    row = at.events[at.figures[NOTED]]
     row[0], row[1], row[2] = point, kind, tensor
-    at.count[NOTED] += 1
+    at.figures[NOTED] += 1
 
 
 @njit(cache=True, nogil=True)
@@ -232,7 +232,7 @@ def _choose_fetches(
     limit_bytes: int, link: Link, rule: Rule,
 ) -> None:  # fmt: skip
     """What is read here comes, and what is read next as far as there is room for it until then."""
-    count = at.count
+    count = at.figures
     away, count[AWAY] = count[AWAY], 0
     count[COMING] = count[FETCHED] = 0
     ready_s = max(0.0, at.clock[IN_FREE] - at.clock[NOW])
@@ -271,7 +271,7 @@ def _reserved(at: Pass, g: int, p: int, before: int, size: int, limit_bytes: int
 @njit(cache=True, nogil=True)
 def _release(at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int, limit_bytes: int) -> bool:
     """Free what this point needs the room of; whether that is enough."""
-    count, opened = at.count, at.count[OPEN]
+    count, opened = at.figures, at.figures[OPEN]
     count[OPEN] = 0
     for n in range(opened):
         # Gaps that end here with their tensor still on the device need no transfer.
@@ -303,7 +303,7 @@ def _release(at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int, limit_b
 def _stored_first(at: Pass, gaps: Ints) -> int:
     """The place in `open` of the gap whose copy ends first, of several the longest; -1: none."""
     pick = -1
-    for n in range(at.count[OPEN]):
+    for n in range(at.figures[OPEN]):
         g, other = at.open[n], at.open[max(0, pick)]
         end, least = at.stored[gaps[g, 0]], at.stored[gaps[other, 0]]
         if pick < 0 or end < least or (end == least and gaps[g, 2] > gaps[other, 2]):
@@ -314,9 +314,9 @@ def _stored_first(at: Pass, gaps: Ints) -> int:
 @njit(cache=True, nogil=True)
 def _fetch(at: Pass, v: VariantArrays, gaps: Ints, p: int, link: Link) -> None:
     clock = at.clock
-    for n in range(at.count[COMING]):
+    for n in range(at.figures[COMING]):
         t = gaps[at.coming[n], 0]
-        at.count[OFF] -= v.size_bytes[t]
+        at.figures[OFF] -= v.size_bytes[t]
         seconds = link.latency_s + v.size_bytes[t] * link.in_s_per_byte
         clock[IN_FREE] = max(clock[NOW], clock[IN_FREE]) + seconds
         at.arrival[t] = clock[IN_FREE]
@@ -328,7 +328,7 @@ def _fetch(at: Pass, v: VariantArrays, gaps: Ints, p: int, link: Link) -> None:
 @njit(cache=True, nogil=True)
 def _run(at: Pass, v: VariantArrays, runs: Ints, gaps: Ints, p: int, link: Link) -> None:
     """Run the point, drop what the host need not have any longer, begin copies and gaps."""
-    clock, count, run = at.clock, at.count, runs[p]
+    clock, count, run = at.clock, at.figures, runs[p]
     if run >= 0:
         for k in range(v.reads_at[run], v.reads_at[run + 1]):
             clock[NOW] = max(clock[NOW], at.arrival[v.reads[k]])
