@@ -33,7 +33,6 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
 from memopt.profiler.estimate import estimate_model
-from memopt.programs.in_place import with_in_place
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.serialize import dumps, loads
@@ -94,7 +93,7 @@ def row_of(
     graph: Graph, device: Device, model: str, share: float, name: str, limit_s: float
 ) -> Row:
     """Plan one cell by one strategy."""
-    base = replay(graph, with_in_place(graph, store_all(graph)))
+    base = replay(graph, store_all(graph))
     budget = graph.resident_bytes + int(share * (base.peak_bytes - graph.resident_bytes))
     begin = time.process_time()
     overhead = bound = gap = None
