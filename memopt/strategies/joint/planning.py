@@ -20,7 +20,7 @@ from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.joint.relaxation_search import LinkedSearch
 from memopt.strategies.joint.run_table import Ints, RunTable
-from memopt.strategies.joint.starts import least_of_chain, stored
+from memopt.strategies.joint.starts import programs_of_chain, stored
 from memopt.strategies.monet.graph_model import Allowed
 from memopt.strategies.solvers.running import Deadline
 
@@ -28,7 +28,8 @@ START_SHARE, RELAXATION_SHARE = 0.3, 0.5
 """Of the time that is left: for the plans to start from, and then for the relaxation."""
 SMALL = 1e-3
 """Tensors below this share of what the step adds to the resident bytes stay where they are."""
-DESCENTS = 4
+DESCENTS, BUDGETS = 4, 10
+"""Starts of the local search, and larger budgets that are recomputed to."""
 CHANGES_EACH = 50
 """Annealing tries so many changes for each operator, at most."""
 PROVED, CLOSE = 1e-6, 2e-3
@@ -111,6 +112,7 @@ class JointPlanning:
             self._start(quick)
             if not self.done:
                 self._relax()
+                self._sweep()
                 self._descend()
             if not self.near:
                 self._start([member for member in members if member not in quick])
@@ -174,6 +176,18 @@ class JointPlanning:
         if search.best.program is not None:
             self.offer(search.best.program, "relaxation")
 
+    def _sweep(self) -> None:
+        """Recompute down to a larger budget, for the mover to do the rest."""
+        if self.deadline.passed(0.5, "joint: larger budgets"):
+            return
+        peak_bytes = replay(self.graph, self.small[0]).peak_bytes
+        budgets = [
+            self.limit_bytes + part * (peak_bytes - self.limit_bytes) // BUDGETS
+            for part in range(BUDGETS)
+        ]
+        for program in programs_of_chain(self.graph, budgets):
+            self._seed(program)
+
     def _descend(self) -> None:
         """Go downhill from the fastest of the runs known."""
         known = [(self.mover.moved(runs), runs) for runs in self.runs]
@@ -207,8 +221,7 @@ class JointPlanning:
 
     def _least(self) -> Program:
         """The program of least memory known."""
-        chain = least_of_chain(self.graph)
-        programs = [*self.small, *([] if chain is None else [chain])]
+        programs = [*self.small, *programs_of_chain(self.graph, [1])]
         for program in programs[1:]:
             self._seed(program)
         starts = [self.table.runs_of(self.small[0]), *self.runs]
