@@ -124,5 +124,14 @@ def test_below_what_any_plan_needs_the_refusal_is_a_proof() -> None:
     assert solution.smallest.program is not None
 
 
+def test_a_refusal_says_what_no_plan_of_any_kind_can_do_with() -> None:
+    graph = random_graph(Random(1), 5)
+    proved = memory_lower_bound(graph)
+    with pytest.raises(MemoptError, match=rf"smallest feasible .*needs less than {proved} B"):
+        memopt.plan(
+            graph, budget=proved - 1, strategy=Joint(changes=50), device=LINK, progress=False
+        )
+
+
 def test_it_has_a_name() -> None:
     assert resolve("joint") == Joint()
