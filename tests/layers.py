@@ -150,6 +150,7 @@ COMPOSITES = (
     "memopt.strategies.singles",
     "memopt.strategies.auto",
     "memopt.strategies.monet",
+    "memopt.strategies.joint",
 )
 
 NO_TORCH = (

@@ -14,7 +14,7 @@ from memopt.models.steps import has_transfers
 from memopt.plan_record import PlanRecord
 from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies import STRATEGIES as KNOWN
-from memopt.strategies import AutoSwap, OffloadExact, Strategy
+from memopt.strategies import AutoSwap, Joint, OffloadExact, Strategy
 from memopt.strategies.base import CostModel
 from memopt.testing import check_strategy, tiny_instances
 from tests.brute_force.sweep import Optimum, chain_optima, graph_optima
@@ -33,10 +33,11 @@ MODELS: dict[str, CostModel] = {
 }
 QUICK: dict[str, Strategy] = {
     "autoswap": AutoSwap(trials=4),
+    "joint": Joint(changes=200),
     "offload-exact": OffloadExact(effort=0.2),
 }
 STRATEGIES = {strategy.name: QUICK.get(strategy.name, strategy) for strategy in KNOWN}
-HEURISTIC = {"checkmate-rounding", "rotor-menus"}
+HEURISTIC = {"checkmate-rounding", "joint", "rotor-menus"}
 """Name the smallest budget that they found: their next search may find a smaller one."""
 CHAIN = random_chain(Random(3), 5, parameter_gradients=True)
 GRAPH = tiny_graph(Random(11))

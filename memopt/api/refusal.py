@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memopt.errors import InfeasibleBudgetError, MemoptError
+from memopt.models.bounds import memory_lower_bound
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
 from memopt.strategies import Solution, Status, Strategy
@@ -23,11 +24,12 @@ def infeasible(
     """The error of a strategy that has no plan within the budget: what would do, and what stays."""
     smallest = solution.smallest_budget_bytes
     others = _others(strategy, graph)
+    proved = f"no plan of any kind needs less than {format_bytes(memory_lower_bound(graph))}"
     if solution.status is Status.UNKNOWN or budget_bytes is None:
-        feasible = "" if smallest is None else f" (one is known for {format_bytes(smallest)})"
+        feasible = "" if smallest is None else f"one is known for {format_bytes(smallest)}, "
         return MemoptError(
-            f"{strategy.name} found no plan{feasible}, and no proof that there is none: give it a "
-            f"larger time_limit_s, raise the budget, or {others}"
+            f"{strategy.name} found no plan ({feasible}{proved}), and no proof that there is none: "
+            f"give it a larger time_limit_s, raise the budget, or {others}"
         )
     known = (
         "no feasible budget is known"
@@ -37,7 +39,7 @@ def infeasible(
     return InfeasibleBudgetError(
         f"{strategy.name} cannot train within {budget_bytes} bytes ({format_bytes(budget_bytes)}): "
         f"{known}, of which {format_bytes(graph.resident_bytes)} are resident"
-        f'{_held(graph, profiled)}. Raise the budget, pass budget="min", or {others}',
+        f'{_held(graph, profiled)}; {proved}. Raise the budget, pass budget="min", or {others}',
         budget_bytes,
         smallest,
     )

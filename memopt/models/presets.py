@@ -135,6 +135,50 @@ H200 = replace(
     memory_bytes_per_s=4800e9,
     source="NVIDIA's H200 data sheet; shares and link as on an H100; see memopt.models.presets",
 )
+_C2C_BYTES_PER_S = 450e9
+"""NVLink-C2C between Grace and Hopper, each way: 900 GB/s both ways together (NVIDIA)."""
+GH200 = replace(
+    H100,
+    name="GH200-96GB",
+    capacity_bytes=_usable_bytes(94.5),
+    to_host_bytes_per_s=297e9,
+    from_host_bytes_per_s=375e9,
+    memory_bytes_per_s=4000e9,
+    memory_fraction=0.85,
+    source="NVIDIA's GH200 data sheet (96 GB HBM3, NVLink-C2C 450 GB/s each way); of it 297, 375 "
+    "GB/s, and 3.4 of 4 TB/s of device memory, as measured by Schieffer et al., arXiv:2407.07850; "
+    "rates as on an H100; capacity assumed from the nominal one",
+)
+GB200 = _gpu(
+    "GB200-186GB",
+    184.0,
+    8000e9,
+    {
+        "float64": 40e12,
+        "float32": 80e12,
+        "tfloat32": 1250e12,
+        "float16": 2500e12,
+        "bfloat16": 2500e12,
+        "bfloat16 attention": 0.35 * 2500e12,
+        "float16 attention": 0.35 * 2500e12,
+        "float32 convolution": 0.22 * 1250e12,
+        "bfloat16 convolution": 0.36 * 2500e12,
+        "float16 convolution": 0.36 * 2500e12,
+    },
+    (0.80, 0.87),
+    (0.66 * _C2C_BYTES_PER_S / 2, 0.83 * _C2C_BYTES_PER_S / 2),
+    "NVIDIA's GB200 NVL72 data sheet, one of its GPUs, without sparsity; two GPUs share Grace's "
+    "NVLink-C2C (450 GB/s each way), at the shares measured on a GH200; shares of the rates as on "
+    "an H100, which nobody published for it; capacity assumed from the nominal one",
+)
+H100_PCIE_4 = replace(
+    H100,
+    name="H100-PCIe-4-host",
+    to_host_bytes_per_s=23.4e9,
+    from_host_bytes_per_s=27.4e9,
+    source="an H100 in a host with PCIe 4.0 ×16 (31.5 GB/s), at the shares measured over PCIe 5.0 "
+    "(46.8 and 54.8 of 63 GB/s); see memopt.models.presets",
+)
 CPU_CORE = Device(
     name="cpu-core",
     to_host_bytes_per_s=5e9,
@@ -144,7 +188,17 @@ CPU_CORE = Device(
     source="one core of a server CPU, orders of magnitude only; memopt.measure_device() calibrates",
 )
 
-PRESETS: tuple[Device, ...] = (V100_PCIE, P100, A100, H100, H200, CPU_CORE)
+PRESETS: tuple[Device, ...] = (
+    V100_PCIE,
+    P100,
+    A100,
+    H100,
+    H100_PCIE_4,
+    H200,
+    GH200,
+    GB200,
+    CPU_CORE,
+)
 """Every device memopt knows by name."""
 
 ALIASES = {
@@ -156,6 +210,10 @@ ALIASES = {
     "h100": H100,
     "h100-sxm": H100,
     "h200": H200,
+    "h100-pcie5": H100,
+    "h100-pcie4": H100_PCIE_4,
+    "gh200": GH200,
+    "gb200": GB200,
 }
 """Short names (lower case)."""
 
@@ -169,7 +227,7 @@ def find_device(name: str) -> Device:
     by_name = {device.name.lower(): device for device in PRESETS} | ALIASES
     found = by_name.get(name.strip().lower())
     if found is None:
-        known = ", ".join(["H100", "H200", "A100", "V100", "P100", "cpu-core"])
+        known = ", ".join(["H100", "H200", "A100", "GH200", "GB200", "V100", "P100", "cpu-core"])
         raise ValueError(
             f"unknown device {name!r}; memopt knows {known}. For another one pass "
             'memopt.Device(name=..., capacity_bytes=..., flops_per_s={"bfloat16": ...}, '

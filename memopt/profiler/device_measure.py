@@ -70,7 +70,8 @@ def _capacity(place: torch.device) -> int | None:
 
 
 def _link(place: torch.device) -> tuple[float, float, bool]:
-    """Bytes per second to and from the host, and whether both directions overlap."""
+    """Bytes per second to and from the host, and whether both directions overlap; if they do, the
+    rates are those of both at once."""
     runtime = backend_of(place).runtime
     queued = runtime is not None
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=place)
@@ -90,7 +91,22 @@ def _link(place: torch.device) -> tuple[float, float, bool]:
         with runtime.stream(inward):
             other_there.copy_(other_here, non_blocking=True)
 
-    return _COPY_BYTES / out_s, _COPY_BYTES / in_s, best_s(place, both) < 0.75 * (out_s + in_s)
+    return at_once(_COPY_BYTES / out_s, _COPY_BYTES / in_s, best_s(place, both) / _COPY_BYTES)
+
+
+def at_once(out_rate: float, in_rate: float, both_s: float) -> tuple[float, float, bool]:
+    """The rates of a link whose directions are used together, and whether they overlap.
+
+    Args:
+        out_rate, in_rate: bytes per second of each direction alone.
+        both_s: seconds until a byte has gone each way, both started together.
+    """
+    out_s, in_s = 1 / out_rate, 1 / in_rate
+    if both_s >= 0.75 * (out_s + in_s):
+        return out_rate, in_rate, False
+    # What slows the slower direction down, slows down both.
+    kept = min(1.0, max(out_s, in_s) / both_s)
+    return kept * out_rate, kept * in_rate, True
 
 
 def _bandwidth(place: torch.device) -> float:

@@ -11,6 +11,7 @@ from memopt.strategies.singles import Checkmate as Checkmate
 from memopt.strategies.singles import CheckmateRounding as CheckmateRounding
 from memopt.strategies.singles import DynProg as DynProg
 from memopt.strategies.singles import Greedy as Greedy
+from memopt.strategies.singles import Joint as Joint
 from memopt.strategies.singles import Monet as Monet
 from memopt.strategies.singles import OffloadExact as OffloadExact
 from memopt.strategies.singles import OffloadGraph as OffloadGraph

@@ -1,6 +1,7 @@
 """Every strategy that makes its plans itself, in plain sight; `auto` chooses among them."""
 
 from memopt.strategies.base import Strategy
+from memopt.strategies.joint.strategy import Joint as Joint
 from memopt.strategies.monet.checkmate_strategies import Checkmate as Checkmate
 from memopt.strategies.monet.checkmate_strategies import CheckmateRounding as CheckmateRounding
 from memopt.strategies.monet.rotor_menus import RotorMenus as RotorMenus
@@ -39,4 +40,5 @@ SINGLE_STRATEGIES: tuple[Strategy, ...] = (
     CheckmateRounding(),
     Monet(),
     Olla(),
+    Joint(),
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import memopt
+from memopt.profiler.device_measure import at_once
 
 
 def test_measured_device_estimates() -> None:
@@ -24,3 +26,11 @@ def test_measured_device_estimates() -> None:
         nn.Linear(64, 64), torch.empty(8, 64), device=device, mode="estimate", progress=False
     )
     assert graph.compute_time_s >= len(graph.operators) * device.launch_latency_s
+
+
+def test_directions_that_are_used_together() -> None:
+    assert at_once(10.0, 20.0, 0.15) == (10.0, 20.0, False)
+    assert at_once(10.0, 20.0, 0.1) == (10.0, 20.0, True)
+    out_rate, in_rate, overlap = at_once(10.0, 10.0, 0.125)
+    assert overlap
+    assert (out_rate, in_rate) == pytest.approx((8.0, 8.0))

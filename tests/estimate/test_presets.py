@@ -27,6 +27,16 @@ def test_short_names() -> None:
     assert find_device("V100").to_host_bytes_per_s == 12.2e9
 
 
+def test_fast_and_slow_hosts() -> None:
+    grace, fast, slow = (find_device(name) for name in ("GH200", "H100", "H100-PCIe4"))
+    assert find_device("H100-PCIe5") is fast
+    rates = [device.to_host_bytes_per_s for device in (slow, fast, grace)]
+    assert rates == sorted(rates)
+    assert all(device.to_host_bytes_per_s < device.swap_in_bytes_per_s for device in (slow, grace))
+    # Of one GPU of the two that share the link.
+    assert find_device("GB200").to_host_bytes_per_s < grace.to_host_bytes_per_s
+
+
 def test_an_unknown_device_is_told_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown device 'B200'; memopt knows H100, H200, A100"):
         find_device("B200")

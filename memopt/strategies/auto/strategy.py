@@ -15,8 +15,9 @@ from memopt.strategies.singles import SINGLE_STRATEGIES
 from memopt.strategies.solvers.running import Deadline
 
 DEFAULT_TIME_LIMIT_S = 60.0
-LEFT_OUT = frozenset({"checkmate", "checkmate-rounding"})
-"""Dear solvers that are left to those who ask for them: monet takes part in their place."""
+LEFT_OUT = frozenset({"checkmate", "checkmate-rounding", "joint"})
+"""Left to those who ask for them: dear solvers in whose place monet takes part, and joint, which
+starts from other members' plans itself and wants all of the time."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Auto(Strategy):
 
     Attributes:
         members: what to try, in this order; empty: all strategies of `memopt.strategies()` but
-            checkmate and its rounding, those that move data only over a link of known speed.
+            checkmate, its rounding and joint, those that move data only over a link of known speed.
         time_limit_s: seconds for all of them together, where `solve` is given no limit.
     """
 

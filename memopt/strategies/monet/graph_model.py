@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from memopt.models.graph import Graph, Operator
 from memopt.models.variants import Variant, variant
 from memopt.programs.instructions import Compute, Free, Instruction, LossBoundary, Program
-from memopt.strategies.solvers.binary_program import BinaryProgram
+from memopt.strategies.solvers.binary_program import BinaryProgram, Term
 
 Choice = tuple[str | None, Operator | Variant]
 """(an implementation's name, its figures); None names the operator itself."""
@@ -64,7 +64,7 @@ class GraphModel:
         """Sum up tensors' bytes."""
         return sum(self.size[t] for t in tensors)
 
-    def terms(self, held: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    def terms(self, held: Iterable[tuple[int, int]]) -> list[Term]:
         """Give the terms of a memory row for (tensor, variable)."""
         return [(self.size[t], v) for t, v in held]
 

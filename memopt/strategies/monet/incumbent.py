@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
@@ -31,6 +32,7 @@ class Incumbent:
         program: it; None: none is known.
         source: which search found it.
         time_s: its time, seconds.
+        device: link rates, for programs that move tensors.
     """
 
     graph: Graph
@@ -39,10 +41,11 @@ class Incumbent:
     program: Program | None = None
     source: str = ""
     time_s: float = math.inf
+    device: Device | None = None
 
     def offer(self, program: Program, source: str = "") -> Timeline:
         """Take a program if it keeps the budget and is faster; give its timeline."""
-        timeline = replay(self.graph, program)
+        timeline = replay(self.graph, program, self.device)
         fits = self.budget_bytes is None or timeline.peak_bytes <= self.budget_bytes
         if fits and timeline.time_s < self.time_s * (1 - self.tolerance):
             self.program, self.source, self.time_s = program, source, timeline.time_s

@@ -117,12 +117,10 @@ class TimePointModel(GraphModel):
             if t in kept:
                 model.fixed[v] = True
                 continue
-            sources = [self.run[j][p] for j, p in self.made[t]]
             if point:
-                before = self.r[-1]
-                sources = [before[j][p] for j, p in self.made[t] if j in before]
-                sources += [self.s[-1][t]] if t in self.s[-1] else []
-            model.implies_any(v, sources)
+                model.implies_any(v, self._sources(point - 1, t))
+            else:
+                model.implies_any(v, [self.run[j][p] for j, p in self.made[t]])
         again = {i: self.run_variables(i) for i in sorted(operators)}
         self.s.append(held)
         self.r.append(again)
@@ -196,15 +194,17 @@ class TimePointModel(GraphModel):
             instructions += self.chosen(i, self.run[i], values)
         instructions += self.boundary()
         for point in range(len(self.at) + 1):
-            held = {t for t, v in self.s[point].items() if values[v]}
-            run = _LateRuns(self, point, values, held)
+            run = _LateRuns(self, point, values, self._held(point, values))
             for k in range(self._begin(point), (*self.at, self.count)[point]):
                 instructions += run.before(self._reads(k, values))
                 instructions += self.chosen(k, self.run[k], values)
             if point < len(self.at):
-                following = {t for t, v in self.s[point + 1].items() if values[v]}
-                instructions += run.before(following)
+                instructions += run.before(self._held(point + 1, values))
         return Program(with_frees(self.graph, instructions))
+
+    def _held(self, point: int, values: tuple[bool, ...]) -> set[int]:
+        """Find the forward tensors that a solution need not make after a time point."""
+        return {t for t, v in self.s[point].items() if values[v]}
 
     def _reads(self, k: int, values: tuple[bool, ...]) -> set[int]:
         pairs = zip(self.choices[k], self.run[k], strict=True)

@@ -23,8 +23,8 @@ from memopt.strategies.solvers.running import (
 SCALE = 1000.0
 """Costs and bytes are scaled to sums of about so much: the solvers' tolerances are absolute."""
 
-Term = tuple[int, int]
-"""(coefficient, variable)."""
+Term = tuple[float, int]
+"""(coefficient, variable); whole coefficients for CP-SAT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Row:
     """Σ terms ≤ bound, plus the peak variable if `memory`; only where `when` holds, if given."""
 
     terms: tuple[Term, ...]
-    bound: int
+    bound: float
     memory: bool = False
     when: int | None = None
 
     @property
-    def largest_excess(self) -> int:
+    def largest_excess(self) -> float:
         """The most that the left side can exceed the bound."""
         return sum(c for c, _ in self.terms if c > 0) - self.bound
 
@@ -62,7 +62,15 @@ class BinaryProgram:
     fixed: dict[int, bool] = field(default_factory=dict)
     hints: dict[int, bool] = field(default_factory=dict)
     """Values to start from; they need not be all, nor feasible."""
+    amounts: set[int] = field(default_factory=set)
+    """Variables of any value from 0 on, which CP-SAT cannot solve."""
     count: int = 0
+
+    def amount(self, cost: float = 0.0) -> int:
+        """Add a variable of any value from 0 on, for rows that are not of memory."""
+        added = self.variable(cost)
+        self.amounts.add(added)
+        return added
 
     def variable(self, cost: float = 0.0) -> int:
         """Add a 0-1 variable."""
@@ -71,7 +79,7 @@ class BinaryProgram:
             self.costs[self.count - 1] = cost
         return self.count - 1
 
-    def add(self, terms: Iterable[Term], bound: int) -> None:
+    def add(self, terms: Iterable[Term], bound: float) -> None:
         """Require Σ terms ≤ bound."""
         self.rows.append(Row(tuple(terms), bound))
 
@@ -100,12 +108,14 @@ class BinaryProgram:
         """Minimise the cost with a peak of at most `limit_bytes`; None: minimise the peak."""
         options = options or SolverOptions()
         least_peak = limit_bytes is None
-        limit = max((row.largest_excess for row in self.rows if row.memory), default=0)
+        limit = int(max((row.largest_excess for row in self.rows if row.memory), default=0))
         limit = limit if limit_bytes is None else min(limit, limit_bytes)
         if limit < 0:
             return Answer(Status.INFEASIBLE)
         if options.solver is not Solver.CP_SAT:
             return solve_with_mathopt(self, limit, least_peak, options)
+        if self.amounts:
+            raise ValueError("a program with amounts needs HiGHS or SCIP")
         return self._solve_with_cp_sat(limit, least_peak, options)
 
     def _solve_with_cp_sat(self, limit: int, least_peak: bool, options: SolverOptions) -> Answer:
@@ -236,7 +246,10 @@ def _built(
     from ortools.math_opt.python import mathopt
 
     model = mathopt.Model()
-    variables = [model.add_binary_variable() for _ in range(program.count)]
+    variables = [
+        model.add_variable(lb=0.0) if v in program.amounts else model.add_binary_variable()
+        for v in range(program.count)
+    ]
     for index, value in program.fixed.items():
         variables[index].lower_bound = variables[index].upper_bound = float(value)
     unit = max(1, limit_bytes) / SCALE

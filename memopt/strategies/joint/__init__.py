@@ -1,0 +1,1 @@
+"""The joint strategy: recompute, move to the host, and choose implementations in one plan."""

@@ -1,0 +1,169 @@
+"""What runs need in memory, and when their tensors may be on the host: compiled.
+
+The same rules as `with_frees` and `with_in_place`: a tensor lives from its computation to its last
+reader before it is computed again, and an output takes over the storage of what ends there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from memopt.strategies.joint.run_table import Flags, Floats, Ints, VariantArrays
+
+
+@njit(cache=True, nogil=True)
+def last_uses(v: VariantArrays, runs: Ints) -> tuple[Flags, Flags, bool]:
+    """(for each read of the runs in turn, whether it is the last one of its lifetime; for each
+    write, whether it is kept; whether everything that is read is there)."""
+    tensors, points = v.size_bytes.size, runs.size
+    needed = v.kept.copy()
+    first = np.full(tensors, points)
+    reads = writes = 0
+    for p in range(points):
+        run = runs[p]
+        if run < 0:
+            continue
+        reads += v.reads_at[run + 1] - v.reads_at[run]
+        writes += v.writes_at[run + 1] - v.writes_at[run]
+        for k in range(v.writes_at[run], v.writes_at[run + 1]):
+            first[v.writes[k]] = min(first[v.writes[k]], p)
+    last = np.zeros(reads, dtype=np.bool_)
+    stays = np.zeros(writes, dtype=np.bool_)
+    for p in range(points - 1, -1, -1):
+        run = runs[p]
+        if run < 0:
+            for t in v.tangents:
+                needed[t] = False
+            continue
+        begin, end = v.writes_at[run], v.writes_at[run + 1]
+        writes -= end - begin
+        for k in range(begin, end):
+            t = v.writes[k]
+            stays[writes + k - begin] = first[t] == p if v.kept[t] else needed[t]
+            if not v.kept[t] or first[t] == p:
+                needed[t] = False
+        begin, end = v.reads_at[run], v.reads_at[run + 1]
+        reads -= end - begin
+        for k in range(begin, end):
+            t = v.reads[k]
+            if not needed[t]:
+                last[reads + k - begin] = needed[t] = True
+    return last, stays, not needed.any()
+
+
+@njit(cache=True, nogil=True)
+def used_runs(v: VariantArrays, runs: Ints, must: Flags) -> Ints:
+    """The runs without those whose results nothing reads; the first of an operator that must run
+    stays."""
+    points = runs.size
+    needed = v.kept.copy()
+    seen = np.zeros(must.size, dtype=np.bool_)
+    firsts = np.zeros(points, dtype=np.bool_)
+    first = np.full(v.size_bytes.size, points)
+    for p in range(points):
+        if runs[p] >= 0:
+            operator = v.operator[runs[p]]
+            firsts[p] = not seen[operator]
+            seen[operator] = True
+            for k in range(v.writes_at[runs[p]], v.writes_at[runs[p] + 1]):
+                first[v.writes[k]] = min(first[v.writes[k]], p)
+    keep = np.ones(points, dtype=np.bool_)
+    for p in range(points - 1, -1, -1):
+        run = runs[p]
+        if run < 0:
+            continue
+        used = must[v.operator[run]] and firsts[p]
+        for k in range(v.writes_at[run], v.writes_at[run + 1]):
+            t = v.writes[k]
+            used = used or (first[t] == p if v.kept[t] else needed[t])
+        keep[p] = used
+        if not used:
+            continue
+        for k in range(v.writes_at[run], v.writes_at[run + 1]):
+            t = v.writes[k]
+            if not v.kept[t] or first[t] == p:
+                needed[t] = False
+        for k in range(v.reads_at[run], v.reads_at[run + 1]):
+            needed[v.reads[k]] = True
+    return runs[keep]
+
+
+@njit(cache=True, nogil=True)
+def memory_of(
+    v: VariantArrays, runs: Ints, last: Flags, stays: Flags, least_bytes: int
+) -> tuple[Ints, Ints]:
+    """(memory of each time point when nothing moves, the gaps).
+
+    A gap is a row (tensor, after, before, made): between two time points that touch a tensor,
+    exclusive at both ends, it may be on the host; it was made at `made`. Tensors smaller than
+    `least_bytes` have none. Gaps are in the order of `before`.
+    """
+    points, tensors = runs.size, v.size_bytes.size
+    need = np.zeros(points, dtype=np.int64)
+    gaps = np.empty((last.size, 4), dtype=np.int64)
+    touched = np.full(tensors, -1)
+    made = np.full(tensors, -1)
+    live, r, w, count = v.resident_bytes, 0, 0, 0
+    for p in range(points):
+        run = runs[p]
+        if run < 0:
+            for t in v.tangents:
+                live += v.size_bytes[t]
+            need[p] = live + v.boundary_bytes
+            # A tangent that nothing reads goes at once, unless the framework holds it.
+            for t in v.tangents:
+                if not v.kept[t] and not _read_later(v, runs, p, t):
+                    live -= v.size_bytes[t]
+            continue
+        need[p] = live + v.workspace_bytes[run]
+        for k in range(v.writes_at[run], v.writes_at[run + 1]):
+            t = v.writes[k]
+            need[p] += v.size_bytes[t]
+            if stays[w]:
+                live += v.size_bytes[t]
+            w += 1
+        begin, end = v.reads_at[run], v.reads_at[run + 1]
+        taken = False
+        for k in range(end - 1, begin - 1, -1):
+            t = v.reads[k]
+            if last[r + k - begin]:
+                live -= v.size_bytes[t]
+                if not taken:
+                    for n in range(v.over_at[run], v.over_at[run + 1]):
+                        if v.over[n] == t and not taken:
+                            taken = True
+                            need[p] -= v.size_bytes[t]
+        for k in range(begin, end):
+            t = v.reads[k]
+            if not v.stays[t]:
+                if touched[t] + 1 < p and v.size_bytes[t] >= least_bytes:
+                    gaps[count, 0], gaps[count, 1] = t, touched[t]
+                    gaps[count, 2], gaps[count, 3] = p, made[t]
+                    count += 1
+                touched[t] = p
+        r += end - begin
+        for k in range(v.writes_at[run], v.writes_at[run + 1]):
+            if stays[w - v.writes_at[run + 1] + k]:
+                touched[v.writes[k]] = made[v.writes[k]] = p
+    return need, gaps[:count]
+
+
+@njit(cache=True, nogil=True)
+def _read_later(v: VariantArrays, runs: Ints, after: int, tensor: int) -> bool:
+    for p in range(after + 1, runs.size):
+        if runs[p] >= 0:
+            for k in range(v.reads_at[runs[p]], v.reads_at[runs[p] + 1]):
+                if v.reads[k] == tensor:
+                    return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def durations_of(v: VariantArrays, runs: Ints) -> Floats:
+    """Seconds of each time point."""
+    found = np.zeros(runs.size)
+    for p in range(runs.size):
+        if runs[p] >= 0:
+            found[p] = v.time_s[runs[p]]
+    return found

@@ -1,0 +1,118 @@
+"""Local search over runs and moves, with the time of the replay as the judge.
+
+Descent takes whatever change makes the step faster. Annealing goes on from there and also takes
+slower changes, the fewer the longer it lasts. Both count the changes tried and not seconds, so that
+a search that its time limit does not stop gives the same plan on any machine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from memopt.strategies.joint.moved import TIMINGS, Moved, Mover
+from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
+from memopt.strategies.joint.run_table import Ints
+from memopt.strategies.solvers.running import Deadline
+
+FASTER = 1e-7
+"""Share of a time by which a change must be faster to count as faster."""
+HOT, COLD = 3e-4, 5e-6
+"""Shares of the step's time by which annealing accepts slower changes, at first and at last."""
+NEAR = 1e-4
+"""Gap to the bound at which a search ends."""
+
+
+@dataclass(eq=False)
+class LocalSearch:
+    """Searches from runs that fit.
+
+    Attributes:
+        mover: of the graph and its budget.
+        deadline: asked now and then.
+        bound_s: what no program beats.
+        seed: of the order in which changes are tried.
+        tried: how many changes were judged.
+        best: the fastest decisions and what becomes of them.
+    """
+
+    mover: Mover
+    deadline: Deadline
+    bound_s: float = 0.0
+    seed: int = 0
+    tried: int = field(default=0, init=False)
+    best: tuple[Decisions, Moved] | None = field(default=None, init=False)
+
+    def start(self, runs: Ints) -> Decisions:
+        """The decision to run these, with nothing held back from moving."""
+        nothing = np.zeros(self.mover.arrays.size_bytes.size, dtype=np.bool_)
+        return Decisions(runs, nothing, nothing)
+
+    @property
+    def time_s(self) -> float:
+        """Of the best so far, seconds."""
+        return math.inf if self.best is None else self.best[1].time_s
+
+    def judged(self, at: Decisions) -> Moved:
+        """What becomes of decisions, kept if it is the best so far."""
+        self.tried += 1
+        moved = self.mover.moved(at.runs, at.stays, TIMINGS[:1], at.first)
+        if moved.time_s < self.time_s:
+            self.best = Decisions(moved.runs, at.stays, at.first), moved
+        return moved
+
+    def finished(self) -> Moved:
+        """The best, its copies and fetches under the best of all timings."""
+        assert self.best is not None
+        at, moved = self.best
+        final = self.mover.moved(at.runs, at.stays, TIMINGS, at.first)
+        return final if final.time_s < moved.time_s else moved
+
+    def descend(self, at: Decisions) -> Decisions:
+        """Go downhill; where no change makes the step faster."""
+        rng, moved = Random(self.seed), self.judged(at)
+        going = True
+        while going and not self._ended():
+            going = False
+            for change in Neighbourhood(self.mover, at, moved, rng).changes():
+                found = self.judged(change)
+                if found.time_s < moved.time_s * (1 - FASTER):
+                    at, moved = Decisions(found.runs, change.stays, change.first), found
+                    going = True
+                    break
+                if self._ended():
+                    break
+        return at
+
+    def anneal(self, at: Decisions, changes: int) -> None:
+        """Wander from decisions, trying so many changes."""
+        rng, moved = Random(self.seed), self.judged(at)
+        begin, seconds = self.tried, self.deadline.left_s
+        while not self._ended():
+            accepted = False
+            for change in Neighbourhood(self.mover, at, moved, rng).changes():
+                done = (self.tried - begin) / max(1, changes)
+                if math.isfinite(seconds):
+                    done = max(done, 1 - self.deadline.left_s / max(1e-9, seconds))
+                if done >= 1 or self._ended():
+                    return
+                heat = moved.time_s * HOT * (COLD / HOT) ** done
+                found = self.judged(change)
+                slower_s = found.time_s - moved.time_s
+                if slower_s <= 0 or rng.random() < math.exp(-slower_s / heat):
+                    at, moved = Decisions(found.runs, change.stays, change.first), found
+                    accepted = True
+                    break
+            if not accepted:
+                return
+
+    def _ended(self) -> bool:
+        if self.time_s <= self.bound_s * (1 + NEAR):
+            return True
+        return self.deadline.over or (
+            self.tried % 16 == 0
+            and self.deadline.passed(0.7, f"joint: local search, {self.time_s:.6g} s")
+        )

@@ -1,0 +1,195 @@
+"""A program of given runs whose tensors move to the host where memory is short."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from memopt.models.bounds import needed_operators
+from memopt.models.device import Device
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import (
+    DropHost,
+    Free,
+    Instruction,
+    Program,
+    SwapIn,
+    SwapOut,
+)
+from memopt.programs.lifetimes import live_bytes
+from memopt.programs.liveness import with_frees
+from memopt.strategies.joint.run_table import Flags, Ints, RunTable
+
+NEVER = 1 << 60
+"""More bytes than any budget."""
+KINDS = (Free, SwapIn, SwapOut, DropHost)
+AFTER = 2
+"""Kinds from here on follow the run of their time point."""
+
+
+class Timing(NamedTuple):
+    """How early copies and fetches come; see `Rule` in the kernels."""
+
+    lead: float = math.inf
+    waits: bool = True
+    at_once: bool = True
+
+
+TIMINGS = tuple(
+    Timing(lead, waits, at_once)
+    for lead in (math.inf, 2.0, 1.0)
+    for waits in (True, False)
+    for at_once in (True, False)
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Moved:
+    """Runs with the transfers that make them fit.
+
+    Attributes:
+        runs: see `RunTable`.
+        time_s: of the step, as the replay counts it; infinite: they do not fit.
+        host_bytes: the most on the host.
+        events: rows (time point, kind, tensor).
+        peak_bytes: memory of the runs without any transfer.
+    """
+
+    runs: Ints
+    time_s: float
+    host_bytes: int = 0
+    events: Ints | None = None
+    peak_bytes: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a program within the budget."""
+        return math.isfinite(self.time_s)
+
+
+@dataclass(eq=False)
+class Mover:
+    """Places transfers so that runs fit a budget.
+
+    Attributes:
+        table: the graph's.
+        budget_bytes: total.
+        device: link rates.
+        host_bytes: the most that may be on the host.
+        least_bytes: tensors smaller than this stay.
+    """
+
+    table: RunTable
+    budget_bytes: int
+    device: Device
+    host_bytes: float = math.inf
+    least_bytes: int = 1
+
+    def __post_init__(self) -> None:
+        from memopt.strategies.joint.transfer_kernels import Link
+
+        device, operators = self.device, self.table.graph.operators
+        self.arrays = self.table.arrays
+        self.link = Link(
+            device.transfer_latency_s,
+            1.0 / device.to_host_bytes_per_s,
+            1.0 / device.swap_in_bytes_per_s,
+            device.duplex,
+        )
+        needed = needed_operators(self.table.graph)
+        must = [operator.has_effects and i in needed for i, operator in enumerate(operators)]
+        self.must = np.array(must, dtype=np.bool_)
+
+    def moved(
+        self,
+        runs: Ints,
+        stays: Flags | None = None,
+        timings: tuple[Timing, ...] = TIMINGS[:1],
+        first: Flags | None = None,
+    ) -> Moved:
+        """The runs with transfers under the best of some timings.
+
+        Args:
+            runs: those whose results nothing reads are left out.
+            stays: tensors that are not to move; None: what may move may.
+            timings: to try.
+            first: tensors that move before any others do.
+        """
+        from memopt.strategies.joint import lifetime_kernels, transfer_kernels
+
+        v = self.arrays
+        runs = self.used(runs)
+        last, kept, valid = lifetime_kernels.last_uses(v, runs)
+        if not valid:
+            return Moved(runs, math.inf)
+        need, gaps = lifetime_kernels.memory_of(v, runs, last, kept, self.least_bytes)
+        peak = int(need.max())
+        best = Moved(runs, math.inf, peak_bytes=peak)
+        if peak <= self.budget_bytes:
+            time_s = float(lifetime_kernels.durations_of(v, runs).sum())
+            return Moved(runs, time_s, 0, np.empty((0, 3), np.int64), peak)
+        sizes = v.size_bytes[gaps[:, 0]]
+        never = np.zeros(len(gaps), np.bool_) if stays is None else stays[gaps[:, 0]]
+        order = gaps[:, 2].copy()
+        if first is not None:
+            order[first[gaps[:, 0]]] += len(runs)
+        chosen, enough = transfer_kernels.chosen_gaps(
+            need, gaps, sizes, self.budget_bytes, never, order
+        )
+        if not enough or not self.host_bytes:
+            return best
+        for timing in timings:
+            rule = transfer_kernels.Rule(*timing)
+            time_s, host, events = transfer_kernels.transfers(
+                v, runs, need, gaps, chosen, self.budget_bytes, self.link, rule
+            )
+            if time_s < best.time_s and host <= self.host_bytes:
+                best = Moved(runs, time_s, host, events, peak)
+        return best
+
+    def thorough(self, runs: Ints) -> Moved:
+        """The runs with transfers under the best of all timings, whatever the tensors' sizes."""
+        found = self.moved(runs, timings=TIMINGS)
+        return found if found.fits else replace(self, least_bytes=1).moved(runs, timings=TIMINGS)
+
+    def used(self, runs: Ints) -> Ints:
+        """The runs whose results something reads, and those that must be."""
+        from memopt.strategies.joint.lifetime_kernels import used_runs
+
+        return used_runs(self.arrays, runs, self.must)
+
+    def floor_bytes(self, runs: Ints, stays: Flags | None = None) -> int:
+        """The smallest budget that these runs can meet, total bytes; NEVER where they read what is
+        not there."""
+        from memopt.strategies.joint import lifetime_kernels
+
+        v = self.arrays
+        runs = self.used(runs)
+        last, kept, valid = lifetime_kernels.last_uses(v, runs)
+        if not valid:
+            return NEVER
+        need, gaps = lifetime_kernels.memory_of(v, runs, last, kept, self.least_bytes)
+        if not self.host_bytes:
+            return int(need.max())
+        if stays is not None:
+            gaps = gaps[~stays[gaps[:, 0]]]
+        off = live_bytes(gaps[:, 1] + 1, gaps[:, 2], v.size_bytes[gaps[:, 0]], len(need))
+        return int((need - off).max())
+
+    def program(self, moved: Moved) -> Program:
+        """The program of runs that fit."""
+        assert moved.events is not None
+        before: dict[int, list[Instruction]] = {}
+        after: dict[int, list[Instruction]] = {}
+        for point, kind, tensor in moved.events.tolist():
+            (after if kind >= AFTER else before).setdefault(point, []).append(KINDS[kind](tensor))
+        steps: list[Instruction] = []
+        for point, run in enumerate(moved.runs.tolist()):
+            steps += before.get(point, ())
+            steps.append(self.table.instruction(run))
+            steps += after.get(point, ())
+        graph = self.table.graph
+        return with_in_place(graph, Program(with_frees(graph, steps)))

@@ -1,0 +1,265 @@
+"""One solve of the joint strategy: starts, the relaxation, local search, and what is proved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from memopt.models.bounds import memory_lower_bound, time_lower_bound
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.programs.instructions import Program
+from memopt.programs.replay import replay
+from memopt.strategies.auto.members import Member
+from memopt.strategies.base import Solution, Status
+from memopt.strategies.joint.least_memory import least_memory, program_within, smaller
+from memopt.strategies.joint.local_search import LocalSearch
+from memopt.strategies.joint.moved import Moved, Mover
+from memopt.strategies.joint.neighbours import Decisions
+from memopt.strategies.joint.relaxation_search import LinkedSearch
+from memopt.strategies.joint.run_table import Ints, RunTable
+from memopt.strategies.joint.starts import programs_of_chain, stored
+from memopt.strategies.monet.graph_model import Allowed
+from memopt.strategies.solvers.running import Deadline
+
+START_SHARE, RELAXATION_SHARE = 0.3, 0.5
+"""Of the time that is left: for the plans to start from, and then for the relaxation."""
+SMALL = 1e-3
+"""Tensors below this share of what the step adds to the resident bytes stay where they are."""
+DESCENTS, BUDGETS = 4, 10
+"""Starts of the local search, and larger budgets that are recomputed to."""
+CHANGES_EACH = 50
+"""Annealing tries so many changes for each operator, at most."""
+PROVED, CLOSE = 1e-6, 2e-3
+"""Gaps at which a plan is optimal, and at which it is good enough to try nothing dear."""
+QUICK = frozenset({"offload-graph"})
+"""Plan in seconds; the others come after the relaxation, if no plan is close to the bound."""
+
+
+@dataclass(eq=False)
+class JointPlanning:
+    """What is known while one budget is planned.
+
+    Attributes:
+        graph, budget_bytes, device: as in `Strategy.solve`.
+        allowed: which implementations may be chosen.
+        host_bytes: the most that may be on the host; 0: nothing moves.
+        deadline: of the whole solve.
+        changes: how many changes annealing may try.
+        seed: the local search's.
+    """
+
+    graph: Graph
+    budget_bytes: int | None
+    device: Device
+    allowed: Allowed
+    host_bytes: float
+    deadline: Deadline
+    changes: int
+    seed: int
+    best: tuple[Program, float, str] | None = None
+    bound_s: float = 0.0
+    infeasible: bool = False
+    runs: list[Ints] = field(default_factory=list)
+    small: list[Program] = field(default_factory=list)
+    decisions: tuple[Decisions, Moved] | None = None
+    changes_tried: int = 0
+    stats: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.began_s = time.monotonic()
+        self.bound_s = time_lower_bound(self.graph)
+        self.table = RunTable(self.graph, self.allowed)
+
+    @property
+    def limit_bytes(self) -> int:
+        """The budget, or more than anything needs."""
+        return 2**60 if self.budget_bytes is None else self.budget_bytes
+
+    @cached_property
+    def mover(self) -> Mover:
+        """Makes runs fit the budget."""
+        peak_bytes = replay(self.graph, self.small[0]).peak_bytes
+        least_bytes = max(1, int(SMALL * (peak_bytes - self.graph.resident_bytes)))
+        return Mover(self.table, self.limit_bytes, self.device, self.host_bytes, least_bytes)
+
+    @property
+    def near(self) -> bool:
+        """Whether nothing can be much faster."""
+        return self.best is not None and self.best[1] <= self.bound_s * (1 + CLOSE)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing can be faster."""
+        return self.best is not None and self.best[1] <= self.bound_s * (1 + PROVED)
+
+    def offer(self, program: Program, source: str) -> None:
+        """Take a program if it keeps the budgets and is the fastest so far."""
+        timeline = replay(self.graph, program, self.device)
+        fits = timeline.peak_bytes <= self.limit_bytes
+        fits = fits and timeline.host_peak_bytes <= self.host_bytes
+        if fits and (self.best is None or timeline.time_s < self.best[1]):
+            self.best = program, timeline.time_s, source
+
+    def solution(self, members: Sequence[Member]) -> Solution:
+        """Plan, and say what is proved."""
+        self.small.append(stored(self.graph))
+        self.offer(self.small[0], "store-all")
+        if not self.done and memory_lower_bound(self.graph) <= self.limit_bytes:
+            quick = [member for member in members if member.strategy.name in QUICK]
+            self._start(quick)
+            if not self.done:
+                self._relax()
+                self._sweep()
+                self._descend()
+            if not self.near:
+                self._start([member for member in members if member not in quick])
+                self._descend()
+                self._anneal()
+        if self.best is None:
+            least = self._least()
+            self.offer(least, "least memory")
+            if self.best is None:
+                return self._without_plan(least)
+        return self._with_plan(*self.best)
+
+    def _start(self, members: Sequence[Member]) -> None:
+        """Plans of single strategies, within their share of the time."""
+        until = self.deadline.within(START_SHARE * self.deadline.left_s)
+        lines = list(self.stats.get("starts", ()))  # type: ignore[call-overload]  # a tuple
+        for number, member in enumerate(members):
+            name = member.strategy.name
+            if self.done or self.deadline.passed(0.05, f"joint: {name}"):
+                break
+            share_s = until.left_s / (len(members) - number)
+            try:
+                progress = self.deadline.progress
+                found = member.run(self.budget_bytes, self.device, share_s, progress)
+            except KeyboardInterrupt:
+                self.deadline.over = True
+                break
+            lines.append(found.line)
+            if found.solution.program is not None:
+                self.offer(found.solution.program, name)
+                self._seed(found.solution.program)
+            elif found.solution.smallest is not None and found.solution.smallest.program:
+                self.small.append(found.solution.smallest.program)
+                self._seed(found.solution.smallest.program)
+        self.stats["starts"] = tuple(lines)
+
+    def _seed(self, program: Program) -> None:
+        """Keep a program's runs for the local search."""
+        try:
+            self.runs.append(self.table.runs_of(program))
+        except KeyError:
+            return  # by implementations that may not be chosen here
+
+    def _relax(self) -> None:
+        """The relaxation: a bound, and programs close to it."""
+        if self.deadline.passed(0.3, "joint: relaxation"):
+            return
+        search = LinkedSearch(
+            self.graph,
+            self.allowed,
+            self.limit_bytes,
+            self.deadline.within(RELAXATION_SHARE * self.deadline.left_s),
+            mover=self.mover,
+            least_bytes=self.mover.least_bytes,
+        )
+        search.run()
+        self.bound_s = max(self.bound_s, search.bound_s)
+        self.infeasible = search.infeasible
+        self.stats["relaxation_rounds"] = search.rounds
+        self.runs = [*search.found, *self.runs]
+        if search.best.program is not None:
+            self.offer(search.best.program, "relaxation")
+
+    def _sweep(self) -> None:
+        """Recompute down to a larger budget, for the mover to do the rest."""
+        if self.deadline.passed(0.5, "joint: larger budgets"):
+            return
+        peak_bytes = replay(self.graph, self.small[0]).peak_bytes
+        budgets = [
+            self.limit_bytes + part * (peak_bytes - self.limit_bytes) // BUDGETS
+            for part in range(BUDGETS)
+        ]
+        for program in programs_of_chain(self.graph, budgets):
+            self._seed(program)
+
+    def _descend(self) -> None:
+        """Go downhill from the fastest of the runs known."""
+        known = [(self.mover.moved(runs), runs) for runs in self.runs]
+        known.sort(key=lambda pair: pair[0].time_s)
+        self.runs = []
+        for moved, runs in known[:DESCENTS]:
+            if moved.fits and not self.deadline.passed(0.6, "joint: local search"):
+                search = self._local_search()
+                search.descend(search.start(runs))
+                self._finish(search)
+
+    def _anneal(self) -> None:
+        """Wander from the best that the local search has found."""
+        if self.decisions is not None and not self.deadline.passed(0.7, "joint: local search"):
+            search = self._local_search()
+            most = CHANGES_EACH * len(self.graph.operators)
+            search.anneal(self.decisions[0], min(self.changes, most))
+            self._finish(search)
+
+    def _local_search(self) -> LocalSearch:
+        return LocalSearch(self.mover, self.deadline, self.bound_s, self.seed)
+
+    def _finish(self, search: LocalSearch) -> None:
+        """Take what a local search has found."""
+        self.changes_tried += search.tried
+        if search.best is None:
+            return
+        self.offer(self.mover.program(search.finished()), "local search")
+        if self.decisions is None or search.time_s < self.decisions[1].time_s:
+            self.decisions = search.best
+
+    def _least(self) -> Program:
+        """The program of least memory known."""
+        programs = [*self.small, *programs_of_chain(self.graph, [1])]
+        for program in programs[1:]:
+            self._seed(program)
+        starts = [self.table.runs_of(self.small[0]), *self.runs]
+        runs, least_bytes = least_memory(self.mover, starts)
+        found = program_within(self.mover, runs, max(least_bytes, self.limit_bytes))
+        return smaller(self.mover, [found, *programs])
+
+    def _with_plan(self, program: Program, time_s: float, source: str) -> Solution:
+        bound_s = min(self.bound_s, time_s)
+        gap = (time_s - bound_s) / bound_s if bound_s > 0 else 0.0
+        timeline = replay(self.graph, program, self.device)
+        stats = {
+            "source": source,
+            **self.stats,
+            "changes_tried": self.changes_tried,
+            "stall_s": timeline.total_stall_s,
+            "host_peak_bytes": timeline.host_peak_bytes,
+            "solve_s": time.monotonic() - self.began_s,
+        }
+        return Solution(
+            Status.OPTIMAL if gap <= PROVED else Status.FEASIBLE,
+            program=program,
+            peak_bytes=timeline.peak_bytes,
+            time_s=time_s,
+            lower_bound_s=bound_s,
+            gap=gap,
+            stats=stats,
+        )
+
+    def _without_plan(self, least: Program) -> Solution:
+        """The smallest budget known, and whether a smaller one is proved impossible."""
+        proved = memory_lower_bound(self.graph) > self.limit_bytes
+        time_s = replay(self.graph, least, self.device).time_s
+        self.bound_s = time_lower_bound(self.graph)
+        named = self._with_plan(least, time_s, "least memory")
+        return Solution(
+            Status.INFEASIBLE if proved else Status.UNKNOWN,
+            smallest_budget_bytes=named.peak_bytes,
+            smallest=named,
+            stats=self.stats,
+        )

@@ -1,0 +1,163 @@
+"""A graph as arrays, for the compiled loops: its variants, and runs of them as a program.
+
+A *variant* is an operator by one of its implementations. *Runs* are an array with an entry for
+each time point of a step: the number of the variant that runs there, or BOUNDARY.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from memopt.models.graph import Graph, Operator
+from memopt.models.variants import Variant, variant
+from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
+from memopt.strategies.monet.graph_model import Allowed
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Floats: TypeAlias = npt.NDArray[np.float64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+
+BOUNDARY = -1
+
+
+class VariantArrays(NamedTuple):
+    """The variants of a graph's operators.
+
+    Attributes:
+        operator: of each variant.
+        time_s, workspace_bytes: of each variant.
+        reads_at, reads: tensors that variant v reads, but for resident ones:
+            reads[reads_at[v] : reads_at[v + 1]], each once.
+        writes_at, writes: the same of what it writes.
+        over_at, over: the same of what its first output may overwrite.
+        size_bytes: of each tensor.
+        kept: whether the step must end with a tensor.
+        stays: whether a tensor never moves to the host: kept, resident, or a tangent.
+        tangents: what appears at the loss boundary.
+        resident_bytes, boundary_bytes: the graph's.
+    """
+
+    operator: Ints
+    time_s: Floats
+    workspace_bytes: Ints
+    reads_at: Ints
+    reads: Ints
+    writes_at: Ints
+    writes: Ints
+    over_at: Ints
+    over: Ints
+    size_bytes: Ints
+    kept: Flags
+    stays: Flags
+    tangents: Ints
+    resident_bytes: int
+    boundary_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class RunTable:
+    """The variants of a graph, and runs of them.
+
+    Attributes:
+        graph: the training step.
+        allowed: which implementations there are; None: all.
+    """
+
+    graph: Graph
+    allowed: Allowed | None = None
+
+    @cached_property
+    def variants(self) -> tuple[tuple[int, str | None], ...]:
+        """(operator, implementation) of each variant; an operator's own comes first of its."""
+        return tuple(
+            (i, name)
+            for i, operator in enumerate(self.graph.operators)
+            for name in self._names(operator)
+        )
+
+    def _names(self, operator: Operator) -> list[str | None]:
+        """The implementations of an operator, its own first."""
+        names = (choice.name for choice in operator.implementations)
+        return [
+            None,
+            *(name for name in names if self.allowed is None or self.allowed(operator, name)),
+        ]
+
+    @cached_property
+    def number(self) -> dict[tuple[int, str | None], int]:
+        """(operator, implementation) → its variant's number."""
+        return {variant: v for v, variant in enumerate(self.variants)}
+
+    @cached_property
+    def others(self) -> tuple[tuple[int, ...], ...]:
+        """For each variant, the other ones of its operator."""
+        of: dict[int, list[int]] = defaultdict(list)
+        for v, (operator, _) in enumerate(self.variants):
+            of[operator].append(v)
+        return tuple(
+            tuple(u for u in of[operator] if u != v)
+            for v, (operator, _) in enumerate(self.variants)
+        )
+
+    @cached_property
+    def arrays(self) -> VariantArrays:
+        """What the compiled loops read."""
+        graph = self.graph
+        figures: list[Operator | Variant] = [
+            variant(graph.operators[i], name) for i, name in self.variants
+        ]
+        resident = graph.resident
+        reads = [[t for t in dict.fromkeys(c.reads) if t not in resident] for c in figures]
+        flags = np.zeros((2, len(graph.tensors)), dtype=np.bool_)
+        flags[0, sorted(graph.kept)] = True
+        flags[1, sorted(graph.kept | resident | set(graph.tangents))] = True
+        return VariantArrays(
+            np.array([i for i, _ in self.variants], dtype=np.int64),
+            np.array([c.time_s for c in figures], dtype=np.float64),
+            np.array([c.workspace_bytes for c in figures], dtype=np.int64),
+            *_rows(reads),
+            *_rows([list(c.writes) for c in figures]),
+            *_rows([list(c.in_place) for c in figures]),
+            np.array([tensor.size_bytes for tensor in graph.tensors], dtype=np.int64),
+            flags[0],
+            flags[1],
+            np.array(graph.tangents, dtype=np.int64),
+            graph.resident_bytes,
+            graph.boundary_bytes,
+        )
+
+    def runs_of(self, program: Program) -> Ints:
+        """The runs of a program, its transfers left out.
+
+        Raises:
+            KeyError: it runs an implementation that is not allowed.
+        """
+        return np.array(
+            [
+                self.number[x.op, x.implementation] if isinstance(x, Compute) else BOUNDARY
+                for x in program
+                if isinstance(x, Compute | LossBoundary)
+            ],
+            dtype=np.int64,
+        )
+
+    def instruction(self, run: int) -> Instruction:
+        """The Compute of a run, its outputs left open, or the loss boundary."""
+        if run == BOUNDARY:
+            return LossBoundary()
+        operator, name = self.variants[run]
+        return Compute(operator, (), name)
+
+
+def _rows(lists: list[list[int]]) -> tuple[Ints, Ints]:
+    """Rows of whole numbers as (where each begins, all of them)."""
+    begins = [0, *accumulate(map(len, lists))]
+    flat = [t for one in lists for t in one]
+    return np.array(begins, dtype=np.int64), np.array(flat, dtype=np.int64)

@@ -1,0 +1,105 @@
+"""joint: recompute, move to the host and choose implementations in one plan, with a bound."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+from memopt.models.checks import check_bytes
+from memopt.models.device import Device
+from memopt.models.graph import Graph, Operator
+from memopt.strategies.auto.members import Member
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
+from memopt.strategies.joint.planning import JointPlanning
+from memopt.strategies.monet.rotor_menus import RotorMenus
+from memopt.strategies.monet.strategy import Monet
+from memopt.strategies.offload.graph import OffloadGraph
+from memopt.strategies.solvers.running import Deadline
+from memopt.strategies.target import Target
+
+DEFAULT_TIME_LIMIT_S = 60.0
+SOLVED_EXACTLY = 96
+"""Operators up to which MONeT's programs are a start, too."""
+
+
+@dataclass(frozen=True)
+class Joint(Strategy):
+    """Recomputes, moves tensors to the host and chooses implementations, all in one plan.
+
+    Starts from the plans of rotor-menus (which has rotor's) and offload-graph (which has dynprog's
+    and greedy's), for small graphs monet's too, and is never slower than they are in the time they
+    had; then from a relaxation of all decisions together, which also gives the bound
+    (`LinkedModel`). A local search over the replay does the rest. Without a link of known speed
+    nothing moves.
+
+    Attributes:
+        host_budget_bytes: the most that may be on the host at once; None: no limit.
+        exact_only: leave out implementations that change rounding.
+        changes: how many changes the local search may try beyond the first descent.
+        seed: the local search's.
+    """
+
+    host_budget_bytes: int | None = None
+    exact_only: bool = True
+    changes: int = 20_000
+    seed: int = 0
+
+    name: ClassVar[str] = "joint"
+    needs: ClassVar[str] = "graph"
+    features: ClassVar[Features] = Features(recompute=True, offload=True, implementations=True)
+    references: ClassVar[tuple[str, ...]] = (
+        *OffloadGraph.references,
+        *Monet.references,
+    )
+
+    def __post_init__(self) -> None:
+        check_bytes("Joint", changes=self.changes)
+        if self.host_budget_bytes is not None:
+            check_bytes("Joint", host_budget_bytes=self.host_budget_bytes)
+
+    def only_exact_implementations(self) -> bool | None:
+        return self.exact_only
+
+    def allowed(self, operator: Operator, name: str) -> bool:
+        """Whether the plan may run `operator` by its implementation `name`."""
+        return not self.exact_only or next(
+            choice.exact for choice in operator.implementations if choice.name == name
+        )
+
+    def solve(
+        self,
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
+        graph, begin = self.taken(cost_model, Graph), time.monotonic()
+        limit_s = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
+        linked = device is not None and device.is_linked and self.host_budget_bytes != 0
+        host_bytes = math.inf if self.host_budget_bytes is None else self.host_budget_bytes
+        planning = JointPlanning(
+            graph,
+            budget_bytes,
+            device or Device(),
+            self.allowed,
+            float(host_bytes) if linked else 0.0,
+            Deadline(begin + limit_s, progress),
+            self.changes,
+            self.seed,
+        )
+        return planning.solution(self.starts(graph, linked))
+
+    def starts(self, graph: Graph, linked: bool) -> tuple[Member, ...]:
+        """The strategies that plans start from, those that can plan the graph."""
+        # The whole step as one stage, without moves, is what the relaxation does with them.
+        strategies: list[Strategy] = [RotorMenus(exact_only=self.exact_only, merged_s=0.0)]
+        if linked:
+            strategies.append(OffloadGraph(self.host_budget_bytes))
+        if len(graph.operators) <= SOLVED_EXACTLY:
+            strategies.append(Monet(exact_only=self.exact_only))
+        targets = [Target.of(strategy, graph) for strategy in strategies]
+        return tuple(Member(target) for target in targets if target.why_not() is None)

@@ -1,0 +1,357 @@
+"""Which tensors of given runs move to the host, and when: compiled.
+
+`chosen_gaps` evicts, wherever memory is short, what is needed again last (Belady). `transfers`
+keeps the time of the replay while it places copies, frees and fetches:
+
+- a copy to the host starts when its tensor is made (or when its first gap begins);
+- a device copy is freed where a time point needs the room, the copy that ends first first;
+- a fetch comes as early as all points up to its reader have room for it, in the order of readers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from memopt.strategies.joint.run_table import Flags, Floats, Ints, VariantArrays
+
+
+class Link(NamedTuple):
+    """The link to the host: seconds for a copy and per byte, whether both directions overlap."""
+
+    latency_s: float
+    out_s_per_byte: float
+    in_s_per_byte: float
+    duplex: bool
+
+
+class Rule(NamedTuple):
+    """How early copies and fetches come.
+
+    Attributes:
+        lead: a fetch is issued when the compute until its reader is at most so many times the time
+            of all fetches up to it; infinite: as soon as it fits.
+        waits: whether a fetch may come where its room must first be freed for it.
+        at_once: whether a copy starts when its tensor is made, not when its first gap begins.
+    """
+
+    lead: float
+    waits: bool
+    at_once: bool
+
+
+@njit(cache=True, nogil=True)
+def chosen_gaps(
+    need: Ints, gaps: Ints, sizes: Ints, limit_bytes: int, never: Flags, order: Ints
+) -> tuple[Flags, bool]:
+    """(which gaps to use so that no time point needs more than the limit, whether they suffice).
+
+    Args:
+        need: bytes of each time point.
+        gaps: as `memory_of` gives them.
+        sizes: bytes of each gap.
+        limit_bytes: total.
+        never: which gaps are not to be used.
+        order: of the gaps open at a point those with the largest figure go first.
+    """
+    points, count = need.size, gaps.shape[0]
+    chosen = np.zeros(count, dtype=np.bool_)
+    change = np.zeros(points + 1, dtype=np.int64)
+    opening = np.argsort(gaps[:, 1])
+    heap = np.empty(count, dtype=np.int64)
+    held = opened = 0
+    off = 0
+    for p in range(points):
+        while opened < count and gaps[opening[opened], 1] < p:
+            g = opening[opened]
+            opened += 1
+            if not never[g]:
+                heap[held] = g
+                held += 1
+                _up(heap, held - 1, order)
+        off += change[p]
+        while need[p] - off > limit_bytes and held:
+            g = heap[0]
+            held -= 1
+            heap[0] = heap[held]
+            _down(heap, held, order)
+            if gaps[g, 2] > p:
+                chosen[g] = True
+                off += sizes[g]
+                change[gaps[g, 2]] -= sizes[g]
+        if need[p] - off > limit_bytes:
+            return chosen, False
+    return chosen, True
+
+
+@njit(cache=True, nogil=True)
+def _up(heap: Ints, i: int, order: Ints) -> None:
+    while i and order[heap[(i - 1) // 2]] < order[heap[i]]:
+        parent = (i - 1) // 2
+        heap[i], heap[parent] = heap[parent], heap[i]
+        i = parent
+
+
+@njit(cache=True, nogil=True)
+def _down(heap: Ints, held: int, order: Ints) -> None:
+    i = 0
+    while 2 * i + 1 < held:
+        child = 2 * i + 1
+        if child + 1 < held and order[heap[child + 1]] > order[heap[child]]:
+            child += 1
+        if order[heap[child]] <= order[heap[i]]:
+            return
+        heap[i], heap[child] = heap[child], heap[i]
+        i = child
+
+
+NOW, OUT_FREE, IN_FREE = 0, 1, 2
+"""Of `Pass.clock`: when the compute stream gets here, and when each way of the link is free."""
+OPEN, AWAY, COMING, FETCHED, OFF, HOST, MOST_HOST, NOTED = range(8)
+"""Of `Pass.figures`: gaps of three kinds, bytes that are coming, bytes off the device, on the host,
+the most there, and events."""
+FREE, FETCH, COPY, DROP = range(4)
+"""Kinds of events."""
+
+
+class Pass(NamedTuple):
+    """The state of one pass over the time points; lists of gaps are chained by index, -1 ends one.
+
+    Attributes:
+        starts, next_start: gaps by the point that they begin after.
+        copies, next_copy: one gap of each lifetime, by the point after which its copy starts.
+        drops, next_drop: the last gap of each lifetime, by its reader's point.
+        least: bytes of each point while all gaps are used to the full, less what comes early.
+        begin_s: start of each point where nothing waits.
+        open: gaps that have begun, their tensor still on the device.
+        away: gaps whose tensor is on the host only, in the order of their readers.
+        coming: gaps whose tensor is fetched at this point.
+        blocked: until which point a fetch has no room.
+        stored, arrival: of each tensor, when its copy to the host and the one back end.
+        used: gaps that have freed their tensor.
+        events: see `transfers`.
+        clock, figures: see the constants.
+    """
+
+    starts: Ints
+    next_start: Ints
+    copies: Ints
+    next_copy: Ints
+    drops: Ints
+    next_drop: Ints
+    least: Ints
+    begin_s: Floats
+    open: Ints
+    away: Ints
+    coming: Ints
+    blocked: Ints
+    stored: Floats
+    arrival: Floats
+    used: Flags
+    events: Ints
+    clock: Floats
+    figures: Ints
+
+
+@njit(cache=True, nogil=True)
+def transfers(
+    v: VariantArrays, runs: Ints, need: Ints, gaps: Ints, chosen: Flags,
+    limit_bytes: int, link: Link, rule: Rule,
+) -> tuple[float, int, Ints]:  # fmt: skip
+    """(time of the step in s, infinite if it does not fit; the most on the host, bytes; events).
+
+    An event is a row (point, kind, tensor), in the order of the program: before the point's run
+    kind 0 frees and kind 1 fetches; after it, 2 begins the copy to the host and 3 drops it.
+    Chosen gaps that never free their tensor are left out, and the rest is placed anew.
+    """
+    while True:
+        at = _begun(v, runs, need, gaps, chosen, rule.at_once)
+        if at.least.max() > limit_bytes:
+            return np.inf, 0, at.events[:0]
+        for p in range(need.size):
+            _choose_fetches(at, v, need, gaps, p, limit_bytes, link, rule)
+            if not _release(at, v, need, gaps, p, limit_bytes):
+                return np.inf, 0, at.events[:0]
+            _fetch(at, v, gaps, p, link)
+            _run(at, v, runs, gaps, p, link)
+        if at.used.sum() == chosen.sum():
+            return at.clock.max(), at.figures[MOST_HOST], at.events[: at.figures[NOTED]]
+        chosen = at.used
+
+
+@njit(cache=True, nogil=True)
+def _begun(
+    v: VariantArrays, runs: Ints, need: Ints, gaps: Ints, chosen: Flags, at_once: bool
+) -> Pass:
+    points, count, tensors = need.size, gaps.shape[0], v.size_bytes.size
+    # Rows: by beginning, by copy, by drop.
+    heads, following = np.full((3, points + 1), -1), np.full((3, count), -1)
+    last, made_at = np.full(tensors, -1), np.full(tensors, -1)
+    final = np.zeros(count, dtype=np.bool_)
+    change = np.zeros(points + 1, dtype=np.int64)
+    for g in range(count):
+        if not chosen[g]:
+            continue
+        t, after, before, made = gaps[g]
+        change[after + 1] += v.size_bytes[t]
+        change[before] -= v.size_bytes[t]
+        following[0, g], heads[0, after] = heads[0, after], g
+        if made_at[t] != made:
+            point = made if at_once else after
+            following[1, g], heads[1, point] = heads[1, point], g
+        else:
+            final[last[t]] = False
+        last[t], made_at[t], final[g] = g, made, True
+    for g in range(count):
+        if final[g]:
+            following[2, g], heads[2, gaps[g, 2]] = heads[2, gaps[g, 2]], g
+    begin_s = np.zeros(points + 1)
+    for p in range(points):
+        begin_s[p + 1] = begin_s[p] + (v.time_s[runs[p]] if runs[p] >= 0 else 0.0)
+    return Pass(
+        heads[0], following[0], heads[1], following[1], heads[2], following[2],
+        need - np.cumsum(change[:-1]), begin_s,
+        np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64),
+        np.full(count, -1), np.zeros(tensors), np.zeros(tensors), np.zeros(count, np.bool_),
+        np.empty((4 * count, 3), np.int64), np.zeros(3), np.zeros(8, np.int64),
+    )  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def _note(at: Pass, point: int, kind: int, tensor: int) -> None:
+    row = at.events[at.figures[NOTED]]
+    row[0], row[1], row[2] = point, kind, tensor
+    at.figures[NOTED] += 1
+
+
+@njit(cache=True, nogil=True)
+def _choose_fetches(
+    at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int,
+    limit_bytes: int, link: Link, rule: Rule,
+) -> None:  # fmt: skip
+    """What is read here comes, and what is read next as far as there is room for it until then."""
+    count = at.figures
+    away, count[AWAY] = count[AWAY], 0
+    count[COMING] = count[FETCHED] = 0
+    ready_s = max(0.0, at.clock[IN_FREE] - at.clock[NOW])
+    early = True
+    for n in range(away):
+        g = at.away[n]
+        before, size = gaps[g, 2], v.size_bytes[gaps[g, 0]]
+        ready_s += link.latency_s + size * link.in_s_per_byte
+        take = before == p
+        if not take and early:
+            take = at.blocked[g] < p and at.begin_s[before] - at.begin_s[p] <= rule.lead * ready_s
+            if take and not rule.waits:
+                take = need[p] - count[OFF] + count[FETCHED] + size <= limit_bytes
+            take = take and _reserved(at, g, p, before, size, limit_bytes)
+            early = take
+        if take:
+            at.coming[count[COMING]] = g
+            count[COMING] += 1
+            count[FETCHED] += size
+        else:
+            at.away[count[AWAY]] = g
+            count[AWAY] += 1
+
+
+@njit(cache=True, nogil=True)
+def _reserved(at: Pass, g: int, p: int, before: int, size: int, limit_bytes: int) -> bool:
+    """Whether there is room for a tensor from p until its reader; it is then taken."""
+    for q in range(before - 1, p - 1, -1):
+        if at.least[q] + size > limit_bytes:
+            at.blocked[g] = q
+            return False
+    at.least[p:before] += size
+    return True
+
+
+@njit(cache=True, nogil=True)
+def _release(at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int, limit_bytes: int) -> bool:
+    """Free what this point needs the room of; whether that is enough."""
+    count, opened = at.figures, at.figures[OPEN]
+    count[OPEN] = 0
+    for n in range(opened):
+        # Gaps that end here with their tensor still on the device need no transfer.
+        if gaps[at.open[n], 2] > p:
+            at.open[count[OPEN]] = at.open[n]
+            count[OPEN] += 1
+    while need[p] - count[OFF] + count[FETCHED] > limit_bytes:
+        pick = _stored_first(at, gaps)
+        if pick < 0:
+            return False
+        g = at.open[pick]
+        count[OPEN] -= 1
+        at.open[pick] = at.open[count[OPEN]]
+        t = gaps[g, 0]
+        at.clock[NOW] = max(at.clock[NOW], at.stored[t], at.arrival[t])
+        count[OFF] += v.size_bytes[t]
+        at.used[g] = True
+        _note(at, p, FREE, t)
+        n = count[AWAY]
+        while n and gaps[at.away[n - 1], 2] > gaps[g, 2]:
+            at.away[n] = at.away[n - 1]
+            n -= 1
+        at.away[n] = g
+        count[AWAY] += 1
+    return True
+
+
+@njit(cache=True, nogil=True)
+def _stored_first(at: Pass, gaps: Ints) -> int:
+    """The place in `open` of the gap whose copy ends first, of several the longest; -1: none."""
+    pick = -1
+    for n in range(at.figures[OPEN]):
+        g, other = at.open[n], at.open[max(0, pick)]
+        end, least = at.stored[gaps[g, 0]], at.stored[gaps[other, 0]]
+        if pick < 0 or end < least or (end == least and gaps[g, 2] > gaps[other, 2]):
+            pick = n
+    return pick
+
+
+@njit(cache=True, nogil=True)
+def _fetch(at: Pass, v: VariantArrays, gaps: Ints, p: int, link: Link) -> None:
+    clock = at.clock
+    for n in range(at.figures[COMING]):
+        t = gaps[at.coming[n], 0]
+        at.figures[OFF] -= v.size_bytes[t]
+        seconds = link.latency_s + v.size_bytes[t] * link.in_s_per_byte
+        clock[IN_FREE] = max(clock[NOW], clock[IN_FREE]) + seconds
+        at.arrival[t] = clock[IN_FREE]
+        if not link.duplex:
+            clock[OUT_FREE] = clock[IN_FREE]
+        _note(at, p, FETCH, t)
+
+
+@njit(cache=True, nogil=True)
+def _run(at: Pass, v: VariantArrays, runs: Ints, gaps: Ints, p: int, link: Link) -> None:
+    """Run the point, drop what the host need not have any longer, begin copies and gaps."""
+    clock, count, run = at.clock, at.figures, runs[p]
+    if run >= 0:
+        for k in range(v.reads_at[run], v.reads_at[run + 1]):
+            clock[NOW] = max(clock[NOW], at.arrival[v.reads[k]])
+        clock[NOW] += v.time_s[run]
+        g = at.drops[p]
+        while g >= 0:
+            count[HOST] -= v.size_bytes[gaps[g, 0]]
+            _note(at, p, DROP, gaps[g, 0])
+            g = at.next_drop[g]
+    g = at.copies[p]
+    while g >= 0:
+        t = gaps[g, 0]
+        seconds = link.latency_s + v.size_bytes[t] * link.out_s_per_byte
+        clock[OUT_FREE] = max(clock[NOW], clock[OUT_FREE]) + seconds
+        at.stored[t], at.arrival[t] = clock[OUT_FREE], 0.0
+        if not link.duplex:
+            clock[IN_FREE] = clock[OUT_FREE]
+        count[HOST] += v.size_bytes[t]
+        count[MOST_HOST] = max(count[MOST_HOST], count[HOST])
+        _note(at, p, COPY, t)
+        g = at.next_copy[g]
+    g = at.starts[p]
+    while g >= 0:
+        at.open[count[OPEN]] = g
+        count[OPEN] += 1
+        g = at.next_start[g]
