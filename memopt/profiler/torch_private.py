@@ -40,11 +40,7 @@ _imported_once = functools.cache(_import)
 
 
 def imported(module: str, name: str) -> Any:
-    """A private name of torch's.
-
-    Raises:
-        CaptureError: this torch does not have it.
-    """
+    """A private name of torch's; raises CaptureError where this torch does not have it."""
     return _import(module, name)
 
 
