@@ -222,10 +222,8 @@ def with_step(
     own_bytes = backend_of(device).step_scalars_bytes + record.library_bytes
     own_bytes += lowering.graph.extra_resident_bytes
     stays_bytes = graph.extra_resident_bytes - own_bytes
-    # State that is on the host between updates is charged to their workspace instead.
-    updates = [one for one in graph.operators if one.phase is Phase.UPDATE]
     hosted_bytes = state.bytes_total - stays_bytes
-    charged_bytes = sum(one.workspace_bytes for one in updates)
+    charged_bytes = _update_bytes(graph)
     if stays_bytes not in (0, state.bytes_total) or hosted_bytes > charged_bytes:
         raise PlanFileError(
             f"this plan is for {format_bytes(stays_bytes)} of optimizer state, and this "
@@ -251,3 +249,8 @@ def with_step(
         host_state_bytes=hosted_bytes,
     )
     return replace(plan, profiled=profiled)
+
+
+def _update_bytes(graph: Graph) -> int:
+    """Workspaces of all updates: state that is on the host between them is charged there."""
+    return sum(one.workspace_bytes for one in graph.operators if one.phase is Phase.UPDATE)

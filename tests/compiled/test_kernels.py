@@ -59,6 +59,20 @@ def test_gradients_are_those_of_the_masks_that_were_drawn() -> None:
     assert (above - float(loss().detach())) / 2e-6 == pytest.approx(slope, rel=1e-6)
 
 
+def test_autocast_of_the_caller_is_not_that_of_the_kernels() -> None:
+    """The captured step has its casts; while kernels are made of it there are to be no others."""
+    model = network(0.0, depth=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = memopt.plan(
+            model, inputs(), strategy="store-all", kernels="compiled", progress=False
+        )
+        assert not any("could not be compiled" in note for note in plan.notes)
+        found, expected = step(model, plan.apply(model)), step(model)
+    assert found.output.dtype == expected.output.dtype
+    for name, value in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], value, rtol=2e-2, atol=2e-2)
+
+
 def test_share_that_is_dropped_and_its_scale() -> None:
     """What a block adds to its input is silu(linear(x)) / (1 - p), or nothing."""
     block = Block(0.25)

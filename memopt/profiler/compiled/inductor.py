@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from memopt.errors import MemoptError
 from memopt.models.locks import ForkedLock
+from memopt.profiler.backend import autocast_off
 from memopt.profiler.compiled.subgraph import Layout, Subgraph
 from memopt.profiler.torch_private import imported
 
@@ -79,7 +80,8 @@ def compiled(
     put_off: list[Callable[[], None]] = []
     waits: dict[str, list[Callable[[], None]]] = {}
     total = max(1, len(subgraphs))
-    with _ONE_AT_A_TIME, _waits_put_off(put_off):
+    # Casts are in the graph already.
+    with _ONE_AT_A_TIME, _waits_put_off(put_off), autocast_off():
         for position, (key, one) in enumerate(subgraphs.items()):
             progress(0.5 * position / total, f"compiling region {position + 1} of {total}")
             del put_off[:]
