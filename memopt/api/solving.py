@@ -85,19 +85,7 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
         if wanted.whole_step is not None:
             whole_step = wanted.whole_step
         whole = takes_whole_step(chosen, whole_step, wanted.loss_fn, wanted.optimizer, wanted.mode)
-        request = Request(
-            wanted.loss_fn,
-            wanted.targets,
-            wanted.mode,
-            target,
-            wanted.optimizer,
-            wanted.cache,
-            whole,
-            whole and wanted.offload_optimizer,
-            parse_returns(wanted.returns),
-            wanted.kernels,
-        )
-        profiled = profiled_for(model, inputs, request, report)
+        profiled = profiled_for(model, inputs, _priced(wanted, target, whole), report)
         if wanted.accumulate:
             from memopt.profiler.accumulation import accumulating
 
@@ -152,6 +140,21 @@ class Request:
     offload_optimizer: bool = False
     returns: Returns = "all"
     kernels: str = "aten"
+
+
+def _priced(wanted: PlanRequest, target: Device, whole: bool) -> Request:
+    return Request(
+        wanted.loss_fn,
+        wanted.targets,
+        wanted.mode,
+        target,
+        wanted.optimizer,
+        wanted.cache,
+        whole,
+        whole and wanted.offload_optimizer,
+        parse_returns(wanted.returns),
+        wanted.kernels,
+    )
 
 
 def planned_device(device: Device | str | None, mode: Mode) -> Device:

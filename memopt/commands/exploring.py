@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,8 @@ def explore(
     quiet: options.Quiet = False,
 ) -> None:
     """Write one HTML page that explains a model's plans: curve, memory, streams, modules."""
-    for option, path in (("--out", out), ("--csv", csv), ("--snapshot", snapshot)):
+    written = {"--out": out, "--csv": csv, "--snapshot": snapshot}
+    for option, path in written.items():
         options.check_writable(option, path)
     for name in strategy or ():
         options.check_strategy(name)
@@ -76,6 +78,10 @@ def explore(
     if snapshot is not None:
         opened = page.subject.opened
         write_snapshot(snapshot, opened.graph, opened.program, opened.device)
-    for path in (out, csv, snapshot):
-        if path is not None and not quiet:
+    _say_written(() if quiet else written.values())
+
+
+def _say_written(paths: Iterable[Path | None]) -> None:
+    for path in paths:
+        if path is not None:
             say(f"wrote {path}")

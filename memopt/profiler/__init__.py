@@ -53,16 +53,7 @@ def profiled_of(
         )
     if inputs is None:
         raise ValueError("plan(model, inputs): example inputs are needed to capture the model")
-    if loss_fn is None and as_targets(targets):
-        raise ValueError("targets go with loss_fn=: loss_fn(output, *targets)")
-    if loss_fn is None and loss_alone:
-        if not has_own_loss(to_call(inputs)):
-            raise ValueError(
-                'returns="loss" needs to know the loss: pass loss_fn=, or call the model with '
-                "labels, of which it computes its own"
-            )
-        loss_fn = own_loss
-    loss = None if loss_fn is None else Loss(loss_fn, targets, loss_alone)
+    loss = _loss(inputs, loss_fn, targets, loss_alone)
     if estimate_for is not None:
         if kernels != "aten":
             raise ValueError(
@@ -93,3 +84,18 @@ def profiled_of(
         kernels=kernels,
         progress=progress,
     )
+
+
+def _loss(
+    inputs: Any, loss_fn: Callable[..., Any] | None, targets: tuple[Any, ...], alone: bool
+) -> Loss | None:
+    if loss_fn is None and as_targets(targets):
+        raise ValueError("targets go with loss_fn=: loss_fn(output, *targets)")
+    if loss_fn is None and alone:
+        if not has_own_loss(to_call(inputs)):
+            raise ValueError(
+                'returns="loss" needs to know the loss: pass loss_fn=, or call the model with '
+                "labels, of which it computes its own"
+            )
+        loss_fn = own_loss
+    return None if loss_fn is None else Loss(loss_fn, targets, alone)

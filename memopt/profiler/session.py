@@ -141,9 +141,8 @@ def _profiled(
         # Kernels change the capture in place: it is shared with no other plan.
         take = captured_again if kernels == "aten" else capture
         captured = take(model, call, lambda: used().gradients)
-        fuse = chosen_kernels(
-            kernels, device, chosen, backend.block_bytes, part_of(report, 0.05, 0.2)
-        )
+        told = part_of(report, 0.05, 0.2)
+        fuse = chosen_kernels(kernels, device, chosen, backend.block_bytes, told)
         made = fuse(model, captured, build(model, captured, backend.block_bytes))
     captured, lowering = made.captured, made.lowering
 
@@ -176,9 +175,7 @@ def _profiled(
     report(1.0, "profiled")
     known = state if optimizer else None
     notes = (*made.notes, *notes)
-    return Profiled(
-        graph, lowering, captured, baseline, device, record, notes=notes, optimizer=known
-    )
+    return Profiled(graph, lowering, captured, baseline, device, record, notes, known)
 
 
 def with_resident(graph: Graph, more_bytes: int, boundary_bytes: int = 0) -> Graph:
