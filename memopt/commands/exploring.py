@@ -66,12 +66,8 @@ def explore(
         priced = options.ModelOptions(
             target, device, mode, optimizer, batch, sequence, dtype, cache, quiet=quiet
         )
-        made = memopt.curve(
-            **priced.arguments(),
-            strategies=strategy or DEFAULT,
-            points=points,
-            time_limit_s=time_limit,
-        )
+        limits = {"points": points, "time_limit_s": time_limit}
+        made = memopt.curve(**priced.arguments(), strategies=strategy or DEFAULT, **limits)
         page = made.report(out)
         if csv is not None:
             made.to_csv(csv)
