@@ -48,7 +48,7 @@ class TooLargeError(Exception):
 
 
 def least_time(
-    graph: Graph, budget_bytes: int, bytes_per_s: float, most_states: int = 200_000
+    graph: Graph, budget_bytes: int, bytes_per_s: float, most_states: int = 20_000
 ) -> float:
     """Seconds of the fastest program within the budget; infinity: there is none.
 
