@@ -43,8 +43,18 @@ class State(NamedTuple):
     coming: tuple[tuple[int, float], ...]
 
 
-def least_time(graph: Graph, budget_bytes: int, bytes_per_s: float) -> float:
-    """Seconds of the fastest program within the budget; infinity: there is none."""
+class TooLargeError(Exception):
+    """A search with more states than it may have."""
+
+
+def least_time(
+    graph: Graph, budget_bytes: int, bytes_per_s: float, most_states: int = 20_000
+) -> float:
+    """Seconds of the fastest program within the budget; infinity: there is none.
+
+    Raises:
+        TooLargeError: it takes more than `most_states`.
+    """
     start = State(frozenset(), frozenset(), 0, 0.0, 0.0, (), ())
     best, order = {start: 0.0}, itertools.count()
     search = _Search(graph, budget_bytes, bytes_per_s)
@@ -55,6 +65,8 @@ def least_time(graph: Graph, budget_bytes: int, bytes_per_s: float) -> float:
             return now
         if now > best[state]:
             continue
+        if len(best) > most_states:
+            raise TooLargeError(f"{len(best)} states")
         if state.done == search.steps and graph.kept <= state.live:
             end = now + max(state.out, state.back)
             heapq.heappush(queue, (end, next(order), end, None))

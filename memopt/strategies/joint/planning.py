@@ -31,7 +31,7 @@ SMALL = 1e-3
 DESCENTS, BUDGETS = 4, 10
 """Starts of the local search, and larger budgets that are recomputed to."""
 CHANGES_EACH = 50
-"""Annealing tries so many changes for each operator, at most."""
+"""Annealing tries so many changes for each operator at most, or as many as there are operators."""
 PROVED, CLOSE = 1e-6, 2e-3
 """Gaps at which a plan is optimal, and at which it is good enough to try nothing dear."""
 QUICK = frozenset({"offload-graph"})
@@ -203,7 +203,8 @@ class JointPlanning:
         """Wander from the best that the local search has found."""
         if self.decisions is not None and not self.deadline.passed(0.7, "joint: local search"):
             search = self._local_search()
-            most = CHANGES_EACH * len(self.graph.operators)
+            count = len(self.graph.operators)
+            most = max(CHANGES_EACH, count) * count
             search.anneal(self.decisions[0], min(self.changes, most))
             self._finish(search)
 
