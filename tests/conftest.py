@@ -14,6 +14,11 @@ if "MEMOPT_CACHE_DIR" not in os.environ:
     _profile_cache = tempfile.TemporaryDirectory(prefix="memopt-tests-")
     os.environ["MEMOPT_CACHE_DIR"] = _profile_cache.name
 
+# And one of compiled kernels, which takes a compiler seconds for each.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    _inductor_cache = tempfile.TemporaryDirectory(prefix="memopt-inductor-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _inductor_cache.name
+
 import functools
 import gc
 from collections.abc import Iterator

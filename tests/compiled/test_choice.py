@@ -50,7 +50,7 @@ def test_a_region_that_fails_stays_aten(monkeypatch: pytest.MonkeyPatch, tmp_pat
         return compile_one(one)
 
     monkeypatch.setattr(inductor, "_compile", fails)
-    model = network()
+    model = network(depth=1)
     plan = memopt.plan(model, inputs(), strategy="store-all", kernels="compiled", progress=False)
     assert first[0] in plan.record.aten_regions
     assert f"{PREFIX}{first[0]}" not in fused(plan)
@@ -61,11 +61,12 @@ def test_a_region_that_fails_stays_aten(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert step(model, least.apply(model)).same_bits(kept)
     least.save(tmp_path / "plan.json")
     monkeypatch.setattr(inductor, "_compile", compile_one)
-    twin = network()
+    twin = network(depth=1)
     loaded = memopt.load(tmp_path / "plan.json").apply(twin, inputs())
     assert step(twin, loaded).same_bits(kept)
 
 
+@pytest.mark.slow
 def test_the_faster_kernels_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What "auto" leaves to ATen, a plan's file leaves to it, too."""
     model = network()

@@ -38,7 +38,7 @@ def test_gradients_are_those_of_eager_without_dropout() -> None:
 def test_gradients_are_those_of_the_masks_that_were_drawn() -> None:
     """The step's own finite differences, with the seed, and so the masks, held."""
     torch.manual_seed(0)
-    model = network().double()
+    model = network(depth=1).double()
     x = inputs().double()
     plan = memopt.plan(model, x, strategy="store-all", kernels="compiled", progress=False)
     planned = plan.apply(model)
@@ -149,6 +149,7 @@ def test_placed_plans_leave_compiled_results_to_the_allocator() -> None:
     assert step(model, plan.apply(model)).same_bits(step(model, first.apply(model)))
 
 
+@pytest.mark.slow
 def test_another_shape_is_planned_with_the_same_kernels() -> None:
     model, first = store_all()
     planned = first.apply(model, otherwise="replan")
