@@ -227,6 +227,7 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     record = record_of(model, call, device_of(model, call))
     asked = [repr(getattr(request, name)) for name in _ASKED]
     held_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    asked.append(repr(call.whole_masks))
     return digest([code_digest(), codec.encode(record), asked, held_bytes, text])
 
 

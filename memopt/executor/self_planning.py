@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from memopt.executor.arena import ArenaFamily
 from memopt.executor.module import Calls, PlannedModule
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.locks import ForkedLock
+from memopt.profiler.as_eager.masks import adds_learned_biases, masks_nothing
 from memopt.profiler.backend import autocast_state
 from memopt.profiler.dependencies.reader import described, described_text
 from memopt.profiler.inputs import Call, to_call
@@ -97,6 +99,7 @@ class SelfPlanning:
             )
         self.model, self.calls, self.family = model, Calls(), ArenaFamily()
         self._planner, self._most, self._on_mismatch = planner, most_plans, on_mismatch
+        self._biased = adds_learned_biases(model)
         # Of one kind those that something beside the call tells apart, the last used at the end.
         self._ready: OrderedDict[Any, list[Made]] = OrderedDict()
         self._planning = ForkedLock()
@@ -133,7 +136,7 @@ class SelfPlanning:
         calls.sort(key=lambda call: -sum(tensor.nbytes for tensor in call.tensors()))
         with unplanned():
             for call in calls:
-                call = _in_order(call.args, call.kwargs)
+                call = self._seen(_in_order(call.args, call.kwargs))
                 self._made(self._kind(call), call)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,16 +157,23 @@ class SelfPlanning:
             planned = self._planned(_in_order(args, kwargs))
             return (planned or plain)(*args, **kwargs)
 
+    def _seen(self, call: Call) -> Call:
+        """A call with what eager would see in its masks, if it can have a plan of its own."""
+        seen = self._biased and self._on_mismatch == "plan" and masks_nothing(call)
+        return replace(call, whole_masks=seen)
+
     def _kind(self, call: Call) -> Any:
         """What calls that one plan may serve have in common."""
         parameters = list(self.model.parameters())
         trained = tuple(p.requires_grad for p in parameters)
         holding = any(p.grad is not None for p in parameters)
-        return call.spec, tuple(map(described, call.leaves)), autocast_state(), trained, holding
+        leaves = tuple(map(described, call.leaves))
+        return call.spec, leaves, autocast_state(), call.whole_masks, trained, holding
 
     def _planned(self, call: Call) -> PlannedModule | None:
         """The model under a plan for calls such as this one, made now if there is none. That
         module looks whether all else is as planned."""
+        call = self._seen(call)
         kind = self._kind(call)
         if kind in self._ready:
             self._ready.move_to_end(kind)
@@ -197,6 +207,7 @@ class SelfPlanning:
     def instead(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
         """What a planned module does where something beside the call has changed since it was
         planned (an `OnMismatch`): an earlier plan that fits takes its place, or a new one."""
+        call = self._seen(call)
         kind = self._kind(call)
         for made in self._ready.get(kind, ()):
             if made[0].accepts(call):

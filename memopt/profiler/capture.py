@@ -24,6 +24,7 @@ from memopt.models.record import OutputGradients
 from memopt.profiler import torch_private
 from memopt.profiler.as_eager.corrections import joint_as_eager, tracing_as_eager
 from memopt.profiler.as_eager.layouts import computing_device
+from memopt.profiler.as_eager.masks import with_whole_masks
 from memopt.profiler.dependencies.dependencies import Dependencies, digest
 from memopt.profiler.inputs import Call
 from memopt.profiler.joint_graph import (
@@ -191,7 +192,9 @@ def _trace(
 
     try:
         module, changed, guards = tracing(
-            lambda: torch_private.dynamo_capture(model, call.args, call.kwargs)
+            lambda: with_whole_masks(
+                call, lambda: torch_private.dynamo_capture(model, call.args, call.kwargs)
+            )
         )
     except (TorchDynamoException, torch_private.shape_from_data_error()) as error:
         raise CaptureError(why_not_captured(model, call, error)) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,17 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a model: positional and keyword arguments, and their flat leaves."""
+    """One call of a model: positional and keyword arguments, and their flat leaves.
+
+    Attributes:
+        args, kwargs: the arguments.
+        whole_masks: whether it is one of the calls whose attention masks mask nothing, and to be
+            captured as such (`memopt.profiler.as_eager.masks`).
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    whole_masks: bool = False
 
     @property
     def leaves(self) -> list[Any]:
@@ -50,7 +57,8 @@ class Call:
 
     def with_tensors(self, made_of: Callable[[Tensor], Tensor]) -> Call:
         """The same call with what `made_of` makes of each of its tensors."""
-        return Call(*pytree.tree_map_only(Tensor, made_of, (self.args, self.kwargs)))
+        args, kwargs = pytree.tree_map_only(Tensor, made_of, (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
 
 
 class _WithoutHistory(torch.autograd.Function):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def training_call(model: nn.Module, inputs: Any) -> Call:
     names = list(inspect.signature(base.forward).parameters)
     if "use_cache" in call.kwargs or "use_cache" not in names[len(call.args) :]:
         return call
-    return Call(call.args, {**call.kwargs, "use_cache": False})
+    return replace(call, kwargs={**call.kwargs, "use_cache": False})
 
 
 def as_planned(planned: Call, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,3 +54,40 @@ def test_grouped_keys_are_those_of_eager(inputs: tuple[Tensor, ...]) -> None:
     names = " ".join(operator.name for operator in plan.graph.operators)
     # The mask of packed sequences is made in the step; without them there is none.
     assert ("cumsum" in names) == (len(inputs) == 2), names
+
+
+def test_masks_that_mask_nothing_are_left_out_as_in_eager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager sums the gradient of T5's bias of positions over a batch without padding before it
+    rounds it to bfloat16, and after that over a batch with padding."""
+    assert torchvision_shim.__file__
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+    config = T5Config(
+        vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
+        decoder_start_token_id=0, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(config).train()
+    twin = copy.deepcopy(model)
+    memopt.wrap(model, budget="min", progress=False)
+    whole = torch.ones(2, 16, dtype=torch.long)
+    padded = whole.clone()
+    padded[1, 12:] = 0
+    ids, labels = IDS[:, :16].contiguous(), IDS[:, 16:24].contiguous()
+    for mask in (whole, padded, whole):
+        losses: list[Any] = []
+        for one in (model, twin):
+            torch.manual_seed(1)
+            one.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                output = one(input_ids=ids, attention_mask=mask, labels=labels)
+            output.loss.backward()
+            losses.append(output.loss)
+        assert torch.equal(*losses)
+        for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(parameter.grad, other.grad)
+    assert model.calls.planned == 3
+    assert len(model.memopt.plans) == 2

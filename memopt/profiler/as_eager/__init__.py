@@ -3,6 +3,7 @@
 `corrections.py` applies all of these, in this order:
 
 - around dynamo's trace: Hugging Face decoders make S × S masks where eager's attention is causal;
+- `masks`, around dynamo's trace: their masks that mask nothing, where a call is known to have such;
 - `layouts`, around every trace: fake kernels describe results with other strides than kernels give;
 - `functions`, in dynamo's graph: eager chooses some backwards by the data, a trace cannot, and asks
   for singular vectors only where a backward wants them;

@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from memopt.models.locks import ForkedLock
 from memopt.profiler.as_eager.casts import casts_as_eager
 from memopt.profiler.as_eager.dropout import dropout_as_eager
 from memopt.profiler.as_eager.functions import functions_as_eager
 from memopt.profiler.as_eager.layouts import layouts_of_kernels
+from memopt.profiler.as_eager.masks import arguments_of
 from memopt.profiler.as_eager.results import correct_fake_results
 from memopt.profiler.as_eager.updates import InPlaceAsEager, with_own_names
 
@@ -92,7 +93,7 @@ def _one_sequence() -> Iterator[None]:
     given: list[bool] = []
 
     def look(context: Any) -> None:
-        given.append(_depends_on_call(context.get_local("position_ids").as_proxy().node))
+        given.append(bool(arguments_of(context.get_local("position_ids").as_proxy().node)))
 
     def none_packed(position_ids: Any) -> None:
         comptime(look)
@@ -101,17 +102,3 @@ def _one_sequence() -> Iterator[None]:
         yield
     if any(given):
         raise _PackedPositions
-
-
-def _depends_on_call(node: Node) -> bool:
-    """Whether a traced value is computed from an argument of the model."""
-    seen, stack = {node}, [node]
-    while stack:
-        one = stack.pop()
-        if one.op == "placeholder":
-            return True
-        for source in one.all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                stack.append(source)
-    return False
