@@ -66,8 +66,8 @@ def explore(
         priced = options.ModelOptions(
             target, device, mode, optimizer, batch, sequence, dtype, cache, quiet=quiet
         )
-        limits = {"points": points, "time_limit_s": time_limit}
-        made = memopt.curve(**priced.arguments(), strategies=strategy or DEFAULT, **limits)
+        asked = {**priced.arguments(), "strategies": strategy or DEFAULT}
+        made = memopt.curve(**asked, points=points, time_limit_s=time_limit)
         page = made.report(out)
         if csv is not None:
             made.to_csv(csv)
