@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 from transformers import TrainerCallback
 
 from memopt.api.wrap import unwrap, wrap
 from memopt.executor.module import Calls
+from memopt.executor.self_planning import SelfPlanning
 from memopt.strategies import Strategy
+
+_WRAPPED: WeakSet[SelfPlanning] = WeakSet()
+"""What callbacks have wrapped, not the user."""
 
 
 class MemoptCallback(TrainerCallback):
@@ -48,7 +53,11 @@ class MemoptCallback(TrainerCallback):
         options.setdefault("optimizer", getattr(optimizer, "optimizer", optimizer))
         if not getattr(args, "disable_tqdm", False):
             options.setdefault("progress", False)
+        if model.__dict__.get("memopt") in _WRAPPED:
+            # An interrupted training ended without `on_train_end`.
+            unwrap(model)
         wrap(model, **options)
+        _WRAPPED.add(model.memopt)
         self.calls = model.memopt.calls
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -56,7 +56,14 @@ class MemoptCallback(Callback):
             module.__dict__["memopt"].count_in(self.calls)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """The modules are as they were, after errors, too."""
+        """The modules are as they were."""
+        self._undo()
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: Any) -> None:
+        """As after the end: Lightning tears callbacks down only where training went well."""
+        self._undo()
+
+    def _undo(self) -> None:
         while self._wrapped:
             unwrap(self._wrapped.pop())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from memopt.integrations.lightning import MemoptCallback
+from tests.users.metering import StepMeter
 
 STEPS = 50
 
@@ -57,6 +59,36 @@ class Two(Module):
     forward = lightning.LightningModule.forward
 
 
+class Meter(lightning.Callback):
+    """Each training batch's peak less its budget."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._meter = StepMeter(monkeypatch)
+        self.over_bytes: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self._meter.begin()
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        asking = [m.memopt for m in pl_module.modules() if "memopt" in m.__dict__]
+        # The outermost module that ran: the others are parts of its step.
+        ran = next(one for one in asking if one.plans)
+        self.over_bytes.append(self._meter.end(ran.plans[-1]))
+
+
+class Kill(lightning.Callback):
+    """Writes a checkpoint in the middle of an epoch, and ends the training in that of the next."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 14:
+            trainer.save_checkpoint(self._checkpoint)
+        if trainer.global_step == 23:
+            raise RuntimeError("killed")
+
+
 def batches() -> DataLoader[Any]:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(80, 16, generator=draw)
@@ -70,6 +102,7 @@ def fitted(
     module: Module,
     steps: int = STEPS,
     resume: Path | None = None,
+    others: Sequence[lightning.Callback] = (),
     **settings: Any,
 ) -> lightning.Trainer:
     lightning.seed_everything(1, verbose=False)
@@ -81,7 +114,7 @@ def fitted(
         enable_progress_bar=False,
         enable_model_summary=False,
         val_check_interval=5,
-        callbacks=[memopt] if memopt is not None else [],
+        callbacks=[*others, *([memopt] if memopt is not None else [])],
         default_root_dir=folder,
         **settings,
     )
@@ -106,14 +139,20 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["plain", "accumulated", "bf16"],
 )
 def test_fifty_steps_as_without_memopt(
-    settings: dict[str, Any], calls: int, whole: bool, tmp_path: Path
+    settings: dict[str, Any],
+    calls: int,
+    whole: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    callback = MemoptCallback("min")
+    callback, meter = MemoptCallback("min"), Meter(monkeypatch)
     plain, planned = Module(whole), Module(whole)
     fitted(tmp_path, None, plain, **settings)
-    fitted(tmp_path, callback, planned, **settings)
+    fitted(tmp_path, callback, planned, others=[meter], **settings)
     assert planned.losses == plain.losses
     assert callback.calls.planned == calls
+    assert len(meter.over_bytes) == calls
+    assert max(meter.over_bytes) <= 0
     for key, value in plain.state_dict().items():
         assert torch.equal(planned.state_dict()[key], value), key
     assert "memopt" not in planned.__dict__
@@ -121,16 +160,23 @@ def test_fifty_steps_as_without_memopt(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_checkpoint_resumes(tmp_path: Path) -> None:
+def test_a_killed_training_resumes(tmp_path: Path) -> None:
+    """In the middle of an epoch, as one that was killed and resumed without memopt."""
     ends = []
+    checkpoint = tmp_path / "half.ckpt"
     for callback in (None, MemoptCallback("min")):
-        first = fitted(tmp_path, callback, Module(True), steps=20)
-        first.save_checkpoint(tmp_path / "half.ckpt")
-        module = Module(True)
-        fitted(tmp_path, callback, module, resume=tmp_path / "half.ckpt")
-        ends.append((module.losses, module.state_dict()))
-    assert ends[0][0] == ends[1][0]
-    assert all(torch.equal(ends[0][1][key], value) for key, value in ends[1][1].items())
+        killed, module = Module(True), Module(True)
+        with pytest.raises(RuntimeError, match="killed"):
+            fitted(tmp_path, callback, killed, others=[Kill(checkpoint)])
+        assert "memopt" not in killed.__dict__
+        trainer = fitted(tmp_path, callback, module, resume=checkpoint)
+        assert trainer.global_step == STEPS
+        if callback is not None:
+            assert callback.calls.planned == STEPS - 14
+        ends.append((killed.losses, module.losses, module.state_dict()))
+        checkpoint.unlink()
+    assert ends[0][:2] == ends[1][:2]
+    assert all(torch.equal(ends[0][2][key], value) for key, value in ends[1][2].items())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

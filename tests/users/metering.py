@@ -1,0 +1,48 @@
+"""The peak of every training step of a model that plans its own, against its budget."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from memopt.executor.self_planning import SelfPlanning
+from memopt.plan_record import PlanRecord
+from memopt.profiler.memory import metered
+
+
+class StepMeter:
+    """Meters steps one by one, each from where its plan is ready: planning measures on its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._metering: contextlib.ExitStack | None = None
+        made = SelfPlanning._made
+
+        def beside(asking: SelfPlanning, *args: Any) -> Any:
+            running = self._metering is not None
+            self._stop()
+            planned = made(asking, *args)
+            if running:
+                self.begin()
+            return planned
+
+        monkeypatch.setattr(SelfPlanning, "_made", beside)
+
+    def begin(self) -> None:
+        """The step begins."""
+        self._metering = contextlib.ExitStack()
+        self._used = self._metering.enter_context(metered(torch.device("cpu")))
+
+    def end(self, plan: PlanRecord) -> int:
+        """The step, which ran under the plan, ends: the bytes of its peak above the budget."""
+        assert self._metering is not None
+        assert plan.budget is not None
+        self._stop()
+        return plan.resident_bytes + self._used.peak_bytes - plan.budget
+
+    def _stop(self) -> None:
+        if self._metering is not None:
+            self._metering.close()
+            self._metering = None
