@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -74,10 +74,8 @@ class AsOriginal:
     ) -> None:
         self._captured, self._model, self._call, self._guard = captured, model, call, guard
         self._autocast, self._used = autocast_state(), used
-        self._replay: list[AbstractContextManager[object]] = []
-        if random is not None:
-            with random.lock:
-                self._replay = [random.lock, random.replay(random.save())]
+        self._random = random
+        self._replay = [] if random is None else random.replay_from_now()
 
     def gradients(self, tangents: list[Any]) -> tuple[Any, ...]:
         """The gradients of the joint graph's inputs, with a backward of their own.
@@ -88,6 +86,11 @@ class AsOriginal:
         Raises:
             ExecutionError: the forward cannot run again as it ran.
         """
+        run = self._gradients if self._random is None else self._random.settling(self._gradients)
+        found: tuple[Any, ...] = run(tangents)
+        return found
+
+    def _gradients(self, tangents: list[Any]) -> tuple[Any, ...]:
         captured, model, call = self._captured, self._model, self._call
         written = next(_read_and_written(captured), None)
         if written is not None:

@@ -103,6 +103,15 @@ class RandomStates:
         """Context in which an operator draws again what it drew when `saved` was saved."""
         return Replay(self._device, saved)
 
+    def replay_from_now(self) -> list[AbstractContextManager[object]]:
+        """Contexts, to be entered in order, in which what draws next draws again."""
+
+        def now() -> bytearray:
+            with self.lock:
+                return self.save()
+
+        return [self.lock, self.replay(self.settling(now)())]
+
     def settling(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, after whose failure this thread holds neither the lock nor a generator that is
         back in time."""
