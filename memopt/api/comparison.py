@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from os import PathLike
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from memopt.api.plan import Plan
 from memopt.comparison_record import CellRecord, ComparisonRecord
+from memopt.errors import InfeasibleBudgetError
 from memopt.report.comparison_text import csv_text, data_frame, html, markdown, text
 
 if TYPE_CHECKING:
@@ -86,8 +88,11 @@ class Comparison(ComparisonRecord[Cell]):
         from memopt.api.pages import page_of_comparison
 
         capacities = (cell.plan.device.capacity_bytes for cell in self.cells if cell.plan)
-        best = self.best(next(capacities, None)) or self.best()
-        page = page_of_comparison(self, None if best is None else best.plan, title)
+        opened = None
+        for limit in (next(capacities, None), None):
+            with suppress(InfeasibleBudgetError):
+                opened = opened or self.best(limit).plan
+        page = page_of_comparison(self, opened, title)
         if path is not None:
             page.write(path)
         return page

@@ -15,7 +15,7 @@ from memopt.models.chain import Chain
 from memopt.models.generate import random_chain
 from memopt.models.graph import Graph
 from memopt.reductions.validate_and_replay import validate_and_replay
-from memopt.strategies import STRATEGIES, Strategy
+from memopt.strategies import STRATEGIES, Joint, Strategy
 from memopt.strategies.offload.exact import OffloadExact
 from tests.brute_force.program_search import ProgramSearch, Rules
 from tests.brute_force.tiny_graphs import tiny_graph
@@ -39,8 +39,11 @@ class Found:
 
 
 def strategies() -> tuple[Strategy, ...]:
-    """All of them; the exact offloader with little effort."""
-    quick = {"offload-exact": OffloadExact(effort=0.05)}
+    """All of them; those that search, with little effort."""
+    quick: dict[str, Strategy] = {
+        "joint": Joint(changes=100),
+        "offload-exact": OffloadExact(effort=0.05),
+    }
     return tuple(quick.get(strategy.name, strategy) for strategy in STRATEGIES)
 
 

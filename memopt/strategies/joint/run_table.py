@@ -139,14 +139,9 @@ class RunTable:
         Raises:
             KeyError: it runs an implementation that is not allowed.
         """
-        return np.array(
-            [
-                self.number[x.op, x.implementation] if isinstance(x, Compute) else BOUNDARY
-                for x in program
-                if isinstance(x, Compute | LossBoundary)
-            ],
-            dtype=np.int64,
-        )
+        found = {i: self.number[run.op, run.implementation] for i, run in program.computes}
+        found |= {i: BOUNDARY for i, one in enumerate(program) if one == LossBoundary()}
+        return np.array([run for _, run in sorted(found.items())], dtype=np.int64)
 
     def instruction(self, run: int) -> Instruction:
         """The Compute of a run, its outputs left open, or the loss boundary."""
