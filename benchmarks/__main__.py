@@ -24,6 +24,7 @@ CPU = (
     "minimalloc",
     "hard_placements",
     "forward_graphs",
+    "joint_tables",
     "monet_menus",
     "monet_scale",
     "monet_windows",
