@@ -24,23 +24,18 @@ from pathlib import Path
 import torch
 
 from benchmarks.kept import Kept
-from benchmarks.losses import WithLoss
+from benchmarks.monet_menus import BATCH, estimated_graph
 from memopt.api.planning import solve
 from memopt.errors import MemoptError
-from memopt.implementations import with_implementations
 from memopt.models.bounds import memory_lower_bound
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
-from memopt.profiler.estimate import estimate_model
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.programs.serialize import dumps, loads
 from memopt.strategies import resolve
-from tests.zoo import FAMILIES, get
+from tests.zoo import FAMILIES
 
-BATCH = 32
-LOSS = "+loss"
 FIRST = ("resnet50", "gpt2+loss", "unet", "vit_b_16", "llama+loss")
 MODELS = (*FIRST, *(f.name for f in FAMILIES if f.name not in FIRST))
 DEVICES = ("H100", "A100", "GH200")
@@ -68,25 +63,6 @@ class Row:
     def cell(self) -> tuple[str, str, float]:
         """What strategies are compared in."""
         return self.device, self.model, self.share
-
-
-def graph_of(name: str, device: Device, folder: Path) -> Graph:
-    """The estimated graph of a model's step, read from `folder` if it is there."""
-    path = folder / f"{device.name}-{name}-b{BATCH}.json"
-    if path.exists():
-        found = loads(path.read_bytes())
-        if isinstance(found, Graph):
-            return found
-    family = get(name.removesuffix(LOSS))
-    with torch.device("meta"):
-        model = family.build("paper")
-        if name.endswith(LOSS):
-            model = WithLoss(model, family.loss)
-    profiled = estimate_model(model, family.inputs("paper", batch=BATCH), device)
-    graph = with_implementations(profiled, exact_only=True, device=device).graph
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(dumps(graph))
-    return graph
 
 
 def row_of(
@@ -225,7 +201,7 @@ def main() -> int:
             if options.most is not None and number >= options.most:
                 break
             device = find_device(name)
-            graph = graph_of(model, device, options.resume.parent / "graphs")
+            graph = estimated_graph(model, options.resume.parent / device.name, device=device)
             row = row_of(graph, device, model, share, strategy, options.limit)
             kept.add(key_of(name, model, share, strategy), [row])
             sys.stdout.write(

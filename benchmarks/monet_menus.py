@@ -22,6 +22,7 @@ from benchmarks.kept import Kept
 from benchmarks.losses import WithLoss
 from memopt.implementations import with_implementations
 from memopt.models.budget import Budget
+from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
 from memopt.profiler.estimate import estimate_model
@@ -92,8 +93,11 @@ def family_of(name: str) -> Family:
     return replace(get("gpt2"), name=name, make=make_gpt2(0.1, {"n_layer": 80}))
 
 
-def estimated_graph(name: str, folder: Path, exact: bool = True) -> Graph:
-    """The graph of a model's step at its published size, read from `folder` if it is there."""
+def estimated_graph(
+    name: str, folder: Path, exact: bool = True, device: Device | None = None
+) -> Graph:
+    """The graph of a model's step at its published size, read from `folder` if it is there; it is
+    of one device (None: DEVICE)."""
     path = folder / f"{name}-b{BATCH}-{'exact' if exact else 'all'}.json"
     if path.exists():
         found = loads(path.read_bytes())
@@ -104,7 +108,7 @@ def estimated_graph(name: str, folder: Path, exact: bool = True) -> Graph:
         model = family.build("paper")
         if name.endswith(LOSS):
             model = WithLoss(model, family.loss)
-    device = find_device(DEVICE)
+    device = device or find_device(DEVICE)
     profiled = estimate_model(model, family.inputs("paper", batch=BATCH), device)
     graph = with_implementations(profiled, exact_only=exact, device=device).graph
     folder.mkdir(parents=True, exist_ok=True)
