@@ -18,7 +18,6 @@ from memopt.models.generate import random_chain, random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.models.instances import rotor_toy
 from memopt.models.steps import ChainStep, Move
-from memopt.plan_record import BaselineFigures
 from memopt.programs.in_place import with_in_place
 from memopt.programs.replay import replay
 from memopt.reductions.chain_replay import replay_chain
@@ -26,10 +25,10 @@ from memopt.report.memory_profile import program_profile
 from memopt.report.modules import depth_for, group_of
 from memopt.report.peak import peak_of
 from memopt.report.work import stage_runs
-from memopt.strategies import Sequential, Status
 from tests.models.training_graphs import overwriting
 from tests.plan.tiny import make, profiled, tight_plan
 from tests.random_programs import random_program
+from tests.report.cases import plan_of
 
 KINDS = ("memory", "schedule", "timeline")
 
@@ -40,22 +39,7 @@ def moving_plan(seed: int = 0) -> Plan:
     graph = random_graph(rng, 6)
     program = random_program(rng, graph, recomputations=3, swaps=3)
     device = memopt.Device(to_host_bytes_per_s=3.0)
-    timeline = replay(graph, program, device)
-    return Plan(
-        status=Status.FEASIBLE,
-        strategy=Sequential(),
-        budget=timeline.peak_bytes + 5,
-        peak_bytes=timeline.peak_bytes,
-        resident_bytes=graph.resident_bytes,
-        step_time_s=timeline.time_s,
-        lower_bound_s=graph.compute_time_s,
-        baseline=BaselineFigures(timeline.peak_bytes * 2, timeline.time_s, False),
-        device=device,
-        program=program,
-        graph=graph,
-        host_peak_bytes=timeline.host_peak_bytes,
-        compute_time_s=graph.compute_time_s,
-    )
+    return plan_of(graph, program, device)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
 from memopt.plan_record import BaselineFigures
 from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.strategies import Sequential, Status
 from tests.random_programs import random_program
@@ -32,6 +33,11 @@ def random_plan(seed: int) -> Plan:
     if seed % 2:
         program = with_in_place(graph, program)
     device = memopt.Device(to_host_bytes_per_s=3.0, transfer_latency_s=0.1)
+    return plan_of(graph, program, device)
+
+
+def plan_of(graph: Graph, program: Program, device: memopt.Device) -> Plan:
+    """A program as a plan whose budget is a few bytes above its peak."""
     timeline = replay(graph, program, device)
     return Plan(
         status=Status.FEASIBLE,
