@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -207,10 +206,10 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
         if since is None:
             return plan.profiled.captured, plan.profiled.lowering
     with _blaming_the_file(plan, inputs), diagnosed(model, call):
-        # Kernels change the capture in place: it is shared with no other plan.
-        shared = plan.record is None or plan.record.kernels == "aten"
-        take = partial(captured_again, make=capture) if shared else capture
-        captured = take(model, call, lambda: plan.output_gradients)
+        kernels = "aten" if plan.record is None else plan.record.kernels
+        captured = captured_again(
+            model, call, lambda: plan.output_gradients, capture, kernels=kernels
+        )
     # For the next time that this plan is applied.
     vars(plan)["_captured"] = captured
     if plan.record is not None:
@@ -218,8 +217,8 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
         block_bytes = plan.record.block_bytes
     else:
         block_bytes = backend_of(device).block_bytes
-    kernels = planned_kernels(plan.record, device, block_bytes)
-    made = kernels(model, captured, build(model, captured, block_bytes))
+    fuse = planned_kernels(plan.record, device, block_bytes)
+    made = fuse(model, captured, build(model, captured, block_bytes))
     captured, lowering = made.captured, made.lowering
     _check_fingerprint(plan, lowering.graph, since)
     lowering = _with_implementations(plan, lowering, block_bytes)

@@ -32,6 +32,8 @@ def captured_again(
     call: Call,
     gradients: Callable[[], OutputGradients],
     make: Callable[..., Captured] = capture,
+    *,
+    kernels: str = "aten",
 ) -> Captured:
     """The capture in use of a call like this one, for this call, if nothing has changed that it
     depends on; else a new one.
@@ -39,7 +41,11 @@ def captured_again(
     Args:
         model, call, gradients: as for `capture`.
         make: `capture`, which see for its errors.
+        kernels: what the step is to run. Compiled ones change the capture in place: such a one is
+            always new, and no other plan's.
     """
+    if kernels != "aten":
+        return make(model, call, gradients)
     kind = _kind(model, call)
     alive = [(k, ref) for k, ref in _KNOWN.get(model, []) if ref() is not None]
     made = None

@@ -27,7 +27,7 @@ from memopt.profiler.baseline import (
 )
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost, ProfileCache
-from memopt.profiler.capture import Captured, capture
+from memopt.profiler.capture import Captured
 from memopt.profiler.captures import captured_again
 from memopt.profiler.compiled.choice import check_kernels, chosen_kernels
 from memopt.profiler.input_errors import check_arguments, diagnosed
@@ -138,9 +138,7 @@ def _profiled(
         lambda: measure_loss(model, call, loss, device) if loss else LossUse(0, output_gradients)
     )
     with diagnosed(model, call, loss):
-        # Kernels change the capture in place: it is shared with no other plan.
-        take = captured_again if kernels == "aten" else capture
-        captured = take(model, call, lambda: used().gradients)
+        captured = captured_again(model, call, lambda: used().gradients, kernels=kernels)
         told = part_of(report, 0.05, 0.2)
         fuse = chosen_kernels(kernels, device, chosen, backend.block_bytes, told)
         made = fuse(model, captured, build(model, captured, backend.block_bytes))
