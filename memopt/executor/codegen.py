@@ -20,9 +20,11 @@ from memopt.errors import InvalidProgramError
 from memopt.executor.arena import Arenas
 from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.arena_code import ArenaWriter
+from memopt.executor.collectives import UnderWay, wait_for
 from memopt.executor.recorder import Recorder
 from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
 from memopt.models.variants import variant
+from memopt.profiler.collectives import WAIT, is_wait
 from memopt.profiler.in_place import in_place_call
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 
@@ -42,6 +44,7 @@ class _Writer:
         self.variables: dict[int, list[Node]] = {}
         self.swapping_out: set[int] = set()
         self.swapping_in: set[int] = set()
+        self.sending = UnderWay(halves.lowering)
         self.ran: set[int] = set()
         self.arena: ArenaWriter | None = None
         self.position = 0
@@ -116,8 +119,21 @@ class _Writer:
         if node not in self.lowering.views:
             raise InvalidProgramError(f"{node.name} is read while it is not on the device")
         text = self.call(node)
+        if is_wait(node):
+            self.sending.waited(node)
+            text = self.waiting(text)
         self.emit(f"{self.bind(node)} = {text}")
         return node.name
+
+    def waiting(self, text: str) -> str:
+        """A wait for a collective, whose time is recorded where the step's is."""
+        return f"record.waited(lambda: {text})" if "record" in self.globals else text
+
+    def settle(self, tensor: int) -> None:
+        """Wait for the collectives that read or write a tensor, which is about to go."""
+        for result in self.sending.take(tensor):
+            base = self.lowering.bases[result].name
+            self.emit(self.waiting(f"{self.kernel(WAIT)}({base})"))
 
     def instruction(self, instruction: Instruction) -> None:
         match instruction:
@@ -126,6 +142,7 @@ class _Writer:
             case Free(tensor):
                 self.free(tensor)
             case SwapOut(tensor):
+                self.settle(tensor)
                 if self.arena is not None:
                     self.arena.before(self, "swap out", (tensor,))
                 base = self.value(self.lowering.bases[tensor])
@@ -168,6 +185,8 @@ class _Writer:
         for tensor in variant(self.lowering.graph.operators[op], implementation).reads:
             if tensor in self.swapping_in:
                 self.arrive(tensor)
+        if in_place is not None:
+            self.settle(in_place)
         into = None
         if self.arena is not None:
             operator = self.lowering.graph.operators[op]
@@ -199,8 +218,12 @@ class _Writer:
             for position, base, _ in kept:
                 self.emit(f"{self.bind(base)} = result[{position}]")
             self.emit("del result")
+        elif self.lowering.graph.operators[op].collective is not None:
+            self.globals["wait_for"] = wait_for
+            self.emit(self.waiting(f"wait_for({text})") + note)
         else:
             self.emit(f"{indent}{text}{note}")
+        self.sending.start(op, outputs)
         if in_place is not None:
             if self.arena is not None:
                 name = self.lowering.graph.operators[op].name
@@ -208,6 +231,7 @@ class _Writer:
             self.free(in_place)
 
     def free(self, tensor: int) -> None:
+        self.settle(tensor)
         if tensor in self.swapping_out or tensor in self.swapping_in:
             self.arrive(tensor)
         nodes = [n for n in self.variables.pop(tensor, []) if n in self.bound]
@@ -257,6 +281,7 @@ def _backward(forward: _Writer, names: dict[Any, str], globals_: dict[str, Any])
     writer.arena = forward.arena
     writer.swapping_out = set(forward.swapping_out)
     writer.swapping_in = set(forward.swapping_in)
+    writer.sending = UnderWay(halves.lowering, forward.sending)
     writer.ran = {run.op for i, run in halves.program.computes if i < halves.boundary}
     writer.unpack([p.node for p in halves.captured.primals], "primals")
     writer.unpack([None, *halves.captured.tangents], "arguments")

@@ -9,6 +9,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from memopt.errors import InvalidProgramError
+from memopt.executor.collectives import wait_for
 from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
 from memopt.profiler.in_place import in_place_call
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
@@ -25,6 +26,8 @@ class _Machine:
         self.values: dict[Node, Any] = {}
         self.host: dict[int, Any] = {}
         self.states: dict[int, bytearray] = {}
+        pairs = zip(halves.lowering.nodes, halves.lowering.graph.operators, strict=True)
+        self.collectives = {node for node, operator in pairs if operator.collective is not None}
 
     def read(self, node: Node) -> Any:
         if node in self.values:
@@ -80,6 +83,8 @@ class _Machine:
                 if op in self.halves.repeated_random:
                     self.states[op] = self.random.save()
                 result = self.call(node)
+        if node in self.collectives:
+            wait_for(result)
         for position, base, _ in unpacked(self.lowering, node, outputs):
             self.values[base] = result if position is None else result[position]
 

@@ -81,6 +81,11 @@ class Recorder:
             self._begin = self.clock.now()
             self._spans.append((Occupied.WAIT, self._position, begin, self._begin))
 
+    def waited(self, wait: Callable[[], Any]) -> Any:
+        """The result of a wait of the compute stream, which is recorded."""
+        with self.waiting():
+            return wait()
+
     def copied(self, outward: bool, begin: Any, end: Any) -> None:
         """A copy that the instruction under way has queued, from one moment to another."""
         what = Occupied.TO_HOST if outward else Occupied.FROM_HOST

@@ -10,6 +10,7 @@ from functools import cached_property
 from memopt.models.chain import Chain
 from memopt.models.checks import check_bytes, check_seconds
 from memopt.models.codec import NAME, SPARSE
+from memopt.models.collective import Collective
 
 
 class TensorKind(StrEnum):
@@ -114,6 +115,9 @@ class Operator:
         implementations: other ways to run it; () means only the default one.
         in_place: tensors among its reads whose storage its first output may take over, under the
             default implementation (MONeT appendix C.1).
+        collective: what it sends over the network, where it runs; None: it computes. One starts
+            where a program runs it, `time_s` is its time on the network, and its first reader
+            waits for it.
     """
 
     name: str
@@ -128,9 +132,14 @@ class Operator:
     target: str = ""
     implementations: tuple[Implementation, ...] = ()
     in_place: tuple[int, ...] = field(default=(), metadata=SPARSE)
+    collective: Collective | None = field(default=None, metadata=SPARSE)
 
     def __post_init__(self) -> None:
         owner = f"Operator {self.name!r}"
+        if self.collective and (self.implementations or self.in_place or self.random):
+            raise ValueError(
+                f"{owner}: a collective runs one way, over nothing and without random numbers"
+            )
         check_seconds(owner, time_s=self.time_s)
         check_bytes(owner, workspace_bytes=self.workspace_bytes)
         if len(set(self.writes)) != len(self.writes):
@@ -139,8 +148,10 @@ class Operator:
     @property
     def has_effects(self) -> bool:
         """Whether it must run even if nothing reads what it writes: updates, random draws (they
-        move the generator for all that draw later), and what writes nothing."""
-        return self.phase is Phase.UPDATE or self.random or not self.writes
+        move the generator for all that draw later), collectives (for which the other ranks wait),
+        and what writes nothing."""
+        acts = self.phase is Phase.UPDATE or self.random or self.collective is not None
+        return acts or not self.writes
 
 
 @dataclass(frozen=True)

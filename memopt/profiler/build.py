@@ -22,6 +22,7 @@ from memopt.errors import CaptureError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.profiler.capture import Captured, named_tensors
+from memopt.profiler.collectives import collective_of, is_wait
 from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.in_place import overwritable, same_bits_in_place
 from memopt.profiler.memory_layout import storage_of
@@ -178,14 +179,10 @@ def _add_constant(builder: _Builder, captured: Captured, node: Node) -> None:
 
 def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> None:
     if node.target is operator.getitem:
-        parent, position = node.args
-        held = builder.storages[parent][position]  # type: ignore[index]
-        builder.storages[node] = (held,)
-        builder.views.add(node)
-        if held is not None:
-            builder.bases.setdefault(held, node)
-        if parent in builder.backward:
-            builder.backward.add(node)
+        _add_item(builder, node)
+        return
+    if is_wait(node):
+        _add_wait(builder, node)
         return
     _check_target(node)
     reads = held_by(node.all_input_nodes, builder.storages)
@@ -231,8 +228,32 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> No
             random=is_random(node),
             module=path,
             target=str(node.target),
+            collective=collective_of(node),
         )
     )
+
+
+def _add_item(builder: _Builder, node: Node) -> None:
+    parent, position = node.args
+    held = builder.storages[parent][position]  # type: ignore[index]
+    builder.storages[node] = (held,)
+    builder.views.add(node)
+    if held is not None:
+        builder.bases.setdefault(held, node)
+    if parent in builder.backward:
+        builder.backward.add(node)
+
+
+def _add_wait(builder: _Builder, node: Node) -> None:
+    """A wait for a collective is a view of its result: it is made where that is first read."""
+    (started,) = node.all_input_nodes
+    (held,) = builder.storages[started]
+    builder.storages[node] = (held,)
+    builder.views.add(node)
+    if held is not None:
+        builder.by_storage[storage_of(node.meta["val"])] = held
+    if started in builder.backward:
+        builder.backward.add(node)
 
 
 def _check_target(node: Node) -> None:

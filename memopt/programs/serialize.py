@@ -8,6 +8,7 @@ every field strictly and never executes anything.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import astuple
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -79,7 +80,11 @@ def fingerprint(graph: Graph) -> str:
     structure = [
         [_TENSOR(tensor) for tensor in graph.tensors],
         [
-            [*_OPERATOR(operator), [_IMPLEMENTATION(choice) for choice in operator.implementations]]
+            [
+                *_OPERATOR(operator),
+                [_IMPLEMENTATION(choice) for choice in operator.implementations],
+                *([astuple(operator.collective)] if operator.collective else ()),
+            ]
             for operator in graph.operators
         ],
         *_GRAPH(graph),

@@ -1,0 +1,47 @@
+"""Collectives under way in generated code: started by their call, waited for by `wait_tensor`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from memopt.profiler.build import Lowering
+from memopt.profiler.collectives import WAIT
+
+
+class UnderWay:
+    """The collectives that have started and that nothing has waited for yet.
+
+    A wait comes before the first reader of a result, and before the memory of what a collective
+    reads or writes is given back or taken over, as `memopt.programs.replay` has it.
+    """
+
+    def __init__(self, lowering: Lowering, before: UnderWay | None = None) -> None:
+        self._lowering = lowering
+        self._reads: dict[int, tuple[int, ...]] = {} if before is None else dict(before._reads)
+
+    def start(self, op: int, results: tuple[int, ...]) -> None:
+        """An operator ran, of which the program keeps `results`."""
+        operator = self._lowering.graph.operators[op]
+        if operator.collective is not None:
+            self._reads.update(dict.fromkeys(results, operator.reads))
+
+    def waited(self, wait: Node) -> None:
+        """The code waits at this node."""
+        (result,) = self._lowering.storages[wait]
+        self._reads.pop(result, None)  # type: ignore[arg-type]  # its result is a tensor
+
+    def take(self, tensor: int) -> list[int]:
+        """The results of those that read or write a tensor, to be waited for now."""
+        found = [t for t, reads in self._reads.items() if tensor == t or tensor in reads]
+        for result in found:
+            del self._reads[result]
+        return found
+
+
+def wait_for(result: Any) -> None:
+    """Wait for a collective whose results the program does not keep."""
+    for tensor in [result] if isinstance(result, torch.Tensor) else result:
+        WAIT(tensor)

@@ -1,0 +1,81 @@
+"""Functional collectives (`torch.ops._c10d_functional`) in a captured graph.
+
+A collective starts where it is called; `wait_tensor` waits for it and returns the same storage, so
+that it is no operator: whoever reads a collective's result reads it through its wait.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from memopt.errors import CaptureError
+from memopt.models.collective import Collective, CollectiveKind
+from memopt.profiler.torch_private import imported
+
+_KINDS = {
+    "all_gather_into_tensor": CollectiveKind.ALL_GATHER,
+    "reduce_scatter_tensor": CollectiveKind.REDUCE_SCATTER,
+    "all_reduce": CollectiveKind.ALL_REDUCE,
+    "all_to_all_single": CollectiveKind.ALL_TO_ALL,
+    "broadcast": CollectiveKind.BROADCAST,
+}
+_NAMESPACE = "_c10d_functional"
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+"""Waits for the collective that writes a tensor, and returns it; at once, if it is over."""
+_OTHER_END = frozenset({CollectiveKind.ALL_GATHER})
+"""Kinds whose result is the whole; of the others the argument is."""
+
+
+def is_wait(node: Node) -> bool:
+    """Whether a node waits for a collective, whose result it hands on."""
+    return node.target is WAIT
+
+
+def collective_of(node: Node) -> Collective | None:
+    """What a call sends over the network; None where it is no collective.
+
+    Raises:
+        CaptureError: a collective that memopt does not know, or a process group that is gone.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != _NAMESPACE:
+        return None
+    if is_wait(node):
+        return None
+    kind = _KINDS.get(target._schema.name.partition("::")[2].removesuffix("_coalesced"))
+    if kind is None:
+        known = ", ".join(_KINDS)
+        raise CaptureError(f"memopt cannot plan the collective {target!s}; it knows {known}")
+    whole = node.meta["val"] if kind in _OTHER_END else _values(node.args[0])
+    tensors = whole if isinstance(whole, (list, tuple)) else [whole]
+    ranks = _ranks_of(str(node.args[-1]))
+    return Collective(
+        kind=kind,
+        ranks=len(ranks),
+        size_bytes=sum(tensor.nbytes for tensor in tensors),
+        stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
+    )
+
+
+def _values(argument: Any) -> Any:
+    if isinstance(argument, Node):
+        return argument.meta["val"]
+    return [one.meta["val"] for one in argument]
+
+
+def _ranks_of(group: str) -> list[int]:
+    """The ranks of a process group, ascending, by its name."""
+    from torch.distributed import get_process_group_ranks
+
+    resolve = imported("torch.distributed.distributed_c10d", "_resolve_process_group")
+    try:
+        found = resolve(group)
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise CaptureError(
+            f"the model communicates in a process group, {group!r}, that is not there: plan it "
+            "while torch.distributed is initialised"
+        ) from error
+    return sorted(get_process_group_ranks(found))

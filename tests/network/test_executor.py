@@ -1,0 +1,60 @@
+"""Programs with collectives run as the unplanned model does; waits stand where programs read."""
+
+from __future__ import annotations
+
+import torch
+
+from memopt.programs.instructions import Compute, Free, Instruction, Program
+from memopt.programs.liveness import store_all
+from tests.executor.harness import Case, check, prepare
+from tests.network.sharded import alone, layers, sharded
+
+
+def test_planned_steps_are_the_unplanned_ones() -> None:
+    with alone():
+        check(Case(lambda: sharded(layers(2)), lambda: (torch.randn(3, 6),)))
+
+
+def test_gathered_in_another_dtype() -> None:
+    with alone():
+        half = torch.bfloat16
+        check(Case(lambda: sharded(layers(1), half), lambda: (torch.randn(3, 6).to(half),)))
+
+
+def moved(program: Program, wanted: Instruction, places: int) -> Program:
+    """The program with one instruction moved."""
+    instructions = list(program)
+    position = instructions.index(wanted)
+    instructions.insert(position + places, instructions.pop(position))
+    return Program(instructions)
+
+
+def test_the_code_starts_where_the_program_does_and_waits_before_the_first_reader() -> None:
+    with alone():
+        prepared = prepare(sharded(layers(1)), (torch.randn(3, 6),))
+        lines = prepared.planned().code.splitlines()
+    text = [line.strip().partition(" = ")[0] for line in lines]
+    started, waited = text.index("all_gather_into_tensor"), text.index("wait_tensor")
+    assert started < text.index("all_gather_into_tensor_1") < waited < text.index("addmm")
+
+
+def test_memory_is_given_back_when_the_collective_is_over() -> None:
+    with alone():
+        prepared = prepare(sharded(layers(1)), (torch.randn(3, 6),))
+        graph, program = prepared.graph, store_all(prepared.graph)
+        scatters = (i for i, x in enumerate(graph.operators) if "reduce_scatter" in x.target)
+        index = next(scatters)
+        operator = graph.operators[index]
+        (full,), (shard,) = operator.reads, operator.writes
+        at = list(program).index(Compute(index, (shard,)))
+        assert list(program)[at + 1] == Free(full)
+        name, given = prepared.lowering.bases[shard].name, prepared.lowering.bases[full].name
+        blocking = prepared.planned(program).code
+        later = prepared.planned(moved(program, Free(full), 2)).code
+    wait = f"_c10d_functional_wait_tensor_default({name})"
+    assert f"{wait}\n    del {given}" in blocking
+    start = later.index(f"{name} = ")
+    assert "slice_backward_1 = " in later[start : later.index(wait)]
+    assert (
+        "slice_backward_1 = " not in blocking[blocking.index(f"{name} = ") : blocking.index(wait)]
+    )
