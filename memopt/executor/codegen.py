@@ -20,11 +20,11 @@ from memopt.errors import InvalidProgramError
 from memopt.executor.arena import Arenas
 from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.arena_code import ArenaWriter
-from memopt.executor.collectives import UnderWay, wait_for
+from memopt.executor.collectives import UnderWay
 from memopt.executor.recorder import Recorder
 from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
 from memopt.models.variants import variant
-from memopt.profiler.collectives import WAIT, is_wait
+from memopt.profiler.collectives import WAIT, is_wait, wait_for
 from memopt.profiler.in_place import in_place_call
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch.fx import Node
 
 from memopt.profiler.build import Lowering
-from memopt.profiler.collectives import WAIT
 
 
 class UnderWay:
@@ -39,9 +35,3 @@ class UnderWay:
         for result in found:
             del self._reads[result]
         return found
-
-
-def wait_for(result: Any) -> None:
-    """Wait for a collective whose results the program does not keep."""
-    for tensor in [result] if isinstance(result, torch.Tensor) else result:
-        WAIT(tensor)

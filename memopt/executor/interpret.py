@@ -9,8 +9,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from memopt.errors import InvalidProgramError
-from memopt.executor.collectives import wait_for
 from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
+from memopt.profiler.collectives import wait_for
 from memopt.profiler.in_place import in_place_call
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from memopt.models.codec import Rate
+from memopt.models.codec import SPARSE, Rate
+from memopt.models.collective import Collective
+from memopt.models.network import Network
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class Device:
         memory_fraction: achievable share of the memory bandwidth.
         block_bytes: the allocator's granularity: 512 on CUDA, 1 on CPU.
         source: where the figures come from.
+        network: what connects it with the other ranks of a cluster; None: unknown, and
+            collectives count as free.
     """
 
     name: str = "device"
@@ -43,6 +47,7 @@ class Device:
     memory_fraction: float = 1.0
     block_bytes: int = 1
     source: str = ""
+    network: Network | None = field(default=None, metadata=SPARSE)
 
     def __post_init__(self) -> None:
         rates = {
@@ -84,6 +89,10 @@ class Device:
     def swap_in_time_s(self, size_bytes: int) -> float:
         """Seconds to copy `size_bytes` from the host."""
         return self.transfer_latency_s + size_bytes / self.swap_in_bytes_per_s
+
+    def collective_time_s(self, collective: Collective) -> float:
+        """Seconds that a collective takes on an idle network."""
+        return self.network.time_s(collective) if self.network else 0.0
 
     def allocated_bytes(self, size_bytes: int) -> int:
         """Bytes that the allocator counts for a request of `size_bytes`."""

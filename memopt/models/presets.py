@@ -16,6 +16,11 @@ Peaks are the makers' data sheets. What of them is achieved comes from public me
   900 GB/s of a V100 (Jia et al., arXiv:1804.06826);
 - capacities: "total capacity" in the messages of torch's out-of-memory errors, less 0.6 GiB for the
   CUDA context, which torch's allocator never gets.
+- networks: NCCL's rings reach 360 GB/s of an H100's NVLink ("exactly what we'd expect", NVIDIA in
+  nccl-tests issue 326), 46 to 48 of the 50 GB/s of an NDR adapter, of which an HGX H100 has one for
+  each GPU (nccl-tests issue 290), and 208 GB/s of an A100's NVLink (nccl-tests issue 178); its
+  protocols' latencies and shares are those of its own tuner (src/graph/tuning.cc: baseLat, hwLat;
+  LL128 hands on 120 of 128 bytes, LL one half, with 141 GB/s at most on Hopper).
 
 Where a device has no public figure, that of its successor is assumed, and its `source` says so.
 """
@@ -25,6 +30,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memopt.models.device import Device
+from memopt.models.network import Network, Protocol
 
 _GIB = 2**30
 _CUDA_CONTEXT_BYTES = int(0.6 * _GIB)
@@ -32,6 +38,20 @@ _LAUNCH_LATENCY_S = 5e-6
 """Between small kernels in a stream: 3.8 µs launched back to back from C (NVIDIA, "Getting started
 with CUDA graphs"), a little more from Python."""
 _TRANSFER_LATENCY_S = 10e-6
+
+
+_NCCL = (
+    Protocol(8.4e-6, 3.4e-6, 14.0e-6, 1.0),
+    Protocol(14.0e-6, 1.9e-6, 4.0e-6, 120 / 128),
+    Protocol(6.6e-6, 0.6e-6, 2.7e-6, 141 / 360),
+)
+"""Simple, LL128 and LL, by rings."""
+HGX_H100 = Network(47e9, 360e9, 8, _NCCL, "NVLink 4, one NDR adapter a GPU; see this module")
+HGX_A100 = Network(23.5e9, 208e9, 8, _NCCL, "NVLink 3, one HDR adapter a GPU, at the share of NDR")
+SUPERCHIPS = Network(47e9, 47e9, 1, _NCCL, "an NDR adapter for each GH200, one of them in a node")
+NVL72 = Network(
+    47e9, 720e9, 72, _NCCL, "NVLink 5 (900 GB/s each way) at the share of an H100's, NDR adapters"
+)
 
 
 def _usable_bytes(capacity_gib: float) -> int:
@@ -46,6 +66,7 @@ def _gpu(
     fractions: tuple[float, float],
     link_bytes_per_s: tuple[float, float],
     source: str,
+    network: Network | None = None,
 ) -> Device:
     return Device(
         name=name,
@@ -60,6 +81,7 @@ def _gpu(
         memory_fraction=fractions[1],
         block_bytes=512,
         source=source,
+        network=network,
     )
 
 
@@ -107,6 +129,7 @@ A100 = _gpu(
     (23.4e9, 27.4e9),
     "NVIDIA's A100 data sheet; link: PCIe 4.0 ×16 (31.5 GB/s) at the shares measured on an H100; "
     "share of the memory bandwidth as on an H100",
+    HGX_A100,
 )
 H100 = _gpu(
     "H100-SXM-80GB",
@@ -127,6 +150,7 @@ H100 = _gpu(
     (0.80, 0.87),
     (46.8e9, 54.8e9),
     "NVIDIA's H100 data sheet; see memopt.models.presets",
+    HGX_H100,
 )
 H200 = replace(
     H100,
@@ -145,6 +169,7 @@ GH200 = replace(
     from_host_bytes_per_s=375e9,
     memory_bytes_per_s=4000e9,
     memory_fraction=0.85,
+    network=SUPERCHIPS,
     source="NVIDIA's GH200 data sheet (96 GB HBM3, NVLink-C2C 450 GB/s each way); of it 297, 375 "
     "GB/s, and 3.4 of 4 TB/s of device memory, as measured by Schieffer et al., arXiv:2407.07850; "
     "rates as on an H100; capacity assumed from the nominal one",
@@ -170,6 +195,7 @@ GB200 = _gpu(
     "NVIDIA's GB200 NVL72 data sheet, one of its GPUs, without sparsity; two GPUs share Grace's "
     "NVLink-C2C (450 GB/s each way), at the shares measured on a GH200; shares of the rates as on "
     "an H100, which nobody published for it; capacity assumed from the nominal one",
+    NVL72,
 )
 H100_PCIE_4 = replace(
     H100,

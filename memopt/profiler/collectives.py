@@ -34,16 +34,26 @@ def is_wait(node: Node) -> bool:
     return node.target is WAIT
 
 
+def is_collective(target: Any) -> bool:
+    """Whether a call's target is a collective: not the wait for one."""
+    known = isinstance(target, torch._ops.OpOverload) and target.namespace == _NAMESPACE
+    return known and target is not WAIT
+
+
+def wait_for(result: Any) -> None:
+    """Wait for a collective's results, one tensor or several."""
+    for tensor in [result] if isinstance(result, torch.Tensor) else result:
+        WAIT(tensor)
+
+
 def collective_of(node: Node) -> Collective | None:
     """What a call sends over the network; None where it is no collective.
 
     Raises:
         CaptureError: a collective that memopt does not know, or a process group that is gone.
     """
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != _NAMESPACE:
-        return None
-    if is_wait(node):
+    target: Any = node.target
+    if not is_collective(target):
         return None
     kind = _KINDS.get(target._schema.name.partition("::")[2].removesuffix("_coalesced"))
     if kind is None:

@@ -104,13 +104,17 @@ def _rate(done: Work, device: Device) -> float | None:
 
 
 def estimate_costs(lowering: Lowering, device: Device) -> list[Cost]:
-    """Roofline time, workspace and result sizes of every operator of a lowering."""
+    """Roofline time, workspace and result sizes of every operator of a lowering; of a collective
+    its time on the network."""
     cuda = device.block_bytes > 1
     known: dict[str, Cost] = {}
     costs = []
-    for node in lowering.nodes:
+    for node, operator in zip(lowering.nodes, lowering.graph.operators, strict=True):
         call, outputs = signature(node), describe_value(node)
-        if call.text not in known:
+        if call.text not in known and operator.collective is not None:
+            network_s = device.collective_time_s(operator.collective)
+            known[call.text] = Cost(network_s, 0, _result_bytes(call, outputs, device))
+        elif call.text not in known:
             known[call.text] = Cost(
                 work_time_s(work(call, outputs), device),
                 workspace_bytes(call, outputs, cuda=cuda),

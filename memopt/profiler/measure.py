@@ -27,7 +27,9 @@ from memopt.profiler.backend import autocast_off, backend_of
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured
+from memopt.profiler.collectives import is_collective
 from memopt.profiler.memory import metered_sections
+from memopt.profiler.network_costs import network_costs
 from memopt.profiler.signature import (
     ENDS_PROCESS,
     REFUSALS,
@@ -120,7 +122,7 @@ def costs_of(
 ) -> list[Cost]:
     """The measured cost of each kernel call; see `measure`. If not `timed`, each call that is not
     in the cache runs twice, for its workspace and result sizes."""
-    distinct = {s.text: s for s in signatures}
+    distinct = {s.text: s for s in signatures if not is_collective(s.target)}
     place = environment(device)
     keys = {text: f"{place}|{text}" for text in distinct}
     readable = None if options.renew else options.cache
@@ -133,7 +135,8 @@ def costs_of(
         if options.cache and timed:
             options.cache.store(fresh_by_key)
         known = {**known, **fresh_by_key}
-    return [known[keys[s.text]] for s in signatures]
+    network = network_costs(signatures, device)
+    return [network.get(s.text) or known[keys[s.text]] for s in signatures]
 
 
 def with_costs(lowering: Lowering, costs: list[Cost]) -> Graph:
