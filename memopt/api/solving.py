@@ -279,7 +279,7 @@ def _wrap(
 ) -> PlanRecord:
     """The plan of a solution."""
     graph, strategy = target.graph, target.strategy
-    program = target.program(solution, budget.device_bytes)
+    program = target.program(solution, budget.device_bytes, device)
     assert program is not None
     violation, figures = target.check(program, budget, device)
     peak_bytes, time_s = figures.peak_bytes, figures.time_s

@@ -22,16 +22,32 @@ def memory_lower_bound(graph: Graph) -> int:
 
 
 def time_lower_bound(cost_model: Graph | Chain) -> float:
-    """Seconds that every plan of the cost model needs: all that must run, once, the fastest way.
+    """Seconds that every plan of the cost model needs: all that must run, once, the fastest way,
+    on the compute stream; or the collectives, one after the other, on the network.
 
     Operators that no result depends on and that have no effects need not run.
     """
     if isinstance(cost_model, Chain):
         return cost_model.compute_time_s
-    return sum(
-        min(choice.time_s for choice in _choices(cost_model.operators[index]))
-        for index in sorted(needed_operators(cost_model))
+    needed = [cost_model.operators[index] for index in sorted(needed_operators(cost_model))]
+    compute_s = sum(
+        min(choice.time_s for choice in _choices(operator))
+        for operator in needed
+        if operator.collective is None
     )
+    return max(compute_s, cost_model.network_time_s)
+
+
+def overlapped_bound(graph: Graph, bound_s: float) -> float:
+    """A lower bound with a network, of one without it.
+
+    A bound of programs that compute their collectives holds for those on the network so far: to
+    let a program of time T wait for each of its collectives, of N seconds in all, makes it slower
+    by N at most, and T ≥ N; so that T ≥ bound - N, and T ≥ bound / 2.
+    """
+    if not graph.network_time_s:
+        return bound_s
+    return max(time_lower_bound(graph), bound_s / 2)
 
 
 def relative_gap(value: float, bound: float) -> float:

@@ -335,8 +335,14 @@ class Graph:
 
     @cached_property
     def compute_time_s(self) -> float:
-        """Every operator once, in seconds: a lower bound for every plan with one stream."""
-        return sum(operator.time_s for operator in self.operators)
+        """Every operator once but collectives, in seconds: a lower bound for every plan with one
+        stream."""
+        return sum(x.time_s for x in self.operators if x.collective is None)
+
+    @cached_property
+    def network_time_s(self) -> float:
+        """Every collective once, in seconds: a lower bound for every plan, too."""
+        return sum(x.time_s for x in self.operators if x.collective is not None)
 
     def to_chain(self) -> Chain:
         """The chain of this graph's articulation points; see `memopt.reductions.linearize`."""

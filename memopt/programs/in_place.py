@@ -19,7 +19,8 @@ def with_in_place(graph: Graph, program: Program) -> Program:
     """Compute in place wherever the program allows it.
 
     A Compute followed by the Free of a tensor that it may
-    overwrite and that is not being copied to the host, takes over that storage instead.
+    overwrite and that is neither being copied to the host nor sent by a collective, takes over that
+    storage instead.
     Programs with a placement stay as they are: their tensors have addresses already.
 
     Laws: the replayed peak is at most the program's, the time is the same.
@@ -40,6 +41,9 @@ def with_in_place(graph: Graph, program: Program) -> Program:
                 instruction = replace(instruction, in_place=taken.tensor)
                 frees.remove(taken)
             made += [instruction, *frees]
+            operator = graph.operators[instruction.op]
+            leaving.difference_update(instruction.outputs)
+            leaving.update(operator.reads if operator.collective else ())
             continue
         effects = instruction.effects(graph)
         leaving.update(effects.host_begins)

@@ -1,8 +1,10 @@
-"""The clock of a step: the compute stream, and the link to the host in both directions.
+"""The clock of a step: the compute stream, the link to the host in both directions, the network.
 
 A transfer starts when the compute stream gets to its instruction and its direction of the link is
 free. Where memory is given back, and before something is read that comes back, the compute stream
-waits. Replay keeps this time, and so do those who write a program and ask how late it is.
+waits. A collective starts when the compute stream gets to it and the network is free; before its
+result is read, and before the memory of what it reads or writes is given back, the compute stream
+waits for it. Replay keeps this time, and so do those who write a program and ask how late it is.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from memopt.models.device import Device
 
 @dataclass
 class LinkClock:
-    """Times of the compute stream and of the link, seconds.
+    """Times of the compute stream, of the link and of the network, seconds.
 
     What moves is named by an integer: a stage of a chain, or a tensor of a graph.
 
@@ -26,7 +28,10 @@ class LinkClock:
         out_free_s: when the link to the host is free.
         in_free_s: when the link from the host is free.
         stored_s: when each copy to the host is complete.
-        arrival_s: when each copy back is complete, until the compute stream has passed it.
+        arrival_s: when each copy back is complete, and each result of a collective, until the
+            compute stream has passed it.
+        network_free_s: when the network is free.
+        sent_s: when each tensor that a collective reads is sent.
     """
 
     device: Device
@@ -36,6 +41,20 @@ class LinkClock:
     in_free_s: float = 0.0
     stored_s: dict[int, float] = field(default_factory=dict)
     arrival_s: dict[int, float] = field(default_factory=dict)
+    network_free_s: float = 0.0
+    sent_s: dict[int, float] = field(default_factory=dict)
+
+    def send(
+        self, reads: Iterable[int], writes: Iterable[int], duration_s: float
+    ) -> tuple[float, float]:
+        """Queue a collective, once what it reads is there; its start and its end."""
+        for item in reads:
+            self.arrive(item)
+        start_s = max(self.now_s, self.network_free_s)
+        self.network_free_s = end_s = start_s + duration_s
+        self.sent_s.update(dict.fromkeys(reads, end_s))
+        self.arrival_s.update(dict.fromkeys(writes, end_s))
+        return start_s, end_s
 
     def copy_out(self, item: int, size_bytes: int) -> tuple[float, float]:
         """Queue a copy to the host of data that exist; its start and its end."""
@@ -63,8 +82,12 @@ class LinkClock:
             self.now_s = max(until_s)
 
     def free(self, item: int) -> None:
-        """Wait for the copies of an item whose device copy is freed."""
-        self.wait(self.arrival_s.pop(item, 0.0), self.stored_s.get(item, 0.0))
+        """Wait for the copies and the collectives of an item whose device copy is freed."""
+        self.wait(
+            self.arrival_s.pop(item, 0.0),
+            self.stored_s.get(item, 0.0),
+            self.sent_s.pop(item, 0.0),
+        )
 
     def arrive(self, item: int) -> None:
         """Wait for an item that is about to be read, if it is on its way back."""

@@ -8,6 +8,9 @@ on, and a SwapOut's device copy until its Free. Time: the compute stream runs in
 order; a transfer starts when its instruction is reached, its data exist and its link is free.
 Where memory is given back (Free, DropHost) the compute stream waits for the tensor's transfer,
 and a Compute waits for the swap-ins it reads: a slow link costs time, never memory.
+A Compute of a collective takes no time of the compute stream: it starts the collective on the
+network, one at a time, and its result is live from there on. Its first reader waits for it, and so
+does the Free of what it reads or writes.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from enum import StrEnum
 
 from memopt.errors import InvalidProgramError
 from memopt.models.device import Device
-from memopt.models.graph import Graph
-from memopt.models.variants import variant
+from memopt.models.graph import Graph, Operator
+from memopt.models.variants import Variant, variant
 from memopt.programs.instructions import (
     Compute,
     DropHost,
@@ -38,11 +41,13 @@ class Direction(StrEnum):
 
     TO_HOST = "to host"
     FROM_HOST = "from host"
+    NETWORK = "network"
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One copy between device and host: on its link from start_s to end_s (half-open)."""
+    """One copy between device and host, or collective, of which `tensor` is the first result (-1:
+    none): on its link from start_s to end_s (half-open)."""
 
     instruction: int
     tensor: int
@@ -65,12 +70,13 @@ class Timeline:
         host_bytes: host memory after it.
         start_s: when the compute stream starts it, waits over.
         end_s: when the compute stream is done with it.
-        stall_s: how long the compute stream waited for transfers before it.
+        stall_s: how long the compute stream waited for transfers and collectives before it.
         transfers: every copy, in the order of the program.
         arena_bytes: extent of the program's placement; None: it has none.
         placed_peak_bytes: the arena and the largest memory outside it (resident, workspace,
             tangents, lifetimes without an offset), which an executor that allocates the arena
             once will show; None without a placement.
+        collectives: every collective, in the order of the program.
     """
 
     peak_bytes: int
@@ -86,10 +92,11 @@ class Timeline:
     transfers: tuple[Transfer, ...]
     arena_bytes: int | None = None
     placed_peak_bytes: int | None = None
+    collectives: tuple[Transfer, ...] = ()
 
     @property
     def total_stall_s(self) -> float:
-        """Time the compute stream spent waiting for transfers, seconds."""
+        """Time the compute stream spent waiting for transfers and collectives, seconds."""
         return sum(self.stall_s)
 
 
@@ -153,6 +160,7 @@ class _Streams(LinkClock):
         self.during_bytes = self.device_bytes
         self.copied_bytes = 0
         self.transfers: list[Transfer] = []
+        self.collectives: list[Transfer] = []
         self.rows: list[tuple[int, int, int, float, float, float]] = []
 
     def run(self, position: int, instruction: object) -> None:
@@ -160,7 +168,7 @@ class _Streams(LinkClock):
         self.wait_s = 0.0
         start_s: float | None = None
         if type(instruction) is Compute:
-            start_s = self._compute(instruction)
+            start_s = self._compute(position, instruction)
         elif type(instruction) is Free:
             self._free(instruction.tensor)
         elif type(instruction) is SwapOut:
@@ -193,7 +201,7 @@ class _Streams(LinkClock):
             peak_bytes=peak,
             peak_instruction=step_bytes.index(peak) if step_bytes else None,
             host_peak_bytes=max(host_bytes, default=0),
-            time_s=max([self.now_s, *(transfer.end_s for transfer in self.transfers)]),
+            time_s=max(self.now_s, self.network_free_s, *(x.end_s for x in self.transfers)),
             step_bytes=step_bytes,
             live_bytes=live_bytes,
             host_bytes=host_bytes,
@@ -201,9 +209,10 @@ class _Streams(LinkClock):
             end_s=end_s,
             stall_s=stall_s,
             transfers=tuple(self.transfers),
+            collectives=tuple(self.collectives),
         )
 
-    def _compute(self, instruction: Compute) -> float:
+    def _compute(self, position: int, instruction: Compute) -> float:
         if not 0 <= instruction.op < len(self.graph.operators):
             raise _Invalid("there is no such operator")
         chosen = variant(self.graph.operators[instruction.op], instruction.implementation)
@@ -223,13 +232,25 @@ class _Streams(LinkClock):
                 raise _Invalid(f"the operator does not write {self._name(tensor)}")
             self._appear(tensor)
         start_s = self.now_s
-        self.now_s += chosen.time_s
+        if self.graph.operators[instruction.op].collective is None:
+            self.now_s += chosen.time_s
+        else:
+            self._send(position, instruction, chosen)
         return start_s
+
+    def _send(self, position: int, instruction: Compute, chosen: Operator | Variant) -> None:
+        """Start a collective; what the program does not keep of it is waited for at once."""
+        start_s, end_s = self.send(chosen.reads, instruction.outputs, chosen.time_s)
+        result = chosen.writes[0] if chosen.writes else -1
+        self.collectives.append(Transfer(position, result, Direction.NETWORK, start_s, end_s))
+        if len(instruction.outputs) < len(chosen.writes):
+            self.wait(end_s)
 
     def _take_over(self, tensor: int) -> None:
         """The storage of a tensor becomes the output's."""
         if tensor not in self.live or tensor in self.leaving:
             raise _Invalid(f"{self._name(tensor)} cannot be overwritten")
+        self.wait(self.sent_s.pop(tensor, 0.0))
         self.live.remove(tensor)
         self.device_bytes -= self.sizes[tensor]
         self.during_bytes -= self.sizes[tensor]
@@ -252,8 +273,9 @@ class _Streams(LinkClock):
             raise _Invalid(f"{self._name(tensor)} is not on the device")
         if tensor in self.host:
             raise _Invalid(f"{self._name(tensor)} is on the host already")
-        # The data exist: the producer is done, and so is an earlier swap-in, since the host
-        # copy it read from was dropped, which waits.
+        # The data exist: the producer is done, or waited for if it is a collective, and so is an
+        # earlier swap-in, since the host copy it read from was dropped, which waits.
+        self.arrive(tensor)
         start_s, end_s = self.copy_out(tensor, self.sizes[tensor])
         self.host.add(tensor)
         self.leaving.add(tensor)

@@ -28,6 +28,7 @@ from memopt.programs.instructions import (
     Program,
     SwapIn,
 )
+from memopt.programs.validate_network import collectives_in_order
 from memopt.programs.validate_placement import LiveRange, misplaced, tensors_of
 from memopt.programs.violations import Violation as Violation
 from memopt.programs.violations import ViolationCode as ViolationCode
@@ -71,6 +72,7 @@ def validate(
     found = [
         *_order(graph, program.instructions),
         *_draws(graph, program.instructions),
+        *collectives_in_order(graph, program.instructions),
         *_late_outputs(graph, program, device),
         *found,
     ]
@@ -224,6 +226,8 @@ def _order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violat
     for index, operator in enumerate(graph.operators):
         # Drawing is an effect: it moves the generator for all that draw later.
         acts = operator.phase is Phase.UPDATE or operator.random or not operator.writes
+        # The other ranks wait for a collective.
+        acts = acts or operator.collective is not None
         if acts and index not in ran:
             yield Violation(Code.OPERATOR_MISSING, len(instructions), f"{operator.name!r}")
 

@@ -21,6 +21,7 @@ class ViolationCode(StrEnum):
     NOT_RECOMPUTABLE = "runs an operator again that must run once"
     RANDOM_ORDER = "random operators do not run first in the graph's order"
     RANDOM_AFTER_LOSS = "a random operator of the forward runs first after the loss boundary"
+    COLLECTIVE_ORDER = "collectives do not run first in the graph's order"
     NO_LOSS_BOUNDARY = "no loss boundary"
     SECOND_LOSS_BOUNDARY = "a second loss boundary"
     BACKWARD_BEFORE_BOUNDARY = "a backward operator before the loss boundary"

@@ -114,7 +114,7 @@ class Planning:
         Raises:
             InvalidProgramError: the strategy named a budget with a plan that is not valid.
         """
-        program = self.target.program(plan, budget_bytes)
+        program = self.target.program(plan, budget_bytes, self.device)
         assert program is not None
         violation, figures = self.target.check(program, Budget(budget_bytes), self.device)
         if violation is not None:

@@ -4,13 +4,15 @@ solved, and its schedule lowered to a program of the graph."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+from memopt.models.bounds import overlapped_bound, relative_gap
 from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.programs.early_collectives import with_early_collectives
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.violations import Violation
@@ -20,7 +22,7 @@ from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.step_linearization import linearize_step
 from memopt.reductions.validate_and_replay import Figures, validate_and_replay
-from memopt.strategies.base import CostModel, Solution, Strategy
+from memopt.strategies.base import CostModel, Solution, Status, Strategy
 from memopt.strategies.budget_search import PROBES, Attempt, best_that_fits
 
 
@@ -65,6 +67,9 @@ class Target:
     _lowered: LastAnswer[Program] = field(
         init=False, default_factory=LastAnswer, compare=False, repr=False
     )
+    _early: LastAnswer[Program] = field(
+        init=False, default_factory=LastAnswer, compare=False, repr=False
+    )
     _checked: LastAnswer[tuple[Violation | None, Figures]] = field(
         init=False, default_factory=LastAnswer, compare=False, repr=False
     )
@@ -102,14 +107,46 @@ class Target:
     def solve(self, budget_bytes: int | None, attempt: Attempt) -> Solution:
         """The strategy's solution within a budget of the graph's, total bytes."""
         if self.linearized is None or budget_bytes is None:
-            return attempt(budget_bytes)
+            return self._overlapped(attempt(budget_bytes))
         # One table of a recomputing strategy answers every budget; the others solve anew.
         probes = PROBES if self.strategy.features.recompute else 0
         return best_that_fits(self.linearized, attempt, budget_bytes, probes)
 
-    def program(self, solution: Solution, budget_bytes: int | None = None) -> Program | None:
+    def _overlapped(self, solution: Solution) -> Solution:
+        """The solution with what it claims where collectives overlap what is computed: strategies
+        plan as if the compute stream waited for each."""
+        bound_s = solution.lower_bound_s
+        if not self.graph.network_time_s or bound_s is None or solution.time_s is None:
+            return solution
+        bound_s = min(overlapped_bound(self.graph, bound_s), solution.time_s)
+        optimal = solution.status is Status.OPTIMAL and solution.time_s <= bound_s
+        return replace(
+            solution,
+            status=solution.status if optimal or not solution.plans else Status.FEASIBLE,
+            lower_bound_s=bound_s,
+            gap=relative_gap(solution.time_s, bound_s),
+        )
+
+    def program(
+        self, solution: Solution, budget_bytes: int | None = None, device: Device | None = None
+    ) -> Program | None:
         """A solution's program as it runs: in place where it can be, unless the strategy decided
-        that; None where there is no plan. `budget_bytes`: of the device, see `ChainView.lower`."""
+        that, its collectives early; None where there is no plan.
+
+        Args:
+            solution: of `solve`.
+            budget_bytes: of the device, see `ChainView.lower`.
+            device: link rates.
+        """
+        program = self._as_planned(solution, budget_bytes)
+        if program is None or not self.graph.network_time_s:
+            return program
+        return self._early.of(
+            (program, budget_bytes, device),
+            lambda: with_early_collectives(self.graph, program, budget_bytes, device),
+        )
+
+    def _as_planned(self, solution: Solution, budget_bytes: int | None) -> Program | None:
         if self.view is not None and solution.steps is not None:
             view, steps = self.view, solution.steps
             return solution.program or self._lowered.of(

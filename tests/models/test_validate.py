@@ -283,6 +283,7 @@ def test_transient_outputs_may_have_an_address_and_must_not_overlap():
     "name",
     [
         "memopt.programs.validate",
+        "memopt.programs.validate_network",
         "memopt.programs.validate_placement",
         "tests.models.validate_chain",
     ],
@@ -294,6 +295,7 @@ def test_the_validators_share_no_code_with_what_they_check(name):
     own = {x.removeprefix("memopt.") for x in imported if x.startswith("memopt")}
     data = {f"models.{x}" for x in ("budget", "graph", "chain", "steps")}
     data |= {f"programs.{x}" for x in ("instructions", "violations", "validate_placement")}
+    data |= {"programs.validate_network"}
     assert own <= data
 
 
@@ -302,4 +304,5 @@ def test_every_code_has_a_mutation():
 
     named = {row[2] for row in (*MUTATIONS, *RANDOM_MUTATIONS, *PLACEMENTS, *CHAIN_MUTATIONS)}
     elsewhere = {Code.OVER_BUDGET, Code.OVER_HOST_BUDGET, Code.ARENA_OVER_BUDGET}
+    elsewhere |= {Code.COLLECTIVE_ORDER}
     assert named | elsewhere == set(Code)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import torch
 
+from memopt.models.graph import Graph
+from memopt.programs.early_collectives import with_early_collectives
 from memopt.programs.instructions import Compute, Free, Instruction, Program
 from memopt.programs.liveness import store_all
-from tests.executor.harness import Case, check, prepare
+from tests.executor.harness import Case, assert_same, check, prepare, recompute_late, run_steps
 from tests.network.sharded import alone, layers, sharded
 
 
@@ -19,6 +24,29 @@ def test_gathered_in_another_dtype() -> None:
     with alone():
         half = torch.bfloat16
         check(Case(lambda: sharded(layers(1), half), lambda: (torch.randn(3, 6).to(half),)))
+
+
+def test_started_early_and_given_back_late_it_is_the_same_step() -> None:
+    def early(graph: Graph) -> Program:
+        slow = [replace(x, time_s=1.0 + 2 * (x.collective is not None)) for x in graph.operators]
+        priced = replace(graph, operators=tuple(slow))
+        return with_early_collectives(priced, recompute_late(priced), None)
+
+    with alone():
+        torch.manual_seed(0)
+        model = sharded(layers(3))
+        case = Case(lambda: model, lambda: (torch.randn(3, 6),))
+        start, reference = copy.deepcopy(model.state_dict()), copy.deepcopy(model)
+        torch.manual_seed(1)
+        expected = run_steps(case, reference, reference)
+        prepared = prepare(model, case.inputs())
+        program = early(prepared.graph)
+        assert program != recompute_late(prepared.graph)
+        for interpreted in (False, True):
+            model.load_state_dict(start)
+            torch.manual_seed(1)
+            planned = prepared.planned(program, interpreted)
+            assert_same(run_steps(case, planned, model), expected, f"interpreted {interpreted}")
 
 
 def moved(program: Program, wanted: Instruction, places: int) -> Program:

@@ -112,7 +112,7 @@ class Member:
         self, solution: Solution, budget_bytes: int | None, device: Device
     ) -> tuple[Solution, str]:
         """(the solution as an `Outcome` has it, why its plan is not valid)."""
-        program = self.target.program(solution, budget_bytes)
+        program = self.target.program(solution, budget_bytes, device)
         linearized = self.target.linearized is not None
         if program is None:
             proved = solution.status is Status.INFEASIBLE and not linearized

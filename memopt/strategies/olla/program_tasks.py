@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from memopt.models.graph import Graph, Phase, TensorKind
 from memopt.models.variants import variant
@@ -110,6 +111,7 @@ class _Reader:
         self._lifetime_order()
         self._update_order()
         self._boundary_order(self._draw_order())
+        self._network_order()
         self._move_order()
         tasks = Tasks(
             tuple(self.transient),
@@ -189,6 +191,12 @@ class _Reader:
             self.after[task] |= {max(first.values())} if first else set()
             first[instruction.op] = task
         return set(first.values())
+
+    def _network_order(self) -> None:
+        """Collectives one after the other, as they are."""
+        sent = [task for task, _, operator in self.computes if operator.collective is not None]
+        for task, later in pairwise(sent):
+            self.after[later].add(task)
 
     def _move_order(self) -> None:
         """Transfers, frees after them and drops of host copies in their order, after the Compute
