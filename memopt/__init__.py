@@ -30,6 +30,8 @@ from memopt.models.device import Device as Device
 from memopt.models.graph import Graph as Graph
 from memopt.models.graph import Operator as Operator
 from memopt.models.graph import Tensor as Tensor
+from memopt.models.mesh import Mesh as Mesh
+from memopt.models.network import Network as Network
 from memopt.programs.instructions import Program as Program
 from memopt.report.step_check import StepCheck as StepCheck
 from memopt.strategies import Status as Status

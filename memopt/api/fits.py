@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memopt.api.cluster import on_mesh
 from memopt.api.planning import solve
 from memopt.api.solving import Mode, Request, planned_device, profiled_for
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.budget import MINIMUM, format_bytes, parse_budget
 from memopt.models.device import Device
+from memopt.models.mesh import Mesh
 from memopt.report.fixed_bytes import fixed_bytes, fixed_sum
 from memopt.report.progress import reporting
 from memopt.report.texts import aligned, format_seconds, or_dash
@@ -112,6 +114,7 @@ def fits(
     loss_fn: Callable[..., Any] | None = None,
     targets: Any = (),
     mode: Mode = "estimate",
+    mesh: Mesh | None = None,
     progress: bool | Progress = True,
 ) -> Fits:
     """Whether and how a model trains on a device, as one table.
@@ -131,6 +134,8 @@ def fits(
         targets: what your loss takes beside the output; a function of the batch size if inputs
             are.
         mode: "estimate" or "measure"; see `plan`.
+        mesh: the ranks of a cluster that is not there, of which one is asked about; `model` is then
+            a function of a DeviceMesh, and inputs are one rank's; see `plan`.
         progress: True shows a bar on a terminal; or your own callback.
 
     Raises:
@@ -150,7 +155,8 @@ def fits(
             request = Request(
                 loss_fn, aims(size) if callable(aims) else aims, mode, place, optimizer, True
             )
-            return profiled_for(model, given, request, report)
+            with on_mesh(model, mesh, mode) as built:
+                return profiled_for(built, given, request, report)
 
         chosen = [resolve(strategy) for strategy in strategies]
         search = _Search(profiled, place, budget_bytes, max_batches)
@@ -164,8 +170,12 @@ def fits(
         batch=first if searched else None,
         standing=fixed_bytes(start.graph, parts),
         rows=rows,
-        notes=start.notes,
+        notes=(*_of_ranks(mesh), *start.notes),
     )
+
+
+def _of_ranks(mesh: Mesh | None) -> tuple[str, ...]:
+    return () if mesh is None else (f"Each of {mesh.ranks:,} ranks ({mesh}).",)
 
 
 class _Search:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from memopt.api.cluster import on_mesh, with_cluster
 from memopt.api.plan import Plan
 from memopt.api.solving import (
     Mode,
@@ -21,6 +22,7 @@ from memopt.models.budget import WrittenBudget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.mesh import Mesh
 from memopt.strategies import Progress, Strategy
 
 
@@ -44,6 +46,7 @@ def plan(
     returns: Returns = "all",
     time_limit_s: float | None = None,
     kernels: str = "aten",
+    mesh: Mesh | None = None,
     cache: bool = True,
     progress: bool | Progress = True,
 ) -> Plan:
@@ -87,6 +90,9 @@ def plan(
             fused ones wherever operators between matrix products, convolutions and attentions can
             be fused (other rounding, and other random numbers); "auto", region by region the
             faster of both. They are measured, and need a compiler.
+        mesh: with mode="estimate", the ranks of a cluster that is not there, one of which is
+            planned: `model` is then a function from a torch DeviceMesh to the model that
+            communicates over it (`lambda mesh: memopt.shard(build(), mesh)`), `inputs` one rank's. `Plan.stats` has what the network takes and hides, and tokens per second.
         cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
         progress: True shows a bar on a terminal; or your own callback.
 
@@ -95,32 +101,28 @@ def plan(
         CaptureError: the model cannot be captured.
         ValueError: unreadable budget, unknown strategy, misuse; the message has the remedy.
     """
-    return Plan.of(
-        make_plan(
-            model,
-            inputs,
-            PlanRequest(
-                budget=budget,
-                strategy=strategy,
-                host_budget=host_budget,
-                loss_fn=loss_fn,
-                targets=targets,
-                device=device,
-                mode=mode,
-                optimizer=optimizer,
-                order=order,
-                place=place,
-                whole_step=whole_step,
-                offload_optimizer=offload_optimizer,
-                accumulate=accumulate,
-                returns=returns,
-                time_limit_s=time_limit_s,
-                cache=cache,
-                progress=progress,
-                kernels=kernels,
-            ),
-        )
+    wanted = PlanRequest(
+        budget=budget,
+        strategy=strategy,
+        host_budget=host_budget,
+        loss_fn=loss_fn,
+        targets=targets,
+        device=device,
+        mode=mode,
+        optimizer=optimizer,
+        order=order,
+        place=place,
+        whole_step=whole_step,
+        offload_optimizer=offload_optimizer,
+        accumulate=accumulate,
+        returns=returns,
+        time_limit_s=time_limit_s,
+        cache=cache,
+        progress=progress,
+        kernels=kernels,
     )
+    with on_mesh(model, mesh, mode) as built:
+        return Plan.of(with_cluster(make_plan(built, inputs, wanted), mesh, inputs))
 
 
 def solve(

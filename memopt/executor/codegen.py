@@ -24,7 +24,7 @@ from memopt.executor.collectives import UnderWay
 from memopt.executor.recorder import Recorder
 from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
 from memopt.models.variants import variant
-from memopt.profiler.collectives import WAIT, is_wait, wait_for
+from memopt.profiler.collectives import WAIT, is_wait, waited
 from memopt.profiler.in_place import in_place_call
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 
@@ -119,7 +119,7 @@ class _Writer:
         if node not in self.lowering.views:
             raise InvalidProgramError(f"{node.name} is read while it is not on the device")
         text = self.call(node)
-        if is_wait(node):
+        if is_wait(node.target):
             self.sending.waited(node)
             text = self.waiting(text)
         self.emit(f"{self.bind(node)} = {text}")
@@ -219,8 +219,8 @@ class _Writer:
                 self.emit(f"{self.bind(base)} = result[{position}]")
             self.emit("del result")
         elif self.lowering.graph.operators[op].collective is not None:
-            self.globals["wait_for"] = wait_for
-            self.emit(self.waiting(f"wait_for({text})") + note)
+            self.globals["waited"] = waited
+            self.emit(self.waiting(f"waited({text})") + note)
         else:
             self.emit(f"{indent}{text}{note}")
         self.sending.start(op, outputs)

@@ -181,7 +181,7 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> No
     if node.target is operator.getitem:
         _add_item(builder, node)
         return
-    if is_wait(node):
+    if is_wait(node.target):
         _add_wait(builder, node)
         return
     _check_target(node)

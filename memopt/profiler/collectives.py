@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
 from memopt.models.collective import Collective, CollectiveKind
@@ -29,9 +30,9 @@ _OTHER_END = frozenset({CollectiveKind.ALL_GATHER})
 """Kinds whose result is the whole; of the others the argument is."""
 
 
-def is_wait(node: Node) -> bool:
-    """Whether a node waits for a collective, whose result it hands on."""
-    return node.target is WAIT
+def is_wait(target: Any) -> bool:
+    """Whether a call's target waits for a collective, whose result it hands on."""
+    return target is WAIT
 
 
 def is_collective(target: Any) -> bool:
@@ -40,10 +41,9 @@ def is_collective(target: Any) -> bool:
     return known and target is not WAIT
 
 
-def wait_for(result: Any) -> None:
-    """Wait for a collective's results, one tensor or several."""
-    for tensor in [result] if isinstance(result, torch.Tensor) else result:
-        WAIT(tensor)
+def waited(result: Any) -> Any:
+    """The result of a collective, one tensor or several, once it is there."""
+    return pytree.tree_map_only(torch.Tensor, WAIT, result)
 
 
 def collective_of(node: Node) -> Collective | None:

@@ -15,7 +15,7 @@ import torch
 from memopt.models.device import in_blocks
 from memopt.profiler.backend import backend_of, timed
 from memopt.profiler.cache import Cost
-from memopt.profiler.collectives import is_collective, wait_for
+from memopt.profiler.collectives import is_collective, waited
 from memopt.profiler.signature import Signature, StandIns
 
 ROUNDS = 5
@@ -38,7 +38,7 @@ def _cost(one: Signature, stand_ins: StandIns, device: torch.device) -> Cost:
 
     def run() -> None:
         results[:] = [one.target(*args, **kwargs)]
-        wait_for(results[0])
+        waited(results[0])
 
     with torch.no_grad():
         run()

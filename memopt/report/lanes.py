@@ -1,4 +1,4 @@
-"""The lanes of a step: compute, copies to the host, copies back, as spans of time.
+"""The lanes of a step: compute, copies to the host and back, the network, as spans of time.
 
 One form for predicted steps (a replay's `Timeline`) and measured ones, so that a trace shows both
 side by side.
@@ -21,6 +21,7 @@ class Lane(StrEnum):
     COMPUTE = "compute"
     OUT = "to host"
     IN = "from host"
+    NETWORK = "network"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,4 +99,6 @@ def _lanes(
     for transfer in timeline.transfers:
         lane = Lane.OUT if transfer.direction is Direction.TO_HOST else Lane.IN
         spans.append(Span(lane, tensor_name(transfer.tensor), transfer.start_s, transfer.end_s))
+    for sent in timeline.collectives:
+        spans.append(Span(Lane.NETWORK, names[sent.instruction], sent.start_s, sent.end_s))
     return StepLanes(title, tuple(spans), tuple(memory))

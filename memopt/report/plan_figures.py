@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from memopt.models.budget import format_bytes
+from memopt.programs.network_use import network_use
+from memopt.programs.replay import replay
 from memopt.report.texts import format_seconds
 
 if TYPE_CHECKING:
@@ -35,6 +37,10 @@ def figures(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
         ("baseline time", f"{format_seconds(plan.baseline.step_time_s)} ({kind})"),
         ("bound", f"{format_seconds(plan.lower_bound_s)}, gap {plan.gap:.2%}"),
     ]
+    if plan.graph.network_time_s:
+        used = network_use(replay(plan.graph, plan.program, plan.device))
+        text = f"{format_seconds(used.time_s)} of collectives, {used.hidden:.0%} hidden"
+        rows.append(("network", text))
     if plan.host_peak_bytes:
         rows.append(("host memory", f"{format_bytes(plan.host_peak_bytes)} for swapped tensors"))
     return (*rows, *_passes(plan.stats))

@@ -1,4 +1,4 @@
-"""The three streams of a plan: compute, copies to the host, copies back."""
+"""The streams of a plan: compute, copies to the host, copies back, the network."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from memopt.report.style import (
     PURPLE,
     SKY,
     VERMILION,
+    YELLOW,
     legend_beside,
     new_axes,
     time_unit,
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
     from memopt.plan_record import PlanRecord
 
-LANES = ("compute", "device → host", "host → device")
-_WAIT, _OUT, _IN = "waiting for a copy", "to host", "from host"
+LANES = ("compute", "device → host", "host → device", "network")
+_WAIT, _OUT, _IN, _NETWORK = "waiting", "to host", "from host", "collectives"
 COLORS = {
     FORWARD: BLUE,
     AGAIN: VERMILION,
@@ -34,11 +35,13 @@ COLORS = {
     _WAIT: GREY,
     _OUT: ORANGE,
     _IN: SKY,
+    _NETWORK: YELLOW,
 }
 
 
 def plot_timeline(plan: PlanRecord, ax: Axes | None = None) -> Axes:
-    """Draw the compute stream with its waits, and both copy streams."""
+    """Draw the compute stream with its waits, both copy streams and, where there is one, the
+    network."""
     spans = lanes(plan)
     ax = new_axes(ax, 2.2)
     longest_s = plan.step_time_s
@@ -52,8 +55,9 @@ def plot_timeline(plan: PlanRecord, ax: Axes | None = None) -> Axes:
                 linewidth=0,
                 label=kind,
             )
-    ax.set_yticks(range(len(LANES)), LANES)
-    ax.set_ylim(len(LANES) - 0.5, -0.5)
+    drawn = LANES if spans[_NETWORK][1] else LANES[:-1]
+    ax.set_yticks(range(len(drawn)), drawn)
+    ax.set_ylim(len(drawn) - 0.5, -0.5)
     ax.set_xlim(0, scale * longest_s or 1.0)
     ax.set_xlabel(f"time in the step, predicted ({unit})")
     ax.set_title(f"{plan.strategy.name}: compute and copies", loc="left")
@@ -77,4 +81,5 @@ def lanes(plan: PlanRecord) -> dict[str, tuple[int, list[tuple[float, float]]]]:
     for move in timeline.transfers:
         lane = out if move.direction is Direction.TO_HOST else back
         lane.append((move.start_s, move.end_s - move.start_s))
-    return {**spans, _WAIT: (0, waits), _OUT: (1, out), _IN: (2, back)}
+    sent = [(x.start_s, x.end_s - x.start_s) for x in timeline.collectives]
+    return {**spans, _WAIT: (0, waits), _OUT: (1, out), _IN: (2, back), _NETWORK: (3, sent)}

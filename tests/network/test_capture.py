@@ -40,7 +40,7 @@ def test_gathers_and_scatters_of_a_sharded_model() -> None:
 def test_a_wait_is_no_second_copy() -> None:
     with fake_ranks(4):
         lowering = lowered(sharded(layers(1)), torch.randn(3, 6))
-    waits = [node for node in lowering.storages if is_wait(node)]
+    waits = [node for node in lowering.storages if is_wait(node.target)]
     assert len(waits) == 4
     for wait in waits:
         assert wait in lowering.views

@@ -1,0 +1,73 @@
+"""Planning for a cluster that is not there: one rank of it, and what that says of all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from memopt.models.mesh import Mesh
+from memopt.plan_record import PlanRecord
+from memopt.programs.network_use import network_use
+from memopt.programs.replay import replay
+from memopt.report.texts import format_seconds
+
+
+@contextlib.contextmanager
+def on_mesh(model: Any, mesh: Mesh | None, mode: str) -> Iterator[Any]:
+    """The model as rank 0 of a mesh has it; without one, as it is.
+
+    Raises:
+        ValueError: a mesh with mode="measure", or with a model that is no function of one.
+    """
+    if mesh is None:
+        yield model
+        return
+    if mode != "estimate":
+        raise ValueError(
+            'mesh= is for a cluster that is not there: mode="estimate". To measure, run the ranks '
+            "(torchrun) and plan in each"
+        )
+    from memopt.profiler.fake_ranks import fake_ranks, model_on
+
+    with fake_ranks(mesh) as devices:
+        yield model_on(devices, model)
+
+
+def with_cluster(record: PlanRecord, mesh: Mesh | None, inputs: Any) -> PlanRecord:
+    """The plan of one rank, with what a step of all takes: in `stats`, and in a note.
+
+    Stats: "ranks"; "network_s" and "network_hidden" (the share behind what is computed); where a
+    rank's inputs hold token ids, "tokens_per_s" of all ranks and "tokens_per_s_per_rank".
+    """
+    if mesh is None:
+        return record
+    used = network_use(replay(record.graph, record.program, record.device))
+    stats: dict[str, object] = {
+        "ranks": mesh.ranks,
+        "network_s": used.time_s,
+        "network_hidden": used.hidden,
+    }
+    note = (
+        f"One of {mesh.ranks:,} ranks ({mesh}); its collectives take "
+        f"{format_seconds(used.time_s)}, {used.hidden:.0%} of it hidden"
+    )
+    tokens = tokens_of(inputs)
+    if tokens and record.step_time_s > 0:
+        total = tokens * mesh.batches / record.step_time_s
+        stats |= {"tokens_per_s": total, "tokens_per_s_per_rank": total / mesh.ranks}
+        note += f"; {total:,.0f} tokens/s, {total / mesh.ranks:,.0f} per rank"
+    if record.device.network is None:
+        note += f". The device {record.device.name!r} has no network: collectives count as free"
+    return replace(record, stats={**record.stats, **stats}, notes=(note + ".", *record.notes))
+
+
+def tokens_of(inputs: Any) -> int:
+    """How many token ids inputs hold: the elements of the largest tensor of integers."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+    whole = [x for x in tensors if not (x.is_floating_point() or x.is_complex())]
+    return max((x.numel() for x in whole if x.dtype is not torch.bool), default=0)

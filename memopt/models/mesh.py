@@ -1,0 +1,53 @@
+"""A mesh of ranks by name: what a cluster that is not there would be used as."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+SHARING = frozenset({"tensor", "tp", "context", "cp", "sequence", "sp", "pipeline", "pp"})
+"""Names of dimensions along which ranks work on the same batch."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Mesh:
+    """Ranks in dimensions, `Mesh(data=64, tensor=8)`: the last dimension's are neighbours, as in
+    torch's DeviceMesh, so that it is the one to put on the links within a node.
+
+    Attributes:
+        sizes: (name, ranks) of each dimension, the outermost first.
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+
+    def __init__(self, **sizes: int) -> None:
+        if not sizes:
+            raise ValueError("Mesh: name its dimensions, Mesh(data=64) or Mesh(data=64, tensor=8)")
+        for name, ranks in sizes.items():
+            if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+                raise ValueError(f"Mesh: {name} must be a number of ranks, at least 1: {ranks!r}")
+        object.__setattr__(self, "sizes", tuple(sizes.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The dimensions' names."""
+        return tuple(name for name, _ in self.sizes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dimensions' numbers of ranks."""
+        return tuple(ranks for _, ranks in self.sizes)
+
+    @property
+    def batches(self) -> int:
+        """How many ranks have a batch of their own: all but those along dimensions that share one,
+        by their names (`SHARING`)."""
+        return math.prod(ranks for name, ranks in self.sizes if name not in SHARING)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return " × ".join(f"{ranks} {name}" for name, ranks in self.sizes)
