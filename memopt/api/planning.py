@@ -92,7 +92,8 @@ def plan(
             faster of both. They are measured, and need a compiler.
         mesh: with mode="estimate", the ranks of a cluster that is not there, one of which is
             planned: `model` is then a function from a torch DeviceMesh to the model that
-            communicates over it (`lambda mesh: memopt.shard(build(), mesh)`), `inputs` one rank's. `Plan.stats` has what the network takes and hides, and tokens per second.
+            communicates over it (`lambda mesh: memopt.shard(build(), mesh)`), `inputs` one
+            rank's. `Plan.stats` has what the network takes and hides, and tokens per second.
         cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
         progress: True shows a bar on a terminal; or your own callback.
 
