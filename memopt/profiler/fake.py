@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from memopt.profiler.inputs import Call
+from memopt.profiler.shards import local_part, with_local_part
 
 
 class Fakes:
@@ -30,13 +31,17 @@ class Fakes:
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
-        """The stand-in of a tensor of any device: same shape, strides, dtype, requires_grad."""
+        """The stand-in of a tensor of any device: same shape, strides, dtype, requires_grad;
+        of a DTensor, one whose shard is fake."""
         if id(real) in self._known:
             return self._known[id(real)][1]
-        with self.mode, torch.no_grad():
-            fake = torch.empty_strided(
-                tuple(real.shape), tuple(real.stride()), dtype=real.dtype, device="cpu"
-            )
+        if local_part(real) is not real:
+            fake = with_local_part(real, self.tensor)
+        else:
+            with self.mode, torch.no_grad():
+                fake = torch.empty_strided(
+                    tuple(real.shape), tuple(real.stride()), dtype=real.dtype, device="cpu"
+                )
         if isinstance(real, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=real.requires_grad)
         elif real.requires_grad:

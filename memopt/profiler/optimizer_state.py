@@ -24,6 +24,7 @@ import torch
 
 from memopt.models.device import in_blocks
 from memopt.models.optimizer_names import OPTIMIZERS, optimizer_name
+from memopt.profiler.shards import local_part
 
 _8BIT_BLOCK = 256
 _8BIT_SMALLEST = 4096
@@ -80,7 +81,7 @@ def optimizer_state(
             "be called with the model's parameters: optimizer=torch.optim.AdamW(model.parameters())"
         )
     name = optimizer_name(optimizer)
-    trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+    trained = [local_part(p) for p in dict.fromkeys(parameters) if p.requires_grad]
     totals: dict[str, int] = {}
     for parameter in trained:
         for what, size in _named(name, parameter.numel(), parameter.element_size()):
@@ -142,11 +143,11 @@ def _sizes(
     held = optimizer.state.get(parameter)
     if held:
         tensors = [v for v in held.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
-        return [v.untyped_storage().nbytes() for v in tensors]
+        return [local_part(v).untyped_storage().nbytes() for v in tensors]
     kind = type(optimizer)
     if kind not in PER_PARAMETER:
         raise ValueError(
             f"memopt does not know what state {kind.__name__} keeps before its first step; run one "
             f"step before planning, or name one of {', '.join(OPTIMIZERS)}"
         )
-    return [parameter.nbytes] * PER_PARAMETER[kind](group)
+    return [local_part(parameter).nbytes] * PER_PARAMETER[kind](group)

@@ -7,13 +7,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from memopt.errors import CaptureError
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import capture
 from memopt.profiler.collectives import is_wait
+from memopt.profiler.fake import Fakes
 from memopt.profiler.inputs import to_call
+from memopt.profiler.optimizer_state import optimizer_state
 from memopt.programs.serialize import dumps, fingerprint, loads
 from tests.network.sharded import fake_ranks, layers, sharded
 
@@ -103,3 +108,20 @@ def test_files_and_fingerprints_know_collectives() -> None:
         many = lowered(Communicating(dist.group.WORLD, dist.group.WORLD), torch.randn(8, 8)).graph
     assert [x.size_bytes for x in few.tensors] == [x.size_bytes for x in many.tensors]
     assert fingerprint(few) != fingerprint(many)
+
+
+def test_of_a_dtensor_a_rank_has_its_shard() -> None:
+    with fake_ranks(4):
+        mesh = init_device_mesh("cpu", (4,))
+        whole = torch.empty(16, 6, device="meta")
+        shard = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        model = nn.Module()
+        model.weight = nn.Parameter(shard)
+        adamw = optimizer_state("adamw", model.parameters())
+        fake = Fakes().model(model).weight
+    assert adamw.bytes_total == 2 * 4 * 6 * FLOAT
+    assert isinstance(fake, DTensor)
+    assert isinstance(fake, nn.Parameter)
+    assert (fake.shape, fake.to_local().shape) == ((16, 6), (4, 6))
+    assert isinstance(fake._local_tensor, FakeTensor)
+    assert fake.placements == shard.placements
