@@ -35,6 +35,7 @@ CPU = (
     "arena",
     "steering",
     "llama_7b",
+    "cluster",
     "estimate_accuracy",
     "trainer_architectures",
     "explorer",
