@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from memopt.models.budget import format_bytes
 from memopt.report.peak import peak_of
 from memopt.report.texts import counted, format_seconds
-from memopt.report.work import moved, offloaded_stages, recomputed, stage_runs
+from memopt.report.work import gathered, moved, offloaded_stages, recomputed, stage_runs
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -30,7 +30,13 @@ class Section:
 
 def sections(plan: PlanRecord) -> tuple[Section, ...]:
     """Everything the summary says: the figures first, under an empty title."""
-    found = [Section("", figures(plan)), _peak(plan), _recomputed(plan), _stages(plan)]
+    found = [
+        Section("", figures(plan)),
+        _peak(plan),
+        _recomputed(plan),
+        _gathered(plan),
+        _stages(plan),
+    ]
     return tuple(section for section in (*found, _moved(plan)) if section and section.rows)
 
 
@@ -88,6 +94,15 @@ def _recomputed(plan: PlanRecord) -> Section | None:
         (counted(extra.count, "run"), format_seconds(extra.time_s), extra.module)
         for extra in extras
     ]
+    return Section(title, tuple(rows))
+
+
+def _gathered(plan: PlanRecord) -> Section | None:
+    found = gathered(plan.graph, plan.program)
+    again, time_s = sum(row.again for row in found), sum(row.time_s for row in found)
+    total = again + sum(row.kept for row in found)
+    rows = [(f"{row.kept} kept", f"{row.again} again", row.module) for row in found]
+    title = f"gathered again: {again} of {counted(total, 'all-gather')}, {format_seconds(time_s)}"
     return Section(title, tuple(rows))
 
 

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from memopt.models.collective import CollectiveKind
 from memopt.models.graph import Graph
 from memopt.models.steps import ChainStep, Move
 from memopt.models.variants import variant
@@ -45,6 +46,46 @@ def recomputed(graph: Graph, program: Program, most_groups: int = 12) -> tuple[E
         ran.add(instruction.op)
     order = dict.fromkeys(group_of(operator.module, depth) for operator in graph.operators)
     return tuple(Extra(name, count[name], time_s[name]) for name in order if count[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Gathers:
+    """The all-gathers of one module.
+
+    Attributes:
+        module: path of the user's module, cut to a common depth.
+        kept: that run once, and whose results stay as long as they are read.
+        again: that run again (reshard_after_forward, as FSDP calls it).
+        time_s: of the later runs on the network, seconds.
+    """
+
+    module: str
+    kept: int
+    again: int
+    time_s: float
+
+
+def gathered(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Gathers, ...]:
+    """What is gathered once and what again, by module, in the order of the model."""
+    gathers = [
+        index
+        for index, operator in enumerate(graph.operators)
+        if operator.collective and operator.collective.kind is CollectiveKind.ALL_GATHER
+    ]
+    depth = depth_for((graph.operators[index].module for index in gathers), most_groups)
+    runs = Counter(run.op for _, run in program.computes)
+    rows: dict[str, list[int]] = {}
+    for index in gathers:
+        rows.setdefault(group_of(graph.operators[index].module, depth), []).append(index)
+    return tuple(
+        Gathers(
+            module,
+            sum(runs[index] == 1 for index in found),
+            sum(runs[index] > 1 for index in found),
+            sum((runs[index] - 1) * graph.operators[index].time_s for index in found),
+        )
+        for module, found in rows.items()
+    )
 
 
 def moved(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Extra, ...]:

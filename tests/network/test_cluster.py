@@ -18,6 +18,7 @@ from memopt.report.lanes import Lane
 from memopt.report.step_lanes import predicted_lanes
 from memopt.report.timeline_plot import lanes
 from memopt.report.trace import trace_events
+from memopt.report.work import gathered
 from tests.network.sharded import alone, layers, sharded
 
 MESH = memopt.Mesh(data=8)
@@ -89,13 +90,19 @@ def test_the_network_is_a_lane_of_every_picture() -> None:
 
 def test_weights_are_gathered_again_where_the_budget_asks_for_it() -> None:
     graph = planned(MESH).graph
-    gathers: dict[str, int] = {}
-    for budget in ("min", None):
+    least = memopt.plan(graph, budget="min", device="H100", progress=False).peak_bytes
+    most = memopt.plan(graph, device="H100", progress=False).peak_bytes
+    again = []
+    for budget in (least, *range(least, most, (most - least) // 12), most):
         plan = memopt.plan(graph, budget=budget, device="H100", progress=False)
-        runs = [graph.operators[x.op] for _, x in plan.program.computes]
-        gathers[str(budget)] = sum("all_gather" in x.target for x in runs)
-    assert gathers["None"] == 9
-    assert gathers["min"] > 9
+        rows = gathered(graph, plan.program)
+        assert sum(row.kept + row.again for row in rows) == 9
+        again.append(sum(row.again for row in rows))
+        assert f"gathered again: {again[-1]} of 9 all-gathers" in plan.summary()
+    # All that the backward reads again, none, and in some layers only.
+    assert again[-1] == 0
+    assert again[0] == max(again) >= 3
+    assert any(0 < count < again[0] for count in again)
 
 
 def test_fits_answers_for_a_cluster() -> None:

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 import memopt
-from memopt.errors import MemoptError
+from memopt.errors import InvalidProgramError, MemoptError
 from memopt.models.bounds import (
     memory_lower_bound,
     needed_operators,
@@ -94,6 +94,8 @@ def check_bounds(graph: Graph, asked: Iterable[Strategy]) -> int:
         for strategy in asked:
             try:
                 plan = memopt.plan(graph, budget=budget, strategy=strategy, progress=False)
+            except InvalidProgramError:
+                raise
             except (MemoptError, ValueError):
                 continue
             if plan.host_peak_bytes:
