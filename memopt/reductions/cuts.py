@@ -192,7 +192,9 @@ def _cheap(graph: Graph, saved: list[int], run: list[Cut], left: Cut, right: Cut
     ends = [_bytes(graph, cut) for cut in (left, right) if cut.tensor is not None]
     sides = (saved[position] - saved[left.position], saved[right.position] - saved[position])
     if not (ends and 2 * size <= min(ends)) and 8 * size > min(sides):
-        return []
+        # Where a side saves nothing, that says nothing of the other cuts.
+        others = [] if min(sides) else [*run[:best], *run[best + 1 :]]
+        return _cheap(graph, saved, others, left, right)
     return [
         *_cheap(graph, saved, run[:best], left, run[best]),
         run[best],
