@@ -29,7 +29,7 @@ class Words(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.rest = nn.Embedding(100, 256), layers(4, 256)
+        self.words, self.rest = nn.Embedding(100, 256), layers(3, 256)
 
     def forward(self, ids: Tensor) -> Tensor:
         found: Tensor = self.rest(self.words(ids))
@@ -96,15 +96,16 @@ def test_weights_are_gathered_again_where_the_budget_asks_for_it() -> None:
     for budget in (least, *range(least, most, (most - least) // 12), most):
         plan = memopt.plan(graph, budget=budget, device="H100", progress=False)
         rows = gathered(graph, plan.program)
-        assert sum(row.kept + row.again for row in rows) == 9
+        assert sum(row.kept + row.again for row in rows) == 7
         again.append(sum(row.again for row in rows))
-        assert f"gathered again: {again[-1]} of 9 all-gathers" in plan.summary()
+        assert f"gathered again: {again[-1]} of 7 all-gathers" in plan.summary()
     # All that the backward reads again, none, and in some layers only.
     assert again[-1] == 0
-    assert again[0] == max(again) >= 3
+    assert again[0] == max(again) >= 2
     assert any(0 < count < again[0] for count in again)
 
 
+@pytest.mark.slow
 def test_fits_answers_for_a_cluster() -> None:
     table = memopt.fits(
         rank, IDS, device="H100", mesh=MESH, strategies=["store-all"], progress=False

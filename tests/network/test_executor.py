@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
+import pytest
 import torch
 
 from memopt.models.graph import Graph
@@ -17,9 +18,10 @@ from tests.network.sharded import alone, layers, sharded
 
 def test_planned_steps_are_the_unplanned_ones() -> None:
     with alone():
-        check(Case(lambda: sharded(layers(2)), lambda: (torch.randn(3, 6),)))
+        check(Case(lambda: sharded(layers(1)), lambda: (torch.randn(3, 6),)))
 
 
+@pytest.mark.slow
 def test_gathered_in_another_dtype() -> None:
     with alone():
         half = torch.bfloat16
@@ -34,7 +36,7 @@ def test_started_early_and_given_back_late_it_is_the_same_step() -> None:
 
     with alone():
         torch.manual_seed(0)
-        model = sharded(layers(3))
+        model = sharded(layers(2))
         case = Case(lambda: model, lambda: (torch.randn(3, 6),))
         start, reference = copy.deepcopy(model.state_dict()), copy.deepcopy(model)
         torch.manual_seed(1)
