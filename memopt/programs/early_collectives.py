@@ -120,6 +120,10 @@ class _Round:
         run = self.instructions[position]
         return isinstance(run, Compute) and bool(self.graph.operators[run.op].collective)
 
+    def _updates(self, position: int) -> bool:
+        run = self.instructions[position]
+        return isinstance(run, Compute) and self.graph.operators[run.op].phase is Phase.UPDATE
+
     def _starts(self) -> dict[int, float]:
         """Position of a collective → when it should start, where a reader of it, or of one that
         the network came to after it, waited."""
@@ -200,8 +204,9 @@ class _Round:
             free = own.touches.isdisjoint(_changed(effects)) and _changed(own).isdisjoint(
                 effects.touches
             )
-            stays = isinstance(self.instructions[i], LossBoundary) or (sends and self._sends(i))
-            if not free or stays:
+            # A collective keeps its place among others, and reads parameters before updates do.
+            kept = sends and (self._sends(i) or self._updates(i))
+            if kept or not free or isinstance(self.instructions[i], LossBoundary):
                 break
             last = i
         while last > position:
