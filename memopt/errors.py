@@ -40,6 +40,10 @@ class ExecutionError(MemoptError):
     """A planned step cannot go on (saved state gone, parameter changed, double backward...)."""
 
 
+class RankError(MemoptError):
+    """Ranks that plan or run one step together are not alike, or one of them failed."""
+
+
 class NotReturnedError(ExecutionError, AttributeError):
     """An output was used that a step planned with `returns="loss"` does not return."""
 

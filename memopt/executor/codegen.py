@@ -21,8 +21,10 @@ from memopt.executor.arena import Arenas
 from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.arena_code import ArenaWriter
 from memopt.executor.recorder import Recorder
+from memopt.executor.released import released
 from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
 from memopt.models.variants import variant
+from memopt.profiler.collectives import is_collective, is_wait
 from memopt.profiler.in_place import in_place_call
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 
@@ -42,6 +44,10 @@ class _Writer:
         self.variables: dict[int, list[Node]] = {}
         self.swapping_out: set[int] = set()
         self.swapping_in: set[int] = set()
+        # Results and arguments of collectives that are under way → the collective.
+        self.under_way: dict[int, Node] = {}
+        # Those of collectives on CPU, which a thread of the group may still hold.
+        self.held: set[int] = set()
         self.ran: set[int] = set()
         self.arena: ArenaWriter | None = None
         self.position = 0
@@ -117,7 +123,24 @@ class _Writer:
             raise InvalidProgramError(f"{node.name} is read while it is not on the device")
         text = self.call(node)
         self.emit(f"{self.bind(node)} = {text}")
+        if is_wait(node.target):
+            self.landed(node.all_input_nodes[0])
         return node.name
+
+    def landed(self, collective: Node) -> None:
+        """A collective has been waited for."""
+        for tensor in [t for t, node in self.under_way.items() if node is collective]:
+            del self.under_way[tensor]
+            if collective.meta["val"].device.type == "cpu":
+                self.held.add(tensor)
+
+    def land(self, tensor: int) -> None:
+        """Wait for the collective that reads or writes a tensor, if it is under way."""
+        collective = self.under_way.get(tensor)
+        if collective is not None:
+            wait = self.kernel(torch.ops._c10d_functional.wait_tensor.default)
+            self.emit(f"{wait}({collective.name})")
+            self.landed(collective)
 
     def instruction(self, instruction: Instruction) -> None:
         match instruction:
@@ -165,6 +188,8 @@ class _Writer:
         self, op: int, outputs: tuple[int, ...], implementation: str | None, in_place: int | None
     ) -> None:
         node = self.lowering.node_of(op, implementation)
+        if in_place is not None:
+            self.land(in_place)
         for tensor in variant(self.lowering.graph.operators[op], implementation).reads:
             if tensor in self.swapping_in:
                 self.arrive(tensor)
@@ -184,6 +209,9 @@ class _Writer:
             if op in self.halves.repeated_random:
                 self.emit(f"    state_{op} = random.save()")
         self.ran.add(op)
+        if is_collective(node.target):
+            reads = self.lowering.graph.operators[op].reads
+            self.under_way.update(dict.fromkeys((*reads, *outputs), node))
         kept = unpacked(self.lowering, node, outputs)
         module = self.lowering.graph.operators[op].module
         note = f"  # {module}" if module else ""
@@ -205,15 +233,22 @@ class _Writer:
             if self.arena is not None:
                 name = self.lowering.graph.operators[op].name
                 self.arena.taken(self, in_place, outputs, name)
+            self.held.discard(in_place)
             self.free(in_place)
 
     def free(self, tensor: int) -> None:
+        self.land(tensor)
         if tensor in self.swapping_out or tensor in self.swapping_in:
             self.arrive(tensor)
         nodes = [n for n in self.variables.pop(tensor, []) if n in self.bound]
         self.bound.difference_update(nodes)
-        if nodes:
-            self.emit(f"del {', '.join(dict.fromkeys(n.name for n in nodes))}")
+        names = ", ".join(dict.fromkeys(n.name for n in nodes))
+        if names and tensor in self.held:
+            self.globals["released"] = released
+            self.emit(f"released({names})")
+        self.held.discard(tensor)
+        if names:
+            self.emit(f"del {names}")
         if self.arena is not None:
             self.arena.free(self, tensor)
 

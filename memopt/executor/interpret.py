@@ -10,6 +10,7 @@ from torch.fx.node import map_arg
 
 from memopt.errors import InvalidProgramError
 from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
+from memopt.profiler.collectives import is_collective, waited
 from memopt.profiler.in_place import in_place_call
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 
@@ -80,6 +81,8 @@ class _Machine:
                 if op in self.halves.repeated_random:
                     self.states[op] = self.random.save()
                 result = self.call(node)
+        if is_collective(node.target):
+            result = waited(result)
         for position, base, _ in unpacked(self.lowering, node, outputs):
             self.values[base] = result if position is None else result[position]
 

@@ -337,7 +337,7 @@ class PlannedModule(nn.Module):
         self.calls.planned += 1
         if self.__dict__["_memopt_spare"] is not None:
             self._warn_of_gradients(self.__dict__["_memopt_spare"])
-        held = [p.value(model, ()) for p in captured.primals if p.kind != "input"]
+        held = [p.value(model, ()) for p in captured.primals if p.held]
 
         def used() -> None:
             # Calls with arguments such as this one's are made for that, and run so from now on.

@@ -22,6 +22,7 @@ from memopt.errors import CaptureError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.profiler.capture import Captured, named_tensors
+from memopt.profiler.collectives import is_wait
 from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.in_place import overwritable, same_bits_in_place
 from memopt.profiler.memory_layout import storage_of
@@ -187,6 +188,9 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> No
         if parent in builder.backward:
             builder.backward.add(node)
         return
+    if is_wait(node.target):
+        _add_wait(builder, node)
+        return
     _check_target(node)
     reads = held_by(node.all_input_nodes, builder.storages)
     backward = node.meta.get("partitioner_tag") == "is_backward" or any(
@@ -233,6 +237,19 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> No
             target=str(node.target),
         )
     )
+
+
+def _add_wait(builder: _Builder, node: Node) -> None:
+    """The wait for a collective: its result is the collective's own."""
+    (collective,) = node.all_input_nodes
+    builder.storages[node] = builder.storages[collective]
+    (held,) = builder.storages[node]
+    assert held is not None
+    # What looks into the result looks into the collective's.
+    builder.by_storage[storage_of(node.meta["val"])] = held
+    builder.views.add(node)
+    if collective in builder.backward:
+        builder.backward.add(node)
 
 
 def _check_target(node: Node) -> None:

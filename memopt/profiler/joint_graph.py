@@ -185,7 +185,8 @@ def gradients_as_kept(module: GraphModule, call: Call) -> None:
     for position, (primal, gradient) in enumerate(zip(split.primals, split.gradients, strict=True)):
         if isinstance(gradient, Node) and _is_leaf(primal, call):
             like, value = primal.meta["val"], gradient.meta["val"]
-            if not _keeps(value, like):
+            # A DTensor's mesh is an input and, with its gradient, an output of the graph, too.
+            if isinstance(like, torch.Tensor) and not _keeps(value, like):
                 kept[position] = _copy(module, split.output, gradient, like)
     if not kept:
         return

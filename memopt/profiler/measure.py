@@ -23,10 +23,11 @@ from torch.fx.node import map_arg
 from memopt.errors import ProfileError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Tensor
-from memopt.profiler.backend import autocast_off, backend_of
+from memopt.profiler.backend import autocast_off, backend_of, timed
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured
+from memopt.profiler.collectives import is_collective, waited
 from memopt.profiler.memory import metered_sections
 from memopt.profiler.signature import (
     ENDS_PROCESS,
@@ -49,6 +50,7 @@ def silent(_fraction: float, _what: str) -> None:
 _MINIMUM_SAMPLE_S = 100e-6
 _PRECISION = 0.05
 _MINIMUM_ROUNDS = 3
+_COLLECTIVE_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ def costs_of(
 ) -> list[Cost]:
     """The measured cost of each kernel call; see `measure`. If not `timed`, each call that is not
     in the cache runs twice, for its workspace and result sizes."""
-    distinct = {s.text: s for s in signatures}
+    distinct = {s.text: s for s in signatures if not is_collective(s.target)}
+    collectives = {s.text: s for s in signatures if s.text not in distinct}
     place = environment(device)
     keys = {text: f"{place}|{text}" for text in distinct}
     readable = None if options.renew else options.cache
@@ -133,7 +136,24 @@ def costs_of(
         if options.cache and timed:
             options.cache.store(fresh_by_key)
         known = {**known, **fresh_by_key}
-    return [known[keys[s.text]] for s in signatures]
+    found = {text: known[key] for text, key in keys.items()}
+    stand_ins = StandIns(device)
+    with torch.random.fork_rng(), torch.no_grad():
+        found |= {text: _cost_together(one, device, stand_ins) for text, one in collectives.items()}
+    return [found[s.text] for s in signatures]
+
+
+def _cost_together(one: Signature, device: torch.device, stand_ins: StandIns) -> Cost:
+    """The cost of a collective, which all ranks start the same number of times. No cache keeps it:
+    a rank that has it would not start it, and a group of the same name may be another one."""
+
+    def run() -> Any:
+        return waited(_ready(one, stand_ins)())
+
+    sizes = _output_bytes(run(), device)
+    times = [timed(run, device) for _ in range(_COLLECTIVE_ROUNDS)]
+    (use,) = metered_sections(device, [lambda: run])
+    return Cost(statistics.median(times), max(0, use.peak_bytes - sum(sizes)), sizes)
 
 
 def with_costs(lowering: Lowering, costs: list[Cost]) -> Graph:

@@ -86,14 +86,30 @@ def _cpu_profile() -> Iterator[Any]:
 def memory_events(profiler: Any) -> list[tuple[int, int]]:
     """(time in ns, bytes: positive allocated, negative freed) of a finished CPU profile. Frees of
     what was allocated before it are left out: of some of that the profiler knows the size."""
-    sizes: dict[int, int] = {}
+    sizes: dict[int, tuple[int, bool, int]] = {}
     events = []
-    for time_ns, address, size in allocations(profiler):
+    found, waits = allocations(profiler)
+
+    def freed_elsewhere(size: int, scratch: bool, since_ns: int, until_ns: int) -> None:
+        # A process group's threads free, unseen, what they hold until they are waited for.
+        later = bisect_left(waits, since_ns)
+        at_ns = waits[later] if scratch and later < len(waits) else until_ns
+        events.append((min(at_ns, until_ns), -size))
+
+    for time_ns, address, size, scratch in found:
         if size > 0:
-            sizes[address] = size
+            if address in sizes:
+                freed_elsewhere(*sizes[address], time_ns)
+            sizes[address] = (size, scratch, time_ns)
             events.append((time_ns, size))
         elif address in sizes:
-            events.append((time_ns, -sizes.pop(address)))
+            events.append((time_ns, -sizes.pop(address)[0]))
+    if waits:
+        end_ns = max(time_ns for time_ns, *_ in found) if found else 0
+        for size, scratch, time_ns in sizes.values():
+            if scratch:
+                freed_elsewhere(size, scratch, time_ns, end_ns)
+        events.sort(key=lambda event: event[0])
     return events
 
 
