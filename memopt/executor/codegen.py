@@ -24,6 +24,7 @@ from memopt.executor.recorder import Recorder
 from memopt.executor.released import released
 from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
 from memopt.models.variants import variant
+from memopt.profiler.build import held_by
 from memopt.profiler.collectives import is_collective, is_wait
 from memopt.profiler.in_place import in_place_call
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
@@ -286,7 +287,9 @@ def _forward(
     return writer
 
 
-def _backward(forward: _Writer, names: dict[Any, str], globals_: dict[str, Any]) -> _Writer:
+def _backward(
+    forward: _Writer, names: dict[Any, str], globals_: dict[str, Any], in_parts: bool
+) -> _Writer:
     halves = forward.halves
     writer = _Writer(halves, names, globals_)
     writer.arena = forward.arena
@@ -305,11 +308,32 @@ def _backward(forward: _Writer, names: dict[Any, str], globals_: dict[str, Any])
     if forward.arena is not None:
         writer.emit("slots = arena.slots")
     writer.emit("saved.clear()")
+    complete = halves.complete_gradients if in_parts else {}
     for position, instruction in enumerate(halves.backward, halves.boundary + 1):
         writer.recorded(position, instruction)
+        _hand_over(writer, complete.get(position, ()))
+    if in_parts:
+        given = {i for positions in complete.values() for i in positions}
+        _hand_over(writer, [i for i in range(len(halves.captured.gradients)) if i not in given])
+        return writer
     gradients = [writer.argument(g) for g in halves.captured.gradients]
     writer.emit(f"return ({', '.join(gradients)},)" if gradients else "return ()")
     return writer
+
+
+def _hand_over(writer: _Writer, positions: Iterable[int]) -> None:
+    """Give gradients to autograd, and keep nothing of them."""
+    gradients = writer.halves.captured.gradients
+    pairs = [(i, gradients[i]) for i in positions if gradients[i] is not None]
+    if not pairs:
+        return
+    given = ", ".join(f"({i}, {writer.argument(gradient)})" for i, gradient in pairs)
+    writer.emit(f"yield ({given},)")
+    for tensor in held_by((gradient for _, gradient in pairs), writer.lowering.storages):
+        nodes = [n for n in writer.variables.pop(tensor, []) if n in writer.bound]
+        writer.bound.difference_update(nodes)
+        if nodes:
+            writer.emit(f"del {', '.join(dict.fromkeys(n.name for n in nodes))}")
 
 
 def generate(
@@ -318,6 +342,7 @@ def generate(
     random: Any,
     recorder: Recorder | None = None,
     arenas: Arenas | None = None,
+    in_parts: bool = False,
 ) -> tuple[Any, Any, str]:
     """Compile a program to two Python functions.
 
@@ -327,6 +352,8 @@ def generate(
         random: object with lock/save/replay (see `memopt.executor.random_state`).
         recorder: told when every instruction begins and ends; None: nothing is recorded.
         arenas: where placed tensors are written; None: wherever torch's allocator puts them.
+        in_parts: whether the backward yields gradients as they are complete, as
+            `memopt.executor.handover.Handed`, instead of returning all.
 
     Returns:
         (forward, backward, source): `forward(primals) -> (outputs, saved)`;
@@ -342,7 +369,7 @@ def generate(
         globals_["arenas"] = arenas
         arena = ArenaWriter(arenas.layout, isinstance(arenas, CheckedArenas))
     forward = _forward(halves, names, globals_, arena)
-    backward = _backward(forward, names, globals_)
+    backward = _backward(forward, names, globals_, in_parts)
     source = "\n".join(
         [
             "def forward(primals):",

@@ -143,7 +143,8 @@ def largest(values: Sequence[float]) -> list[float]:
     ranks = _NOW.get()
     if ranks is None:
         return list(values)
-    return [max(several) for several in zip(*ranks.exchanged(list(values), "measuring"))]
+    everyone = ranks.exchanged(list(values), "measuring")
+    return [max(several) for several in zip(*everyone, strict=True)]
 
 
 @contextmanager

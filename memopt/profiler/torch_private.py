@@ -382,23 +382,10 @@ def storage_at(address: int, device: torch.device, size_bytes: int) -> torch.Unt
     return storage
 
 
-def allocations(profiler: Any) -> tuple[list[tuple[int, int, int, bool]], list[int]]:
-    """What happened to memory in a finished CPU profile, in the order of time: (time in ns,
-    address, bytes: positive allocated, negative freed, whether inside a process group's call). And
-    when waits for collectives ended, in ns."""
-    kind = imported("torch._C._profiler", "_EventType").Allocation
-    found: list[tuple[int, int, int, bool]] = []
-    waits: list[int] = []
-    roots = profiler.profiler.kineto_results.experimental_event_tree()
-    stack = [(event, False) for event in roots]
-    while stack:
-        event, inside = stack.pop()
-        inside = inside or event.name.startswith("c10d::")
-        stack.extend((child, inside) for child in event.children)
-        if event.tag == kind:
-            fields = event.extra_fields
-            found.append((event.start_time_ns, fields.ptr, fields.alloc_size, inside))
-        elif event.name == "_c10d_functional::wait_tensor":
-            waits.append(event.end_time_ns)
-    found.sort(key=lambda event: event[0])
-    return found, sorted(waits)
+def data_parallel_around() -> Any:
+    """The DistributedDataParallel whose forward runs, and calls its module; None: there is none."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    data_parallel = imported("torch.nn.parallel", "DistributedDataParallel")
+    active = getattr(data_parallel, "_get_active_ddp_module", None)
+    return None if active is None else active()
