@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.profiler",
         "memopt.implementations",
     ),
-    "memopt.distributed": (),
+    "memopt.distributed": ("memopt.errors", "memopt.profiler"),
     "memopt.strategies": (
         "memopt.errors",
         "memopt.models",

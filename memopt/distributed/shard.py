@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils import _pytree as pytree
 
 from memopt.distributed.gathering import Sharding
+from memopt.profiler.ranks import ranks_in
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -26,6 +27,10 @@ def sharded(
 ) -> M:
     """See `memopt.shard`."""
     _check(model, mesh)
+    ranks = ranks_in(mesh)
+    if ranks is not None:
+        shapes = [(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
+        ranks.check_same({"model": f"{type(model).__name__} {shapes}"}, "the model is sharded")
     sharding = Sharding(mesh, param_dtype, reduce_dtype)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -10,18 +10,18 @@ import time
 
 import torch
 
-_LONGEST_S = 0.01
+_LONGEST_S = 0.05
 
 
 def released(*tensors: torch.Tensor) -> None:
-    """Return when nothing but these tensors holds their storage, or after a hundredth of a second
-    (the user may hold it).
+    """Return when nothing but these tensors holds their storage, or after a twentieth of a second.
 
     Args:
         tensors: all that the caller has in one storage, of a device whose memory is the host's.
     """
     storage = tensors[0].untyped_storage()
-    alone = len(tensors) + 1
+    # A wait returns the tensor that it waited for.
+    alone = len(set(map(id, tensors))) + 1
     deadline = time.perf_counter() + _LONGEST_S
     while torch._C._storage_Use_Count(storage._cdata) > alone and time.perf_counter() < deadline:
         time.sleep(0)

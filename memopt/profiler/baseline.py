@@ -21,7 +21,7 @@ from memopt.profiler.dropped_outputs import unread
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
 from memopt.profiler.model_outputs import gradients_of, in_memory_of_its_own, tangent_of
-from memopt.profiler.ranks import largest
+from memopt.profiler.ranks import largest, meet
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.torch_private import backward_owns_tangents
 
@@ -145,6 +145,7 @@ def measure_baseline(
         The baseline; its peak is above what is resident.
     """
     call = call.detached()
+    meet()
 
     def step() -> Any:
         if optimizer is None and loss is not None and loss.alone:

@@ -29,6 +29,7 @@ from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured
 from memopt.profiler.collectives import is_collective, waited
 from memopt.profiler.memory import metered_sections
+from memopt.profiler.ranks import meet
 from memopt.profiler.signature import (
     ENDS_PROCESS,
     REFUSALS,
@@ -137,6 +138,8 @@ def costs_of(
             options.cache.store(fresh_by_key)
         known = {**known, **fresh_by_key}
     found = {text: known[key] for text, key in keys.items()}
+    if collectives:
+        meet()
     stand_ins = StandIns(device)
     with torch.random.fork_rng(), torch.no_grad():
         found |= {text: _cost_together(one, device, stand_ins) for text, one in collectives.items()}

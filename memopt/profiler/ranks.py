@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from memopt.errors import MemoptError, RankError
 
@@ -24,6 +25,7 @@ T = TypeVar("T")
 
 _SHOWN = 300
 _FAILED = "failed"
+_WORD = "memopt/failed step"
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,24 @@ class Ranks:
         made_there: T = value
         return made_there
 
+    def tell(self, how: str) -> None:
+        """Leave word for the other ranks of how a step failed here."""
+        with suppress(RuntimeError, ValueError):
+            rank = torch.distributed.get_rank()
+            self._store().set(_WORD, f"rank {rank} failed {how}")
+
+    def told(self) -> str | None:
+        """How a step failed on another rank, if it has left word."""
+        with suppress(RuntimeError, ValueError):
+            store = self._store()
+            if store.check([_WORD]):
+                return str(store.get(_WORD).decode())
+        return None
+
+    @staticmethod
+    def _store() -> Any:
+        return torch.distributed.distributed_c10d._get_default_store()
+
     def check_same(self, facts: dict[str, str], doing: str) -> None:
         """Raise RankError on every rank where one of the facts is not the same on all of them.
 
@@ -138,6 +158,11 @@ def together(ranks: Ranks | None) -> Iterator[None]:
         _NOW.reset(token)
 
 
+def alone() -> bool:
+    """Whether no other rank measures with this one."""
+    return _NOW.get() is None
+
+
 def largest(values: Sequence[float]) -> list[float]:
     """The values, each the largest of all ranks that measure together."""
     ranks = _NOW.get()
@@ -145,6 +170,15 @@ def largest(values: Sequence[float]) -> list[float]:
         return list(values)
     everyone = ranks.exchanged(list(values), "measuring")
     return [max(several) for several in zip(*everyone, strict=True)]
+
+
+def meet() -> None:
+    """Where ranks measure together: go on when all have come this far.
+
+    Raises:
+        RankError: one has failed, and does not come.
+    """
+    largest([])
 
 
 @contextmanager
@@ -157,13 +191,18 @@ def lost_ranks(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _is_of_group(error):
+        if not is_of_group(error):
             raise
-        reason = str(error).strip().partition("\n")[0]
-        raise RankError(
-            f"another rank is gone, or did not answer in time, while {doing}: {reason}. Look at "
-            "the other ranks' output for the first error"
-        ) from error
+        raise lost(error, doing) from error
+
+
+def lost(error: Exception, doing: str) -> RankError:
+    """What the error of a process group means."""
+    reason = str(error).strip().partition("\n")[0]
+    return RankError(
+        f"another rank is gone, or did not answer in time, while {doing}: {reason}. Look at the "
+        "other ranks' output for the first error"
+    )
 
 
 def members_of(model: nn.Module) -> tuple[int, ...]:
@@ -180,13 +219,19 @@ def members_of(model: nn.Module) -> tuple[int, ...]:
 def ranks_of(model: nn.Module) -> Ranks | None:
     """The processes that hold parts of a model's parameters; None: this one has all of it, or
     there is no other (the `fake` process group's ranks are not there)."""
+    return _ranks(members_of(model))
+
+
+def ranks_in(mesh: DeviceMesh) -> Ranks | None:
+    """The processes of a mesh; None as for `ranks_of`."""
+    return _ranks(tuple(sorted(mesh.mesh.flatten().tolist())))
+
+
+def _ranks(members: tuple[int, ...]) -> Ranks | None:
     distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
+    if len(members) < 2 or not distributed.is_available() or not distributed.is_initialized():
         return None
-    members = members_of(model)
-    if distributed.get_backend() == "fake" or len(members) < 2:
-        return None
-    return Ranks(members, _group(members))
+    return None if distributed.get_backend() == "fake" else Ranks(members, _group(members))
 
 
 def _group(members: tuple[int, ...]) -> Any:
@@ -211,7 +256,10 @@ def timeout() -> timedelta | None:
     return found
 
 
-def _is_of_group(error: RuntimeError) -> bool:
+def is_of_group(error: Exception) -> bool:
+    """Whether an error says that a process group's collective failed."""
+    if not isinstance(error, RuntimeError):
+        return False
     text = f"{type(error).__name__} {error}"
     words = ("gloo", "Timed out", "timed out", "Connection", "DistBackendError", "NCCL", "Broken")
     return isinstance(error, torch.distributed.DistError) or any(word in text for word in words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 import traceback
 from collections.abc import Callable
@@ -9,11 +10,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed
 import torch.multiprocessing
 
 Work = Callable[..., Any]
+
+_PRELOADED = (
+    "memopt.profiler",
+    "memopt.executor.apply",
+    "torch._dynamo.functional_export",
+    "torch._functorch.aot_autograd",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+)
 
 
 def _one(
@@ -36,7 +47,7 @@ def _one(
     begin = time.monotonic()
     try:
         found: Any = work(rank, ranks, *given)
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 (told to the test)
         traceback.print_exc()
         found = Failed(type(error).__name__, str(error), time.monotonic() - begin)
     torch.save(found, f"{folder}/{rank}.pt")
@@ -67,8 +78,10 @@ def run(
     """
     store = str(folder / "store")
     arguments = (work, ranks, store, str(folder), timeout_s, given)
+    # Processes that start with what takes seconds to import.
+    multiprocessing.set_forkserver_preload([__name__, *_PRELOADED])
     context = torch.multiprocessing.start_processes(
-        _one, arguments, nprocs=ranks, start_method="spawn", join=False
+        _one, arguments, nprocs=ranks, start_method="forkserver", join=False
     )
     assert context is not None
     for process in context.processes:
