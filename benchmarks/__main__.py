@@ -37,6 +37,7 @@ CPU = (
     "llama_7b",
     "estimate_accuracy",
     "trainer_architectures",
+    "sharded",
     "explorer",
 )
 GPU = ("gpu",)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from memopt.models.budget import format_bytes
 from memopt.report.peak import peak_of
 from memopt.report.texts import counted, format_seconds
-from memopt.report.work import moved, offloaded_stages, recomputed, stage_runs
+from memopt.report.work import gathered, moved, offloaded_stages, recomputed, stage_runs
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -30,8 +30,9 @@ class Section:
 
 def sections(plan: PlanRecord) -> tuple[Section, ...]:
     """Everything the summary says: the figures first, under an empty title."""
-    found = [Section("", figures(plan)), _peak(plan), _recomputed(plan), _stages(plan)]
-    return tuple(section for section in (*found, _moved(plan)) if section and section.rows)
+    found = [Section("", figures(plan)), _peak(plan), _recomputed(plan), _gathered(plan)]
+    found += [_stages(plan), _moved(plan)]
+    return tuple(section for section in found if section and section.rows)
 
 
 def plan_summary(plan: PlanRecord) -> str:
@@ -87,6 +88,20 @@ def _recomputed(plan: PlanRecord) -> Section | None:
     rows = [
         (counted(extra.count, "run"), format_seconds(extra.time_s), extra.module)
         for extra in extras
+    ]
+    return Section(title, tuple(rows))
+
+
+def _gathered(plan: PlanRecord) -> Section | None:
+    groups = gathered(plan.graph, plan.program)
+    again = sum(group.again for group in groups)
+    title = (
+        f"gathered: {counted(sum(group.count for group in groups), 'sharded parameter')}, {again} "
+        "of them again for the backward"
+    )
+    rows = [
+        (f"{group.again} again", f"{group.count - group.again} kept", group.module)
+        for group in groups
     ]
     return Section(title, tuple(rows))
 

@@ -47,6 +47,38 @@ def recomputed(graph: Graph, program: Program, most_groups: int = 12) -> tuple[E
     return tuple(Extra(name, count[name], time_s[name]) for name in order if count[name])
 
 
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The sharded parameters of one module.
+
+    Attributes:
+        module: path of the user's module, cut to a common depth.
+        count: parameters of it that are gathered.
+        again: of these those that are gathered more than once; the others are kept.
+    """
+
+    module: str
+    count: int
+    again: int
+
+
+def gathered(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Gathered, ...]:
+    """What is gathered of sharded parameters, by module, in the order of the model."""
+    calls = {i: one for i, one in enumerate(graph.operators) if _GATHER in one.target}
+    depth = depth_for((operator.module for operator in calls.values()), most_groups)
+    runs = Counter(run.op for _, run in program.computes)
+    count: Counter[str] = Counter()
+    again: Counter[str] = Counter()
+    for op, operator in calls.items():
+        group = group_of(operator.module, depth)
+        count[group] += 1
+        again[group] += runs[op] > 1
+    return tuple(Gathered(name, number, again[name]) for name, number in count.items())
+
+
+_GATHER = "all_gather_into_tensor"
+
+
 def moved(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Extra, ...]:
     """What is copied to the host, by the module that computes it."""
     tensors = [tensor for one in program for tensor in one.effects(graph).host_begins]

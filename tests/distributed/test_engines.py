@@ -50,6 +50,7 @@ def engines(rank: int, ranks: int) -> dict[str, Any]:
     model = cases.mlp()
     features = cases.batch(model)["input"]
     for i, block in enumerate(model):
+        features.requires_grad_(i > 0)
         made = memopt.plan(block, features, budget="min", progress=False)
         model[i] = made.apply(block)
         fully_shard(model[i], mesh=mesh)

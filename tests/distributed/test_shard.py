@@ -11,7 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import memopt
+from memopt.models.graph import Graph, Operator, Tensor
+from memopt.programs.instructions import Compute, Free, Program
 from memopt.programs.serialize import dumps
+from memopt.report.work import Gathered, gathered
 from tests.distributed import cases, processes
 
 BUILD = {"mlp": cases.mlp, "gpt2": cases.gpt2, "resnet50": cases.resnet50}
@@ -108,3 +111,18 @@ def test_twenty_steps(name: str, ranks: int, tmp_path: Path) -> None:
     kept, some, most = (plan["regathered"][0] for plan in found[0]["plans"])
     assert kept == 0
     assert 0 < some < most
+
+
+def test_the_table_says_what_is_gathered_again() -> None:
+    graph = Graph(
+        [Tensor(name, 1) for name in "abc"],
+        [gather("a", 0, "layers.0"), gather("b", 1, "layers.1"), gather("c", 2, "layers.1")],
+    )
+    runs = [Compute(0, (0,)), Compute(1, (1,)), Compute(2, (2,)), Free(1), Compute(1, (1,))]
+    found = gathered(graph, Program(runs))
+    assert found == (Gathered("layers.0", 1, 0), Gathered("layers.1", 2, 1))
+
+
+def gather(name: str, tensor: int, module: str) -> Operator:
+    target = "_c10d_functional.all_gather_into_tensor.default"
+    return Operator(name, (), (tensor,), 1.0, module=module, target=target)
