@@ -202,11 +202,12 @@ class Runtime:
                 )
         self._check_outputs(state)
         if torch.is_grad_enabled() and state.again is not None:
-            if state.handover is not None:
+            sharded = any(primal.part for primal in self._captured.primals)
+            if sharded or state.handover is not None:
                 raise ExecutionError(
-                    "a planned module inside DistributedDataParallel has no backward that is "
-                    "differentiated itself (create_graph=True): call memopt.unwrap(model), or "
-                    "plan the module without it"
+                    "a planned module of sharded parameters, or inside DistributedDataParallel, "
+                    "has no backward that is differentiated itself (create_graph=True): train it "
+                    "without a plan (memopt.unwrap(model))"
                 )
             return state.again.gradients(args[1:])
         for i, value in enumerate(args):
@@ -221,7 +222,14 @@ class Runtime:
         if state.handover is not None and program.handover is not None:
             return state.handover.begin(program.handover.running(state.primals, args, saved))
         with autocast_off():
-            return program.backward(state.primals, args, saved)
+            return self._given(program.backward(state.primals, args, saved))
+
+    def _given(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of the gradients those that AOTAutograd takes."""
+        given = self._captured.given
+        if len(given) == len(gradients):
+            return gradients
+        return tuple(gradients[i] for i in given)
 
     def _look_for_autocast(self, _gradient: torch.Tensor) -> None:
         """Warn, once, of a backward under autocast; the planned one itself runs without."""

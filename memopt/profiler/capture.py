@@ -116,6 +116,7 @@ class Captured:
         forward_outputs: results of the forward part (nodes or constants); the first
             `len(mutated)` are new values of mutated inputs.
         gradients: results of the backward part, one per primal (None: no gradient).
+        given: the positions of those that `compiled` takes from the backward, see `Split`.
         mutated: for each leading forward output, the index of the primal it updates.
         call: the example call that was captured.
         device: where its kernels run; None: they are not to be computed (an estimate).
@@ -132,6 +133,7 @@ class Captured:
     tangents: tuple[Node, ...]
     forward_outputs: tuple[Any, ...]
     gradients: tuple[Any, ...]
+    given: tuple[int, ...]
     mutated: tuple[int, ...]
     call: Call
     compiled: Callable[..., Any]
@@ -262,6 +264,7 @@ def _export(
         tangents=split.tangents,
         forward_outputs=split.forward_outputs,
         gradients=split.gradients,
+        given=split.given,
         mutated=mutations(split),
         call=call,
         compiled=compiled,
@@ -334,6 +337,11 @@ def _primal(
             constant=None if name else tensor,
             reader=None if name else dependencies.reader_of(tensor),
             part=part,
+        )
+    if kind == "TangentAOTInput":
+        raise CaptureError(
+            "the model returns a DTensor; return its local tensor (to_local()), or all of it "
+            "(full_tensor())"
         )
     if part:
         raise CaptureError(

@@ -163,6 +163,19 @@ def alone() -> bool:
     return _NOW.get() is None
 
 
+def check_together(model: nn.Module) -> None:
+    """Refuse to measure, on one rank's own account, what ranks run together.
+
+    Raises:
+        ValueError: ranks hold parts of the model, and do not measure together now.
+    """
+    if alone() and ranks_of(model) is not None:
+        raise ValueError(
+            "several ranks hold this model, and would wait for one another: memopt.plan and "
+            'memopt.wrap, called on all of them, measure it; for the rest take mode="estimate"'
+        )
+
+
 def largest(values: Sequence[float]) -> list[float]:
     """The values, each the largest of all ranks that measure together."""
     ranks = _NOW.get()

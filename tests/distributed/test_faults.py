@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +16,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import memopt
-from memopt.errors import InfeasibleBudgetError, PlanFileError, RankError
+from memopt.errors import ExecutionError, InfeasibleBudgetError, PlanFileError, RankError
+from memopt.executor.in_step import InStep
+from memopt.executor.runtime import Installed
 from tests.distributed import cases, processes
 
 TIMEOUT_S = 30
@@ -60,6 +64,8 @@ def different(rank: int, ranks: int, file: str) -> dict[str, str]:
             pytest.raises(OSError, match="disk"),
         ):
             plan()
+    with pytest.raises(ValueError, match="several ranks hold this model"):
+        memopt.profile(model, inputs, progress=False)
     made = plan(budget="min")
     kept = plan()
     # Plans that differ are not applied together.
@@ -84,6 +90,45 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     # A plan of two ranks, here with one.
     with pytest.raises(PlanFileError, match=r"over 2 rank\(s\), this one is over 1"):
         memopt.load(file).apply(cases.mlp())
+
+
+@dataclass
+class Word:
+    """What ranks leave for one another, without any."""
+
+    text: str | None = None
+
+    def tell(self, how: str) -> None:
+        self.text = f"rank 1 failed {how}"
+
+    def told(self) -> str | None:
+        return self.text
+
+
+def test_a_failure_in_a_step_is_told_and_no_other_step_runs() -> None:
+    word: Any = Word()
+    here, there = InStep(word), InStep(word)
+
+    def failing(error: Exception) -> Callable[..., Any]:
+        def run(*_: object) -> None:
+            raise error
+
+        return run
+
+    def program(error: Exception) -> Installed:
+        return Installed(failing(error), failing(error), (), ())
+
+    lost = program(RuntimeError("[gloo/transport] Connection closed by peer"))
+    with pytest.raises(RankError, match="another rank is gone, or did not answer"):
+        InStep(word).installed(lost).forward([])
+    broken = here.installed(program(MemoryError("no memory")))
+    with pytest.raises(MemoryError, match="no memory"):
+        broken.backward([], [], [])
+    with pytest.raises(ExecutionError, match="the ranks are not in step any more"):
+        broken.forward([])
+    told = r"rank 1 failed in the backward of a planned step: MemoryError: no memory\. The step is"
+    with pytest.raises(RankError, match=told):
+        there.installed(lost).backward([], [], [])
 
 
 def mid_step(rank: int, ranks: int, how: str) -> tuple[str, bool, float]:
