@@ -50,7 +50,6 @@ def _one(
     except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 (told to the test)
         traceback.print_exc()
         found = Failed(type(error).__name__, str(error), time.monotonic() - begin)
-    print("CPU", work.__name__, time.process_time())
     torch.save(found, f"{folder}/{rank}.pt")
 
 

@@ -75,6 +75,7 @@ def different(rank: int, ranks: int, file: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_that_differ(tmp_path: Path) -> None:
     file = tmp_path / "two.plan"
     found = processes.results(processes.run(different, 2, tmp_path, str(file), timeout_s=TIMEOUT_S))

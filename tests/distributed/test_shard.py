@@ -51,7 +51,7 @@ def trained(rank: int, ranks: int, name: str, steps: int, budgets: list[Any]) ->
         (plan,) = planned.memopt.plans
         inputs = cases.batch(planned)
         # Threads of the group, which free what a collective used, are late on a busy machine.
-        measured = min(plan.check(planned, inputs).measured_peak_bytes for _ in range(3))
+        measured = min(plan.check(planned, inputs).measured_peak_bytes for _ in range(2))
         found["plans"].append(
             {
                 "same": same_losses and cases.same(cases.own(planned), cases.own(engine)),
@@ -94,8 +94,8 @@ def check_trained(found: list[dict[str, Any]], steps: int, as_fsdp: bool = True)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    found = processes.results(processes.run(trained, 2, tmp_path, "mlp", 3, ["min"]))
-    check_trained(found, 3)
+    found = processes.results(processes.run(trained, 2, tmp_path, "mlp", 2, ["min"]))
+    check_trained(found, 2)
     again, gathers = found[0]["plans"][0]["regathered"]
     assert 0 < again <= gathers == 14
 
