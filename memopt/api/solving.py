@@ -89,10 +89,14 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
         ranks = planning_ranks(model, wanted.mode)
         with profiling_together(ranks, model, inputs, wanted):
             profiled = profiled_for(model, inputs, _priced(wanted, target, whole), report)
+            if wanted.accumulate:
+                from memopt.profiler.accumulation import accumulating
+
+                profiled = accumulating(profiled, whole_step=whole)
             if wanted.offload_optimizer:
                 host_bytes = left_on_host(host_bytes, profiled, whole_step=whole)
                 chosen = with_host_budget(chosen, host_bytes)
-            profiled = _extended(profiled, chosen, wanted, target, whole)
+            profiled = _extended(profiled, chosen, wanted, target)
             profiled, budget = agreed_on(ranks, profiled, wanted.budget)
         cost_model = profiled.graph if profiled is not None else model
         if budget is None and wanted.mode == "estimate":
@@ -118,13 +122,9 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
 
 
 def _extended(
-    profiled: Profiled | None, chosen: Strategy, wanted: PlanRequest, target: Device, whole: bool
+    profiled: Profiled | None, chosen: Strategy, wanted: PlanRequest, target: Device
 ) -> Profiled | None:
-    """The profile with what the request adds to it, and the strategy may use."""
-    if wanted.accumulate:
-        from memopt.profiler.accumulation import accumulating
-
-        profiled = accumulating(profiled, whole_step=whole)
+    """The profile with what the strategy may choose from."""
     if profiled is not None and chosen.features.implementations:
         from memopt.implementations import for_plan
 

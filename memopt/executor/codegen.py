@@ -27,6 +27,7 @@ from memopt.models.variants import variant
 from memopt.profiler.build import held_by
 from memopt.profiler.collectives import is_collective, is_wait
 from memopt.profiler.in_place import in_place_call
+from memopt.profiler.signature import values_of
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 
 _COUNTER = itertools.count()
@@ -132,7 +133,8 @@ class _Writer:
         """A collective has been waited for."""
         for tensor in [t for t, node in self.under_way.items() if node is collective]:
             del self.under_way[tensor]
-            if collective.meta["val"].device.type == "cpu":
+            values = [v for v in values_of(collective) if isinstance(v, torch.Tensor)]
+            if values and values[0].device.type == "cpu":
                 self.held.add(tensor)
 
     def land(self, tensor: int) -> None:
@@ -140,7 +142,10 @@ class _Writer:
         collective = self.under_way.get(tensor)
         if collective is not None:
             wait = self.kernel(torch.ops._c10d_functional.wait_tensor.default)
-            self.emit(f"{wait}({collective.name})")
+            for result in held_by([collective], self.lowering.storages):
+                base = self.lowering.bases.get(result)
+                if base in self.bound:
+                    self.emit(f"{wait}({base.name})")
             self.landed(collective)
 
     def instruction(self, instruction: Instruction) -> None:

@@ -78,8 +78,8 @@ def split_joint(module: GraphModule) -> Split:
 def _given(primals: Sequence[Node], descriptors: Sequence[Any]) -> tuple[int, ...]:
     """The positions of the inputs for which a joint graph has an output in place of a gradient."""
     bases = [getattr(n.meta.get("desc"), "base", None) for n in primals]
-    parts = (getattr(d, "base", None) for d in descriptors)
-    whole = {repr(d.grad_of) for d in parts if hasattr(d, "grad_of")}
+    parts: list[Any] = [getattr(d, "base", None) for d in descriptors]
+    whole = {repr(part.grad_of) for part in parts if hasattr(part, "grad_of")}
     found = []
     for position, base in enumerate(bases):
         first = position == 0 or base is None or repr(base) != repr(bases[position - 1])
