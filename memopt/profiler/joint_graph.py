@@ -59,7 +59,8 @@ def split_joint(module: GraphModule) -> Split:
     primals = tuple(n for n in placeholders if n not in tangents)
     output: Any = module.graph.output_node()
     results = list(output.args[0])
-    given = _given(primals, output.meta["desc"])
+    # Without a backward there are none.
+    given = _given(primals, output.meta["desc"]) if tangents else ()
     count = len(results) - len(given)
     gradients: list[Any] = [None] * len(primals)
     for position, gradient in zip(given, results[count:], strict=True):
