@@ -38,6 +38,7 @@ CPU = (
     "cluster",
     "estimate_accuracy",
     "trainer_architectures",
+    "sharded",
     "explorer",
 )
 GPU = ("gpu",)

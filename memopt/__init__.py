@@ -14,6 +14,7 @@ from memopt.api.plan import load as load
 from memopt.api.planning import plan as plan
 from memopt.api.planning import profile as profile
 from memopt.api.planning import strategies as strategies
+from memopt.api.sharding import shard as shard
 from memopt.api.wrap import unwrap as unwrap
 from memopt.api.wrap import wrap as wrap
 from memopt.errors import CaptureError as CaptureError
@@ -24,6 +25,7 @@ from memopt.errors import InvalidProgramError as InvalidProgramError
 from memopt.errors import MemoptError as MemoptError
 from memopt.errors import PlanFileError as PlanFileError
 from memopt.errors import ProfileError as ProfileError
+from memopt.errors import RankError as RankError
 from memopt.models.chain import Chain as Chain
 from memopt.models.chain import Stage as Stage
 from memopt.models.device import Device as Device

@@ -23,6 +23,10 @@ class InfeasibleBudgetError(MemoptError):
         self.budget_bytes = budget_bytes
         self.smallest_budget_bytes = smallest_budget_bytes
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """With all that it was made with, so that another process can raise it."""
+        return type(self), (*self.args, self.budget_bytes, self.smallest_budget_bytes)
+
 
 class CaptureError(MemoptError):
     """The model cannot be captured as one graph; the message names the place and the remedy."""
@@ -38,6 +42,10 @@ class GuardError(MemoptError):
 
 class ExecutionError(MemoptError):
     """A planned step cannot go on (saved state gone, parameter changed, double backward...)."""
+
+
+class RankError(MemoptError):
+    """Ranks that plan or run one step together are not alike, or one of them failed."""
 
 
 class NotReturnedError(ExecutionError, AttributeError):

@@ -32,6 +32,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.profiler",
         "memopt.implementations",
     ),
+    "memopt.distributed": ("memopt.errors", "memopt.profiler"),
     "memopt.strategies": (
         "memopt.errors",
         "memopt.models",
@@ -74,6 +75,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.profiler",
         "memopt.implementations",
         "memopt.executor",
+        "memopt.distributed",
         "memopt.strategies",
         "memopt.report",
         "memopt.files",

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from memopt.api.ranks import agreed_on, planned_by_first, planning_ranks, profiling_together
 from memopt.api.refusal import infeasible
 from memopt.api.whole_step import left_on_host, takes_whole_step
 from memopt.errors import InvalidProgramError, MemoptError
@@ -85,45 +86,59 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
         if wanted.whole_step is not None:
             whole_step = wanted.whole_step
         whole = takes_whole_step(chosen, whole_step, wanted.loss_fn, wanted.optimizer, wanted.mode)
-        profiled = profiled_for(model, inputs, _priced(wanted, target, whole), report)
-        if wanted.accumulate:
-            from memopt.profiler.accumulation import accumulating
+        ranks = planning_ranks(model, wanted.mode)
+        with profiling_together(ranks, model, inputs, wanted):
+            profiled = profiled_for(model, inputs, _priced(wanted, target, whole), report)
+            if wanted.accumulate:
+                from memopt.profiler.accumulation import accumulating
 
-            profiled = accumulating(profiled, whole_step=whole)
-        if wanted.offload_optimizer:
-            host_bytes = left_on_host(host_bytes, profiled, whole_step=whole)
-            chosen = with_host_budget(chosen, host_bytes)
-        if profiled is not None and chosen.features.implementations:
-            from memopt.implementations import for_plan
-
-            profiled = for_plan(
-                profiled,
-                chosen.only_exact_implementations(),
-                target if wanted.mode == "estimate" else None,
-                wanted.cache,
-            )
-        if profiled is not None and (wanted.place or chosen.features.place):
-            from memopt.executor.out_variants import for_placing
-
-            profiled = for_placing(profiled)
+                profiled = accumulating(profiled, whole_step=whole)
+            if wanted.offload_optimizer:
+                host_bytes = left_on_host(host_bytes, profiled, whole_step=whole)
+                chosen = with_host_budget(chosen, host_bytes)
+            profiled = _extended(profiled, chosen, wanted, target)
+            profiled, budget = agreed_on(ranks, profiled, wanted.budget)
         cost_model = profiled.graph if profiled is not None else model
-        budget = wanted.budget
         if budget is None and wanted.mode == "estimate":
             budget = target.capacity_bytes
         with _ending_at_ctrl_c(report) as told:
-            made = solve(
-                cost_model,
-                budget,
-                chosen,
-                device=target,
-                profiled=profiled,
-                time_limit_s=wanted.time_limit_s,
-                progress=told,
-                order=wanted.order,
-                place=wanted.place,
-                host_budget_bytes=host_bytes,
+            made = planned_by_first(
+                ranks,
+                profiled,
+                lambda: solve(
+                    cost_model,
+                    budget,
+                    chosen,
+                    device=target,
+                    profiled=profiled,
+                    time_limit_s=wanted.time_limit_s,
+                    progress=told,
+                    order=wanted.order,
+                    place=wanted.place,
+                    host_budget_bytes=host_bytes,
+                ),
             )
     return made
+
+
+def _extended(
+    profiled: Profiled | None, chosen: Strategy, wanted: PlanRequest, target: Device
+) -> Profiled | None:
+    """The profile with what the strategy may choose from."""
+    if profiled is not None and chosen.features.implementations:
+        from memopt.implementations import for_plan
+
+        profiled = for_plan(
+            profiled,
+            chosen.only_exact_implementations(),
+            target if wanted.mode == "estimate" else None,
+            wanted.cache,
+        )
+    if profiled is not None and (wanted.place or chosen.features.place):
+        from memopt.executor.out_variants import for_placing
+
+        profiled = for_placing(profiled)
+    return profiled
 
 
 @dataclass(frozen=True)

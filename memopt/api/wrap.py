@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from memopt.api.cells import code_digest
 from memopt.api.plan import Plan
+from memopt.api.ranks import planning_ranks
 from memopt.api.solving import PlanRequest, Returns, make_plan, parse_returns
 from memopt.errors import InfeasibleBudgetError, PlanFileError
 from memopt.files.plan_store import PlanStore
@@ -187,7 +188,9 @@ class _Planner:
         def make() -> PlanRecord:
             return make_plan(model, call, request)
 
-        store = PlanStore() if request.cache else None
+        # Ranks that plan together would not all find it.
+        alone = planning_ranks(model, request.mode) is None
+        store = PlanStore() if request.cache and alone else None
         key = None if store is None else _key(model, call, request)
         if store is None or key is None:
             return Plan.of(make()), None

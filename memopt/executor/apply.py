@@ -14,6 +14,7 @@ from torch import nn
 
 from memopt.errors import CaptureError, GuardError, PlanFileError
 from memopt.executor.arena import ArenaFamily
+from memopt.executor.in_step import InStep
 from memopt.executor.module import OnMismatch, PlannedModule, install
 from memopt.executor.recaptured import again, planned_lowering, where_graphs_differ
 from memopt.executor.recorder import Recorder
@@ -29,6 +30,7 @@ from memopt.profiler.compiled.choice import planned_kernels
 from memopt.profiler.dependencies.reader import Dependency
 from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, device_of
+from memopt.profiler.ranks import ranks_of
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.training_call import training_call
 from memopt.programs.placed import arena_use
@@ -118,6 +120,11 @@ def apply_plan(
             recorder=recorder,
             family=_sharing(plan, family),
         )
+        ranks = ranks_of(model)
+        if ranks is not None:
+            in_step = InStep(ranks)
+            in_step.check_plan(plan)
+            installed = in_step.installed(installed)
         return PlannedModule(
             model,
             captured,

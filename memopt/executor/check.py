@@ -27,6 +27,7 @@ from memopt.profiler.dropped_outputs import without
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.memory import metered
 from memopt.profiler.model_outputs import dense_strides
+from memopt.profiler.ranks import ranks_of, together
 from memopt.profiler.restored_state import StorageCopies, state_restored
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def measure_step(
     """The peak and time of a step under the plan; see `Plan.check`."""
     steps = _Steps(plan, model, planned_call(plan, model, inputs).detached(), loss_fn, targets)
     planned = apply_plan(plan, model, inputs)
-    with steps.restored() as kept:
+    with together(ranks_of(model)), steps.restored() as kept:
         peak_bytes = steps.peak_bytes(planned, kept)
         run = partial(steps.run, planned)
         return peak_bytes, median_step_s(run, steps.clear, steps.device)

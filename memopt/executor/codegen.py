@@ -22,6 +22,7 @@ from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.arena_code import ArenaWriter
 from memopt.executor.collectives import UnderWay
 from memopt.executor.recorder import Recorder
+from memopt.executor.released import released
 from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
 from memopt.models.variants import variant
 from memopt.profiler.collectives import WAIT, is_wait, waited
@@ -45,6 +46,8 @@ class _Writer:
         self.swapping_out: set[int] = set()
         self.swapping_in: set[int] = set()
         self.sending = UnderWay(halves.lowering)
+        # What collectives on CPU read or wrote, and a thread of the group may still hold.
+        self.held: set[int] = set()
         self.ran: set[int] = set()
         self.arena: ArenaWriter | None = None
         self.position = 0
@@ -120,7 +123,7 @@ class _Writer:
             raise InvalidProgramError(f"{node.name} is read while it is not on the device")
         text = self.call(node)
         if is_wait(node.target):
-            self.sending.waited(node)
+            self.landed(self.sending.waited(node))
             text = self.waiting(text)
         self.emit(f"{self.bind(node)} = {text}")
         return node.name
@@ -131,9 +134,16 @@ class _Writer:
 
     def settle(self, tensor: int) -> None:
         """Wait for the collectives that read or write a tensor, which is about to go."""
-        for result in self.sending.take(tensor):
+        for result, used in self.sending.take(tensor):
             base = self.lowering.bases[result].name
             self.emit(self.waiting(f"{self.kernel(WAIT)}({base})"))
+            self.landed(used)
+
+    def landed(self, tensors: Iterable[int]) -> None:
+        """A collective that reads or writes tensors has been waited for."""
+        device = self.lowering.device
+        if device is not None and device.type == "cpu":
+            self.held.update(tensors)
 
     def instruction(self, instruction: Instruction) -> None:
         match instruction:
@@ -221,6 +231,7 @@ class _Writer:
         elif self.lowering.graph.operators[op].collective is not None:
             self.globals["waited"] = waited
             self.emit(self.waiting(f"waited({text})") + note)
+            self.landed(self.lowering.graph.operators[op].reads)
         else:
             self.emit(f"{indent}{text}{note}")
         self.sending.start(op, outputs)
@@ -228,6 +239,7 @@ class _Writer:
             if self.arena is not None:
                 name = self.lowering.graph.operators[op].name
                 self.arena.taken(self, in_place, outputs, name)
+            self.held.discard(in_place)
             self.free(in_place)
 
     def free(self, tensor: int) -> None:
@@ -236,8 +248,13 @@ class _Writer:
             self.arrive(tensor)
         nodes = [n for n in self.variables.pop(tensor, []) if n in self.bound]
         self.bound.difference_update(nodes)
-        if nodes:
-            self.emit(f"del {', '.join(dict.fromkeys(n.name for n in nodes))}")
+        names = ", ".join(dict.fromkeys(n.name for n in nodes))
+        if names and tensor in self.held:
+            self.globals["released"] = released
+            self.emit(f"released({names})")
+        self.held.discard(tensor)
+        if names:
+            self.emit(f"del {names}")
         if self.arena is not None:
             self.arena.free(self, tensor)
 
@@ -275,7 +292,9 @@ def _forward(
     return writer
 
 
-def _backward(forward: _Writer, names: dict[Any, str], globals_: dict[str, Any]) -> _Writer:
+def _backward(
+    forward: _Writer, names: dict[Any, str], globals_: dict[str, Any], in_parts: bool
+) -> _Writer:
     halves = forward.halves
     writer = _Writer(halves, names, globals_)
     writer.arena = forward.arena
@@ -295,11 +314,32 @@ def _backward(forward: _Writer, names: dict[Any, str], globals_: dict[str, Any])
     if forward.arena is not None:
         writer.emit("slots = arena.slots")
     writer.emit("saved.clear()")
+    complete = halves.complete_gradients if in_parts else {}
     for position, instruction in enumerate(halves.backward, halves.boundary + 1):
         writer.recorded(position, instruction)
+        _hand_over(writer, complete.get(position, ()))
+    if in_parts:
+        given = {i for positions in complete.values() for i in positions}
+        _hand_over(writer, [i for i in range(len(halves.captured.gradients)) if i not in given])
+        return writer
     gradients = [writer.argument(g) for g in halves.captured.gradients]
     writer.emit(f"return ({', '.join(gradients)},)" if gradients else "return ()")
     return writer
+
+
+def _hand_over(writer: _Writer, positions: Iterable[int]) -> None:
+    """Give gradients to autograd, and keep nothing of them."""
+    gradients = writer.halves.captured.gradients
+    pairs = [(i, gradients[i]) for i in positions if gradients[i] is not None]
+    if not pairs:
+        return
+    given = ", ".join(f"({i}, {writer.argument(gradient)})" for i, gradient in pairs)
+    writer.emit(f"yield ({given},)")
+    for tensor in held_by((gradient for _, gradient in pairs), writer.lowering.storages):
+        nodes = [n for n in writer.variables.pop(tensor, []) if n in writer.bound]
+        writer.bound.difference_update(nodes)
+        if nodes:
+            writer.emit(f"del {', '.join(dict.fromkeys(n.name for n in nodes))}")
 
 
 def generate(
@@ -308,6 +348,7 @@ def generate(
     random: Any,
     recorder: Recorder | None = None,
     arenas: Arenas | None = None,
+    in_parts: bool = False,
 ) -> tuple[Any, Any, str]:
     """Compile a program to two Python functions.
 
@@ -317,6 +358,8 @@ def generate(
         random: object with lock/save/replay (see `memopt.executor.random_state`).
         recorder: told when every instruction begins and ends; None: nothing is recorded.
         arenas: where placed tensors are written; None: wherever torch's allocator puts them.
+        in_parts: whether the backward yields gradients as they are complete, as
+            `memopt.executor.handover.Handed`, instead of returning all.
 
     Returns:
         (forward, backward, source): `forward(primals) -> (outputs, saved)`;
@@ -332,7 +375,7 @@ def generate(
         globals_["arenas"] = arenas
         arena = ArenaWriter(arenas.layout, isinstance(arenas, CheckedArenas))
     forward = _forward(halves, names, globals_, arena)
-    backward = _backward(forward, names, globals_)
+    backward = _backward(forward, names, globals_, in_parts)
     source = "\n".join(
         [
             "def forward(primals):",

@@ -24,14 +24,16 @@ class UnderWay:
         if operator.collective is not None:
             self._reads.update(dict.fromkeys(results, operator.reads))
 
-    def waited(self, wait: Node) -> None:
-        """The code waits at this node."""
+    def waited(self, wait: Node) -> tuple[int, ...]:
+        """The code waits at this node: what its collective reads and writes, if it was under
+        way."""
         (result,) = self._lowering.storages[wait]
-        self._reads.pop(result, None)  # type: ignore[arg-type]  # its result is a tensor
+        assert result is not None
+        reads = self._reads.pop(result, None)
+        return () if reads is None else (result, *reads)
 
-    def take(self, tensor: int) -> list[int]:
-        """The results of those that read or write a tensor, to be waited for now."""
+    def take(self, tensor: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Of those that read or write a tensor, to be waited for now, the result, and all that
+        each reads and writes."""
         found = [t for t, reads in self._reads.items() if tensor == t or tensor in reads]
-        for result in found:
-            del self._reads[result]
-        return found
+        return [(result, (result, *self._reads.pop(result))) for result in found]

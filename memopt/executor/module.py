@@ -17,6 +17,7 @@ from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.codegen import generate
 from memopt.executor.differentiated import AsOriginal, pattern
 from memopt.executor.guard import Guard
+from memopt.executor.handover import HandoverOrder
 from memopt.executor.interpret import interpret
 from memopt.executor.random_state import RandomStates
 from memopt.executor.recorder import Recorder
@@ -71,11 +72,13 @@ def install(
     arenas = None
     if layout is not None:
         arenas = (CheckedArenas if checked else Arenas)(layout, family)
+    order = None
     if interpreted:
         forward, backward = interpret(halves, mover, random)
         source = ""
     else:
         forward, backward, source = generate(halves, mover, random, recorder, arenas)
+        order = HandoverOrder.of(halves, mover, random, recorder, arenas)
     mutated = set(captured.mutated)
     return Installed(
         forward=random.settling(forward),
@@ -90,6 +93,7 @@ def install(
         source=source,
         watched_outputs=halves.outputs_read_later,
         fork=list if arenas is None else arenas.fork,
+        handover=order,
     )
 
 
@@ -337,7 +341,7 @@ class PlannedModule(nn.Module):
         self.calls.planned += 1
         if self.__dict__["_memopt_spare"] is not None:
             self._warn_of_gradients(self.__dict__["_memopt_spare"])
-        held = [p.value(model, ()) for p in captured.primals if p.kind != "input"]
+        held = [p.value(model, ()) for p in captured.primals if p.held]
 
         def used() -> None:
             # Calls with arguments such as this one's are made for that, and run so from now on.

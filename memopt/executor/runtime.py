@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from memopt.errors import ExecutionError
 from memopt.executor.differentiated import AsOriginal, differentiable_through, draws
+from memopt.executor.handover import Handover, HandoverOrder
 from memopt.executor.random_state import RandomStates
 from memopt.executor.tied_values import TiedValue, tie
 from memopt.profiler.as_eager.casts import backward_would_cast
@@ -44,6 +46,7 @@ class Installed:
         names: the primals' names, for messages.
         source: the generated code; "" when interpreted.
         fork: what a backward runs with that may come again, of what the forward has left.
+        handover: how the backward hands gradients over as they are complete; None: it cannot.
     """
 
     forward: Callable[[list[Any]], tuple[list[Any], list[Any]]]
@@ -53,6 +56,7 @@ class Installed:
     source: str = ""
     watched_outputs: tuple[int, ...] = ()
     fork: Callable[[list[Any]], list[Any]] = list
+    handover: HandoverOrder | None = None
 
 
 @dataclass
@@ -65,6 +69,7 @@ class _State:
     output_versions: list[int]
     saved: list[Any]
     again: AsOriginal | None
+    handover: Handover | None
 
 
 class Runtime:
@@ -97,9 +102,11 @@ class Runtime:
             call: the user's arguments, in the captured call's form.
             again: runs the call without a plan, for a backward that is differentiated itself.
         """
-        before = getattr(self._local, "program", None), getattr(self._local, "again", None)
+        names = ("program", "again", "handover")
+        before = [getattr(self._local, name, None) for name in names]
+        chain, held, call = self._chained(program, held, call)
         try:
-            self._local.program, self._local.again = program, again
+            self._local.program, self._local.again, self._local.handover = program, again, chain
             output = self._captured.compiled(*held, *call.args, **call.kwargs)
             if not self._differentiable and torch.is_grad_enabled():
                 self._differentiable = True
@@ -109,7 +116,32 @@ class Runtime:
                     value.register_hook(self._look_for_autocast)  # type: ignore[no-untyped-call]
             return as_users_see(output, self._captured.outputs)
         finally:
-            self._local.program, self._local.again = before
+            self._local.program, self._local.again, self._local.handover = before
+
+    def _chained(
+        self, program: Installed, held: list[Any], call: Call
+    ) -> tuple[Handover | None, list[Any], Call]:
+        """The chain that hands this call's gradients over, if there is to be one, and the call's
+        values as they are then."""
+        made = None
+        if program.handover is not None and torch.is_grad_enabled():
+            made = program.handover.handover()
+        if made is None:
+            return None, held, call
+        chain, anchor = made
+        primals = self._captured.primals
+        values: list[Any] = [None] * len(primals)
+        leaves = call.leaves
+        rest = iter(held)
+        for i, primal in enumerate(primals):
+            values[i] = next(rest) if primal.held else leaves[primal.index or 0]
+        values = chain.attached(values, anchor)
+        for i, primal in enumerate(primals):
+            if primal.index is not None:
+                leaves[primal.index] = values[i]
+        held = [values[i] for i, primal in enumerate(primals) if primal.held]
+        args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+        return chain, held, Call(args, kwargs, call.whole_masks)
 
     def _forward(self, args: list[Any]) -> list[Any]:
         program: Installed = self._local.program
@@ -124,7 +156,17 @@ class Runtime:
         watched = [outputs[i].detach() for i in program.watched_outputs]
         output_versions = [value._version for value in watched]
         again = self._local.again
-        state = _State(key, program, primals, versions, watched, output_versions, saved, again)
+        state = _State(
+            key,
+            program,
+            primals,
+            versions,
+            watched,
+            output_versions,
+            saved,
+            again,
+            self._local.handover,
+        )
         tie(self._states, token, state)
         leaves = self._captured.leaves
         return [*map(self._handed_out, leaves, outputs), token]
@@ -160,6 +202,13 @@ class Runtime:
                 )
         self._check_outputs(state)
         if torch.is_grad_enabled() and state.again is not None:
+            sharded = any(primal.part for primal in self._captured.primals)
+            if sharded or state.handover is not None:
+                raise ExecutionError(
+                    "a planned module of sharded parameters, or inside DistributedDataParallel, "
+                    "has no backward that is differentiated itself (create_graph=True): train it "
+                    "without a plan (memopt.unwrap(model))"
+                )
             return state.again.gradients(args[1:])
         for i, value in enumerate(args):
             args[i] = in_memory_of_its_own(value)
@@ -170,8 +219,17 @@ class Runtime:
         else:
             self._states.discard(kept)
             del kept
+        if state.handover is not None and program.handover is not None:
+            return state.handover.begin(program.handover.running(state.primals, args, saved))
         with autocast_off():
-            return program.backward(state.primals, args, saved)
+            return self._given(program.backward(state.primals, args, saved))
+
+    def _given(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of the gradients those that AOTAutograd takes."""
+        given = self._captured.given
+        if len(given) == len(gradients):
+            return gradients
+        return tuple(gradients[i] for i in given)
 
     def _look_for_autocast(self, _gradient: torch.Tensor) -> None:
         """Warn, once, of a backward under autocast; the planned one itself runs without."""

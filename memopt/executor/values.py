@@ -69,6 +69,31 @@ class Halves:
         return tuple(sorted(live & wanted))
 
     @cached_property
+    def complete_gradients(self) -> dict[int, tuple[int, ...]]:
+        """Position in the program → the gradients, by their position, that are complete after that
+        instruction of the backward half: it is the last to name them, or the value whose gradient
+        they are (whoever gets the gradient may update that). Those that only the end completes are
+        left out."""
+        last: dict[int, int] = {}
+        for position, instruction in enumerate(self.backward, self.boundary + 1):
+            last.update(dict.fromkeys(instruction.effects(self.lowering.graph).touches, position))
+        storages = self.lowering.storages
+        together: dict[int, list[int]] = {}
+        for i, gradient in enumerate(self.captured.gradients):
+            if isinstance(gradient, Node) and gradient.op == "call_function":
+                for tensor in storages[gradient]:
+                    if tensor is not None and not self.lowering.graph.tensors[tensor].resident:
+                        together.setdefault(tensor, []).append(i)
+        found: dict[int, tuple[int, ...]] = {}
+        for tensor, positions in together.items():
+            primals = [storages[self.captured.primals[i].node][0] for i in positions]
+            ends = [last.get(one) for one in (tensor, *primals) if one is not None]
+            after = max((end for end in ends if end is not None), default=self.boundary)
+            if tensor in last:
+                found[after] = (*found.get(after, ()), *positions)
+        return dict(sorted(found.items()))
+
+    @cached_property
     def outputs_read_later(self) -> tuple[int, ...]:
         """Positions of the forward outputs whose memory the backward half reads, ascending."""
         storages = self.lowering.storages

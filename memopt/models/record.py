@@ -91,6 +91,7 @@ class ModelRecord:
         resized: (tensor, its size as captured) of the graph's tensors that profiling found to
             have another size.
         accumulated_bytes: of gradients that are there when a step begins, charged as resident.
+        ranks: how many processes hold parts of its parameters.
         kernels: what its operators run, see `memopt.plan`.
         aten_regions: keys of the regions that stay ATen's although kernels are compiled.
         repeated: (position, earlier position) of each flat argument that is the same tensor as an
@@ -117,6 +118,7 @@ class ModelRecord:
     kernels: _Kernels = field(default="aten", metadata=SPARSE)
     aten_regions: tuple[Line, ...] = field(default=(), metadata=SPARSE)
     accumulated_bytes: Natural = field(default=0, metadata=SPARSE)
+    ranks: Natural = field(default=1, metadata=SPARSE)
 
 
 def difference(planned: ModelRecord, found: ModelRecord) -> str | None:
@@ -126,6 +128,11 @@ def difference(planned: ModelRecord, found: ModelRecord) -> str | None:
     """
     if planned.device != found.device:
         return f"it was made for the device {planned.device!r}, the model is on {found.device!r}"
+    if planned.ranks != found.ranks:
+        return (
+            f"it was made for a model over {planned.ranks} rank(s), this one is over "
+            f"{found.ranks}: each rank's part has another size"
+        )
     arguments = (
         *_argument_differences("argument", planned.args, found.args),
         *_argument_differences("argument", planned.kwargs, found.kwargs),

@@ -16,6 +16,7 @@ from memopt.profiler.device_measure import measure_device as measure_device
 from memopt.profiler.estimate import estimate_model as estimate_model
 from memopt.profiler.inputs import to_call
 from memopt.profiler.measure import MeasureOptions as MeasureOptions
+from memopt.profiler.ranks import members_of
 from memopt.profiler.session import Profiled as Profiled
 from memopt.profiler.session import profile_model as profile_model
 from memopt.profiler.step_session import profile_step as profile_step
@@ -64,6 +65,11 @@ def profiled_of(
             model, inputs, estimate_for, loss=loss, optimizer=optimizer, progress=progress
         )
     options = MeasureOptions(cache=ProfileCache() if cache else None)
+    if whole_step and members_of(model):
+        raise ValueError(
+            "a whole step cannot be planned where ranks hold shards (DTensors): plan the module "
+            "(whole_step=False, or memopt.wrap), and call the optimizer's step() yourself"
+        )
     if whole_step and loss is not None and isinstance(optimizer, Optimizer):
         return profile_step(
             model,

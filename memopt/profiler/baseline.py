@@ -21,6 +21,7 @@ from memopt.profiler.dropped_outputs import unread
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
 from memopt.profiler.model_outputs import gradients_of, in_memory_of_its_own, tangent_of
+from memopt.profiler.ranks import largest, meet
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.torch_private import backward_owns_tangents
 
@@ -144,6 +145,7 @@ def measure_baseline(
         The baseline; its peak is above what is resident.
     """
     call = call.detached()
+    meet()
 
     def step() -> Any:
         if optimizer is None and loss is not None and loss.alone:
@@ -175,7 +177,8 @@ def measure_baseline(
         del held
         time_s = median_step_s(step, clear, device)
         clear()
-        return Baseline(use.peak_bytes, time_s, True, library_bytes(device))
+        (peak_bytes,) = largest([use.peak_bytes])
+        return Baseline(int(peak_bytes), time_s, True, library_bytes(device))
 
 
 def clear_gradients(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> None:
@@ -192,7 +195,8 @@ def median_step_s(
     times: list[float] = []
     while len(times) < _MINIMUM_STEPS or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
         clear()
-        times.append(timed(step, device))
+        # The slowest rank's, where several measure together: all make the same number of steps.
+        times += largest([timed(step, device)])
     return statistics.median(times)
 
 

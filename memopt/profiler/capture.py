@@ -51,6 +51,10 @@ from memopt.profiler.uncaptured import (
 _LOG = logging.getLogger(__name__)
 
 
+LOCAL = "_local_tensor"
+"""The part of a DTensor that is the present rank's shard."""
+
+
 @dataclass(frozen=True)
 class Primal:
     """An input of the joint graph: where its value comes from at run time.
@@ -63,6 +67,7 @@ class Primal:
         index: position among the flat call arguments, for inputs.
         constant: the tensor itself, when the model does not register it.
         reader: reads that tensor where the forward does; None if the forward makes it.
+        part: which part of a DTensor it is ("_local_tensor", "device_mesh"); "": it is no DTensor.
     """
 
     node: Node
@@ -71,16 +76,24 @@ class Primal:
     index: int | None = None
     constant: torch.Tensor | None = None
     reader: Callable[[nn.Module], Any] | None = None
+    part: str = ""
+
+    @property
+    def held(self) -> bool:
+        """Whether the model holds it, and `Captured.compiled` is given its `value`: of the parts of
+        a DTensor the first stands for the whole."""
+        return self.kind != "input" and self.part in ("", LOCAL)
 
     def value(self, model: nn.Module, leaves: Sequence[Any]) -> Any:
-        """Its value at run time, given the model and the call's flat arguments."""
+        """Its value at run time, given the model and the call's flat arguments; of a part of a
+        DTensor the whole."""
         if self.index is not None:
             return leaves[self.index]
         if self.reader is not None:
             return self.reader(model)
         if self.constant is not None:
             return self.constant
-        return attrgetter(self.name)(model)
+        return registered(model, self.name)
 
 
 @dataclass(eq=False)
@@ -103,6 +116,7 @@ class Captured:
         forward_outputs: results of the forward part (nodes or constants); the first
             `len(mutated)` are new values of mutated inputs.
         gradients: results of the backward part, one per primal (None: no gradient).
+        given: the positions of those that `compiled` takes from the backward, see `Split`.
         mutated: for each leading forward output, the index of the primal it updates.
         call: the example call that was captured.
         device: where its kernels run; None: they are not to be computed (an estimate).
@@ -119,6 +133,7 @@ class Captured:
     tangents: tuple[Node, ...]
     forward_outputs: tuple[Any, ...]
     gradients: tuple[Any, ...]
+    given: tuple[int, ...]
     mutated: tuple[int, ...]
     call: Call
     compiled: Callable[..., Any]
@@ -249,6 +264,7 @@ def _export(
         tangents=split.tangents,
         forward_outputs=split.forward_outputs,
         gradients=split.gradients,
+        given=split.given,
         mutated=mutations(split),
         call=call,
         compiled=compiled,
@@ -296,10 +312,21 @@ def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
+def registered(model: nn.Module, name: str) -> Any:
+    """A parameter or buffer by its name, as it is registered: an attribute of that name may be
+    something else that is made of it (a sharded parameter, gathered)."""
+    path, _, last = name.rpartition(".")
+    owner = attrgetter(path)(model) if path else model
+    registry = owner._parameters if last in owner._parameters else owner._buffers
+    return registry[last]
+
+
 def _primal(
     node: Node, names: dict[str, tuple[str, torch.Tensor]], dependencies: Dependencies
 ) -> Primal:
-    descriptor = node.meta["desc"]
+    descriptor, part = node.meta["desc"], ""
+    if type(descriptor).__name__ == "SubclassGetAttrAOTInput":
+        descriptor, part = descriptor.base, descriptor.attr
     kind = type(descriptor).__name__
     if kind in ("ParamAOTInput", "BufferAOTInput"):
         name, tensor = names[descriptor.target]
@@ -309,6 +336,17 @@ def _primal(
             name=name,
             constant=None if name else tensor,
             reader=None if name else dependencies.reader_of(tensor),
+            part=part,
+        )
+    if kind == "TangentAOTInput":
+        raise CaptureError(
+            "the model returns a DTensor; return its local tensor (to_local()), or all of it "
+            "(full_tensor())"
+        )
+    if part:
+        raise CaptureError(
+            "the model is called with a DTensor; give it the local tensor (to_local()), and make a "
+            "DTensor of that in the forward (DTensor.from_local)"
         )
     if kind == "PlainAOTInput":
         return Primal(node=node, kind="input", name=f"input{descriptor.idx}", index=descriptor.idx)

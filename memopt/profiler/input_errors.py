@@ -12,6 +12,7 @@ from torch import nn
 
 from memopt.profiler.baseline import Loss
 from memopt.profiler.inputs import Call
+from memopt.profiler.ranks import alone
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.uncaptured import check_initialised, first_line
 
@@ -62,6 +63,8 @@ def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterato
     try:
         yield
     except Exception as error:  # raised again unless the model fails by itself
+        if not alone():
+            raise  # Called on this rank only, the model would wait for the others.
         reason = _failure(model, call)
         if reason is not None:
             raise ValueError(

@@ -11,7 +11,7 @@ autograd's knowledge, so the gradient of its new value is zero; AOTAutograd adds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,13 @@ Boxed = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class Split:
-    """Which nodes of a joint graph are what."""
+    """Which nodes of a joint graph are what.
+
+    Attributes:
+        gradients: one for each of `primals`; None: it has none.
+        given: the positions of those that are outputs of the graph. A frozen DTensor is two
+            inputs, its shard and its mesh, and has one output, None, in place of a gradient.
+    """
 
     primals: tuple[Node, ...]
     tangents: tuple[Node, ...]
@@ -40,6 +46,7 @@ class Split:
     gradients: tuple[Any, ...]
     descriptors: tuple[Any, ...]
     output: Node
+    given: tuple[int, ...]
 
 
 def split_joint(module: GraphModule) -> Split:
@@ -52,15 +59,34 @@ def split_joint(module: GraphModule) -> Split:
     primals = tuple(n for n in placeholders if n not in tangents)
     output: Any = module.graph.output_node()
     results = list(output.args[0])
-    count = len(results) - len(primals)
+    # Without a backward there are none.
+    given = _given(primals, output.meta["desc"]) if tangents else ()
+    count = len(results) - len(given)
+    gradients: list[Any] = [None] * len(primals)
+    for position, gradient in zip(given, results[count:], strict=True):
+        gradients[position] = gradient
     return Split(
         primals=primals,
         tangents=tangents,
         forward_outputs=tuple(results[:count]),
-        gradients=tuple(results[count:]),
+        gradients=tuple(gradients),
         descriptors=tuple(output.meta["desc"])[:count],
         output=output,
+        given=given,
     )
+
+
+def _given(primals: Sequence[Node], descriptors: Sequence[Any]) -> tuple[int, ...]:
+    """The positions of the inputs for which a joint graph has an output in place of a gradient."""
+    bases = [getattr(n.meta.get("desc"), "base", None) for n in primals]
+    parts: list[Any] = [getattr(d, "base", None) for d in descriptors]
+    whole = {repr(part.grad_of) for part in parts if hasattr(part, "grad_of")}
+    found = []
+    for position, base in enumerate(bases):
+        first = position == 0 or base is None or repr(base) != repr(bases[position - 1])
+        if first or repr(base) in whole:
+            found.append(position)
+    return tuple(found)
 
 
 def mutations(split: Split) -> tuple[int, ...]:
@@ -123,7 +149,8 @@ def partitioner(split: Split) -> Callable[..., tuple[GraphModule, GraphModule]]:
         end(forward, (*outputs, token), (*split.descriptors, None))
 
         backward.placeholder("token").meta["val"] = token.meta["val"]
-        gradients = fill(backward, split.tangents, split.gradients)
+        given = [split.gradients[i] for i in split.given]
+        gradients = fill(backward, split.tangents, given)
         end(backward, gradients, split.output.meta["desc"][num_fwd_outputs:])
         return GraphModule(joint, forward), GraphModule(joint, backward)
 
@@ -185,11 +212,12 @@ def gradients_as_kept(module: GraphModule, call: Call) -> None:
     for position, (primal, gradient) in enumerate(zip(split.primals, split.gradients, strict=True)):
         if isinstance(gradient, Node) and _is_leaf(primal, call):
             like, value = primal.meta["val"], gradient.meta["val"]
-            if not _keeps(value, like):
+            # A DTensor's mesh is an input and, with its gradient, an output of the graph, too.
+            if isinstance(like, torch.Tensor) and not _keeps(value, like):
                 kept[position] = _copy(module, split.output, gradient, like)
     if not kept:
         return
-    gradients = [kept.get(i, gradient) for i, gradient in enumerate(split.gradients)]
+    gradients = [kept.get(i, split.gradients[i]) for i in split.given]
     split.output.args = ([*split.forward_outputs, *gradients],)
     module.recompile()
 

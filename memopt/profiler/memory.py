@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from memopt.profiler.backend import backend_of
-from memopt.profiler.torch_private import allocations
+from memopt.profiler.torch_private import imported
 
 
 @dataclass
@@ -83,17 +83,55 @@ def _cpu_profile() -> Iterator[Any]:
         yield profiler
 
 
+def _allocations(profiler: Any) -> tuple[list[tuple[int, int, int, bool]], list[int]]:
+    """What happened to memory in a finished CPU profile, in the order of time: (time in ns,
+    address, bytes: positive allocated, negative freed, whether inside a process group's call). And
+    when waits for collectives ended, in ns."""
+    kind = imported("torch._C._profiler", "_EventType").Allocation
+    found: list[tuple[int, int, int, bool]] = []
+    waits: list[int] = []
+    roots = profiler.profiler.kineto_results.experimental_event_tree()
+    stack = [(event, False) for event in roots]
+    while stack:
+        event, inside = stack.pop()
+        inside = inside or event.name.startswith("c10d::")
+        stack.extend((child, inside) for child in event.children)
+        if event.tag == kind:
+            fields = event.extra_fields
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size, inside))
+        elif event.name == "_c10d_functional::wait_tensor":
+            waits.append(event.end_time_ns)
+    found.sort(key=lambda event: event[0])
+    return found, sorted(waits)
+
+
 def memory_events(profiler: Any) -> list[tuple[int, int]]:
     """(time in ns, bytes: positive allocated, negative freed) of a finished CPU profile. Frees of
     what was allocated before it are left out: of some of that the profiler knows the size."""
-    sizes: dict[int, int] = {}
+    sizes: dict[int, tuple[int, bool, int]] = {}
     events = []
-    for time_ns, address, size in allocations(profiler):
+    found, waits = _allocations(profiler)
+
+    def freed_elsewhere(size: int, scratch: bool, since_ns: int, until_ns: int) -> None:
+        # A process group's threads free, unseen, what they hold until they are waited for.
+        later = bisect_left(waits, since_ns)
+        at_ns = waits[later] if scratch and later < len(waits) else until_ns
+        events.append((min(at_ns, until_ns), -size))
+
+    for time_ns, address, size, scratch in found:
         if size > 0:
-            sizes[address] = size
+            if address in sizes:
+                freed_elsewhere(*sizes[address], time_ns)
+            sizes[address] = (size, scratch, time_ns)
             events.append((time_ns, size))
         elif address in sizes:
-            events.append((time_ns, -sizes.pop(address)))
+            events.append((time_ns, -sizes.pop(address)[0]))
+    if waits:
+        end_ns = max(time_ns for time_ns, *_ in found) if found else 0
+        for size, scratch, time_ns in sizes.values():
+            if scratch:
+                freed_elsewhere(size, scratch, time_ns, end_ns)
+        events.sort(key=lambda event: event[0])
     return events
 
 

@@ -15,6 +15,7 @@ from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
 from memopt.models.same_graph import resized
 from memopt.profiler.backend import autocast_state
 from memopt.profiler.inputs import Call, repeated
+from memopt.profiler.ranks import members_of
 from memopt.programs.serialize import fingerprint
 
 _LARGEST_EXAMPLE_BYTES = 2**44
@@ -66,6 +67,7 @@ def record_of(
         library_bytes=library_bytes,
         kernels=kernels,
         aten_regions=aten_regions,
+        ranks=max(1, len(members_of(model))),
     )
 
 

@@ -61,9 +61,10 @@ def _wrapped(model: nn.Module, _text: str) -> str | None:
         )
     if _is_a(model, "FSDPModule", "FullyShardedDataParallel"):
         return (
-            "the model's parameters are sharded, and gathered by hooks that no plan holds: plan "
-            "the model as it was before fully_shard, and train it with DistributedDataParallel "
-            "around memopt.wrap(model, budget=...)"
+            "the model's parameters are sharded, and gathered by hooks that no plan holds: "
+            "memopt.shard(model, mesh) in place of fully_shard has the gathering in the plan; or "
+            "plan first, and shard what is planned, the model or each block of it: "
+            "fully_shard(memopt.plan(block, inputs, budget=...).apply(block))"
         )
     return None
 

@@ -34,6 +34,7 @@ from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.measure import MeasureOptions, Progress, environment, measure
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
+from memopt.profiler.ranks import check_together, largest
 from memopt.profiler.record import record_of
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.training_call import training_call
@@ -112,6 +113,7 @@ def profile_model(
     Raises:
         CaptureError, ProfileError, ValueError: see `capture`, `measure`, `to_call`.
     """
+    check_together(model)
     call = training_call(model, inputs)
     with state_restored(model, call, *(loss.parts if loss else ())):
         report = forward_only(progress)
@@ -197,10 +199,12 @@ def measured_again_if_busy(
     does not help, the note says so.
     """
     graph, step = measured(options)
-    if _kernels_s(graph) <= _SUSPICIOUS * step.step_time_s:
+    # Of ranks that measure together all measure again, or none does.
+    (ratio,) = largest([_kernels_s(graph) / step.step_time_s])
+    if ratio <= _SUSPICIOUS:
         return graph, step, ()
     graph, step = measured(replace(options, renew=True))
-    ratio = _kernels_s(graph) / step.step_time_s
+    (ratio,) = largest([_kernels_s(graph) / step.step_time_s])
     return graph, step, (_BUSY.format(ratio=ratio),) if ratio > _SUSPICIOUS else ()
 
 

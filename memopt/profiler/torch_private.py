@@ -382,17 +382,10 @@ def storage_at(address: int, device: torch.device, size_bytes: int) -> torch.Unt
     return storage
 
 
-def allocations(profiler: Any) -> list[tuple[int, int, int]]:
-    """(time in ns, address, bytes: positive allocated, negative freed) of a finished CPU profile
-    with memory, in the order of time."""
-    kind = imported("torch._C._profiler", "_EventType").Allocation
-    found: list[tuple[int, int, int]] = []
-    stack = list(profiler.profiler.kineto_results.experimental_event_tree())
-    while stack:
-        event = stack.pop()
-        stack.extend(event.children)
-        if event.tag == kind:
-            fields = event.extra_fields
-            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-    found.sort(key=lambda event: event[0])
-    return found
+def data_parallel_around() -> Any:
+    """The DistributedDataParallel whose forward runs, and calls its module; None: there is none."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    data_parallel = imported("torch.nn.parallel", "DistributedDataParallel")
+    active = getattr(data_parallel, "_get_active_ddp_module", None)
+    return None if active is None else active()

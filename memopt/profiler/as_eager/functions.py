@@ -157,7 +157,8 @@ def _eager_call(node: Node) -> Substitute | None:
     if node.op not in ("call_function", "call_method"):
         return None
     method = node.op == "call_method"
-    function = getattr(Tensor, str(node.target)) if method else node.target
+    # A sub-class's own method, such as a DTensor's to_local(), is none of Tensor's.
+    function = getattr(Tensor, str(node.target), None) if method else node.target
     name = getattr(function, "__name__", "")
     results = pytree.tree_leaves(node.meta.get("example_value"))
     has_backward = any(isinstance(one, Tensor) and one.requires_grad for one in results)

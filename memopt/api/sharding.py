@@ -1,0 +1,49 @@
+"""memopt.shard: a model's parameters spread over ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+M = TypeVar("M", bound="nn.Module")
+
+
+def shard(
+    model: M,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> M:
+    """Spread a model's parameters over the ranks of a mesh: each holds a part of the rows of each,
+    and gathers them where the model reads them. To be called on every rank.
+
+    The model is changed in place and returned. Its parameters become DTensors, sharded along their
+    first dimension as `torch.distributed.fsdp.fully_shard` does: make the optimizer afterwards;
+    `torch.nn.utils.clip_grad_norm_` clips by the norm over all ranks; `state_dict` keeps its keys,
+    and `torch.distributed.checkpoint` saves and loads it. Gradients are averaged over the ranks.
+    Rank 0's values are everyone's. Buffers stay as they are.
+
+    A plan of the model (`memopt.wrap`, `memopt.plan`) has the gathering among its operators: which
+    parameters are kept for the backward and which are gathered again is the planner's choice.
+    Unplanned, all that were gathered are kept.
+
+    Args:
+        model: on the device of the mesh, or on meta.
+        mesh: a DeviceMesh of one dimension; or of two, (replicas, shards): parameters are sharded
+            over the second, and gradients are averaged over both (HSDP).
+        param_dtype: parameters are gathered in it, and the model's floating-point inputs are cast
+            to it; None: no change.
+        reduce_dtype: gradients are averaged in it; None: in the dtype that they are computed in.
+
+    Raises:
+        ValueError: the model or the mesh is of a kind that cannot be sharded; the message says
+            what to do.
+    """
+    from memopt.distributed.shard import sharded
+
+    return sharded(model, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)

@@ -1,0 +1,167 @@
+"""A parameter of which each rank holds a shard, whole: gathered where it is read, its gradient
+averaged over the ranks and scattered to them (ZeRO-3, Rajbhandari et al., arXiv:1910.02054, §5.3).
+
+The collectives are torch's functional ones, which capture sees as operators: a plan may gather a
+parameter again in the backward, or keep it, as it may any activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+_OPS = torch.ops._c10d_functional
+
+
+@dataclass
+class Running:
+    """Whether a sharded model's forward runs, in which its parameters are read whole.
+
+    Attributes:
+        calls: how many of its calls are under way.
+    """
+
+    calls: int = 0
+
+    def reads_whole(self) -> bool:
+        """Whether a parameter that is read now is read whole: in a forward, in a backward (which
+        may run a part of the forward again) and in what dynamo traces."""
+        if torch.compiler.is_dynamo_compiling():
+            return True
+        return self.calls > 0 or torch._C._current_graph_task_id() != -1
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How parameters are spread over the ranks.
+
+    Attributes:
+        mesh: of one dimension, over which they are sharded; or of two, and they are sharded over
+            the second and the same along the first (HSDP).
+        param_dtype: what they are gathered and computed with in; None: their own.
+        reduce_dtype: what gradients are averaged in; None: as they are computed.
+        running: whether the model's forward runs.
+    """
+
+    mesh: DeviceMesh
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    running: Running = field(default_factory=Running)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share one copy of the parameters."""
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    def reader(self, name: str, rows: int | None) -> Callable[[Any], Any]:
+        """What reads a module's parameter: whole while the model runs, else as it is registered.
+
+        Args:
+            name: of the parameter in its module.
+            rows: its size along the first dimension; None: it has none, and is on every rank.
+        """
+        running = self.running
+        wanted = (self.param_dtype, self.reduce_dtype)
+        groups = [self.mesh.get_group(i).group_name for i in range(self.mesh.ndim)]
+        replicas = (self.mesh.size(0), groups[0]) if self.mesh.ndim == 2 else (1, "")
+        shards = (self.ranks, groups[-1])
+
+        def read(module: Any) -> Any:
+            parameter = module._parameters[name]
+            if parameter is None or not running.reads_whole():
+                return parameter
+            local = parameter.to_local()
+            if rows is None:
+                return _Replicated.apply(local, *shards, *replicas, *wanted)  # type: ignore[no-untyped-call]
+            return _Gathered.apply(local, rows, *shards, *replicas, *wanted)  # type: ignore[no-untyped-call]
+
+        return read
+
+
+class _Gathered(torch.autograd.Function):
+    """A shard of rows → all rows; the gradient of all → the average of the shard's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        rows: int,
+        ranks: int,
+        group: str,
+        replicas: int,
+        replica_group: str,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> Tensor:
+        ctx.padded, ctx.own = -(-rows // ranks), local.shape[0]
+        ctx.uneven = rows % ranks != 0
+        ctx.shards, ctx.replicas = (ranks, group), (replicas, replica_group)
+        ctx.dtypes = (local.dtype, reduce_dtype)
+        shard = local if param_dtype is None else local.to(param_dtype)
+        if ctx.uneven:
+            # On all ranks, also where there is nothing to add: they run the same operators.
+            shard = _with_rows(shard, ctx.padded)
+        if ranks == 1:
+            return shard.clone()
+        full: Tensor = _OPS.wait_tensor(_OPS.all_gather_into_tensor(shard, ranks, group))
+        return full.narrow(0, 0, rows) if ctx.uneven else full
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = gradients[0].contiguous()
+        own, (ranks, group) = ctx.dtypes[0], ctx.shards
+        if ctx.dtypes[1] is not None:
+            gradient = gradient.to(ctx.dtypes[1])
+        if ctx.uneven:
+            gradient = _with_rows(gradient, ctx.padded * ranks)
+        if ranks > 1:
+            gradient = _OPS.wait_tensor(_OPS.reduce_scatter_tensor(gradient, "avg", ranks, group))
+        gradient = _averaged(gradient, *ctx.replicas)
+        if ctx.uneven:
+            gradient = gradient.narrow(0, 0, ctx.own)
+        return gradient.to(own), None, None, None, None, None, None, None
+
+
+class _Replicated(torch.autograd.Function):
+    """A parameter without dimensions, which every rank has; its gradient is averaged."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        ranks: int,
+        group: str,
+        replicas: int,
+        replica_group: str,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> Tensor:
+        ctx.shards, ctx.replicas = (ranks, group), (replicas, replica_group)
+        ctx.dtypes = (local.dtype, reduce_dtype)
+        return local.clone() if param_dtype is None else local.to(param_dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, (own, wanted) = gradients[0], ctx.dtypes
+        gradient = gradient.clone() if wanted is None else gradient.to(wanted, copy=True)
+        gradient = _averaged(_averaged(gradient, *ctx.shards), *ctx.replicas)
+        return gradient.to(own), None, None, None, None, None, None
+
+
+def _averaged(gradient: Tensor, ranks: int, group: str) -> Tensor:
+    """A gradient averaged over the ranks of a group."""
+    if ranks == 1:
+        return gradient
+    averaged: Tensor = _OPS.wait_tensor(_OPS.all_reduce(gradient, "avg", group))
+    return averaged
+
+
+def _with_rows(value: Tensor, rows: int) -> Tensor:
+    """A tensor with rows of zeros added."""
+    padding = [0, 0] * (value.dim() - 1) + [0, rows - value.shape[0]]
+    return torch.constant_pad_nd(value, padding)

@@ -1,0 +1,125 @@
+"""Sharding: a model's parameters spread over the ranks of a mesh (ZeRO-3)."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
+
+from memopt.distributed.gathering import Sharding
+from memopt.profiler.ranks import ranks_in
+
+M = TypeVar("M", bound=nn.Module)
+
+_MARK = "memopt_sharding"
+
+
+def sharded(
+    model: M,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> M:
+    """See `memopt.shard`."""
+    _check(model, mesh)
+    ranks = ranks_in(mesh)
+    if ranks is not None:
+        shapes = [(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
+        ranks.check_same({"model": f"{type(model).__name__} {shapes}"}, "the model is sharded")
+    sharding = Sharding(mesh, param_dtype, reduce_dtype)
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        _shard_module(module, sharding, made)
+    _mark_running(model, sharding)
+    return model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `memopt.shard` has sharded a model."""
+    return any(_MARK in vars(type(module)) for module in model.modules())
+
+
+def _check(model: nn.Module, mesh: DeviceMesh) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"shard takes an nn.Module, got {type(model).__name__}")
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
+        raise ValueError(
+            "shard takes a DeviceMesh of one dimension, or of two (replicas, shards): "
+            'torch.distributed.device_mesh.init_device_mesh("cuda", (ranks,))'
+        )
+    if is_sharded(model):
+        raise ValueError("the model is sharded already; shard the outermost module, once")
+    for name, module in model.named_modules():
+        where = f"module {name!r}" if name else "the model"
+        if "memopt" in module.__dict__:
+            raise ValueError(f"{where} is wrapped already: shard first, then memopt.wrap")
+        if isinstance(module, nn.RNNBase):
+            raise ValueError(
+                f"{where} is an {type(module).__name__}, which holds its parameters in a list of "
+                "its own: shard the other modules, one by one"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor already (fully_shard, parallelize_module): shard the model "
+                "before, or leave it as it is; a planned step captures DTensors, too"
+            )
+        if parameter.device.type not in (mesh.device_type, "meta"):
+            raise ValueError(
+                f"{name} is on {parameter.device}, and the mesh on {mesh.device_type}: move the "
+                "model first"
+            )
+
+
+def _shard_module(module: nn.Module, sharding: Sharding, made: dict[int, nn.Parameter]) -> None:
+    """Replace a module's own parameters by shards, and its class by one that gathers them."""
+    readers: dict[str, Any] = {_MARK: sharding}
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if id(parameter) not in made:
+            # The shard is kept with the old parameter's name in the dict, whose id lives so long.
+            made[id(parameter)] = _sharded(parameter, sharding)
+        module._parameters[name] = made[id(parameter)]
+        rows = parameter.shape[0] if parameter.dim() else None
+        readers[name] = property(sharding.reader(name, rows))
+    if len(readers) > 1:
+        kind = type(module)
+        module.__class__ = type(f"Sharded{kind.__name__}", (kind,), readers)
+
+
+def _sharded(parameter: nn.Parameter, sharding: Sharding) -> nn.Parameter:
+    mesh = sharding.mesh
+    placement = Shard(0) if parameter.dim() else Replicate()
+    placements = [*[Replicate()] * (mesh.ndim - 1), placement]
+    source = None if parameter.is_meta else 0
+    value = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=source)
+    return nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+
+def _mark_running(model: nn.Module, sharding: Sharding) -> None:
+    """Let the shards know when the model runs; cast what it is called with."""
+    running, dtype = sharding.running, sharding.param_dtype
+
+    def begin(_model: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            running.calls += 1
+        if dtype is None:
+            return None
+        return pytree.tree_map_only(torch.Tensor, lambda value: _cast(value, dtype), (args, kwargs))
+
+    def end(_model: nn.Module, _args: Any, _output: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            running.calls -= 1
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.register_forward_hook(end, always_call=True)
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return value.to(dtype) if value.is_floating_point() else value

@@ -1,0 +1,205 @@
+"""Handing gradients over while the backward still runs.
+
+One autograd function gives all gradients at its end, and DistributedDataParallel, which reduces a
+bucket of gradients when its last one arrives, would then reduce everything after the backward.
+Inside it a planned backward is a chain of autograd functions: the first runs until its gradients
+are there and hands the chain on, so that autograd delivers them before the second goes on. The
+chain hangs on one parameter of the first function, whose gradient passes through it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from memopt.errors import ExecutionError
+from memopt.executor.codegen import generate
+from memopt.executor.random_state import RandomStates
+from memopt.executor.recorder import Recorder
+from memopt.executor.values import Halves
+from memopt.profiler.backend import autocast_off
+from memopt.profiler.capture import Captured
+from memopt.profiler.torch_private import data_parallel_around
+
+Handed: TypeAlias = tuple[tuple[int, Any], ...]
+"""(position among the joint graph's inputs, its gradient), of those that are complete."""
+
+_PER_BUCKET = 8
+"""Into how many parts of the chain a bucket's gradients may come: autograd takes a moment for
+each."""
+
+
+def in_parts(order: Sequence[tuple[tuple[int, ...], int]], part_bytes: int) -> list[list[int]]:
+    """Gradients in the order in which they are complete, in parts of at least so many bytes (the
+    last may be smaller).
+
+    Args:
+        order: (positions of the gradients that are complete at once, their bytes).
+        part_bytes: at least 1.
+    """
+    parts: list[list[int]] = [[]]
+    size_bytes = 0
+    for positions, more_bytes in order:
+        if size_bytes >= part_bytes:
+            parts.append([])
+            size_bytes = 0
+        parts[-1] += positions
+        size_bytes += more_bytes
+    return parts
+
+
+class Handover:
+    """The chain of one step.
+
+    Args:
+        parts: the positions whose gradients each part of the backward gives, at least two parts.
+        count: how many inputs the joint graph has.
+    """
+
+    def __init__(self, parts: list[list[int]], count: int) -> None:
+        self._parts, self._count = parts, count
+        self._running: Iterator[Handed] | None = None
+        self._done = 0
+
+    def attached(self, values: list[Any], anchor: int) -> list[Any]:
+        """The joint graph's inputs as they are to be given to it: those whose gradients come later
+        without their history, which the chain has instead.
+
+        Args:
+            values: by position.
+            anchor: the position, in the first part, of what the chain hangs on.
+        """
+        found = list(values)
+        token = None
+        for number in range(len(self._parts) - 1, 0, -1):
+            later = self._parts[number]
+            token = _Later.apply(self, number, token, *(values[i] for i in later))  # type: ignore[no-untyped-call]
+            for i in later:
+                found[i] = values[i].detach()
+        found[anchor] = _Anchor.apply(values[anchor], token)  # type: ignore[no-untyped-call]
+        return found
+
+    def begin(self, running: Iterator[Handed]) -> tuple[Any, ...]:
+        """Run the backward's first part; gradients by position, None for those that come later."""
+        self._running, self._done = running, 0
+        found = self.next_part(0)
+        return tuple(found.get(i) for i in range(self._count))
+
+    def next_part(self, number: int) -> dict[int, Any]:
+        """Run a part of the backward; its gradients by position.
+
+        Raises:
+            ExecutionError: the parts before have not run, or this one has.
+        """
+        if self._running is None or number != self._done:
+            raise ExecutionError(
+                "a part of a planned backward was asked for twice or out of turn: call backward() "
+                "on the loss, once"
+            )
+        self._done += 1
+        wanted = set(self._parts[number])
+        found: dict[int, Any] = {}
+        last = self._done == len(self._parts)
+        with autocast_off():
+            while last or not wanted <= found.keys():
+                handed = next(self._running, None)
+                if handed is None:
+                    break
+                found.update(handed)
+        if last:
+            self._running = None
+        return found
+
+
+class _Anchor(torch.autograd.Function):
+    """A parameter, with the chain behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        ctx.token = token.new_zeros(token.shape)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradients[0], ctx.token
+
+
+class _Later(torch.autograd.Function):
+    """A part of the backward that is not the first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, handover: Handover, number: int, token: torch.Tensor | None, *values: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.handover, ctx.number, ctx.ends = handover, number, token is None
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        handover: Handover = ctx.handover
+        found = handover.next_part(ctx.number)
+        token = None if ctx.ends else torch.zeros(())
+        own = (found.pop(i) for i in handover._parts[ctx.number])
+        return (None, None, token, *own)
+
+
+@dataclass(frozen=True)
+class HandoverOrder:
+    """When a program's gradients are complete.
+
+    Attributes:
+        captured: the joint graph.
+        complete: the positions of the gradients that are complete at once, in order.
+        running: the program's backward, given what `Installed.backward` is given.
+    """
+
+    captured: Captured
+    complete: tuple[tuple[int, ...], ...]
+    running: Callable[..., Iterator[Handed]]
+
+    @staticmethod
+    def of(
+        halves: Halves, swap: Any, random: RandomStates, recorder: Recorder | None, arenas: Any
+    ) -> HandoverOrder:
+        """That of a program; the arguments are those of `generate`."""
+
+        @functools.cache
+        def backward() -> Callable[..., Iterator[Handed]]:
+            made: Callable[..., Iterator[Handed]]
+            _, made, _ = generate(halves, swap, random, recorder, arenas, in_parts=True)
+            return made
+
+        def running(*arguments: Any) -> Iterator[Handed]:
+            handed = backward()(*arguments)
+            return iter(random.settling(lambda: next(handed, None)), None)
+
+        return HandoverOrder(halves.captured, tuple(halves.complete_gradients.values()), running)
+
+    def handover(self) -> tuple[Handover, int] | None:
+        """The chain for a call that is made now, and what it hangs on; None: gradients may come at
+        the end, since nobody reduces them meanwhile, or all come at once."""
+        around = data_parallel_around()
+        if around is None:
+            return None
+        early = {i for positions in self.complete for i in positions}
+        gradients = enumerate(self.captured.gradients)
+        late = tuple(i for i, one in gradients if one is not None and i not in early)
+        order = [(positions, sum(map(self._bytes, positions))) for positions in self.complete]
+        order += [(late, 0)] if late else []
+        parts = in_parts(order, max(1, around.bucket_bytes_cap // _PER_BUCKET))
+        primals = self.captured.primals
+        while len(parts) > 1 and not any(primals[i].kind == "parameter" for i in parts[0]):
+            parts[:2] = [parts[0] + parts[1]]
+        if len(parts) < 2:
+            return None
+        anchor = next(i for i in parts[0] if primals[i].kind == "parameter")
+        return Handover(parts, len(primals)), anchor
+
+    def _bytes(self, position: int) -> int:
+        value = self.captured.primals[position].node.meta["val"]
+        size_bytes: int = value.nbytes
+        return size_bytes

@@ -1,0 +1,67 @@
+"""Ranks that run one planned step together: they start the same plan, and what fails on one of them
+takes the step down on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from memopt.errors import ExecutionError, RankError
+from memopt.executor.runtime import Installed
+from memopt.models.reader import digest
+from memopt.profiler.ranks import Ranks, is_of_group, lost
+from memopt.programs.serialize import dumps, fingerprint
+
+if TYPE_CHECKING:
+    from memopt.plan_record import PlanRecord
+
+
+@dataclass
+class InStep:
+    """The ranks of a planned module.
+
+    Attributes:
+        ranks: who runs it.
+        failed: how a step of this rank failed; "": none did.
+    """
+
+    ranks: Ranks
+    failed: str = ""
+
+    def check_plan(self, plan: PlanRecord) -> None:
+        """Raise RankError on every rank unless all are to run the same program."""
+        structure = replace(plan.graph, extra_resident_bytes=0, boundary_bytes=0)
+        same = digest([fingerprint(structure), dumps(plan.program).decode()])
+        text = f"{same[:12]} (peak {plan.peak_bytes} bytes)"
+        self.ranks.check_same({"plan": text}, "a plan is applied")
+
+    def installed(self, program: Installed) -> Installed:
+        """The program, whose halves fail on all ranks if they fail on one."""
+        return replace(
+            program,
+            forward=self._failing(program.forward, "the forward"),
+            backward=self._failing(program.backward, "the backward"),
+            handover=None,
+        )
+
+    def _failing(self, run: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def runs(*arguments: Any) -> Any:
+            if self.failed:
+                raise ExecutionError(
+                    f"a step failed on this rank ({self.failed}), and the ranks are not in step "
+                    "any more: start them again from the last checkpoint"
+                )
+            try:
+                return run(*arguments)
+            except Exception as error:
+                self.failed = f"{type(error).__name__}: {error}"
+                if not is_of_group(error):
+                    self.ranks.tell(f"in {part} of a planned step: {self.failed}")
+                    raise
+                told = self.ranks.told()
+                if told is None:
+                    raise lost(error, f"{part} of a planned step runs") from error
+                raise RankError(f"{told}. The step is over on every rank") from error
+
+        return runs

@@ -1,0 +1,27 @@
+"""Waiting until a process group has let go of what a collective read and wrote.
+
+A collective on CPU (gloo) is made by a thread of the group, which holds its tensors until a moment
+after those that wait for it go on. Freed meanwhile, they would stay in memory for that moment.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+_LONGEST_S = 0.05
+
+
+def released(*tensors: torch.Tensor) -> None:
+    """Return when nothing but these tensors holds their storage, or after a twentieth of a second.
+
+    Args:
+        tensors: all that the caller has in one storage, of a device whose memory is the host's.
+    """
+    storage = tensors[0].untyped_storage()
+    # A wait returns the tensor that it waited for.
+    alone = len(set(map(id, tensors))) + 1
+    deadline = time.perf_counter() + _LONGEST_S
+    while torch._C._storage_Use_Count(storage._cdata) > alone and time.perf_counter() < deadline:
+        time.sleep(0)

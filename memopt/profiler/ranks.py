@@ -1,0 +1,297 @@
+"""The processes that plan and run one step together: what each says to the others.
+
+Collectives of the step itself run on the user's process groups; what is said here goes over a
+gloo group of its own, which has the default group's timeout.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from memopt.errors import MemoptError, RankError
+
+T = TypeVar("T")
+
+_SHOWN = 300
+_FAILED = "failed"
+_WORD = "memopt/failed step"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that hold parts of one model.
+
+    Attributes:
+        members: their ranks in the world, ascending.
+        group: a gloo group of them.
+    """
+
+    members: tuple[int, ...]
+    group: Any
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that plans."""
+        return torch.distributed.get_rank() == self.members[0]
+
+    def exchanged(self, value: T, doing: str) -> list[T]:
+        """What each rank gives, in their order.
+
+        Args:
+            value: to be pickled.
+            doing: what happens here, for messages.
+
+        Raises:
+            RankError: a rank is gone, or does not answer within the group's timeout.
+        """
+        return [value for _, value in self._told((doing, value), doing)]
+
+    def _told(self, word: tuple[str, Any], doing: str) -> list[tuple[str, Any]]:
+        """What each rank says: (what it does, a value), or (FAILED, how)."""
+        found: list[Any] = [None] * len(self.members)
+        with lost_ranks(doing):
+            torch.distributed.all_gather_object(found, word, group=self.group)
+        for rank, (what, value) in zip(self.members, found, strict=True):
+            if what == _FAILED != word[0]:
+                raise RankError(f"rank {rank} failed while {doing}: {value}")
+            if what != word[0] != _FAILED:
+                raise RankError(
+                    f"the ranks are at different places: here {doing}, on rank {rank} {what}. "
+                    f"{_SAME}"
+                )
+        return found
+
+    def from_first(self, make: Callable[[], T], doing: str) -> T:
+        """What the first rank makes, or the error that it meets, on all of them.
+
+        Raises:
+            RankError: a rank is gone. And whatever `make` raises, on every rank.
+        """
+        made: list[Any] = [None]
+        if self.is_first:
+            try:
+                made = [(True, make())]
+            except (MemoptError, ValueError) as error:
+                made = [(False, _portable(error))]
+        with lost_ranks(doing):
+            torch.distributed.broadcast_object_list(made, self.members[0], group=self.group)
+        succeeded, value = made[0]
+        if not succeeded:
+            raise value
+        made_there: T = value
+        return made_there
+
+    def tell(self, how: str) -> None:
+        """Leave word for the other ranks of how a step failed here."""
+        with suppress(RuntimeError, ValueError):
+            rank = torch.distributed.get_rank()
+            self._store().set(_WORD, f"rank {rank} failed {how}")
+
+    def told(self) -> str | None:
+        """How a step failed on another rank, if it has left word."""
+        with suppress(RuntimeError, ValueError):
+            store = self._store()
+            if store.check([_WORD]):
+                return str(store.get(_WORD).decode())
+        return None
+
+    @staticmethod
+    def _store() -> Any:
+        return torch.distributed.distributed_c10d._get_default_store()
+
+    def check_same(self, facts: dict[str, str], doing: str) -> None:
+        """Raise RankError on every rank where one of the facts is not the same on all of them.
+
+        Args:
+            facts: what → its value, for people.
+            doing: what happens here, for messages.
+        """
+        everyone = self.exchanged(facts, doing)
+        for what, expected in everyone[0].items():
+            for rank, found in zip(self.members, everyone, strict=True):
+                if found.get(what) != expected:
+                    here, there = _apart(expected, found.get(what, "none"))
+                    raise RankError(
+                        f"the ranks do not have the same {what}: rank {self.members[0]} has "
+                        f"{here}, rank {rank} has {there}. {_SAME}"
+                    )
+
+    @contextmanager
+    def failing_together(self, doing: str) -> Iterator[None]:
+        """What fails on one rank in the block fails on all: there with its own error, on the others
+        with a RankError that tells it."""
+        try:
+            yield
+        except RankError:
+            raise  # The others have it, too.
+        except Exception as error:
+            with suppress(RankError):
+                self._told((_FAILED, f"{type(error).__name__}: {error}"), doing)
+            raise
+        self.exchanged(None, doing)
+
+
+_SAME = "Every rank must run the same script with the same model, arguments and libraries"
+
+_NOW: ContextVar[Ranks | None] = ContextVar("memopt_ranks", default=None)
+_GROUPS: dict[tuple[Any, ...], Any] = {}
+
+
+@contextmanager
+def together(ranks: Ranks | None) -> Iterator[None]:
+    """Context in which measurements are made by all ranks, in step with one another."""
+    token = _NOW.set(ranks)
+    try:
+        yield
+    finally:
+        _NOW.reset(token)
+
+
+def alone() -> bool:
+    """Whether no other rank measures with this one."""
+    return _NOW.get() is None
+
+
+def check_together(model: nn.Module) -> None:
+    """Refuse to measure, on one rank's own account, what ranks run together.
+
+    Raises:
+        ValueError: ranks hold parts of the model, and do not measure together now.
+    """
+    if alone() and ranks_of(model) is not None:
+        raise ValueError(
+            "several ranks hold this model, and would wait for one another: memopt.plan and "
+            'memopt.wrap, called on all of them, measure it; for the rest take mode="estimate"'
+        )
+
+
+def largest(values: Sequence[float]) -> list[float]:
+    """The values, each the largest of all ranks that measure together."""
+    ranks = _NOW.get()
+    if ranks is None:
+        return list(values)
+    everyone = ranks.exchanged(list(values), "measuring")
+    return [max(several) for several in zip(*everyone, strict=True)]
+
+
+def meet() -> None:
+    """Where ranks measure together: go on when all have come this far.
+
+    Raises:
+        RankError: one has failed, and does not come.
+    """
+    largest([])
+
+
+@contextmanager
+def lost_ranks(doing: str) -> Iterator[None]:
+    """Context in which the error of a process group is told as what it means.
+
+    Raises:
+        RankError: another rank is gone, or does not answer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_of_group(error):
+            raise
+        raise lost(error, doing) from error
+
+
+def lost(error: Exception, doing: str) -> RankError:
+    """What the error of a process group means."""
+    reason = str(error).strip().partition("\n")[0]
+    return RankError(
+        f"another rank is gone, or did not answer in time, while {doing}: {reason}. Look at the "
+        "other ranks' output for the first error"
+    )
+
+
+def members_of(model: nn.Module) -> tuple[int, ...]:
+    """The ranks that hold parts of a model's parameters or buffers, ascending; none: it has no
+    DTensors."""
+    members: set[int] = set()
+    for tensor in (*model.parameters(), *model.buffers()):
+        mesh: Any = getattr(tensor, "device_mesh", None)
+        if mesh is not None:
+            members.update(mesh.mesh.flatten().tolist())
+    return tuple(sorted(members))
+
+
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """The processes that hold parts of a model's parameters; None: this one has all of it, or
+    there is no other (the `fake` process group's ranks are not there)."""
+    return _ranks(members_of(model))
+
+
+def ranks_in(mesh: DeviceMesh) -> Ranks | None:
+    """The processes of a mesh; None as for `ranks_of`."""
+    return _ranks(tuple(sorted(mesh.mesh.flatten().tolist())))
+
+
+def _ranks(members: tuple[int, ...]) -> Ranks | None:
+    distributed = torch.distributed
+    if len(members) < 2 or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return None if distributed.get_backend() == "fake" else Ranks(members, _group(members))
+
+
+def _group(members: tuple[int, ...]) -> Any:
+    """The gloo group of some ranks, made once by all of them."""
+    world = torch.distributed.group.WORLD
+    key = (id(world), *members)
+    if key not in _GROUPS:
+        _GROUPS[key] = torch.distributed.new_group(
+            list(members), timeout=timeout(), backend="gloo", use_local_synchronization=True
+        )
+    return _GROUPS[key]
+
+
+def timeout() -> timedelta | None:
+    """How long the default group's collectives wait for a rank; None: torch's own default."""
+    world: Any = torch.distributed.group.WORLD
+    try:
+        options = world._get_backend(torch.device("cpu")).options
+    except (AttributeError, RuntimeError):
+        return None
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found
+
+
+def is_of_group(error: Exception) -> bool:
+    """Whether an error says that a process group's collective failed."""
+    if not isinstance(error, RuntimeError):
+        return False
+    text = f"{type(error).__name__} {error}"
+    words = ("gloo", "Timed out", "timed out", "Connection", "DistBackendError", "NCCL", "Broken")
+    return isinstance(error, torch.distributed.DistError) or any(word in text for word in words)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error as it can be sent to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except (TypeError, pickle.PicklingError, AttributeError):
+        return RankError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _apart(one: str, other: str) -> tuple[str, str]:
+    """Two texts, from a little before where they differ."""
+    if max(len(one), len(other)) <= _SHOWN:
+        return one, other
+    pairs = enumerate(zip(one, other, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    begin = max(0, first - 60)
+    return tuple(f"...{text[begin : begin + _SHOWN]}..." for text in (one, other))  # type: ignore[return-value]

@@ -1,0 +1,108 @@
+"""Models, and training loops of them, that tests run on several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+VOCABULARY = 131
+
+
+def mlp() -> nn.Sequential:
+    """Three blocks."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 130), nn.GELU(), nn.Linear(130, 16)) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Linear(16, 4))
+
+
+def gpt2(tied: bool = False) -> nn.Module:
+    """A small GPT-2, without dropout."""
+    from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
+
+    from transformers import GPT2Config, GPT2LMHeadModel  # isort: skip
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=4,
+        n_embd=64,
+        n_head=2,
+        vocab_size=VOCABULARY,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        tie_word_embeddings=tied,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def resnet50() -> nn.Module:
+    """A narrow ResNet-50."""
+    from tests.zoo import get
+
+    return get("resnet50").build("tiny")
+
+
+def batch(model: nn.Module) -> dict[str, Any]:
+    """A call of a model, drawn from the process's own generator."""
+    if hasattr(model, "config"):
+        ids = torch.randint(0, VOCABULARY, (4, 32))
+        return {"input_ids": ids, "labels": ids}
+    if isinstance(model, nn.Sequential):
+        return {"input": torch.randn(64, 16)}
+    return {"x": torch.randn(4, 3, 32, 32)}
+
+
+def loss_of(output: Any) -> Tensor:
+    """The model's own loss, or the mean square of its output."""
+    loss: Tensor = output.loss if hasattr(output, "loss") else output.square().mean()
+    return loss
+
+
+def train(
+    model: nn.Module, inner: nn.Module, rank: int, steps: int, accumulate: Any = None
+) -> list[float]:
+    """Train with AdamW and clipping; losses and norms.
+
+    Args:
+        model: what is called.
+        inner: the model itself, for its inputs.
+        rank: seeds the data.
+        steps: how many.
+        accumulate: a context for a micro-batch before each step, if there is to be one.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    torch.manual_seed(100 + rank)
+    found = []
+    for _ in range(steps):
+        if accumulate is not None:
+            with accumulate():
+                loss_of(model(**batch(inner))).backward()
+        loss = loss_of(model(**batch(inner)))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), whole(norm).item()]
+    return found
+
+
+def whole(value: Tensor) -> Tensor:
+    """A tensor, gathered if ranks hold parts of it."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def own(model: nn.Module) -> list[Tensor]:
+    """This rank's parts of a model's parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return [(t.to_local() if isinstance(t, DTensor) else t).detach() for t in tensors]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Bit for bit."""
+    return len(one) == len(other) and all(map(torch.equal, one, other))

@@ -1,0 +1,88 @@
+"""Plans with torch's own engines: FSDP2 around what is planned, tensor parallelism inside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import memopt
+from memopt.errors import CaptureError
+from tests.distributed import cases, processes
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def engines(rank: int, ranks: int) -> dict[str, Any]:
+    """Three steps of each kind, planned; whether they are those of the unplanned engine."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    unplanned = cases.mlp()
+    for block in unplanned:
+        fully_shard(block, mesh=mesh)
+    fully_shard(unplanned, mesh=mesh)
+    losses = cases.train(unplanned, unplanned, rank, 3)
+    found: dict[str, Any] = {}
+
+    with pytest.raises(CaptureError) as refused:
+        memopt.plan(unplanned, cases.batch(unplanned), progress=False)
+    found["refusal"] = str(refused.value)
+
+    model = cases.mlp()
+    plan = memopt.plan(model, cases.batch(model), budget="min", progress=False)
+    around: Any = plan.apply(model)
+    fully_shard(around, mesh=mesh)
+    found["root"] = cases.train(around, model, rank, 3) == losses
+    found["root calls"] = around.calls.planned
+
+    model = cases.mlp()
+    features = cases.batch(model)["input"]
+    for i, block in enumerate(model):
+        features.requires_grad_(i > 0)
+        made = memopt.plan(block, features, budget="min", progress=False)
+        model[i] = made.apply(block)
+        fully_shard(model[i], mesh=mesh)
+    blocks: list[Any] = list(model)
+    fully_shard(model, mesh=mesh)
+    found["blocks"] = cases.train(model, model, rank, 3) == losses
+    found["block calls"] = [block.calls.planned for block in blocks]
+
+    ends = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        parallel = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        parallelize_module(parallel, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        if planned:
+            memopt.wrap(parallel, "min", progress=False)
+        # Every rank of a tensor-parallel group has the same data.
+        ends.append((cases.train(parallel, parallel, 0, 3), cases.own(parallel)))
+    found["tensor parallel"] = ends[0][0] == ends[1][0] and cases.same(ends[0][1], ends[1][1])
+    (parallel_plan,) = parallel.memopt.plans
+    found["collectives"] = sum(
+        "all_reduce" in operator.target for operator in parallel_plan.graph.operators
+    )
+    return found
+
+
+@pytest.mark.slow
+def test_engines(tmp_path: Path) -> None:
+    for one in processes.results(processes.run(engines, 2, tmp_path)):
+        assert "memopt.shard(model, mesh)" in one["refusal"]
+        assert one["root"]
+        assert one["root calls"] == 3
+        assert one["blocks"]
+        assert one["block calls"] == [3, 3, 3, 3]
+        assert one["tensor parallel"]
+        assert one["collectives"] > 0

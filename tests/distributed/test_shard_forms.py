@@ -1,0 +1,162 @@
+"""Forms of sharding: replicas of shards, lower precision, tied, frozen and scalar parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed.checkpoint import load as load_checkpoint
+from torch.distributed.checkpoint import save as save_checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import memopt
+from tests.distributed import cases, processes
+
+
+class Net(nn.Module):
+    """Tied, frozen, scalar and uneven parameters; one row fewer than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, 7)
+        self.frozen = nn.Linear(7, 16)
+        self.frozen.requires_grad_(False)
+        self.last = nn.Linear(16, 7)
+        self.last.weight = self.first.weight
+        self.few = nn.Parameter(torch.randn(3, 7))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = self.frozen(self.first(input).relu())
+        return (self.last(hidden) * self.scale) @ self.few.t()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def gradients(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    """Of one step on this rank's data, whole."""
+    torch.manual_seed(10 + rank)
+    model(torch.randn(8, 16)).square().mean().backward()
+    named = model.named_parameters()
+    return {name: cases.whole(p.grad) for name, p in named if p.grad is not None}
+
+
+def forms(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    """Gradients of each form beside averaged ones of the whole model, and checkpoints."""
+    found: dict[str, Any] = {}
+    expected = gradients(Net(), rank)
+    for value in expected.values():
+        torch.distributed.all_reduce(value)
+        value /= ranks
+    line = init_device_mesh("cpu", (ranks,))
+    square = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
+    for name, mesh in (("shards", line), ("replicas", square)):
+        for planned in (False, True):
+            model = memopt.shard(Net(), mesh)
+            if planned:
+                memopt.wrap(model, "min", progress=False)
+            got = gradients(model, rank)
+            assert got.keys() == expected.keys()
+            for key, value in got.items():
+                torch.testing.assert_close(value, expected[key])
+            found[f"{name} {planned}"] = [cases.own(model), [*got.values()]]
+
+    lower = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    ours = memopt.wrap(memopt.shard(cases.mlp(), line, **lower), "min", progress=False)
+    theirs = cases.mlp()
+    for block in (*theirs, theirs):
+        fully_shard(block, mesh=line, mp_policy=MixedPrecisionPolicy(**lower))
+    pair = [cases.train(model, model, rank, 3) for model in (ours, theirs)]
+    found["bfloat16"] = pair[0] == pair[1] and cases.same(cases.own(ours), cases.own(theirs))
+    found["float32 shards"] = all(p.dtype is torch.float32 for p in ours.parameters())
+
+    # A checkpoint of ours, read by FSDP2.
+    save_checkpoint({"model": ours.state_dict()}, checkpoint_id=folder)
+    state = {"model": {k: torch.zeros_like(v) for k, v in theirs.state_dict().items()}}
+    load_checkpoint(state, checkpoint_id=folder)
+    theirs.load_state_dict(state["model"])
+    found["checkpoint"] = cases.same(cases.own(ours), cases.own(theirs))
+    return found
+
+
+@pytest.mark.slow
+def test_four_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    for one in processes.results(processes.run(forms, 4, tmp_path, str(folder))):
+        for name in ("shards", "replicas"):
+            (values, grads), (planned_values, planned_grads) = (
+                one[f"{name} {planned}"] for planned in (False, True)
+            )
+            assert cases.same(values, planned_values)
+            assert cases.same(grads, planned_grads)
+        assert one["bfloat16"]
+        assert one["float32 shards"]
+        assert one["checkpoint"]
+
+
+@pytest.fixture
+def eight_fake_ranks() -> Iterator[Any]:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield init_device_mesh("cpu", (8,))
+    torch.distributed.destroy_process_group()
+
+
+def test_what_is_gathered_in_which_precision(eight_fake_ranks: Any) -> None:
+    model = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 8))
+    memopt.shard(model, eight_fake_ranks, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plan = memopt.plan(model, torch.randn(4, 16), progress=False)
+    sizes = {
+        target: sorted(
+            plan.graph.tensors[operator.writes[0]].size_bytes
+            for operator in plan.graph.operators
+            if target in operator.target
+        )
+        for target in ("all_gather", "reduce_scatter")
+    }
+    # Whole parameters of two bytes, and an eighth of the gradients of four.
+    assert sizes["all_gather"] == [2 * 8, 2 * 24, 2 * 8 * 24, 2 * 16 * 24]
+    assert sizes["reduce_scatter"] == [4, 4 * 3, 4 * 24, 4 * 48]
+    shards = {one.name: one.size_bytes for one in plan.graph.tensors if one.resident}
+    assert shards["0.weight"] == 4 * 16 * 24 // 8
+
+
+def test_outside_of_a_step_a_parameter_is_its_shard(eight_fake_ranks: Any) -> None:
+    model = memopt.shard(nn.Sequential(nn.Linear(16, 24)), eight_fake_ranks)
+    assert model[0].weight is model[0]._parameters["weight"]
+    assert model[0].weight.to_local().shape == (3, 16)
+    assert model(torch.randn(2, 16)).shape == (2, 24)
+    assert [*model.state_dict()] == ["0.weight", "0.bias"]
+
+
+def test_refusals(eight_fake_ranks: Any) -> None:
+    mesh = eight_fake_ranks
+    model = memopt.shard(nn.Sequential(nn.Linear(16, 24)), mesh)
+    with pytest.raises(ValueError, match="sharded already; shard the outermost module"):
+        memopt.shard(model, mesh)
+    with pytest.raises(ValueError, match="module '0' is an LSTM, which holds its parameters"):
+        memopt.shard(nn.Sequential(nn.LSTM(4, 4)), mesh)
+    wrapped = memopt.wrap(nn.Sequential(nn.Linear(4, 4)), progress=False)
+    with pytest.raises(ValueError, match="wrapped already: shard first"):
+        memopt.shard(wrapped, mesh)
+    with pytest.raises(ValueError, match="a DeviceMesh of one dimension, or of two"):
+        memopt.shard(nn.Linear(4, 4), None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a whole step cannot be planned where ranks hold shards"):
+        memopt.plan(
+            model,
+            torch.randn(2, 16),
+            loss_fn=lambda output: output.mean(),
+            optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            whole_step=True,
+            progress=False,
+        )
