@@ -19,6 +19,7 @@ from memopt.models.presets import find_device
 from memopt.plan_record import BaselineFigures, PlanRecord
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
+from memopt.programs.moved import resident_bytes_under
 from memopt.programs.replay import replay
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies import Progress, Solution, Strategy, resolve
@@ -292,7 +293,7 @@ def _wrap(
         budget=budget.device_bytes,
         host_budget=budget.host_bytes,
         peak_bytes=peak_bytes,
-        resident_bytes=graph.resident_bytes,
+        resident_bytes=resident_bytes_under(graph, program),
         step_time_s=time_s,
         lower_bound_s=min(time_s, time_lower_bound(graph) if bound_s is None else bound_s),
         baseline=baseline,

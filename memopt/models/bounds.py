@@ -18,7 +18,8 @@ def memory_lower_bound(graph: Graph) -> int:
     """Bytes, resident included, that every program of a graph needs: the largest working set of an
     operator that every program must run, with the results that are then held already; the loss
     boundary; or the end of the step."""
-    return graph.resident_bytes + max(_graph_working_sets(graph))
+    fixed_bytes = graph.resident_bytes - graph.movable_bytes
+    return fixed_bytes + max(_graph_working_sets(graph))
 
 
 def time_lower_bound(cost_model: Graph | Chain) -> float:
@@ -89,8 +90,10 @@ def _sure_reads(operator: Operator) -> frozenset[int]:
 
 
 def _graph_working_sets(graph: Graph) -> Iterator[int]:
-    """Non-resident bytes at moments that no valid program avoids."""
-    sizes = [0 if tensor.resident else tensor.size_bytes for tensor in graph.tensors]
+    """Bytes of what is neither resident nor beside the graph, movable tensors included, at moments
+    that no valid program avoids."""
+    always = graph.resident.difference(graph.movable)
+    sizes = [0 if t in always else tensor.size_bytes for t, tensor in enumerate(graph.tensors)]
 
     def total(tensors: Iterable[int]) -> int:
         return sum(sizes[tensor] for tensor in set(tensors))

@@ -294,6 +294,7 @@ def test_the_validators_share_no_code_with_what_they_check(name):
     own = {x.removeprefix("memopt.") for x in imported if x.startswith("memopt")}
     data = {f"models.{x}" for x in ("budget", "graph", "chain", "steps")}
     data |= {f"programs.{x}" for x in ("instructions", "violations", "validate_placement")}
+    data |= {"programs.validate_moved"}
     assert own <= data
 
 
