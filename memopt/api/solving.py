@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from memopt.api.refusal import infeasible
-from memopt.api.whole_step import left_on_host, takes_whole_step
+from memopt.api.whole_step import left_on_host, movable_step, takes_whole_step
 from memopt.errors import InvalidProgramError, MemoptError
 from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import MINIMUM, Budget, WrittenBudget, format_bytes, parse_budget
@@ -56,6 +56,7 @@ class PlanRequest:
     place: bool = False
     whole_step: bool | None = None
     offload_optimizer: bool = False
+    movable: str | tuple[str, ...] = ()
     accumulate: bool = False
     time_limit_s: float | None = None
     cache: bool = True
@@ -82,7 +83,7 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     parse_budget(None if wanted.budget == MINIMUM else wanted.budget, 1)
     with reporting_on(wanted.progress) as report:
         target = planned_device(wanted.device, wanted.mode)
-        whole_step = True if wanted.offload_optimizer else None
+        whole_step = True if wanted.offload_optimizer or wanted.movable else None
         if wanted.whole_step is not None:
             whole_step = wanted.whole_step
         whole = takes_whole_step(chosen, whole_step, wanted.loss_fn, wanted.optimizer, wanted.mode)
@@ -91,6 +92,8 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
             from memopt.profiler.accumulation import accumulating
 
             profiled = accumulating(profiled, whole_step=whole)
+        if wanted.movable:
+            profiled = movable_step(profiled, wanted.optimizer, wanted.movable, chosen)
         if wanted.offload_optimizer:
             host_bytes = left_on_host(host_bytes, profiled, whole_step=whole)
             chosen = with_host_budget(chosen, host_bytes)

@@ -42,6 +42,24 @@ def takes_whole_step(
     return True
 
 
+def movable_step(
+    profiled: Any, optimizer: Any, movable: str | tuple[str, ...], strategy: Strategy
+) -> Any:
+    """For `movable` of `memopt.plan`: the step with tensors that may live on the host.
+
+    Raises:
+        ValueError: it is no whole step, or the strategy moves nothing.
+    """
+    from memopt.profiler.movable import parse_movable, with_movable
+
+    kinds = parse_movable(movable)
+    if strategy.needs == "chain" or not strategy.features.offload:
+        raise ValueError(
+            f"{strategy.name} moves no parameters: take offload-graph, or leave out movable"
+        )
+    return with_movable(profiled, optimizer, kinds)
+
+
 def left_on_host(host_budget_bytes: int | None, profiled: Any, *, whole_step: bool) -> int | None:
     """For `offload_optimizer` of `memopt.plan`: what the optimizer's state on the host leaves of a
     host budget.

@@ -16,6 +16,7 @@ from torch import nn
 
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.guard import Guard
+from memopt.executor.homes import Homes, tensors_on
 from memopt.executor.input_gradients import check_behind, pass_on
 from memopt.executor.module import install
 from memopt.executor.recaptured import with_step
@@ -61,13 +62,16 @@ class TrainStep:
         self._parts = profiled.parts
         self._captured = profiled.captured
         self._user_call = profiled.user_call
+        self._homes = Homes(profiled.parts, profiled.lowering, plan.program, optimizer)
         self._program = install(
             profiled.captured,
             profiled.lowering,
             plan.program,
             interpreted=interpreted,
             checked=checked,
+            homes=self._homes,
         )
+        self._homes.leave()
         planned = profiled.record.autocast if profiled.record is not None else autocast_state()
         with autocast_as(planned):
             self._guard = Guard.of(
@@ -84,6 +88,19 @@ class TrainStep:
         """The generated source that runs; "" when interpreted."""
         return self._program.source
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of parameters and optimizer state that live on the host between steps."""
+        return self._homes.bytes_total
+
+    @contextmanager
+    def parameters_on(self, device: torch.device | str) -> Iterator[nn.Module]:
+        """The model with all parameters and buffers on a device, for evaluation, averages and
+        checkpoints. What is there already is shared, not copied."""
+        model = self._parts.module.model
+        with tensors_on(model, torch.device(device)):
+            yield model
+
     def __call__(self, *args: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
         """Train on one batch and return its loss (detached).
 
@@ -98,6 +115,7 @@ class TrainStep:
         call = align(model, self._user_call, args, as_planned(self._user_call, kwargs))
         call = Call((as_targets(targets), *call.args), call.kwargs)
         self._parts.module.training = model.training
+        self._homes.leave()
         self._guard.check(self._parts.module, call)
         if torch.is_inference_mode_enabled():
             raise ExecutionError(
@@ -127,12 +145,14 @@ class TrainStep:
             begin()
             parameter = self._parameters[name]
             touch = Touch(self._optimizer, parameter)
+            restores = self._homes.restores(parameter)
             try:
                 if value is not None:
                     parameter.copy_(value)
-                one(parameter, gradient)
+                with self._homes.updating(parameter):
+                    one(parameter, gradient)
             except BaseException:
-                if touch.changed():
+                if touch.changed() and not restores:
                     changes.half = name.removeprefix("model.")
                 raise
             changes.updated += 1
@@ -159,6 +179,7 @@ class TrainStep:
             raise
         finally:
             target.run = None
+            self._homes.settle()
             if host_state is not None:
                 host_state.settle()
 
@@ -291,7 +312,7 @@ def _check_state(
     planned = profiled.optimizer
     assert planned is not None
     assert profiled.record is not None
-    planned_bytes = planned.bytes_total + profiled.host_state_bytes
+    planned_bytes = planned.bytes_total + profiled.host_state_bytes + profiled.movable_state_bytes
     state = optimizer_state(optimizer, model.parameters(), profiled.record.block_bytes)
     if state.bytes_total != planned_bytes:
         raise ValueError(
