@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from memopt.api.refusal import infeasible
-from memopt.api.whole_step import left_on_host, movable_step, takes_whole_step
+from memopt.api.whole_step import check_movable, left_on_host, takes_whole_step
 from memopt.errors import InvalidProgramError, MemoptError
 from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import MINIMUM, Budget, WrittenBudget, format_bytes, parse_budget
@@ -80,20 +80,25 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     """Profile a model, if it is one, and plan its step; see `memopt.plan`."""
     host_bytes = parse_host_budget(wanted.host_budget)
     chosen = with_host_budget(resolve(wanted.strategy), host_bytes)
+    if wanted.movable:
+        check_movable(wanted, chosen)
     parse_budget(None if wanted.budget == MINIMUM else wanted.budget, 1)
     with reporting_on(wanted.progress) as report:
         target = planned_device(wanted.device, wanted.mode)
         whole_step = True if wanted.offload_optimizer or wanted.movable else None
         if wanted.whole_step is not None:
             whole_step = wanted.whole_step
-        whole = takes_whole_step(chosen, whole_step, wanted.loss_fn, wanted.optimizer, wanted.mode)
+        how = (wanted.loss_fn, wanted.optimizer, wanted.mode)
+        whole = takes_whole_step(chosen, whole_step, *how, movable=bool(wanted.movable))
         profiled = profiled_for(model, inputs, _priced(wanted, target, whole), report)
         if wanted.accumulate:
             from memopt.profiler.accumulation import accumulating
 
             profiled = accumulating(profiled, whole_step=whole)
         if wanted.movable:
-            profiled = movable_step(profiled, wanted.optimizer, wanted.movable, chosen)
+            from memopt.profiler.movable import with_movable
+
+            profiled = with_movable(profiled, wanted.optimizer, wanted.movable)
         if wanted.offload_optimizer:
             host_bytes = left_on_host(host_bytes, profiled, whole_step=whole)
             chosen = with_host_budget(chosen, host_bytes)

@@ -130,8 +130,8 @@ class _Writer:
                 self.emit(f"homes.back({tensor})")
                 self.swapping_out.add(tensor)
             case SwapIn(tensor) if tensor in self.halves.moved:
-                base = self.lowering.bases.get(tensor)
-                target = "" if base is None else f"{self.bind(base)} = "
+                node = self.lowering.bases.get(tensor)
+                target = "" if node is None else f"{self.bind(node)} = "
                 self.emit(f"{target}homes.bring({tensor})")
                 self.swapping_in.add(tensor)
             case SwapOut(tensor):

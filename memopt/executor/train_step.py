@@ -20,6 +20,7 @@ from memopt.executor.homes import Homes, tensors_on
 from memopt.executor.input_gradients import check_behind, pass_on
 from memopt.executor.module import install
 from memopt.executor.recaptured import with_step
+from memopt.executor.undo import Undo
 from memopt.models.budget import format_bytes
 from memopt.profiler.backend import autocast_as, autocast_off, autocast_state
 from memopt.profiler.baseline import as_targets
@@ -42,8 +43,9 @@ class TrainStep:
     `zero_grad()`, bit for bit on CPU; inputs that require a gradient get theirs. A step that
     fails before its first update leaves parameters, optimizer state and buffers as they were (the
     random state has moved); one that fails later leaves the parameters updated so far updated,
-    and says how many, and which one may be changed in part; buffers change only when all
-    parameters are updated. After the first update Ctrl-C waits for the end of the step.
+    and says how many, and which one may be changed in part (none that moves together with its
+    state); buffers change only when all parameters are updated. With `undo` it leaves everything as
+    it was, whenever it fails. After the first update Ctrl-C waits for the end of the step.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class TrainStep:
         *,
         interpreted: bool = False,
         checked: bool = False,
+        undo: bool = False,
     ) -> None:
         profiled = plan.profiled
         assert isinstance(profiled, ProfiledStep)
@@ -72,6 +75,7 @@ class TrainStep:
             homes=self._homes,
         )
         self._homes.leave()
+        self._undo = Undo(optimizer) if undo else None
         planned = profiled.record.autocast if profiled.record is not None else autocast_state()
         with autocast_as(planned):
             self._guard = Guard.of(
@@ -137,6 +141,17 @@ class TrainStep:
         return self._run(call)
 
     def _run(self, call: Call) -> torch.Tensor:
+        if self._undo is None:
+            return self._attempt(call)
+        try:
+            loss = self._attempt(call)
+        except BaseException:
+            self._undo.put_back()
+            raise
+        self._undo.forget()
+        return loss
+
+    def _attempt(self, call: Call) -> torch.Tensor:
         changes = _Changes(len(self._parts.sites), len(self._captured.mutated))
         host_state = self._host_state
         one = partial(update_one, self._optimizer) if host_state is None else host_state.step
@@ -146,6 +161,8 @@ class TrainStep:
             parameter = self._parameters[name]
             touch = Touch(self._optimizer, parameter)
             restores = self._homes.restores(parameter)
+            if self._undo is not None:
+                self._undo.note(parameter)
             try:
                 if value is not None:
                     parameter.copy_(value)
@@ -170,11 +187,11 @@ class TrainStep:
                     host_state.leave()
                 return self._step(call, changes)
         except Exception as error:
-            if not changes:
+            if not changes or self._undo is not None:
                 raise
             raise ExecutionError(changes.text(str(error))) from error
         except BaseException as error:
-            if changes:
+            if changes and self._undo is None:
                 error.add_note(changes.text(type(error).__name__))
             raise
         finally:
@@ -201,6 +218,8 @@ class TrainStep:
         applied = {site.name for site in self._parts.sites if site.value is not None}
         for position, value in zip(captured.mutated, outputs, strict=True):
             if captured.primals[position].name not in applied:
+                if self._undo is not None:
+                    self._undo.note_value(primals[position])
                 primals[position].copy_(value)
                 changes.buffers += 1
         for primal, gradient in zip(captured.primals, results, strict=True):
@@ -341,6 +360,7 @@ def train_step(
     *,
     interpreted: bool = False,
     checked: bool = False,
+    undo: bool = False,
 ) -> TrainStep:
     """See `Plan.train_step`."""
     _check_alone(model)
@@ -359,4 +379,4 @@ def train_step(
     if differs is not None:
         raise ValueError(f"{differs}; plan again")
     _check_state(profiled, optimizer, model)
-    return TrainStep(plan, optimizer, interpreted=interpreted, checked=checked)
+    return TrainStep(plan, optimizer, interpreted=interpreted, checked=checked, undo=undo)

@@ -48,7 +48,7 @@ def state_name(parameter: str) -> str:
 
 
 def with_movable(
-    profiled: Profiled | None, optimizer: torch.optim.Optimizer, kinds: Collection[str]
+    profiled: Profiled | None, optimizer: torch.optim.Optimizer, movable: str | Collection[str]
 ) -> ProfiledStep:
     """The step with tensors that its plan may keep on the host between steps. (Gradients are made
     and freed in a whole step: they may move anyway.)
@@ -56,6 +56,7 @@ def with_movable(
     Raises:
         ValueError: it is no whole step, or one whose state is on the host already.
     """
+    kinds = parse_movable(movable)
     parts = profiled.parts if isinstance(profiled, ProfiledStep) else None
     if not isinstance(profiled, ProfiledStep) or parts is None or profiled.host_state_bytes:
         raise ValueError(
@@ -65,14 +66,14 @@ def with_movable(
     block_bytes = 1 if profiled.record is None else profiled.record.block_bytes
     sizes = _state_sizes(parts, optimizer, block_bytes) if "optimizer" in kinds else {}
     taken = "parameters" in kinds
-    movable = movable_parameters(parts, profiled.lowering) if taken else ()
-    graph = movable_graph(profiled.graph, movable, sizes)
-    lowered = movable_graph(profiled.lowering.graph, movable, sizes, charged=False)
+    parameters = movable_parameters(parts, profiled.lowering) if taken else ()
+    graph = movable_graph(profiled.graph, parameters, sizes)
+    lowered = movable_graph(profiled.lowering.graph, parameters, sizes, charged=False)
     state_bytes = sum(sizes.values())
     optimizer_left = profiled.optimizer
     if optimizer_left is not None:
         left_bytes = optimizer_left.bytes_total - state_bytes
-        optimizer_left = replace(optimizer_left, bytes_total=left_bytes)
+        optimizer_left = replace(optimizer_left, bytes_total=left_bytes, parts=())
     size = format_bytes(graph.movable_bytes)
     return replace(
         profiled,

@@ -21,7 +21,7 @@ def moved_tensors(graph: Graph, instructions: Iterable[object]) -> frozenset[int
     if not graph.movable:
         return frozenset()
     named = {x.tensor for x in instructions if isinstance(x, OfTensor)}
-    return named.intersection(graph.movable)
+    return frozenset(named.intersection(graph.movable))
 
 
 def resident_under(graph: Graph, instructions: Iterable[object]) -> frozenset[int]:
