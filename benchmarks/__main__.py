@@ -38,6 +38,7 @@ CPU = (
     "estimate_accuracy",
     "trainer_architectures",
     "explorer",
+    "moved_llama",
 )
 GPU = ("gpu",)
 CAPTURES = ("olla_graphs", "rotor_chains")
