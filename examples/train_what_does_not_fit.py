@@ -33,7 +33,7 @@ def main(steps: int = 3, picture: Path | None = None) -> memopt.Plan:
         strategy="offload-graph",
         movable="all",
         budget=parameters,
-        device=memopt.Device(to_host_bytes_per_s=10e9),  # or memopt.measure_device()
+        device=memopt.Device(to_host_bytes_per_s=2e9),  # or memopt.measure_device()
         progress=False,
     )
     print(plan)

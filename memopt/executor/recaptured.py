@@ -38,6 +38,7 @@ from memopt.profiler.compiled.choice import planned_kernels
 from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.measure import MeasureOptions, costs_of
+from memopt.profiler.movable import movable_as_planned, state_bytes
 from memopt.profiler.optimizer_state import optimizer_state
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.signature import signature
@@ -208,6 +209,8 @@ def with_step(
             fuse = planned_kernels(record, device, record.block_bytes)
             parts = capture_step(model, user_call, loss, optimizer, record.block_bytes, fuse)
         captured, lowering = with_updates(parts, parts.lowering, {})
+        block_bytes = record.block_bytes
+        lowering = movable_as_planned(parts, lowering, graph, optimizer, block_bytes)
         if fingerprint(lowering.graph) != record.fingerprint:
             differs = (
                 "the captured steps differ (another loss, trained parameters or their order; "
@@ -222,9 +225,10 @@ def with_step(
     own_bytes = backend_of(device).step_scalars_bytes + record.library_bytes
     own_bytes += lowering.graph.extra_resident_bytes
     stays_bytes = graph.extra_resident_bytes - own_bytes
-    hosted_bytes = state.bytes_total - stays_bytes
+    moved_bytes = state_bytes(graph)
+    hosted_bytes = state.bytes_total - moved_bytes - stays_bytes
     charged_bytes = _update_bytes(graph)
-    if stays_bytes not in (0, state.bytes_total) or hosted_bytes > charged_bytes:
+    if stays_bytes not in (0, state.bytes_total - moved_bytes) or hosted_bytes > charged_bytes:
         raise PlanFileError(
             f"this plan is for {format_bytes(stays_bytes)} of optimizer state, and this "
             f"{state.name} keeps {format_bytes(state.bytes_total)}. {again(plan, _OF_A_STEP)}"
@@ -247,6 +251,7 @@ def with_step(
         parts=parts,
         user_call=user_call,
         host_state_bytes=hosted_bytes,
+        movable_state_bytes=moved_bytes,
     )
     return replace(plan, profiled=profiled)
 

@@ -22,6 +22,7 @@ from memopt.profiler.session import Profiled
 from memopt.profiler.step_capture import StepParts
 from memopt.profiler.step_optimizer import group_of
 from memopt.profiler.step_session import ProfiledStep
+from memopt.programs.serialize import fingerprint
 
 KINDS = ("parameters", "gradients", "optimizer")
 
@@ -69,10 +70,13 @@ def with_movable(
     parameters = movable_parameters(parts, profiled.lowering) if taken else ()
     graph = movable_graph(profiled.graph, parameters, sizes)
     lowered = movable_graph(profiled.lowering.graph, parameters, sizes, charged=False)
-    state_bytes = sum(sizes.values())
+    state_total = sum(sizes.values())
+    record = profiled.record
+    if record is not None:
+        record = replace(record, fingerprint=fingerprint(lowered))
     optimizer_left = profiled.optimizer
     if optimizer_left is not None:
-        left_bytes = optimizer_left.bytes_total - state_bytes
+        left_bytes = optimizer_left.bytes_total - state_total
         optimizer_left = replace(optimizer_left, bytes_total=left_bytes, parts=())
     size = format_bytes(graph.movable_bytes)
     return replace(
@@ -80,9 +84,33 @@ def with_movable(
         graph=graph,
         lowering=replace(profiled.lowering, graph=lowered),
         optimizer=optimizer_left,
-        movable_state_bytes=state_bytes,
+        movable_state_bytes=state_total,
+        record=record,
         notes=(f"May be on the host between steps: {size}.", *profiled.notes),
     )
+
+
+def movable_as_planned(
+    parts: StepParts,
+    lowering: Lowering,
+    planned: Graph,
+    optimizer: torch.optim.Optimizer,
+    block_bytes: int,
+) -> Lowering:
+    """A step that was captured anew, with the kinds of movable tensors that a planned one has."""
+    kinds = {planned.tensors[t].kind for t in planned.movable}
+    states, parameters = dict[str, int](), tuple[int, ...]()
+    if TensorKind.OPTIMIZER_STATE in kinds:
+        states = _state_sizes(parts, optimizer, block_bytes)
+    if TensorKind.PARAMETER in kinds:
+        parameters = movable_parameters(parts, lowering)
+    graph = movable_graph(lowering.graph, parameters, states, charged=False)
+    return replace(lowering, graph=graph)
+
+
+def state_bytes(graph: Graph) -> int:
+    """Bytes of optimizer state that is a part of the graph."""
+    return sum(t.size_bytes for t in graph.tensors if t.kind is TensorKind.OPTIMIZER_STATE)
 
 
 def movable_parameters(parts: StepParts, lowering: Lowering) -> tuple[int, ...]:

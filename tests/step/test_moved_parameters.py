@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,6 +149,17 @@ def test_state_dicts_checkpoints_averages_and_evaluation() -> None:
         before = {name: p.data_ptr() for name, p in made.model.named_parameters()}
         assert torch.equal(model(x), made.twin(x))
         assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
+
+
+def test_plans_from_files_run(tmp_path: Path) -> None:
+    made = Made(layers(64, 2), 0.8)
+    made.plan.save(tmp_path / "plan.json")
+    loaded = memopt.load(tmp_path / "plan.json")
+    assert loaded.host_peak_bytes == made.plan.host_peak_bytes > 0
+    assert loaded.resident_bytes == made.plan.resident_bytes
+    made.step = loaded.train_step(made.model, LOSS, made.optimizer)
+    made.run(0, 2)
+    made.assert_same()
 
 
 def everything(made: Made) -> Any:
