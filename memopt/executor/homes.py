@@ -18,6 +18,7 @@ from torch import nn
 
 from memopt.executor.swap import StoredTensor, ThreadSwap
 from memopt.executor.swap_streams import StreamSwap
+from memopt.profiler.backend import backend_of
 from memopt.profiler.build import Lowering
 from memopt.profiler.movable import state_name
 from memopt.profiler.step_capture import StepParts
@@ -42,6 +43,7 @@ class Homes:
         optimizer: torch.optim.Optimizer,
     ) -> None:
         self._optimizer = optimizer
+        self._device = parts.captured.device or torch.device("cpu")
         self.swap: ThreadSwap | StreamSwap | None = None
         moved = moved_tensors(lowering.graph, program)
         named = dict(parts.module.named_parameters(remove_duplicate=False))
@@ -84,6 +86,7 @@ class Homes:
                     self._store(tensor, key, value)
                     self._wait(tensor, key)
             self._show(tensor)
+        self._synchronize()
 
     def bring(self, tensor: int) -> torch.Tensor | None:
         """Start fetching a tensor; a parameter's device copy. State that does not exist yet is
@@ -161,6 +164,13 @@ class Homes:
             self._stale.discard(tensor)
             self._there.pop(tensor)
             self._show(tensor)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        """Wait until what has been copied to the host can be read there."""
+        runtime = backend_of(self._device).runtime
+        if runtime is not None and self:
+            runtime.current_stream(self._device).synchronize()
 
     @property
     def _swap(self) -> ThreadSwap | StreamSwap:

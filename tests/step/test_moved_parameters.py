@@ -113,6 +113,7 @@ def test_a_step_of_four_times_the_budget_equals_eager() -> None:
     assert peak == pytest.approx(made.plan.peak_bytes, rel=0.005)
 
 
+@pytest.mark.slow
 def test_interpreted_steps_equal_eager() -> None:
     made = Made(layers(), 0.4, interpreted=True)
     made.run(0, 3)
@@ -209,7 +210,7 @@ def test_a_failing_operator_leaves_each_parameter_old_or_new(undo: bool) -> None
     made.assert_same()
 
 
-@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("undo", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("what", ["bring", "store", "wait"])
 def test_a_failing_transfer(what: str, undo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Made(layers(64, 2), 0.8, undo=undo)
@@ -251,6 +252,7 @@ def test_misuse_is_refused() -> None:
         )
 
 
+@pytest.mark.slow
 def test_parameters_that_share_memory_stay() -> None:
     model = layers()
     model[2].weight = model[0].weight
