@@ -144,6 +144,7 @@ SHARED_BY_STRATEGIES = (
     "memopt.strategies.target",
     "memopt.strategies.store_all",
     "memopt.strategies.solvers",
+    "memopt.strategies.moving",
 )
 COMPOSITES = (
     "memopt.strategies",

@@ -16,8 +16,8 @@ from memopt.programs.moved import moved_tensors
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.strategies.base import Status
+from memopt.strategies.moving.planning import fixed_graph, link_bound_s
 from memopt.strategies.offload.graph import OffloadGraph
-from memopt.strategies.offload.moved_planning import fixed_graph, link_bound_s
 
 
 def layered(layers: int, weight: int = 100, activation: int = 30) -> Graph:

@@ -12,8 +12,8 @@ from memopt.programs.instructions import Program
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.step_linearization import linearize_step
 from memopt.strategies.base import Solution
+from memopt.strategies.moving.planning import Limits, fixed_graph, planned_moves
 from memopt.strategies.offload.graph import OffloadGraph
-from memopt.strategies.offload.moved_planning import Limits, fixed_graph, planned_moves
 from memopt.strategies.rotor.strategies import Rotor
 from memopt.strategies.solvers.running import Deadline
 

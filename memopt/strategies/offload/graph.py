@@ -27,17 +27,17 @@ from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy, stops
 from memopt.strategies.budget_search import best_that_fits
-from memopt.strategies.offload.chain_offload import PAPER, linked
-from memopt.strategies.offload.dynprog import DynProg, Greedy
-from memopt.strategies.offload.graph_problem import Absence, GraphProblem, graph_problem
-from memopt.strategies.offload.graph_schedule import Timing, schedule
-from memopt.strategies.offload.moved_planning import (
+from memopt.strategies.moving.planning import (
     Limits,
     activation_bases,
     early_steps,
     fixed_graph,
     planned_moves,
 )
+from memopt.strategies.offload.chain_offload import PAPER, linked
+from memopt.strategies.offload.dynprog import DynProg, Greedy
+from memopt.strategies.offload.graph_problem import Absence, GraphProblem, graph_problem
+from memopt.strategies.offload.graph_schedule import Timing, schedule
 from memopt.strategies.solvers.running import Deadline, Stopped
 
 TIMINGS = tuple(

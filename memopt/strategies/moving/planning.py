@@ -1,7 +1,7 @@
 """Planning whole steps whose parameters and optimizer state may live on the host.
 
 `planned_moves` takes base programs (whoever made them: every operator once, activations moved or
-recomputed) and keeps the fastest program that `memopt.strategies.offload.moved_step` makes of one
+recomputed) and keeps the fastest program that `memopt.strategies.moving.stays` makes of one
 within the budgets. `link_bound_s` is the bound beside it, in closed form.
 """
 
@@ -30,7 +30,7 @@ from memopt.programs.moved import changed_by
 from memopt.programs.replay import Timeline, replay
 from memopt.reductions.updates import updates_of, with_early_updates, without_updates
 from memopt.strategies.base import Solution, Status
-from memopt.strategies.offload.moved_step import MovedBase
+from memopt.strategies.moving.stays import MovedBase
 from memopt.strategies.solvers.running import Deadline, Stopped
 
 PROVED = 1e-9
