@@ -40,6 +40,7 @@ CPU = (
     "trainer_architectures",
     "sharded",
     "explorer",
+    "moved_llama",
 )
 GPU = ("gpu",)
 CAPTURES = ("olla_graphs", "rotor_chains")

@@ -146,6 +146,7 @@ SHARED_BY_STRATEGIES = (
     "memopt.strategies.target",
     "memopt.strategies.store_all",
     "memopt.strategies.solvers",
+    "memopt.strategies.moving",
 )
 COMPOSITES = (
     "memopt.strategies",

@@ -48,6 +48,39 @@ def random_program(
     return Program(with_frees(graph, moved))
 
 
+def random_moves(rng: Random, graph: Graph, program: Program) -> Program:
+    """The program with random movable tensors fetched before they are read and dropped after."""
+    for tensor in graph.movable:
+        runs = [(i, graph.operators[x.op], x) for i, x in program.computes]
+        reads = [
+            (i, one.phase is Phase.UPDATE and not one.writes)
+            for i, one, x in runs
+            if tensor in x.effects(graph).reads
+        ]
+        if rng.random() < 0.3 or not reads:
+            continue
+        added: dict[int, list[Instruction]] = {}
+        end, there = -1, False
+        for number, (position, changes) in enumerate(reads):
+            if not there:
+                begin = rng.randint(max(end, 0), position)
+                added.setdefault(begin, []).append(SwapIn(tensor))
+            later = [i for i, _ in reads[number + 1 :]][:1]
+            out = end = rng.randint(position + 1, later[0] if later else len(program))
+            if changes:
+                out = rng.randint(position + 1, end)
+                added.setdefault(out, []).append(SwapOut(tensor))
+            there = bool(later) and rng.random() < 0.4
+            if not there:
+                added.setdefault(end, []).append(Free(tensor))
+        listed: list[Instruction] = []
+        for position in range(len(program) + 1):
+            listed += added.get(position, ())
+            listed += program.instructions[position : position + 1]
+        program = Program(listed)
+    return program
+
+
 def random_placement(rng: Random, graph: Graph, program: Program) -> Program:
     """The program with offsets: first fit, in a random order of its lifetimes."""
     listed = [

@@ -94,6 +94,7 @@ class Plan(PlanRecord):
         *,
         interpreted: bool = False,
         checked: bool = False,
+        undo: bool = False,
     ) -> TrainStep:
         """The whole step, updates included, under the plan: `step(*inputs, targets=...) -> loss`.
 
@@ -105,13 +106,16 @@ class Plan(PlanRecord):
             optimizer: the planned optimizer, or one over the same parameters.
             interpreted: run instruction by instruction (slower; for debugging).
             checked: as for `apply`.
+            undo: a step that fails leaves parameters, optimizer state and buffers as they were,
+                also where updates have begun: costs host memory for what they were, in no plan.
 
         Raises:
             ValueError: the plan is not of this step, or the optimizer cannot be split.
         """
         from memopt.executor.train_step import train_step
 
-        return train_step(self, model, loss_fn, optimizer, interpreted=interpreted, checked=checked)
+        how = {"interpreted": interpreted, "checked": checked, "undo": undo}
+        return train_step(self, model, loss_fn, optimizer, **how)
 
     def _plan_again(self, model: nn.Module, call: Call) -> nn.Module:
         """The model under a plan for another call, within the same budget."""

@@ -42,6 +42,7 @@ def plan(
     place: bool = False,
     whole_step: bool | None = None,
     offload_optimizer: bool = False,
+    movable: str | tuple[str, ...] = (),
     accumulate: bool = False,
     returns: Returns = "all",
     time_limit_s: float | None = None,
@@ -78,6 +79,9 @@ def plan(
             "store-all", "offload-graph"). None: where these last ones are given both.
         offload_optimizer: keep the optimizer's state on the host; each update brings its
             parameter's state and takes it back. Plans the whole step.
+        movable: what of a whole step may live on the host between its uses: "parameters",
+            "gradients", "optimizer", several of them in a tuple, or "all". The plan keeps on the
+            device what it has room for. For strategies that move tensors of a graph.
         accumulate: charge gradients that are there when a step begins: those of the micro-batches
             before, or zeroed ones that were not set to None.
         returns: "loss": the planned step does not return the outputs that `loss_fn` does not read
@@ -115,6 +119,7 @@ def plan(
         place=place,
         whole_step=whole_step,
         offload_optimizer=offload_optimizer,
+        movable=movable,
         accumulate=accumulate,
         returns=returns,
         time_limit_s=time_limit_s,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from memopt.api.ranks import agreed_on, planned_by_first, planning_ranks, profiling_together
 from memopt.api.refusal import infeasible
-from memopt.api.whole_step import left_on_host, takes_whole_step
+from memopt.api.whole_step import check_movable, left_on_host, takes_whole_step
 from memopt.errors import InvalidProgramError, MemoptError
 from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import MINIMUM, Budget, WrittenBudget, format_bytes, parse_budget
@@ -20,6 +20,7 @@ from memopt.models.presets import find_device
 from memopt.plan_record import BaselineFigures, PlanRecord
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
+from memopt.programs.moved import resident_bytes_under
 from memopt.programs.replay import replay
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies import Progress, Solution, Strategy, resolve
@@ -56,6 +57,7 @@ class PlanRequest:
     place: bool = False
     whole_step: bool | None = None
     offload_optimizer: bool = False
+    movable: str | tuple[str, ...] = ()
     accumulate: bool = False
     time_limit_s: float | None = None
     cache: bool = True
@@ -79,13 +81,16 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     """Profile a model, if it is one, and plan its step; see `memopt.plan`."""
     host_bytes = parse_host_budget(wanted.host_budget)
     chosen = with_host_budget(resolve(wanted.strategy), host_bytes)
+    if wanted.movable:
+        check_movable(wanted, chosen)
     parse_budget(None if wanted.budget == MINIMUM else wanted.budget, 1)
     with reporting_on(wanted.progress) as report:
         target = planned_device(wanted.device, wanted.mode)
-        whole_step = True if wanted.offload_optimizer else None
+        whole_step = True if wanted.offload_optimizer or wanted.movable else None
         if wanted.whole_step is not None:
             whole_step = wanted.whole_step
-        whole = takes_whole_step(chosen, whole_step, wanted.loss_fn, wanted.optimizer, wanted.mode)
+        how = (wanted.loss_fn, wanted.optimizer, wanted.mode)
+        whole = takes_whole_step(chosen, whole_step, *how, movable=bool(wanted.movable))
         ranks = planning_ranks(model, wanted.mode)
         with profiling_together(ranks, model, inputs, wanted):
             profiled = profiled_for(model, inputs, _priced(wanted, target, whole), report)
@@ -93,6 +98,10 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
                 from memopt.profiler.accumulation import accumulating
 
                 profiled = accumulating(profiled, whole_step=whole)
+            if wanted.movable:
+                from memopt.profiler.movable import with_movable
+
+                profiled = with_movable(profiled, wanted.optimizer, wanted.movable)
             if wanted.offload_optimizer:
                 host_bytes = left_on_host(host_bytes, profiled, whole_step=whole)
                 chosen = with_host_budget(chosen, host_bytes)
@@ -307,7 +316,7 @@ def _wrap(
         budget=budget.device_bytes,
         host_budget=budget.host_bytes,
         peak_bytes=peak_bytes,
-        resident_bytes=graph.resident_bytes,
+        resident_bytes=resident_bytes_under(graph, program),
         step_time_s=time_s,
         lower_bound_s=min(time_s, time_lower_bound(graph) if bound_s is None else bound_s),
         baseline=baseline,

@@ -14,6 +14,8 @@ def takes_whole_step(
     loss_fn: Callable[..., Any] | None,
     optimizer: Any,
     mode: str,
+    *,
+    movable: bool = False,
 ) -> bool:
     """Whether the updates are to be captured where a loss and an optimizer instance are given.
 
@@ -22,6 +24,7 @@ def takes_whole_step(
         wanted: `whole_step` of `memopt.plan`; None: for strategies for graphs that recompute
             nothing.
         loss_fn, optimizer, mode: of `memopt.plan`.
+        movable: whether parameters may move.
 
     Raises:
         ValueError: a whole step is wanted and cannot be planned; the message has the remedy.
@@ -29,7 +32,7 @@ def takes_whole_step(
     again = strategy.features.recompute
     if not wanted:
         return wanted is None and strategy.needs != "chain" and not again
-    if strategy.needs == "graph" and again:
+    if strategy.needs == "graph" and again and not (movable and strategy.features.offload):
         raise ValueError(
             f"{strategy.name} plans no whole steps: take auto, a strategy for chains such as "
             "rotor, or one that recomputes nothing (olla, store-all, offload-graph), or leave "
@@ -40,6 +43,26 @@ def takes_whole_step(
     if loss_fn is None or optimizer is None or isinstance(optimizer, str):
         raise ValueError("whole_step=True needs loss_fn= and optimizer=<a torch.optim instance>")
     return True
+
+
+def check_movable(wanted: Any, strategy: Strategy) -> None:
+    """Refuse a plan's request (`wanted`) whose `movable` cannot be met.
+
+    Raises:
+        ValueError: it is unreadable, the strategy moves nothing, or something that does not go
+            together with it is asked for.
+    """
+    from memopt.profiler.movable import parse_movable
+
+    parse_movable(wanted.movable)
+    if wanted.offload_optimizer or wanted.order or wanted.place:
+        raise ValueError(
+            "movable= goes without offload_optimizer (movable='optimizer' is more), order and place"
+        )
+    if strategy.needs == "chain" or not strategy.features.offload:
+        raise ValueError(
+            f"{strategy.name} moves no parameters: take offload-graph, or leave out movable"
+        )
 
 
 def left_on_host(host_budget_bytes: int | None, profiled: Any, *, whole_step: bool) -> int | None:

@@ -21,10 +21,12 @@ from memopt.executor.arena import Arenas
 from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.arena_code import ArenaWriter
 from memopt.executor.collectives import UnderWay
+from memopt.executor.homes import Homes
 from memopt.executor.recorder import Recorder
 from memopt.executor.released import released
 from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
 from memopt.models.variants import variant
+from memopt.profiler.build import held_by
 from memopt.profiler.collectives import WAIT, is_wait, waited
 from memopt.profiler.in_place import in_place_call
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
@@ -151,6 +153,14 @@ class _Writer:
                 self.compute(op, outputs, implementation, in_place)
             case Free(tensor):
                 self.free(tensor)
+            case SwapOut(tensor) if tensor in self.halves.moved:
+                self.emit(f"homes.back({tensor})")
+                self.swapping_out.add(tensor)
+            case SwapIn(tensor) if tensor in self.halves.moved:
+                node = self.lowering.bases.get(tensor)
+                target = "" if node is None else f"{self.bind(node)} = "
+                self.emit(f"{target}homes.bring({tensor})")
+                self.swapping_in.add(tensor)
             case SwapOut(tensor):
                 self.settle(tensor)
                 if self.arena is not None:
@@ -182,7 +192,8 @@ class _Writer:
 
     def arrive(self, tensor: int) -> None:
         if tensor in self.swapping_in or tensor in self.swapping_out:
-            self.emit(f"swap.wait(host_{tensor})")
+            moved = tensor in self.halves.moved
+            self.emit(f"homes.wait({tensor})" if moved else f"swap.wait(host_{tensor})")
             if self.arena is not None and tensor in self.swapping_in:
                 self.arena.brought(self, tensor)
             self.swapping_in.discard(tensor)
@@ -255,8 +266,16 @@ class _Writer:
         self.held.discard(tensor)
         if names:
             self.emit(f"del {names}")
+        if tensor in self.halves.moved:
+            self.emit(f"homes.drop({tensor})")
         if self.arena is not None:
             self.arena.free(self, tensor)
+
+    def primals(self) -> None:
+        """Bind the step's arguments; those that live on the host come by their SwapIn."""
+        homes = {self.lowering.bases.get(tensor) for tensor in self.halves.moved}
+        nodes = [p.node for p in self.halves.captured.primals]
+        self.unpack([None if node in homes else node for node in nodes], "primals")
 
     def unpack(self, nodes: Iterable[Node | None], source: str) -> None:
         names = [self.bind(n) if n is not None else "_" for n in nodes]
@@ -277,7 +296,7 @@ def _forward(
 ) -> _Writer:
     writer = _Writer(halves, names, globals_)
     writer.arena = arena
-    writer.unpack([p.node for p in halves.captured.primals], "primals")
+    writer.primals()
     if halves.host_placement.offsets:
         writer.emit("lease = swap.lease()")
     if arena is not None:
@@ -302,7 +321,7 @@ def _backward(
     writer.swapping_in = set(forward.swapping_in)
     writer.sending = UnderWay(halves.lowering, forward.sending)
     writer.ran = {run.op for i, run in halves.program.computes if i < halves.boundary}
-    writer.unpack([p.node for p in halves.captured.primals], "primals")
+    writer.primals()
     writer.unpack([None, *halves.captured.tangents], "arguments")
     writer.emit("del _")
     writer.emit("arguments.clear()")
@@ -348,6 +367,7 @@ def generate(
     random: Any,
     recorder: Recorder | None = None,
     arenas: Arenas | None = None,
+    homes: Homes | None = None,
     in_parts: bool = False,
 ) -> tuple[Any, Any, str]:
     """Compile a program to two Python functions.
@@ -357,6 +377,7 @@ def generate(
         swap: object with lease/out/bring/wait (see `memopt.executor.swap`).
         random: object with lock/save/replay (see `memopt.executor.random_state`).
         recorder: told when every instruction begins and ends; None: nothing is recorded.
+        homes: the host copies of moved parameters and state; None: nothing of them moves.
         arenas: where placed tensors are written; None: wherever torch's allocator puts them.
         in_parts: whether the backward yields gradients as they are complete, as
             `memopt.executor.handover.Handed`, instead of returning all.
@@ -366,7 +387,7 @@ def generate(
         `backward(primals, arguments, saved) -> gradients`, where `arguments` is the token and
         the tangents, emptied at once, and so is `saved`.
     """
-    globals_: dict[str, Any] = {"swap": swap, "random": random, "torch": torch}
+    globals_: dict[str, Any] = {"swap": swap, "random": random, "torch": torch, "homes": homes}
     if recorder is not None:
         globals_["record"] = recorder
     names: dict[Any, str] = {}

@@ -18,11 +18,12 @@ from memopt.programs.instructions import Compute, DropHost, Free, Instruction, S
 class _Machine:
     """Device values by node, host copies by tensor, generator states by operator."""
 
-    def __init__(self, halves: Halves, swap: Any, random: Any) -> None:
+    def __init__(self, halves: Halves, swap: Any, random: Any, homes: Any) -> None:
         self.halves = halves
         self.lowering = halves.lowering
         self.swap = swap
         self.random = random
+        self.homes = homes
         self.values: dict[Node, Any] = {}
         self.host: dict[int, Any] = {}
         self.states: dict[int, bytearray] = {}
@@ -49,16 +50,33 @@ class _Machine:
         kwargs = map_arg(node.kwargs, self.read)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
+    def given(self, primals: list[Any]) -> None:
+        """Take the step's arguments; those that live on the host come by their SwapIn."""
+        homes = {self.lowering.bases.get(tensor) for tensor in self.halves.moved}
+        for primal, value in zip(self.halves.captured.primals, primals, strict=True):
+            if primal.node not in homes:
+                self.values[primal.node] = value
+
     def step(self, instruction: Instruction) -> None:
         bases = self.lowering.bases
         match instruction:
             case Compute(op, outputs, implementation, in_place):
                 node = self.lowering.node_of(op, implementation)
                 self.compute(op, outputs, node, in_place)
+            case Free(tensor) if tensor in self.halves.moved:
+                self.values.pop(bases.get(tensor), None)  # type: ignore[arg-type]
+                self.homes.drop(tensor)
             case Free(tensor):
                 if tensor in self.host:
                     self.swap.wait(self.host[tensor])
                 self.values.pop(bases.get(tensor), None)  # type: ignore[arg-type]
+            case SwapOut(tensor) if tensor in self.halves.moved:
+                self.homes.back(tensor)
+            case SwapIn(tensor) if tensor in self.halves.moved:
+                brought = self.homes.bring(tensor)
+                self.homes.wait(tensor)
+                if brought is not None:
+                    self.values[bases[tensor]] = brought
             case SwapOut(tensor):
                 self.host[tensor] = self.swap.out(self.values[bases[tensor]])
             case SwapIn(tensor):
@@ -89,13 +107,13 @@ class _Machine:
             self.values[base] = result if position is None else result[position]
 
 
-def interpret(halves: Halves, swap: Any, random: Any) -> tuple[Any, Any]:
+def interpret(halves: Halves, swap: Any, random: Any, homes: Any = None) -> tuple[Any, Any]:
     """(forward, backward) callables with the signatures of `codegen.generate`'s."""
     captured = halves.captured
 
     def forward(primals: list[Any]) -> tuple[list[Any], list[Any]]:
-        machine = _Machine(halves, swap, random)
-        machine.values.update(zip((p.node for p in captured.primals), primals, strict=True))
+        machine = _Machine(halves, swap, random, homes)
+        machine.given(primals)
         for instruction in halves.forward:
             machine.step(instruction)
         outputs = [map_arg(o, machine.read) for o in captured.forward_outputs]
@@ -104,12 +122,12 @@ def interpret(halves: Halves, swap: Any, random: Any) -> tuple[Any, Any]:
         return outputs, [machine]
 
     def backward(primals: list[Any], arguments: list[Any], saved: list[Any]) -> tuple[Any, ...]:
-        machine = _Machine(halves, swap, random)
+        machine = _Machine(halves, swap, random, homes)
         before = saved.pop()
         machine.values = dict(before.values)
         machine.host, machine.states = dict(before.host), dict(before.states)
         del before
-        machine.values.update(zip((p.node for p in captured.primals), primals, strict=True))
+        machine.given(primals)
         machine.values.update(zip(captured.tangents, arguments[1:], strict=True))
         arguments.clear()
         for instruction in halves.backward:

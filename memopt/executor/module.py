@@ -18,6 +18,7 @@ from memopt.executor.codegen import generate
 from memopt.executor.differentiated import AsOriginal, pattern
 from memopt.executor.guard import Guard
 from memopt.executor.handover import HandoverOrder
+from memopt.executor.homes import Homes
 from memopt.executor.interpret import interpret
 from memopt.executor.random_state import RandomStates
 from memopt.executor.recorder import Recorder
@@ -50,6 +51,7 @@ def install(
     recorder: Recorder | None = None,
     checked: bool = False,
     family: ArenaFamily | None = None,
+    homes: Homes | None = None,
 ) -> Installed:
     """Make a program runnable in its captured model.
 
@@ -62,11 +64,14 @@ def install(
         recorder: records the generated code's steps (`recorder_for`); not interpreted ones.
         checked: the arena's debug mode (`memopt.executor.arena_check`). Interpreted steps have no
             arena: their tensors are where torch's allocator puts them.
+        homes: the host copies of moved parameters and state (train steps).
         family: whose arena it runs in; None: its own.
     """
     halves = Halves(captured, lowering, program)
     device = _device(captured)
     mover = _mover(halves, device, recorder) if swap is None else swap
+    if homes is not None:
+        homes.swap = mover
     random = RandomStates(device)
     layout = None if interpreted else arena_layout(lowering, program, device)
     arenas = None
@@ -74,10 +79,10 @@ def install(
         arenas = (CheckedArenas if checked else Arenas)(layout, family)
     order = None
     if interpreted:
-        forward, backward = interpret(halves, mover, random)
+        forward, backward = interpret(halves, mover, random, homes)
         source = ""
     else:
-        forward, backward, source = generate(halves, mover, random, recorder, arenas)
+        forward, backward, source = generate(halves, mover, random, recorder, arenas, homes)
         order = HandoverOrder.of(halves, mover, random, recorder, arenas)
     mutated = set(captured.mutated)
     return Installed(
@@ -101,7 +106,7 @@ def _mover(
     halves: Halves, device: torch.device, recorder: Recorder | None
 ) -> ThreadSwap | StreamSwap:
     pool_bytes = halves.host_placement.extent_bytes
-    if not backend_of(device).on_host and pool_bytes:
+    if not backend_of(device).on_host and (pool_bytes or halves.moved):
         return StreamSwap(DeviceStreams(device, recorder), pool_bytes, recorder)
     return ThreadSwap(recorder)
 

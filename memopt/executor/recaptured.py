@@ -38,7 +38,8 @@ from memopt.profiler.compiled.choice import planned_kernels
 from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.measure import MeasureOptions, costs_of
-from memopt.profiler.optimizer_state import optimizer_state
+from memopt.profiler.movable import movable_as_planned, state_bytes
+from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.signature import signature
 from memopt.profiler.step_capture import StepModule, capture_step, update_name, with_updates
@@ -208,6 +209,8 @@ def with_step(
             fuse = planned_kernels(record, device, record.block_bytes)
             parts = capture_step(model, user_call, loss, optimizer, record.block_bytes, fuse)
         captured, lowering = with_updates(parts, parts.lowering, {})
+        block_bytes = record.block_bytes
+        lowering = movable_as_planned(parts, lowering, graph, optimizer, block_bytes)
         if fingerprint(lowering.graph) != record.fingerprint:
             differs = (
                 "the captured steps differ (another loss, trained parameters or their order; "
@@ -222,13 +225,7 @@ def with_step(
     own_bytes = backend_of(device).step_scalars_bytes + record.library_bytes
     own_bytes += lowering.graph.extra_resident_bytes
     stays_bytes = graph.extra_resident_bytes - own_bytes
-    hosted_bytes = state.bytes_total - stays_bytes
-    charged_bytes = _update_bytes(graph)
-    if stays_bytes not in (0, state.bytes_total) or hosted_bytes > charged_bytes:
-        raise PlanFileError(
-            f"this plan is for {format_bytes(stays_bytes)} of optimizer state, and this "
-            f"{state.name} keeps {format_bytes(state.bytes_total)}. {again(plan, _OF_A_STEP)}"
-        )
+    hosted_bytes = _hosted_bytes(plan, graph, state, stays_bytes)
     update_bytes = {}
     if plan.budget is not None:
         costs = update_costs(parts, optimizer, device, hosted=hosted_bytes > 0)
@@ -247,8 +244,25 @@ def with_step(
         parts=parts,
         user_call=user_call,
         host_state_bytes=hosted_bytes,
+        movable_state_bytes=state_bytes(graph),
     )
     return replace(plan, profiled=profiled)
+
+
+def _hosted_bytes(plan: PlanRecord, graph: Graph, state: OptimizerState, stays_bytes: int) -> int:
+    """Bytes of optimizer state that updates bring themselves, if `stays_bytes` never move.
+
+    Raises:
+        PlanFileError: the plan is for other state than the optimizer keeps.
+    """
+    apart_bytes = state.bytes_total - state_bytes(graph)
+    hosted_bytes = apart_bytes - stays_bytes
+    if stays_bytes not in (0, apart_bytes) or hosted_bytes > _update_bytes(graph):
+        raise PlanFileError(
+            f"this plan is for {format_bytes(stays_bytes)} of optimizer state, and this "
+            f"{state.name} keeps {format_bytes(state.bytes_total)}. {again(plan, _OF_A_STEP)}"
+        )
+    return hosted_bytes
 
 
 def _update_bytes(graph: Graph) -> int:

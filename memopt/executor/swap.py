@@ -129,6 +129,15 @@ class ThreadSwap:
         copy.pending = self._submit(_fill, True, copy.buffer, cell)
         return copy
 
+    def store(self, copy: HostCopy, tensor: torch.Tensor) -> None:
+        """Start copying `tensor`'s storage over what `copy` holds."""
+        copy.pending = self._submit(_fill, True, copy.buffer, [flat(tensor).numpy()])
+        copy.generation = generation()
+
+    def host_view(self, copy: HostCopy) -> torch.Tensor:
+        """The host copy as a tensor that shares its memory."""
+        return copy.made(torch.from_numpy(copy.buffer).untyped_storage())
+
     def bring(self, copy: HostCopy, into: torch.Tensor | None = None) -> torch.Tensor:
         """Allocate the device copy (or take the tensor given, which is all of its storage) and
         start filling it; `wait` before the first read. The worker runs in order, so a copy still

@@ -184,6 +184,20 @@ class StreamSwap:
         )
         return copy
 
+    def store(self, copy: PooledCopy, tensor: torch.Tensor) -> None:
+        """Start copying `tensor`'s storage over what `copy` holds."""
+        copy.settle()
+        source, copy.home = flat(tensor), self._streams.here()
+        copy.pending = copy.stored = self._streams.copy(
+            copy.buffer, source, True, (self._streams.mark(copy.home),)
+        )
+        copy.held = source
+
+    def host_view(self, copy: PooledCopy) -> torch.Tensor:
+        """The host copy as a tensor that shares its memory. Only for one with memory of its own,
+        and to be read once its transfers are over."""
+        return copy.made(copy.buffer.untyped_storage())
+
     def bring(self, copy: PooledCopy, into: torch.Tensor | None = None) -> torch.Tensor:
         """Allocate the device copy (or take the tensor given, which is all of its storage) and
         start filling it; `wait` before the first read."""

@@ -16,9 +16,11 @@ from torch import nn
 
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.guard import Guard
+from memopt.executor.homes import Homes, tensors_on
 from memopt.executor.input_gradients import check_behind, pass_on
 from memopt.executor.module import install
 from memopt.executor.recaptured import with_step
+from memopt.executor.undo import Undo
 from memopt.models.budget import format_bytes
 from memopt.profiler.backend import autocast_as, autocast_off, autocast_state
 from memopt.profiler.baseline import as_targets
@@ -41,8 +43,9 @@ class TrainStep:
     `zero_grad()`, bit for bit on CPU; inputs that require a gradient get theirs. A step that
     fails before its first update leaves parameters, optimizer state and buffers as they were (the
     random state has moved); one that fails later leaves the parameters updated so far updated,
-    and says how many, and which one may be changed in part; buffers change only when all
-    parameters are updated. After the first update Ctrl-C waits for the end of the step.
+    and says how many, and which one may be changed in part (none that moves together with its
+    state); buffers change only when all parameters are updated. With `undo` it leaves everything as
+    it was, whenever it fails. After the first update Ctrl-C waits for the end of the step.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class TrainStep:
         *,
         interpreted: bool = False,
         checked: bool = False,
+        undo: bool = False,
     ) -> None:
         profiled = plan.profiled
         assert isinstance(profiled, ProfiledStep)
@@ -61,13 +65,17 @@ class TrainStep:
         self._parts = profiled.parts
         self._captured = profiled.captured
         self._user_call = profiled.user_call
+        self._homes = Homes(profiled.parts, profiled.lowering, plan.program, optimizer)
         self._program = install(
             profiled.captured,
             profiled.lowering,
             plan.program,
             interpreted=interpreted,
             checked=checked,
+            homes=self._homes,
         )
+        self._homes.leave()
+        self._undo = Undo(optimizer) if undo else None
         planned = profiled.record.autocast if profiled.record is not None else autocast_state()
         with autocast_as(planned):
             self._guard = Guard.of(
@@ -84,6 +92,19 @@ class TrainStep:
         """The generated source that runs; "" when interpreted."""
         return self._program.source
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of parameters and optimizer state that live on the host between steps."""
+        return self._homes.bytes_total
+
+    @contextmanager
+    def parameters_on(self, device: torch.device | str) -> Iterator[nn.Module]:
+        """The model with all parameters and buffers on a device, for evaluation, averages and
+        checkpoints. What is there already is shared, not copied."""
+        model = self._parts.module.model
+        with tensors_on(model, torch.device(device)):
+            yield model
+
     def __call__(self, *args: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
         """Train on one batch and return its loss (detached).
 
@@ -98,6 +119,7 @@ class TrainStep:
         call = align(model, self._user_call, args, as_planned(self._user_call, kwargs))
         call = Call((as_targets(targets), *call.args), call.kwargs)
         self._parts.module.training = model.training
+        self._homes.leave()
         self._guard.check(self._parts.module, call)
         if torch.is_inference_mode_enabled():
             raise ExecutionError(
@@ -119,6 +141,17 @@ class TrainStep:
         return self._run(call)
 
     def _run(self, call: Call) -> torch.Tensor:
+        if self._undo is None:
+            return self._attempt(call)
+        try:
+            loss = self._attempt(call)
+        except BaseException:
+            self._undo.put_back()
+            raise
+        self._undo.forget()
+        return loss
+
+    def _attempt(self, call: Call) -> torch.Tensor:
         changes = _Changes(len(self._parts.sites), len(self._captured.mutated))
         host_state = self._host_state
         one = partial(update_one, self._optimizer) if host_state is None else host_state.step
@@ -127,12 +160,16 @@ class TrainStep:
             begin()
             parameter = self._parameters[name]
             touch = Touch(self._optimizer, parameter)
+            restores = self._homes.restores(parameter)
+            if self._undo is not None:
+                self._undo.note(parameter)
             try:
                 if value is not None:
                     parameter.copy_(value)
-                one(parameter, gradient)
+                with self._homes.updating(parameter):
+                    one(parameter, gradient)
             except BaseException:
-                if touch.changed():
+                if touch.changed() and not restores:
                     changes.half = name.removeprefix("model.")
                 raise
             changes.updated += 1
@@ -150,15 +187,16 @@ class TrainStep:
                     host_state.leave()
                 return self._step(call, changes)
         except Exception as error:
-            if not changes:
+            if not changes or self._undo is not None:
                 raise
             raise ExecutionError(changes.text(str(error))) from error
         except BaseException as error:
-            if changes:
+            if changes and self._undo is None:
                 error.add_note(changes.text(type(error).__name__))
             raise
         finally:
             target.run = None
+            self._homes.settle()
             if host_state is not None:
                 host_state.settle()
 
@@ -180,6 +218,8 @@ class TrainStep:
         applied = {site.name for site in self._parts.sites if site.value is not None}
         for position, value in zip(captured.mutated, outputs, strict=True):
             if captured.primals[position].name not in applied:
+                if self._undo is not None:
+                    self._undo.note_value(primals[position])
                 primals[position].copy_(value)
                 changes.buffers += 1
         for primal, gradient in zip(captured.primals, results, strict=True):
@@ -291,7 +331,7 @@ def _check_state(
     planned = profiled.optimizer
     assert planned is not None
     assert profiled.record is not None
-    planned_bytes = planned.bytes_total + profiled.host_state_bytes
+    planned_bytes = planned.bytes_total + profiled.host_state_bytes + profiled.movable_state_bytes
     state = optimizer_state(optimizer, model.parameters(), profiled.record.block_bytes)
     if state.bytes_total != planned_bytes:
         raise ValueError(
@@ -320,6 +360,7 @@ def train_step(
     *,
     interpreted: bool = False,
     checked: bool = False,
+    undo: bool = False,
 ) -> TrainStep:
     """See `Plan.train_step`."""
     _check_alone(model)
@@ -338,4 +379,4 @@ def train_step(
     if differs is not None:
         raise ValueError(f"{differs}; plan again")
     _check_state(profiled, optimizer, model)
-    return TrainStep(plan, optimizer, interpreted=interpreted, checked=checked)
+    return TrainStep(plan, optimizer, interpreted=interpreted, checked=checked, undo=undo)

@@ -18,6 +18,7 @@ from memopt.profiler.capture import Captured
 from memopt.profiler.in_place import overwritable
 from memopt.programs.instructions import Instruction, Program
 from memopt.programs.lifetimes import Lifetimes, lifetimes
+from memopt.programs.moved import moved_tensors
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Halves:
     def backward(self) -> tuple[Instruction, ...]:
         """Instructions after the loss boundary."""
         return self.program.instructions[self.boundary + 1 :]
+
+    @cached_property
+    def moved(self) -> frozenset[int]:
+        """Tensors that live on the host between steps (`memopt.executor.homes`)."""
+        return moved_tensors(self.lowering.graph, self.program)
 
     @cached_property
     def repeated_random(self) -> frozenset[int]:

@@ -24,6 +24,7 @@ from memopt.models.same_graph import as_captured
 from memopt.models.steps import ChainStep, Steps
 from memopt.plan_record import BaselineFigures, PlanRecord
 from memopt.programs.instructions import Program
+from memopt.programs.moved import resident_bytes_under
 from memopt.programs.serialize import fingerprint
 from memopt.programs.violations import Violation
 from memopt.reductions.chain_to_graph import chain_to_graph
@@ -149,7 +150,7 @@ def decode(reader: Reader) -> PlanRecord:
         program=program,
         is_of_chain=found.graph is None,
         peak_bytes=figures.peak_bytes,
-        resident_bytes=graph.resident_bytes,
+        resident_bytes=resident_bytes_under(graph, program),
         step_time_s=figures.time_s,
         host_peak_bytes=figures.host_peak_bytes,
         compute_time_s=graph.compute_time_s,

@@ -18,7 +18,8 @@ def memory_lower_bound(graph: Graph) -> int:
     """Bytes, resident included, that every program of a graph needs: the largest working set of an
     operator that every program must run, with the results that are then held already; the loss
     boundary; or the end of the step."""
-    return graph.resident_bytes + max(_graph_working_sets(graph))
+    fixed_bytes = graph.resident_bytes - graph.movable_bytes
+    return fixed_bytes + max(_graph_working_sets(graph))
 
 
 def time_lower_bound(cost_model: Graph | Chain) -> float:
@@ -31,7 +32,7 @@ def time_lower_bound(cost_model: Graph | Chain) -> float:
         return cost_model.compute_time_s
     needed = [cost_model.operators[index] for index in sorted(needed_operators(cost_model))]
     compute_s = sum(
-        min(choice.time_s for choice in _choices(operator))
+        min(choice.time_s for choice in choices_of(operator))
         for operator in needed
         if operator.collective is None
     )
@@ -65,7 +66,7 @@ def needed_operators(graph: Graph) -> frozenset[int]:
         index = pending.pop()
         if index not in needed:
             needed.add(index)
-            pending += _only_writers(graph, writers, _sure_reads(graph.operators[index]))
+            pending += _only_writers(graph, writers, sure_reads(graph.operators[index]))
     return frozenset(needed)
 
 
@@ -81,7 +82,7 @@ def _writers(graph: Graph) -> dict[int, set[int]]:
     """Tensor → operators that can write it, by whatever implementation."""
     writers: dict[int, set[int]] = {}
     for index, operator in enumerate(graph.operators):
-        for choice in _choices(operator):
+        for choice in choices_of(operator):
             for tensor in choice.writes:
                 writers.setdefault(tensor, set()).add(index)
     return writers
@@ -94,19 +95,22 @@ def _only_writers(graph: Graph, writers: dict[int, set[int]], tensors: Iterable[
     return [index for indices in found if len(indices) == 1 for index in indices]
 
 
-def _choices(operator: Operator) -> list[Operator | Variant]:
+def choices_of(operator: Operator) -> list[Operator | Variant]:
+    """The operator under each of its implementations, its own first."""
     names = [None, *(choice.name for choice in operator.implementations)]
     return [variant(operator, name) for name in names]
 
 
-def _sure_reads(operator: Operator) -> frozenset[int]:
+def sure_reads(operator: Operator) -> frozenset[int]:
     """Tensors that every implementation reads."""
-    return frozenset.intersection(*(frozenset(choice.reads) for choice in _choices(operator)))
+    return frozenset.intersection(*(frozenset(choice.reads) for choice in choices_of(operator)))
 
 
 def _graph_working_sets(graph: Graph) -> Iterator[int]:
-    """Non-resident bytes at moments that no valid program avoids."""
-    sizes = [0 if tensor.resident else tensor.size_bytes for tensor in graph.tensors]
+    """Bytes of what is neither resident nor beside the graph, movable tensors included, at moments
+    that no valid program avoids."""
+    always = graph.resident.difference(graph.movable)
+    sizes = [0 if t in always else tensor.size_bytes for t, tensor in enumerate(graph.tensors)]
 
     def total(tensors: Iterable[int]) -> int:
         return sum(sizes[tensor] for tensor in set(tensors))
@@ -135,7 +139,7 @@ def _graph_working_sets(graph: Graph) -> Iterator[int]:
             + total(choice.writes)
             - (sizes[choice.writes[0]] if choice.in_place else 0)
             + choice.workspace_bytes
-            for choice in _choices(operator)
+            for choice in choices_of(operator)
         )
 
 
@@ -147,7 +151,7 @@ def _results_before(graph: Graph) -> list[frozenset[int]]:
     through: dict[int, frozenset[int]] = {}
     writers = _writers(graph)
     for operator in graph.operators:
-        reads = _sure_reads(operator)
+        reads = sure_reads(operator)
         sets = [through.get(tensor, frozenset()) for tensor in reads]
         before.append(frozenset().union(*sets) | (reads & graph.kept))
         for tensor in operator.writes:

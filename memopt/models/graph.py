@@ -146,6 +146,11 @@ class Operator:
             raise ValueError(f"{owner}: writes lists a tensor twice")
 
     @property
+    def changes_in_place(self) -> bool:
+        """Whether it changes the parameters and the optimizer state that it reads."""
+        return self.phase is Phase.UPDATE and not self.writes
+
+    @property
     def has_effects(self) -> bool:
         """Whether it must run even if nothing reads what it writes: updates, random draws (they
         move the generator for all that draw later), collectives (for which the other ranks wait),
@@ -170,6 +175,9 @@ class Graph:
         extra_resident_bytes: resident bytes that belong to no tensor of the graph.
         allocator_owned: computed tensors that a placement leaves to the allocator: their kernels
             cannot write at a given address, or the user keeps them.
+        movable: resident tensors that a program may keep on the host between steps and bring
+            where they are read (whole steps; `memopt.programs.moved`). Not one that an operator
+            writes by another name.
     """
 
     tensors: tuple[Tensor, ...]
@@ -181,6 +189,7 @@ class Graph:
     boundary_bytes: int = 0
     extra_resident_bytes: int = 0
     allocator_owned: tuple[int, ...] = field(default=(), metadata={**SPARSE, NAME: "outside"})
+    movable: tuple[int, ...] = field(default=(), metadata=SPARSE)
 
     def __init__(
         self,
@@ -193,6 +202,7 @@ class Graph:
         boundary_bytes: int = 0,
         extra_resident_bytes: int = 0,
         allocator_owned: Iterable[int] = (),
+        movable: Iterable[int] = (),
     ) -> None:
         for name, value in (
             ("tensors", tuple(tensors)),
@@ -204,6 +214,7 @@ class Graph:
             ("boundary_bytes", boundary_bytes),
             ("extra_resident_bytes", extra_resident_bytes),
             ("allocator_owned", tuple(allocator_owned)),
+            ("movable", tuple(movable)),
         ):
             object.__setattr__(self, name, value)
         check_bytes(
@@ -254,6 +265,10 @@ class Graph:
         for index in (*self.outputs, *self.gradients):
             if index not in available:
                 raise ValueError(f"Graph: result tensor {index} is never computed")
+        results = {*self.outputs, *self.gradients}
+        for index in self.movable:
+            if index not in self.resident or index in results:
+                raise ValueError(f"Graph: tensor {index} is movable: resident, and no result")
 
     def _check_implementations(self, operator: Operator) -> None:
         names: set[str] = set()
@@ -292,6 +307,11 @@ class Graph:
     def resident_bytes(self) -> int:
         """Bytes that are live during the whole step, whatever the plan."""
         return self.extra_resident_bytes + sum(self.tensors[i].size_bytes for i in self.resident)
+
+    @cached_property
+    def movable_bytes(self) -> int:
+        """Of the resident bytes, those that a program may keep on the host."""
+        return sum(self.tensors[i].size_bytes for i in self.movable)
 
     @cached_property
     def producer(self) -> dict[int, int]:

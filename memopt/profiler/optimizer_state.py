@@ -131,12 +131,12 @@ def _of_instance(optimizer: torch.optim.Optimizer, block_bytes: int) -> Optimize
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
-                sizes = _sizes(optimizer, group, parameter)
+                sizes = state_sizes(optimizer, group, parameter)
                 total += sum(in_blocks(size, block_bytes) for size in sizes)
     return OptimizerState(name, total, ((f"{name} state", total),) if total else ())
 
 
-def _sizes(
+def state_sizes(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> list[int]:
     """Bytes of each state tensor of one parameter; step counts, on the CPU, do not count."""

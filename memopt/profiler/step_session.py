@@ -46,11 +46,13 @@ class ProfiledStep(Profiled):
         user_call: the user's own example call of the model.
         host_state_bytes: of the optimizer's state that is on the host between updates, and not
             resident; 0: it stays on the device.
+        movable_state_bytes: of the optimizer's state that is a part of the graph, and may move.
     """
 
     parts: StepParts | None = None
     user_call: Call | None = None
     host_state_bytes: int = 0
+    movable_state_bytes: int = 0
 
 
 def profile_step(

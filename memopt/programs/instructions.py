@@ -82,7 +82,8 @@ class Compute(_Named):
 
 @dataclass(frozen=True, slots=True)
 class OfTensor(_Named):
-    """An instruction that names one tensor, which is not resident."""
+    """An instruction that names one tensor, which is not resident, or movable
+    (`memopt.programs.moved`)."""
 
     tensor: int
 
@@ -193,8 +194,8 @@ class Program:
 
     @cached_property
     def has_transfers(self) -> bool:
-        """Whether it copies anything to the host."""
-        return any(isinstance(x, SwapOut) for x in self.instructions)
+        """Whether it copies anything to or from the host."""
+        return any(isinstance(x, SwapOut | SwapIn) for x in self.instructions)
 
     @cached_property
     def steps(self) -> tuple[int, ...]:

@@ -74,7 +74,8 @@ class HostLifetime(NamedTuple):
 
 
 class Lifetimes(NamedTuple):
-    """Every lifetime of a program, in the order of their beginnings, tangents included."""
+    """Every lifetime of a program, in the order of their beginnings, tangents included. The host
+    copies of moved tensors (`memopt.programs.moved`) are not among them: they never end."""
 
     device: list[Lifetime]
     host: list[HostLifetime]
@@ -105,7 +106,8 @@ def lifetimes(graph: Graph, program: Program) -> Lifetimes:
             found.device.append(made)
         for tensor in copies:
             live[tensor].copied = True
-            hosted[tensor] = position
+            if tensor not in graph.resident:
+                hosted[tensor] = position
         for tensor in drops:
             found.host.append(HostLifetime(hosted.pop(tensor), tensor, position))
     found.host.extend(HostLifetime(begin, t, len(program)) for t, begin in hosted.items())

@@ -58,7 +58,7 @@ def with_frees(graph: Graph, instructions: Iterable[Instruction]) -> tuple[Instr
 
     A Free in the input stands, and ends the instance it is in: after a SwapOut give one where
     the copy should be over (a Free waits for it), else it comes right after the SwapOut.
-    DropHost is left to the caller.
+    DropHost is left to the caller, and so is everything about movable tensors.
 
     Raises:
         InvalidProgramError: a tensor is read and nothing before it puts it on the device.
@@ -84,6 +84,9 @@ def with_frees(graph: Graph, instructions: Iterable[Instruction]) -> tuple[Instr
         else:
             effects = instruction.effects(graph)
             reads = effects.reads
+            if graph.movable and effects.touches & graph.resident:
+                backwards.append(instruction)
+                continue
             for tensor in effects.ends:
                 if future[tensor] is _Future.READ:
                     name = graph.tensors[tensor].name

@@ -11,6 +11,8 @@ and a Compute waits for the swap-ins it reads: a slow link costs time, never mem
 A Compute of a collective takes no time of the compute stream: it starts the collective on the
 network, one at a time, and its result is live from there on. Its first reader waits for it, and so
 does the Free of what it reads or writes.
+A movable tensor that the program moves (`memopt.programs.moved`) has a host copy from beginning to
+end, over which its SwapOut writes.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from memopt.programs.instructions import (
 )
 from memopt.programs.lifetimes import bytes_during, lifetimes
 from memopt.programs.link_clock import LinkClock
+from memopt.programs.moved import changed_by, moved_tensors
 
 
 class Direction(StrEnum):
@@ -112,7 +115,7 @@ def replay(graph: Graph, program: Program, device: Device | None = None) -> Time
         InvalidProgramError: an instruction that cannot be processed, such as a read of an
             absent tensor. Whole-program laws are the validator's.
     """
-    state = _Streams(graph, device)
+    state = _Streams(graph, device, moved_tensors(graph, program))
     for position, instruction in enumerate(program.instructions):
         try:
             state.run(position, instruction)
@@ -147,18 +150,21 @@ class _Invalid(Exception):
 class _Streams(LinkClock):
     """Device, host and streams while a program is replayed."""
 
-    def __init__(self, graph: Graph, device: Device | None) -> None:
+    def __init__(self, graph: Graph, device: Device | None, moved: frozenset[int]) -> None:
         super().__init__(device or Device())
         self.graph = graph
         self.sizes = [tensor.size_bytes for tensor in graph.tensors]
-        self.resident = graph.resident
+        self.moved = moved
+        self.stale: set[int] = set()
+        """Moved tensors whose host copy an update has left behind."""
+        self.resident = graph.resident - moved
         self.live: set[int] = set()
-        self.host: set[int] = set()
+        self.host: set[int] = set(moved)
         self.leaving: set[int] = set()
         """Tensors whose device copy a SwapOut reads."""
-        self.device_bytes = graph.resident_bytes
+        self.copied_bytes = sum(self.sizes[tensor] for tensor in moved)
+        self.device_bytes = graph.resident_bytes - self.copied_bytes
         self.during_bytes = self.device_bytes
-        self.copied_bytes = 0
         self.transfers: list[Transfer] = []
         self.collectives: list[Transfer] = []
         self.rows: list[tuple[int, int, int, float, float, float]] = []
@@ -200,8 +206,8 @@ class _Streams(LinkClock):
         return Timeline(
             peak_bytes=peak,
             peak_instruction=step_bytes.index(peak) if step_bytes else None,
-            host_peak_bytes=max(host_bytes, default=0),
-            time_s=max(self.now_s, self.network_free_s, *(x.end_s for x in self.transfers)),
+            host_peak_bytes=max(host_bytes, default=0),  # moved tensors have instructions
+            time_s=max([self.now_s, self.network_free_s, *(x.end_s for x in self.transfers)]),
             step_bytes=step_bytes,
             live_bytes=live_bytes,
             host_bytes=host_bytes,
@@ -231,6 +237,9 @@ class _Streams(LinkClock):
             if tensor not in chosen.writes:
                 raise _Invalid(f"the operator does not write {self._name(tensor)}")
             self._appear(tensor)
+        if self.moved:
+            changed = changed_by(self.graph, self.graph.operators[instruction.op])
+            self.stale.update(self.moved.intersection(changed))
         start_s = self.now_s
         if self.graph.operators[instruction.op].collective is None:
             self.now_s += chosen.time_s
@@ -263,6 +272,8 @@ class _Streams(LinkClock):
     def _free(self, tensor: int) -> None:
         if tensor not in self.live:
             raise _Invalid(f"{self._name(tensor)} is not on the device")
+        if tensor in self.stale:
+            raise _Invalid(f"the new value of {self._name(tensor)} would be lost")
         self.free(tensor)
         self.live.remove(tensor)
         self.during_bytes = self.device_bytes
@@ -271,15 +282,18 @@ class _Streams(LinkClock):
     def _swap_out(self, position: int, tensor: int) -> None:
         if tensor not in self.live:
             raise _Invalid(f"{self._name(tensor)} is not on the device")
-        if tensor in self.host:
+        if tensor in self.host and tensor not in self.stale:
             raise _Invalid(f"{self._name(tensor)} is on the host already")
         # The data exist: the producer is done, or waited for if it is a collective, and so is an
         # earlier swap-in, since the host copy it read from was dropped, which waits.
         self.arrive(tensor)
         start_s, end_s = self.copy_out(tensor, self.sizes[tensor])
+        if tensor in self.moved:
+            self.stale.remove(tensor)
+        else:
+            self.copied_bytes += self.sizes[tensor]
         self.host.add(tensor)
         self.leaving.add(tensor)
-        self.copied_bytes += self.sizes[tensor]
         self.during_bytes = self.device_bytes
         self.transfers.append(Transfer(position, tensor, Direction.TO_HOST, start_s, end_s))
 
@@ -296,6 +310,8 @@ class _Streams(LinkClock):
     def _drop_host(self, tensor: int) -> None:
         if tensor not in self.host:
             raise _Invalid(f"{self._name(tensor)} is not on the host")
+        if tensor in self.moved:
+            raise _Invalid(f"{self._name(tensor)} lives on the host")
         self.wait(self.arrival_s.pop(tensor, 0.0), self.stored_s.pop(tensor))
         self.host.remove(tensor)
         self.leaving.discard(tensor)

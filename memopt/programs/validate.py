@@ -28,6 +28,7 @@ from memopt.programs.instructions import (
     Program,
     SwapIn,
 )
+from memopt.programs.validate_moved import MovedHistory, is_changed, is_moved
 from memopt.programs.validate_network import collectives_in_order
 from memopt.programs.validate_placement import LiveRange, misplaced, tensors_of
 from memopt.programs.violations import Violation as Violation
@@ -104,22 +105,22 @@ def memory_use(graph: Graph, program: Program) -> Use:
     unplaced = _Covering(apart, sizes)
     copies = _Covering(host, sizes)
     apart_ends = {(x.tensor, x.end) for x in apart}
+    moved_bytes = sum(sizes[x.tensor] for x in host if x.begin < 0)
+    resident_bytes = graph.resident_bytes - moved_bytes
     during, outside, copied = [], [], []
     for i, instruction in enumerate(program.instructions):
         produced, scratch = _produced(graph, instruction)
         inside = sum(sizes[t] for t in produced if (i, t) in placed)
         new = scratch + sum(sizes[t] for t in produced)
-        during.append(graph.resident_bytes + whole(i, i) + new)
-        outside.append(graph.resident_bytes + unplaced(i, i) + new - inside)
+        during.append(resident_bytes + whole(i, i) + new)
+        outside.append(resident_bytes + unplaced(i, i) + new - inside)
         taken = instruction.in_place if isinstance(instruction, Compute) else None
         if taken is not None:
             during[-1] -= sizes[taken]
             # Where both are placed, the output is in the arena and so was the tensor.
             outside[-1] -= sizes[taken] if (taken, i) in apart_ends else 0
         copied.append(copies(i + 1, i + 1))
-    return Use(
-        max(during, default=graph.resident_bytes), max(copied, default=0), during, copied, outside
-    )
+    return Use(max(during, default=resident_bytes), max(copied, default=0), during, copied, outside)
 
 
 class _Covering:
@@ -157,7 +158,10 @@ def _malformed(graph: Graph, instructions: Sequence[object]) -> Iterator[Violati
         elif isinstance(instruction, OfTensor):
             if not 0 <= instruction.tensor < len(graph.tensors):
                 yield Violation(Code.UNKNOWN_TENSOR, i, f"{instruction}")
-            elif graph.tensors[instruction.tensor].resident:
+            elif (
+                graph.tensors[instruction.tensor].resident
+                and instruction.tensor not in graph.movable
+            ):
                 name = graph.tensors[instruction.tensor].name
                 yield Violation(Code.RESIDENT_MOVED, i, f"{instruction}: {name!r} is resident")
         elif not isinstance(instruction, LossBoundary):
@@ -282,6 +286,8 @@ def _lifetimes(
             reads, _, _ = tensors_of(graph.operators[instruction.op], instruction.implementation)
             for tensor in reads:
                 histories[tensor].append((i, "read"))
+                if is_changed(graph, graph.operators[instruction.op], tensor):
+                    histories[tensor].append((i, "change"))
             if instruction.in_place is not None:
                 histories[instruction.in_place].append((i, "overwrite"))
             for tensor in instruction.outputs:
@@ -295,8 +301,10 @@ def _lifetimes(
     host: list[LiveRange] = []
     found: list[Violation] = []
     for tensor, history in enumerate(histories):
-        if not graph.tensors[tensor].resident:
-            life = _History(graph, tensor, len(instructions))
+        moved = is_moved(graph, tensor, history)
+        if moved or not graph.tensors[tensor].resident:
+            kind = MovedHistory if moved else _History
+            life = kind(graph, tensor, len(instructions))
             for i, event in history:
                 life.step(i, event)
             life.finish()

@@ -8,6 +8,7 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph, TensorKind
 from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import Lifetime, bytes_during, lifetimes
+from memopt.programs.moved import resident_under
 from memopt.programs.replay import replay
 
 PARAMETERS = "parameters"
@@ -59,7 +60,7 @@ def program_profile(graph: Graph, program: Program, device: Device | None = None
     """The memory of a program; see `memopt.programs.replay` for what is counted when."""
     timeline = replay(graph, program, device)
     fixed = dict.fromkeys(LAYERS, 0)
-    for tensor in graph.resident:
+    for tensor in resident_under(graph, program):
         fixed[layer_of(graph, tensor)] += graph.tensors[tensor].size_bytes
     fixed[RESIDENT] += graph.extra_resident_bytes
     members: dict[str, list[Lifetime]] = {name: [] for name in LAYERS}

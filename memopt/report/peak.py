@@ -8,6 +8,7 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import lifetimes
+from memopt.programs.moved import resident_under
 from memopt.programs.replay import replay
 
 
@@ -64,7 +65,7 @@ def peak_of(graph: Graph, program: Program, device: Device | None = None) -> Pea
         Consumer(graph.tensors[t].size_bytes, str(graph.tensors[t].kind), _tensor_name(graph, t))
         for t in tensors
     ]
-    consumers += _resident(graph)
+    consumers += _resident(graph, program)
     consumers.sort(key=lambda consumer: -consumer.size_bytes)
     share = timeline.start_s[peak] / timeline.time_s if timeline.time_s > 0 else 0.0
     return Peak(where, share, tuple(c for c in consumers if c.size_bytes > 0))
@@ -80,10 +81,10 @@ def _tensor_name(graph: Graph, tensor: int) -> str:
     return _named(module, graph.tensors[tensor].name)
 
 
-def _resident(graph: Graph) -> list[Consumer]:
+def _resident(graph: Graph, program: Program) -> list[Consumer]:
     """Resident tensors, one entry per kind."""
     sizes: dict[str, list[int]] = {}
-    for tensor in graph.resident:
+    for tensor in resident_under(graph, program):
         kind = str(graph.tensors[tensor].kind)
         sizes.setdefault(kind, []).append(graph.tensors[tensor].size_bytes)
     found = [

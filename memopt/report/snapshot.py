@@ -21,6 +21,7 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import Lifetime, lifetimes
+from memopt.programs.moved import resident_under
 from memopt.programs.placed import first_fit
 from memopt.programs.replay import Timeline, replay
 
@@ -88,7 +89,8 @@ class _Snapshot:
         """What is allocated at the end of the step."""
         rows: dict[int, tuple[int, Frames]] = {}
         address = RESIDENT
-        for tensor in (self.graph.tensors[t] for t in sorted(self.graph.resident)):
+        resident = resident_under(self.graph, self.program)
+        for tensor in (self.graph.tensors[t] for t in sorted(resident)):
             if tensor.size_bytes:
                 rows[address] = (tensor.size_bytes, [_frame(str(tensor.kind), tensor.name)])
             address += tensor.size_bytes
@@ -97,7 +99,7 @@ class _Snapshot:
         arena = {at: row for at, row in self.blocks.items() if at < POOL}
         extent = self.timeline.arena_bytes or 0
         listed = (
-            _segment(RESIDENT, self.graph.resident_bytes, rows),
+            _segment(RESIDENT, sum(size for size, _ in rows.values()), rows),
             _segment(ARENA, extent, arena),
             _segment(POOL, self.highest, pool),
         )

@@ -295,14 +295,16 @@ def test_the_validators_share_no_code_with_what_they_check(name):
     own = {x.removeprefix("memopt.") for x in imported if x.startswith("memopt")}
     data = {f"models.{x}" for x in ("budget", "graph", "chain", "steps")}
     data |= {f"programs.{x}" for x in ("instructions", "violations", "validate_placement")}
-    data |= {"programs.validate_network"}
+    data |= {"programs.validate_moved", "programs.validate_network"}
     assert own <= data
 
 
 def test_every_code_has_a_mutation():
+    from .test_moved import MUTATIONS as MOVED_MUTATIONS
     from .test_validate_chain import MUTATIONS as CHAIN_MUTATIONS
 
     named = {row[2] for row in (*MUTATIONS, *RANDOM_MUTATIONS, *PLACEMENTS, *CHAIN_MUTATIONS)}
+    named |= {row[1] for row in MOVED_MUTATIONS}
     elsewhere = {Code.OVER_BUDGET, Code.OVER_HOST_BUDGET, Code.ARENA_OVER_BUDGET}
     elsewhere |= {Code.COLLECTIVE_ORDER}
     assert named | elsewhere == set(Code)

@@ -9,8 +9,16 @@ import torch
 from torch import nn
 
 import memopt
+from memopt.models.budget import Budget
+from memopt.profiler.baseline import Loss
 from memopt.profiler.inputs import to_call
 from memopt.profiler.memory import metered
+from memopt.profiler.movable import with_movable
+from memopt.profiler.step_session import profile_step
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
+from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.olla import Olla
 from tests import zoo
 
@@ -86,3 +94,28 @@ def test_three_steps_equal_eager_within_the_planned_peak(
             assert plan.arena.coverage >= 0.85
         assert use.peak_bytes >= 0.98 * planned_bytes
     assert use.peak_bytes <= planned_bytes * (1 + PEAK_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [family.name for family in zoo.FAMILIES])
+def test_movable_parameters_are_never_slower_than_resident_ones(name: str) -> None:
+    family = zoo.get(name)
+    model, inputs = family.build("tiny"), family.inputs("tiny")
+    optimizer = optimizer_of("adamw", model)
+    profiled = profile_step(model, inputs, Loss(family.loss), optimizer)
+    moved = with_movable(profiled, optimizer, "all")
+    device = memopt.Device(to_host_bytes_per_s=1e9)
+    strategy = OffloadGraph()
+    resident = strategy.solve(profiled.graph, 0, device=device).smallest_budget_bytes
+    least = strategy.solve(moved.graph, 0, device=device, time_limit_s=5.0).smallest_budget_bytes
+    assert least is not None
+    assert resident is not None
+    assert least < resident
+    peak = replay(profiled.graph, store_all(profiled.graph)).peak_bytes
+    for budget in (resident, (resident + peak) // 2, peak):
+        before = strategy.solve(profiled.graph, budget, device=device)
+        after = strategy.solve(moved.graph, budget, device=device)
+        assert before.time_s is not None
+        assert after.time_s is not None
+        assert after.time_s <= before.time_s * (1 + 1e-9)
+        assert validate(moved.graph, after.program, Budget(budget)) is None

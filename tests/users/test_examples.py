@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from examples import train_hugging_face, train_lightning, train_loop
+from examples import (
+    train_hugging_face,
+    train_lightning,
+    train_loop,
+    train_what_does_not_fit,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -26,3 +31,12 @@ def test_hugging_face() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_lightning() -> None:
     assert train_lightning.main(steps=3).calls.planned == 6
+
+
+@pytest.mark.slow
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    picture = tmp_path / "streams.png"
+    plan = train_what_does_not_fit.main(steps=1, picture=picture)
+    assert plan.budget is not None
+    assert plan.peak_bytes <= plan.budget
+    assert picture.stat().st_size > 10_000

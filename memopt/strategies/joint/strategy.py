@@ -12,6 +12,7 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
 from memopt.strategies.auto.members import Member
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
+from memopt.strategies.joint.moved_parameters import plan_moved
 from memopt.strategies.joint.planning import JointPlanning
 from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.strategy import Monet
@@ -81,6 +82,10 @@ class Joint(Strategy):
         limit_s = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
         linked = device is not None and device.is_linked and self.host_budget_bytes != 0
         host_bytes = math.inf if self.host_budget_bytes is None else self.host_budget_bytes
+        if graph.movable:
+            deadline = Deadline(begin + limit_s, progress)
+            host = self.host_budget_bytes
+            return plan_moved(graph, budget_bytes, device or Device(), host, deadline, self.name)
         planning = JointPlanning(
             graph,
             budget_bytes,

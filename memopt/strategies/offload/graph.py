@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,13 @@ from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy, stops
 from memopt.strategies.budget_search import best_that_fits
+from memopt.strategies.moving.planning import (
+    Limits,
+    activation_bases,
+    early_steps,
+    fixed_graph,
+    planned_moves,
+)
 from memopt.strategies.offload.chain_offload import PAPER, linked
 from memopt.strategies.offload.dynprog import DynProg, Greedy
 from memopt.strategies.offload.graph_problem import Absence, GraphProblem, graph_problem
@@ -38,6 +46,9 @@ TIMINGS = tuple(
     for waits in (True, False)
     for at_once in (False, True)
 )
+
+SHARES = (0.8, 0.5, 0.25)
+"""Of the room, what activations may take where parameters move, too."""
 
 Score = Callable[[GraphProblem, Absence], tuple[float, ...]]
 
@@ -81,6 +92,8 @@ class OffloadGraph(Strategy):
     ) -> Solution:
         started = time.monotonic()
         graph = self.taken(cost_model, Graph)
+        if graph.movable:
+            return self._with_moves(graph, budget_bytes, device, time_limit_s, progress)
         problem = graph_problem(graph, linked(self, device))
         budget = problem.peak_bytes if budget_bytes is None else budget_bytes
         if budget < problem.floor_bytes:
@@ -93,6 +106,37 @@ class OffloadGraph(Strategy):
             with contextlib.suppress(KeyboardInterrupt, Stopped):
                 self._search(search)
         return search.solution(self.name, started)
+
+    def _with_moves(
+        self,
+        graph: Graph,
+        budget_bytes: int | None,
+        device: Device | None,
+        time_limit_s: float | None,
+        progress: Progress | None,
+    ) -> Solution:
+        """A step whose parameters may move; never slower than where they are resident."""
+        began_s = time.monotonic()
+        end_s = math.inf if time_limit_s is None else began_s + time_limit_s
+
+        def resident(step: Graph, within: int | None) -> Solution:
+            left_s = None if time_limit_s is None else max(0.0, end_s - time.monotonic()) / 4
+            with contextlib.suppress(InfeasibleBudgetError):  # of the host
+                return self.solve(
+                    step, within, device=device, time_limit_s=left_s, progress=progress
+                )
+
+            return Solution(Status.UNKNOWN)
+
+        known = resident(fixed_graph(graph), budget_bytes)
+        if budget_bytes is None:
+            return known
+        limits = Limits(budget_bytes, self._host_bytes, Deadline(end_s, progress))
+        bases = itertools.chain(
+            (("every operator once", base) for base in early_steps(graph)),
+            activation_bases(graph, budget_bytes, resident, SHARES),
+        )
+        return planned_moves(graph, linked(self, device), limits, bases, self.name, known)
 
     @property
     def _host_bytes(self) -> float:

@@ -1,0 +1,231 @@
+"""Llama shapes whose parameters and AdamW state do not fit, estimated: docs/results/moved_llama.md.
+
+    python -m benchmarks.moved_llama [8b 70b] [--limit 60] [--out FILE.md]
+
+bfloat16 parameters and gradients, two float32 moments, tokens in sequences of 2,048. The step is
+captured on fake tensors and priced for the device; an update is priced by the bytes that it reads
+and writes. `joint` plans it with `movable="all"`; the bound is the closed form of
+`link_bound_s`, which holds for every program of the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from memopt.models.bounds import time_lower_bound
+from memopt.models.budget import Budget, format_bytes
+from memopt.models.device import Device, in_blocks
+from memopt.models.graph import Graph, Operator, Phase
+from memopt.models.presets import H100
+from memopt.profiler.baseline import Loss
+from memopt.profiler.estimate import estimate_model
+from memopt.profiler.movable import movable_graph
+from memopt.profiler.session import Profiled
+from memopt.programs.replay import Direction, replay
+from memopt.programs.validate import validate
+from memopt.strategies.joint.strategy import Joint
+from memopt.strategies.moving.planning import link_bound_s
+from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
+
+GH200 = replace(
+    H100,
+    name="GH200-96GB",
+    capacity_bytes=int(94.5 * 2**30),
+    memory_bytes_per_s=4000e9,
+    to_host_bytes_per_s=450e9 * 46.8 / 63,
+    from_host_bytes_per_s=450e9 * 54.8 / 63,
+    source="NVIDIA's GH200 data sheet (NVLink-C2C, 450 GB/s a direction) at the shares of the link "
+    "that are measured on an H100's; the GPU as an H100",
+)
+STATE_BYTES = 8
+"""Of AdamW's two float32 moments, for each element."""
+SHAPES: dict[str, tuple[int, dict[str, int]]] = {
+    "8b": (
+        8,
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        },
+    ),
+    "70b": (
+        4,
+        {
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+        },
+    ),
+}
+"""Name → (sequences of 2,048 tokens, the configuration)."""
+LENGTH = 2048
+
+
+def language_model(name: str) -> tuple[Any, Any]:
+    """The model on meta, and its inputs."""
+    import transformers
+
+    batch, shape = SHAPES[name]
+    config = transformers.LlamaConfig(
+        vocab_size=128256,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        use_cache=False,
+        attn_implementation="sdpa",
+        **shape,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        tokens = torch.zeros(batch, LENGTH, dtype=torch.long)
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def loss_of(output: Any) -> Any:
+    """The model's own loss."""
+    return output.loss
+
+
+def whole_step(profiled: Profiled, device: Device) -> Graph:
+    """The estimated step with an update of every parameter, its state movable."""
+    graph, lowering = profiled.graph, profiled.lowering
+    operators, states, parameters = list(graph.operators), dict[str, int](), list[int]()
+    results: set[int] = set()
+    rate = device.memory_bytes_per_s * device.memory_fraction
+    pairs = zip(profiled.captured.primals, profiled.captured.gradients, strict=True)
+    for primal, gradient in pairs:
+        if primal.kind != "parameter" or not isinstance(gradient, Node):
+            continue
+        tensor, made = lowering.storages[primal.node][0], lowering.storages[gradient][0]
+        assert tensor is not None
+        assert made is not None
+        size, elements = graph.tensors[tensor].size_bytes, primal.node.meta["val"].numel()
+        states[primal.name] = in_blocks(STATE_BYTES * elements, device.block_bytes)
+        moved_bytes = 3 * size + 2 * states[primal.name]
+        operators.append(
+            Operator(
+                f"update.{primal.name}",
+                (made, tensor),
+                (),
+                moved_bytes / rate + device.launch_latency_s,
+                phase=Phase.UPDATE,
+                recomputable=False,
+            )
+        )
+        results.add(made)
+        parameters.append(tensor)
+    step = replace(
+        graph,
+        operators=tuple(operators),
+        gradients=tuple(t for t in graph.gradients if t not in results),
+    )
+    return movable_graph(step, tuple(sorted(parameters)), states, charged=False)
+
+
+def row(name: str, graph: Graph, device: Device, limit_s: float) -> str:
+    """One line of the table."""
+    budget = device.capacity_bytes
+    assert budget is not None
+    began = time.perf_counter(), time.process_time()
+    found = Joint().solve(graph, budget, device=device, time_limit_s=limit_s)
+    wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
+    tokens = SHAPES[name][0] * LENGTH
+    if found.program is None:
+        least = format_bytes(found.smallest_budget_bytes or 0)
+        return f"| {name} | {device.name} | no plan; the smallest budget known is {least} |"
+    violation = validate(graph, found.program, Budget(budget))
+    assert violation is None, violation
+    timeline = replay(graph, found.program, device)
+    busy = dict.fromkeys(Direction, 0.0)
+    for one in timeline.transfers:
+        busy[one.direction] += one.end_s - one.start_s
+    computing_s = timeline.time_s - timeline.total_stall_s
+    binds = {
+        "compute": computing_s,
+        "link from host": busy[Direction.FROM_HOST],
+        "link to host": busy[Direction.TO_HOST],
+    }
+    bound_s = link_bound_s(graph, budget, device)
+    shares = ", ".join(f"{what} {busy_s / timeline.time_s:.0%}" for what, busy_s in binds.items())
+    cells = (
+        name,
+        device.name,
+        f"{tokens:,}",
+        format_bytes(graph.movable_bytes),
+        f"{timeline.time_s:.2f}",
+        f"{tokens / timeline.time_s:,.0f}",
+        f"{bound_s:.2f}",
+        f"{timeline.time_s / bound_s:.2f}",
+        f"{time_lower_bound(graph):.2f}",
+        f"**{max(binds, key=lambda what: binds[what])}** ({shares})",
+        format_bytes(timeline.host_peak_bytes),
+        str(found.stats.get("source")),
+        f"{wall_s:.0f} / {cpu_s:.0f}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+HEAD = (
+    "# Llama shapes that do not fit, estimated\n\n"
+    "`{command}`: bfloat16 parameters, two float32 moments of AdamW, sequences of 2,048 tokens, "
+    "`joint` with everything movable. H100: {h100}. GH200: {gh200}. Nothing was run on either."
+    "\n\n"
+    "The bound is in closed form (`link_bound_s` in "
+    "`memopt/strategies/moving/planning.py`) and holds for every program of the step; "
+    "*compute* is every operator once. Shares say how much of the step each stream is busy.\n\n"
+)
+COLUMNS = (
+    "shape",
+    "device",
+    "tokens",
+    "parameters and state",
+    "step s",
+    "tokens/s",
+    "bound s",
+    "step / bound",
+    "compute s",
+    "busiest",
+    "host memory",
+    "made from",
+    "planning s (wall / CPU)",
+)
+
+
+def main(arguments: Iterable[str]) -> None:
+    """Plan what is named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=", ".join(SHAPES))
+    parser.add_argument("--limit", type=float, default=50.0, help="seconds of planning")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args([*arguments])
+    sources = {"h100": H100.source, "gh200": GH200.source}
+    command = "python -m benchmarks.moved_llama --out docs/results/moved_llama.md"
+    text = HEAD.format(command=command, **sources)
+    text += "| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|\n"
+    for name in options.shapes or SHAPES:
+        for device in (H100, GH200):
+            model, inputs = language_model(name)
+            began = time.perf_counter()
+            profiled = estimate_model(model, inputs, device, loss=Loss(loss_of))
+            graph = whole_step(profiled, device)
+            size = len(graph.operators)
+            print(f"{name}: {size} operators in {time.perf_counter() - began:.0f} s", flush=True)
+            line = row(name, graph, device, options.limit)
+            print(line, flush=True)
+            text += line + "\n"
+    if options.out:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,249 @@
+"""The parameters and the optimizer state that live on the host between planned steps.
+
+Between steps a moved parameter's `.data`, and its tensors in `optimizer.state`, are its host
+copies (pinned, or on CPU memory that is not torch's allocator's): `state_dict()`, checkpoints and
+averages read them as they are. A step brings device copies; an update changes those, and its
+result is copied over the host's only when it is complete, so that an update that fails has
+changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.executor.swap import StoredTensor, ThreadSwap
+from memopt.executor.swap_streams import StreamSwap
+from memopt.profiler.backend import backend_of
+from memopt.profiler.build import Lowering
+from memopt.profiler.movable import state_name
+from memopt.profiler.step_capture import StepParts
+from memopt.programs.instructions import Program
+from memopt.programs.moved import moved_tensors
+
+
+class Homes:
+    """Host and device copies of what one train step moves.
+
+    Attributes:
+        parameters: moved parameter's tensor → the parameter.
+        states: moved state's tensor → the parameter whose state it is.
+        swap: how copies are made; set when the program is installed.
+    """
+
+    def __init__(
+        self,
+        parts: StepParts,
+        lowering: Lowering,
+        program: Program,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self._optimizer = optimizer
+        self._device = parts.captured.device or torch.device("cpu")
+        self.swap: ThreadSwap | StreamSwap | None = None
+        moved = moved_tensors(lowering.graph, program)
+        named = dict(parts.module.named_parameters(remove_duplicate=False))
+        self.parameters: dict[int, nn.Parameter] = {}
+        self.states: dict[int, nn.Parameter] = {}
+        for primal in parts.captured.primals:
+            index = lowering.storages[primal.node][0]
+            if index in moved:
+                self.parameters[index] = named[primal.name]
+        numbers = {lowering.graph.tensors[t].name: t for t in moved}
+        for site in parts.sites:
+            index = numbers.get(state_name(site.name.removeprefix("model.")))
+            if index is not None:
+                self.states[index] = named[site.name]
+        self._tensors = {id(p): t for t, p in self.parameters.items()}
+        self._state_tensors = {id(p): t for t, p in self.states.items()}
+        self._copies: dict[tuple[int, str], StoredTensor] = {}
+        self._views: dict[tuple[int, str], torch.Tensor] = {}
+        self._there: dict[int, dict[str, torch.Tensor]] = {}
+        """Device copies, of a parameter under the key ""."""
+        self._stale: set[int] = set()
+        """Tensors whose update is not on its way to the host yet."""
+
+    def __bool__(self) -> bool:
+        return bool(self.parameters or self.states)
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes that are on the host now."""
+        return sum(view.untyped_storage().nbytes() for view in self._views.values())
+
+    def leave(self) -> None:
+        """Put on the host what is not there: before the first step, and what has been loaded or
+        replaced since."""
+        for tensor in (*self.parameters, *self.states):
+            for key, value in self._held(tensor).items():
+                if value is not self._views.get((tensor, key)) and not self._is_home(
+                    tensor, key, value
+                ):
+                    self._store(tensor, key, value)
+                    self._wait(tensor, key)
+            self._show(tensor)
+        self._synchronize()
+
+    def bring(self, tensor: int) -> torch.Tensor | None:
+        """Start fetching a tensor; a parameter's device copy. State that does not exist yet is
+        made by its update."""
+        swap, brought = self._swap, dict[str, torch.Tensor]()
+        self._there[tensor] = brought
+        for key in self._held(tensor):
+            brought[key] = swap.bring(self._copies[tensor, key])  # type: ignore[arg-type]
+        return brought.get("")
+
+    def wait(self, tensor: int) -> None:
+        """Wait until the copies of a tensor under way have ended."""
+        for key in self._there.get(tensor, ()):
+            self._wait(tensor, key)
+
+    def back(self, tensor: int) -> None:
+        """Start copying the new values over the host's."""
+        for key, value in self._there[tensor].items():
+            self._store(tensor, key, value)
+        self._stale.discard(tensor)
+
+    def drop(self, tensor: int) -> None:
+        """Let go of the device copy."""
+        self.wait(tensor)
+        self._there.pop(tensor, None)
+        self._show(tensor)
+
+    @contextmanager
+    def updating(self, parameter: nn.Parameter) -> Iterator[None]:
+        """The parameter and its state are their device copies; where the update fails, they are
+        what they were before."""
+        own, state = self._tensors.get(id(parameter)), self._state_tensors.get(id(parameter))
+        states, data = self._optimizer.state, parameter.data
+        before = states.get(parameter)
+        if own is not None:
+            parameter.data = self._there[own][""]
+        if state is not None and before is not None:
+            # A counter is changed in place: a copy, so that a failure changes nothing.
+            counters = {k: v.clone() for k, v in before.items() if _is_counter(v)}
+            states[parameter] = {**before, **counters, **self._there[state]}
+        try:
+            yield
+        except BaseException:
+            parameter.data = data
+            if state is not None and before is not None:
+                states[parameter] = before
+            elif state is not None:
+                states.pop(parameter, None)
+            raise
+        if own is not None:
+            self._stale.add(own)
+        if state is not None:
+            self._there[state] = _movable(states.get(parameter, {}))
+            self._stale.add(state)
+
+    def restores(self, parameter: nn.Parameter) -> bool:
+        """Whether a failing update of this parameter leaves no trace."""
+        has_state = bool(_movable(self._optimizer.state.get(parameter, {})))
+        own = id(parameter) in self._tensors
+        return own and (id(parameter) in self._state_tensors or not has_state)
+
+    def settle(self) -> None:
+        """End a step, however it went: what has been updated is on the host, device copies are
+        gone."""
+        for tensor in list(self._there):
+            updated = tensor in self._stale
+            for key, value in self._there[tensor].items():
+                try:
+                    self._wait(tensor, key)
+                except (RuntimeError, OSError, MemoryError):
+                    # The copy to the host failed, or one from it, which is then not needed.
+                    updated = updated or self._is_shown(tensor, key, value)
+                if updated:
+                    self._write(tensor, key, value)
+            self._stale.discard(tensor)
+            self._there.pop(tensor)
+            self._show(tensor)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        """Wait until what has been copied to the host can be read there."""
+        runtime = backend_of(self._device).runtime
+        if runtime is not None and self:
+            runtime.current_stream(self._device).synchronize()
+
+    @property
+    def _swap(self) -> ThreadSwap | StreamSwap:
+        assert self.swap is not None
+        return self.swap
+
+    def _held(self, tensor: int) -> dict[str, torch.Tensor]:
+        """What the model, or the optimizer, has of a tensor now."""
+        if tensor in self.parameters:
+            return {"": self.parameters[tensor].data}
+        return _movable(self._optimizer.state.get(self.states[tensor], {}))
+
+    def _is_home(self, tensor: int, key: str, value: torch.Tensor) -> bool:
+        view = self._views.get((tensor, key))
+        return view is not None and view.data_ptr() == value.data_ptr() and _alike(view, value)
+
+    def _is_shown(self, tensor: int, key: str, value: torch.Tensor) -> bool:
+        """Whether the model has the device copy, as it does once that has been updated."""
+        held = self._held(tensor).get(key)
+        return held is not None and held.data_ptr() == value.data_ptr()
+
+    def _store(self, tensor: int, key: str, value: torch.Tensor) -> None:
+        """Start copying a value to the host, over what is there."""
+        view = self._views.get((tensor, key))
+        if view is not None and _alike(view, value):
+            self._swap.store(self._copies[tensor, key], value)  # type: ignore[arg-type]
+            return
+        copy = self._copies[tensor, key] = self._swap.out(value)
+        self._views[tensor, key] = self._swap.host_view(copy)  # type: ignore[arg-type]
+
+    def _write(self, tensor: int, key: str, value: torch.Tensor) -> None:
+        """Copy a value to the host now."""
+        if (tensor, key) not in self._views:
+            self._store(tensor, key, value)
+            self._wait(tensor, key)
+        self._views[tensor, key].copy_(value)
+
+    def _wait(self, tensor: int, key: str) -> None:
+        if (tensor, key) in self._copies:
+            self._swap.wait(self._copies[tensor, key])  # type: ignore[arg-type]
+
+    def _show(self, tensor: int) -> None:
+        """Let the model, or the optimizer, have the host copies."""
+        if tensor in self.parameters:
+            self.parameters[tensor].data = self._views[tensor, ""]
+            return
+        state = self._optimizer.state.get(self.states[tensor], {})
+        state.update({key: self._views[tensor, key] for key in _movable(state)})
+
+
+@contextmanager
+def tensors_on(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """A module whose parameters and buffers are on a device: those that are there already are
+    shared, the others are copied and go back afterwards, with what has been changed."""
+    before = [(one, one.data) for one in (*module.parameters(), *module.buffers())]
+    moved = [(one, data) for one, data in before if data.device.type != device.type]
+    try:
+        for one, data in moved:
+            one.data = data.to(device)
+        yield
+    finally:
+        for one, data in moved:
+            data.copy_(one.data)
+            one.data = data
+
+
+def _movable(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+
+
+def _is_counter(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.size(), one.stride(), one.dtype) == (other.size(), other.stride(), other.dtype)

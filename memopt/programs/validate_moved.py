@@ -1,0 +1,81 @@
+"""The part of the validator that checks tensors which begin and end on the host.
+
+It shares no code with the replay, nor with `memopt.programs.moved`: a movable tensor's own history
+is followed from the first instruction to the last. Its host copy is there all the time; an update
+leaves it behind, and a SwapOut of the device copy brings it up to date.
+"""
+
+from __future__ import annotations
+
+from memopt.models.graph import Graph, Operator, Phase, TensorKind
+from memopt.programs.instructions import DropHost, Free, SwapIn, SwapOut
+from memopt.programs.validate_placement import LiveRange
+from memopt.programs.violations import Violation, ViolationCode
+
+Code = ViolationCode
+
+
+def is_moved(graph: Graph, tensor: int, events: list[tuple[int, str]]) -> bool:
+    """Whether a tensor begins and ends on the host: the graph allows it, and there are events
+    that resident tensors do not have."""
+    own = {Free.__name__, SwapIn.__name__, SwapOut.__name__, DropHost.__name__}
+    return tensor in graph.movable and any(event in own for _, event in events)
+
+
+def is_changed(graph: Graph, operator: Operator, tensor: int) -> bool:
+    """Whether an operator changes a resident tensor that it reads: updates that write nothing
+    change parameters and optimizer state."""
+    in_place = operator.phase is Phase.UPDATE and not operator.writes
+    kind = graph.tensors[tensor].kind
+    return in_place and kind in (TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE)
+
+
+class MovedHistory:
+    """One moved tensor, from the program's first instruction to its last."""
+
+    def __init__(self, graph: Graph, tensor: int, length: int) -> None:
+        self.name = graph.tensors[tensor].name
+        self.tensor = tensor
+        self.length = length
+        self.device: list[LiveRange] = []
+        self.host = [LiveRange(tensor, -1, length)]
+        self.found: list[Violation] = []
+        self.live_since: int | None = None
+        self.stale = False
+        self.leaving = False
+
+    def step(self, i: int, event: str) -> None:
+        """Check one event and follow it as far as it makes sense."""
+        live = self.live_since is not None
+        if event == "read":
+            self._need(live, Code.READ_ON_HOST, i)
+        elif event == "change":
+            self._need(not self.leaving, Code.CHANGED_WHILE_COPIED, i)
+            self.stale = True
+        elif event == "SwapIn":
+            self._need(not live, Code.SWAP_IN_WHILE_LIVE, i)
+            self.live_since, self.leaving = i, False
+        elif event == "SwapOut":
+            self._need(live, Code.SWAP_OUT_ABSENT, i)
+            self._need(self.stale or not live, Code.SWAP_OUT_TWICE, i)
+            self.stale, self.leaving = False, True
+        elif event == "Free":
+            self._need(live, Code.FREED_ABSENT, i)
+            self._need(not self.stale or not live, Code.CHANGE_LOST, i)
+            self._end(i)
+        elif event == "DropHost":
+            self._need(False, Code.HOME_DROPPED, i)
+
+    def finish(self) -> None:
+        """Check what is left at the end of the program."""
+        self._need(self.live_since is None, Code.LEFT_ON_DEVICE, self.length)
+        self._end(self.length)
+
+    def _need(self, condition: bool, code: ViolationCode, i: int) -> None:
+        if not condition:
+            self.found.append(Violation(code, i, f"{self.name!r}"))
+
+    def _end(self, i: int) -> None:
+        if self.live_since is not None:
+            self.device.append(LiveRange(self.tensor, self.live_since, i))
+        self.live_since, self.leaving = None, False

@@ -1,0 +1,1 @@
+"""Parameters and optimizer state that may live on the host, for strategies that move tensors."""

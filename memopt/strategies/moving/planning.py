@@ -1,0 +1,266 @@
+"""Planning whole steps whose parameters and optimizer state may live on the host.
+
+`planned_moves` takes base programs (whoever made them: every operator once, activations moved or
+recomputed) and keeps the fastest program that `memopt.strategies.moving.stays` makes of one
+within the budgets. `link_bound_s` is the bound beside it, in closed form.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from memopt.errors import InfeasibleBudgetError
+from memopt.models.bounds import (
+    choices_of,
+    memory_lower_bound,
+    needed_operators,
+    relative_gap,
+    sure_reads,
+    time_lower_bound,
+)
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Program
+from memopt.programs.liveness import store_all
+from memopt.programs.moved import changed_by
+from memopt.programs.replay import Timeline, replay
+from memopt.reductions.updates import updates_of, with_early_updates, without_updates
+from memopt.strategies.base import Solution, Status
+from memopt.strategies.moving.stays import MovedBase
+from memopt.strategies.solvers.running import Deadline, Stopped
+
+PROVED = 1e-9
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan may take.
+
+    Attributes:
+        device_bytes: total, of the device.
+        host_bytes: of the host; infinite: no limit.
+        deadline: of the search.
+    """
+
+    device_bytes: int
+    host_bytes: float = math.inf
+    deadline: Deadline = field(default_factory=Deadline)
+
+
+def fixed_graph(graph: Graph) -> Graph:
+    """The step without movable tensors: parameters and state are resident."""
+    return replace(graph, movable=())
+
+
+def early_steps(graph: Graph) -> Iterator[Program]:
+    """The step in the graph's order, every operator once, with updates as early as they can be;
+    and with the graph's own."""
+    if updates_of(graph):
+        first = store_all(without_updates(fixed_graph(graph)))
+        yield with_in_place(graph, with_early_updates(fixed_graph(graph), first))
+    yield with_in_place(graph, store_all(fixed_graph(graph)))
+
+
+def planned_moves(
+    graph: Graph,
+    device: Device,
+    limits: Limits,
+    bases: Iterable[tuple[str, Program]],
+    name: str,
+    known: Solution | None = None,
+) -> Solution:
+    """The fastest program known within the limits.
+
+    Args:
+        graph: a step with movable tensors.
+        device: link rates.
+        limits: budgets and deadline. The first base is always tried.
+        bases: (who made it, program), the movable tensors resident in it.
+        name: the strategy's, for messages.
+        known: a plan without moves, which the one returned is at least as fast as.
+
+    Raises:
+        InfeasibleBudgetError: plans within the device's budget need more host memory.
+    """
+    began_s = time.monotonic()
+    search = _Search(graph, device, limits)
+    if known is not None and known.program is not None:
+        search.offer(known.program, "nothing of the parameters moves")
+    try:
+        for source, program in bases:
+            search.base(MovedBase(graph, program, device), source)
+            if limits.deadline.passed(0.5, f"moving parameters: {source}"):
+                break
+    except (KeyboardInterrupt, Stopped):
+        if search.least is None:
+            raise
+    return search.solution(name, began_s)
+
+
+@dataclass
+class _Search:
+    """The fastest program so far, and the base that needs the least memory."""
+
+    graph: Graph
+    device: Device
+    limits: Limits
+    best: tuple[Program, Timeline, str] | None = None
+    least: MovedBase | None = None
+    least_host_bytes: float = math.inf
+    tried: int = 0
+
+    def __post_init__(self) -> None:
+        self.bound_s = link_bound_s(self.graph, self.limits.device_bytes, self.device)
+
+    def offer(self, program: Program, source: str) -> None:
+        """Keep a program that keeps the budgets, if it is the fastest."""
+        timeline = replay(self.graph, program, self.device)
+        self.tried += 1
+        if timeline.peak_bytes > self.limits.device_bytes:
+            return
+        self.least_host_bytes = min(self.least_host_bytes, timeline.host_peak_bytes)
+        if timeline.host_peak_bytes > self.limits.host_bytes:
+            return
+        if self.best is None or timeline.time_s < self.best[1].time_s:
+            self.best = program, timeline, source
+
+    def base(self, base: MovedBase, source: str) -> None:
+        """Offer what can be made of one base."""
+        if self.least is None or base.floor_bytes < self.least.floor_bytes:
+            self.least = base
+        if base.floor_bytes > self.limits.device_bytes or self._hopeless(base):
+            return
+        for program in base.candidates(self.limits.device_bytes):
+            self.offer(program, source)
+            late = self.best is not None and not self.limits.deadline.left_s
+            if late or self.done:
+                return
+
+    def _hopeless(self, base: MovedBase) -> bool:
+        """Whether the base alone, without any stall for moved tensors, is slower than the best."""
+        return self.best is not None and base.timeline.time_s >= self.best[1].time_s
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing can be faster."""
+        return self.best is not None and self.best[1].time_s <= self.bound_s * (1 + PROVED)
+
+    def solution(self, name: str, began_s: float) -> Solution:
+        """The plan, or the smallest budget known."""
+        if self.best is not None:
+            return self._of(*self.best, self.bound_s, began_s)
+        assert self.least is not None
+        if self.least.floor_bytes <= self.limits.device_bytes:
+            raise InfeasibleBudgetError(
+                f"{name}: a host budget of {self.limits.host_bytes} bytes is too small: the plans "
+                f"known for a device budget of {self.limits.device_bytes} bytes put at least "
+                f"{self.least_host_bytes} bytes on the host; raise either",
+                self.limits.device_bytes,
+                None,
+            )
+        floor = self.least.floor_bytes
+        program = next(iter(self.least.candidates(floor)))
+        timeline = replay(self.graph, program, self.device)
+        bound_s = link_bound_s(self.graph, floor, self.device)
+        smallest = self._of(program, timeline, "least memory", bound_s, began_s)
+        proved = self.limits.device_bytes < memory_lower_bound(self.graph)
+        return Solution(
+            Status.INFEASIBLE if proved else Status.UNKNOWN,
+            smallest_budget_bytes=timeline.peak_bytes,
+            smallest=smallest,
+        )
+
+    def _of(
+        self, program: Program, timeline: Timeline, source: str, bound_s: float, began_s: float
+    ) -> Solution:
+        bound_s = min(bound_s, timeline.time_s)
+        proved = timeline.time_s <= bound_s * (1 + PROVED)
+        return Solution(
+            Status.OPTIMAL if proved else Status.FEASIBLE,
+            program=program,
+            peak_bytes=timeline.peak_bytes,
+            time_s=timeline.time_s,
+            lower_bound_s=bound_s,
+            gap=relative_gap(timeline.time_s, bound_s),
+            stats={
+                "source": source,
+                "programs_tried": self.tried,
+                "stall_s": timeline.total_stall_s,
+                "host_peak_bytes": timeline.host_peak_bytes,
+                "solve_s": time.monotonic() - began_s,
+            },
+        )
+
+
+def activation_bases(
+    graph: Graph,
+    budget_bytes: int,
+    solve: Callable[[Graph, int], Solution],
+    shares: Iterable[float],
+) -> Iterator[tuple[str, Program]]:
+    """Programs whose activations fit into some of the room that resident parameters leave.
+
+    Args:
+        graph: a step with movable tensors.
+        budget_bytes: total.
+        solve: plans the step with resident parameters, within a total budget.
+        shares: of the budget, what activations may take; the rest is for moved tensors.
+    """
+    fixed = graph.resident_bytes - graph.movable_bytes
+    resident = fixed_graph(graph)
+    for share in shares:
+        within = graph.resident_bytes + int(share * (budget_bytes - fixed))
+        found = solve(resident, within)
+        taken = found if found.program is not None else found.smallest
+        if taken is not None and taken.program is not None:
+            source = f"activations within {share:.0%} of the room"
+            yield source, with_in_place(graph, taken.program)
+
+
+def link_bound_s(graph: Graph, budget_bytes: int, device: Device) -> float:
+    """No program of a step with movable tensors is faster within a budget, whatever it recomputes.
+
+    What the forward reads and the budget cannot hold is fetched before the loss boundary; what
+    the backward and the updates read and the budget cannot hold is fetched after it, while what
+    updates change and the budget cannot hold goes back. Forward and backward each take at least
+    that long, and as long as their operators. (Latencies are left out; a link without duplex
+    carries both directions one after the other.)
+    """
+    held = budget_bytes - (graph.resident_bytes - graph.movable_bytes)
+    movable = set(graph.movable)
+    early = _before_boundary(graph)
+    compute_s = [0.0, 0.0]
+    read: tuple[set[int], set[int]] = (set(), set())
+    changed: set[int] = set()
+    for index in needed_operators(graph):
+        operator, after = graph.operators[index], index >= graph.first_backward
+        if after or index in early:
+            compute_s[after] += min(choice.time_s for choice in choices_of(operator))
+            read[after].update(movable & sure_reads(operator))
+            changed.update(movable.intersection(changed_by(graph, operator)))
+
+    def excess(tensors: set[int]) -> int:
+        return max(0, sum(graph.tensors[t].size_bytes for t in tensors) - held)
+
+    into, out = device.swap_in_bytes_per_s, device.to_host_bytes_per_s
+    fetched_s, returned_s = excess(read[1]) / into, excess(changed) / out
+    link_s = max(fetched_s, returned_s) if device.duplex else fetched_s + returned_s
+    halves_s = max(compute_s[0], excess(read[0]) / into) + max(compute_s[1], link_s)
+    return max(halves_s, time_lower_bound(graph))
+
+
+def _before_boundary(graph: Graph) -> frozenset[int]:
+    """Forward operators that the outputs depend on: they run before the loss boundary."""
+    found: set[int] = set()
+    waiting = [graph.producer[t] for t in graph.outputs if t in graph.producer]
+    while waiting:
+        index = waiting.pop()
+        if index not in found and index < graph.first_backward:
+            found.add(index)
+            reads = sure_reads(graph.operators[index])
+            waiting += [graph.producer[t] for t in reads if t in graph.producer]
+    return frozenset(found)

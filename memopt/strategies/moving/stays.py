@@ -1,0 +1,301 @@
+"""Whole steps whose parameters and optimizer state live on the host: what to keep, when to copy.
+
+Given a program that treats the movable tensors as resident (a *base*), every movable tensor is on
+the device at least while something reads it. What room the budget leaves is spent twice: on
+keeping tensors between two readers, or for the whole step, which saves copies, and on copies that
+begin before their reader needs them and end after an update, which hides them. Keeping is decided
+by bytes saved per byte held, for several orders and for several shares of the room; the exact
+replay chooses. Not from a paper; ZeRO-Offload (arXiv:2101.06840) and its successors move all or
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.programs.instructions import Free, Instruction, Program, SwapIn, SwapOut
+from memopt.programs.moved import changed_by
+from memopt.programs.replay import Timeline, replay
+
+Ints = npt.NDArray[np.int64]
+
+RESERVES = (0.0, 0.1, 0.3, 0.6, 0.9)
+"""Shares of the room that are left for copies under way."""
+ROUNDS = 3
+"""Schedules of one choice, each with the times of the one before."""
+
+
+@dataclass(eq=False)
+class Stay:
+    """A stretch of instructions during which a tensor is on the device, both ends included.
+
+    Attributes:
+        before: the same tensor's stay before this one, which an early copy may meet.
+    """
+
+    tensor: int
+    begin: int
+    end: int
+    before: Stay | None = field(default=None, repr=False)
+
+    @property
+    def joins(self) -> bool:
+        """Whether it goes on from the stay before: nothing is copied."""
+        return self.before is not None and self.before.end + 1 == self.begin
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the room is spent.
+
+    Attributes:
+        whole_first: whether tensors are kept for the whole step before they are kept between two
+            readers.
+        reserve: see `RESERVES`.
+        for_returns: the share of the reserve that copies to the host have for themselves.
+    """
+
+    whole_first: bool
+    reserve: float
+    for_returns: float = 0.0
+
+
+CHOICES = tuple(
+    Choice(whole, reserve, share)
+    for reserve in RESERVES
+    for share in ((0.0, 0.5) if reserve else (0.0,))
+    for whole in (True, False)
+)
+
+
+@dataclass(eq=False)
+class MovedBase:
+    """A base program, and the memory that it leaves.
+
+    Attributes:
+        graph: with movable tensors.
+        program: treats them as resident.
+        device: link rates.
+    """
+
+    graph: Graph
+    program: Program
+    device: Device
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The base's own."""
+        return replay(self.graph, self.program, self.device)
+
+    @cached_property
+    def touched(self) -> dict[int, list[int]]:
+        """Movable tensor → the instructions that read it, ascending."""
+        movable, found = set(self.graph.movable), dict[int, list[int]]()
+        for position, run in self.program.computes:
+            for tensor in dict.fromkeys(run.effects(self.graph).reads):
+                if tensor in movable:
+                    found.setdefault(tensor, []).append(position)
+        return found
+
+    @cached_property
+    def changed(self) -> dict[int, int]:
+        """Movable tensor → the instruction that updates it."""
+        movable, found = set(self.graph.movable), dict[int, int]()
+        for position, run in self.program.computes:
+            changed = changed_by(self.graph, self.graph.operators[run.op])
+            found.update((tensor, position) for tensor in changed if tensor in movable)
+        return found
+
+    @cached_property
+    def least_bytes(self) -> Ints:
+        """Memory during each instruction when tensors are there only while they are read."""
+        need = np.array(self.timeline.step_bytes, dtype=np.int64)
+        need -= sum(map(self.size, self.touched))  # what nothing reads stays
+        for tensor, positions in self.touched.items():
+            need[positions] += self.size(tensor)
+        return need
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """The smallest budget that moves of this base can meet."""
+        return int(self.least_bytes.max(initial=0))
+
+    def size(self, tensor: int) -> int:
+        """Bytes of a tensor."""
+        return self.graph.tensors[tensor].size_bytes
+
+    def candidates(self, budget_bytes: int) -> Iterator[Program]:
+        """Programs within a budget of at least `floor_bytes`: one base, several choices."""
+        for choice in CHOICES:
+            plan = _Room(self, budget_bytes, choice)
+            plan.keep()
+            starts_s = np.array(self.timeline.start_s)
+            for _ in range(ROUNDS):
+                program, positions = plan.program(starts_s)
+                yield program
+                found = replay(self.graph, program, self.device)
+                starts_s = np.array([found.start_s[i] for i in positions])
+
+
+@dataclass(eq=False)
+class _Room:
+    """The memory of one choice while it is being spent."""
+
+    base: MovedBase
+    budget_bytes: int
+    choice: Choice
+    stays: dict[int, list[Stay]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.used = self.base.least_bytes.copy()
+        for tensor, positions in self.base.touched.items():
+            self.stays[tensor] = [Stay(tensor, i, i) for i in positions]
+
+    @property
+    def reserve_bytes(self) -> int:
+        """What is not spent on keeping tensors."""
+        return int(self.choice.reserve * (self.budget_bytes - self.base.floor_bytes))
+
+    @property
+    def for_returns(self) -> int:
+        """The part of the reserve that copies to the host have for themselves."""
+        return int(self.choice.for_returns * self.reserve_bytes)
+
+    def keep(self) -> None:
+        """Decide which tensors stay on the device between their readers, or for good."""
+        limit = self.budget_bytes - self.reserve_bytes
+        steps = (self._keep_whole, self._keep_between)
+        for step in steps if self.choice.whole_first else reversed(steps):
+            step(limit)
+
+    def _keep_whole(self, limit: int) -> None:
+        """Keep tensors for the whole step: most copies saved per byte first, then the largest."""
+        base = self.base
+
+        def saved(tensor: int) -> tuple[float, int]:
+            return -len(self.stays[tensor]) - (tensor in base.changed), -base.size(tensor)
+
+        for tensor in sorted(self.stays, key=lambda t: (saved(t), t)):
+            size, free = base.size(tensor), np.ones(len(self.used), dtype=bool)
+            for stay in self.stays[tensor]:
+                free[stay.begin : stay.end + 1] = False
+            if int(self.used[free].max(initial=0)) + size <= limit:
+                self.used[free] += size
+                del self.stays[tensor]
+
+    def _keep_between(self, limit: int) -> None:
+        """Keep tensors from one reader to the next, the shortest stretches first."""
+        base = self.base
+        gaps = [
+            (second.begin - first.end, -base.size(tensor), first.end, tensor)
+            for tensor, stays in self.stays.items()
+            for first, second in pairwise(stays)
+        ]
+        for _, _, end, tensor in sorted(gaps):
+            stays = self.stays[tensor]
+            index = next(i for i, stay in enumerate(stays) if stay.end == end)
+            inside = slice(end + 1, stays[index + 1].begin)
+            if int(self.used[inside].max(initial=0)) + base.size(tensor) <= limit:
+                self.used[inside] += base.size(tensor)
+                stays[index].end = stays.pop(index + 1).end
+
+    def program(self, starts_s: npt.NDArray[np.float64]) -> tuple[Program, list[int]]:
+        """The program, and the position in it of every instruction of the base.
+
+        Args:
+            starts_s: when each instruction of the base starts, if the moves go as expected.
+        """
+        used = self.used.copy()
+        each = [[Stay(s.tensor, s.begin, s.end) for s in one] for one in self.stays.values()]
+        for one in each:
+            for first, second in pairwise(one):
+                second.before = first
+        stays = [stay for one in each for stay in one]
+        for key, outward, stay in sorted(
+            (*self._fetches(stays, starts_s), *self._returns(stays, starts_s)),
+            key=lambda row: (row[0], row[1], row[2].begin, row[2].tensor),
+        ):
+            self._widen(used, stay, key, outward)
+        return self._written(stays)
+
+    def _fetches(
+        self, stays: list[Stay], starts_s: npt.NDArray[np.float64]
+    ) -> Iterator[tuple[int, int, Stay]]:
+        """(instruction at which its copy would best begin, 0, stay), for a link that is busy from
+        the latest moment at which all copies come in time."""
+        latest_s = math.inf
+        for stay in sorted(stays, key=lambda s: (s.begin, s.tensor), reverse=True):
+            latest_s = min(latest_s, float(starts_s[stay.begin]))
+            latest_s -= self.base.device.swap_in_time_s(self.base.size(stay.tensor))
+            yield max(0, bisect_right(starts_s, latest_s) - 1), 0, stay
+
+    def _returns(
+        self, stays: list[Stay], starts_s: npt.NDArray[np.float64]
+    ) -> Iterator[tuple[int, int, Stay]]:
+        """(the update, the instruction before which its copy to the host should be over, stay)."""
+        free_s, graph = 0.0, self.base.graph
+        operators = dict(self.base.program.computes)
+        for stay in sorted(stays, key=lambda s: (s.end, s.tensor)):
+            update = self.base.changed.get(stay.tensor)
+            if update is None or not stay.begin <= update <= stay.end:
+                continue
+            time_s = graph.operators[operators[update].op].time_s
+            free_s = max(free_s, float(starts_s[update]) + time_s)
+            free_s += self.base.device.swap_out_time_s(self.base.size(stay.tensor))
+            yield update, bisect_left(starts_s, free_s), stay
+
+    def _widen(self, used: Ints, stay: Stay, key: int, until: int) -> None:
+        """Let a stay begin earlier, towards `key`, or (with `until`) end later, where that fits."""
+        size = self.base.size(stay.tensor)
+        if until:
+            inside = slice(stay.end + 1, max(stay.end + 1, until))
+            late = np.flatnonzero(used[inside] + size > self.budget_bytes)
+            if len(late):
+                inside = slice(inside.start, inside.start + int(late[0]))
+            stay.end = inside.stop - 1
+        else:
+            first = 0 if stay.before is None else stay.before.end + 1
+            inside = slice(min(max(key, first), stay.begin), stay.begin)
+            early = np.flatnonzero(used[inside] + size > self.budget_bytes - self.for_returns)
+            if len(early):
+                inside = slice(inside.start + int(early[-1]) + 1, inside.stop)
+            stay.begin = inside.start
+        used[inside] += size
+
+    def _written(self, stays: list[Stay]) -> tuple[Program, list[int]]:
+        begins: dict[int, list[Stay]] = {}
+        ends: dict[int, list[Stay]] = {}
+        for stay in sorted(stays, key=lambda s: (self._first_use(s), s.tensor)):
+            ends.setdefault(stay.end, []).append(stay)
+            if not stay.joins:
+                begins.setdefault(stay.begin, []).append(stay)
+            elif stay.before is not None:
+                ends[stay.before.end].remove(stay.before)
+        moved = {stay.tensor for stay in stays}
+        outs: dict[int, list[int]] = {}
+        for tensor, update in self.base.changed.items():
+            if tensor in moved:
+                outs.setdefault(update, []).append(tensor)
+        listed: list[Instruction] = []
+        positions: list[int] = []
+        for position, instruction in enumerate(self.base.program):
+            listed += (SwapIn(stay.tensor) for stay in begins.get(position, ()))
+            positions.append(len(listed))
+            listed.append(instruction)
+            listed += map(SwapOut, outs.get(position, ()))
+            listed += (Free(stay.tensor) for stay in ends.get(position, ()))
+        return Program(listed), positions
+
+    def _first_use(self, stay: Stay) -> int:
+        uses = self.base.touched[stay.tensor]
+        return uses[bisect_left(uses, stay.begin)]

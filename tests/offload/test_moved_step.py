@@ -1,0 +1,129 @@
+"""Plans of steps whose parameters and optimizer state may live on the host."""
+
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from memopt.errors import InfeasibleBudgetError
+from memopt.models.budget import Budget
+from memopt.models.device import Device
+from memopt.models.generate import random_graph
+from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
+from memopt.programs.liveness import store_all
+from memopt.programs.moved import moved_tensors
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
+from memopt.strategies.base import Status
+from memopt.strategies.moving.planning import fixed_graph, link_bound_s
+from memopt.strategies.offload.graph import OffloadGraph
+
+
+def layered(layers: int, weight: int = 100, activation: int = 30) -> Graph:
+    """A chain of layers with a weight and twice as much optimizer state each."""
+    tensors = [Tensor("x", activation, TensorKind.INPUT)]
+    operators: list[Operator] = []
+
+    def made(name: str, size: int, kind: TensorKind = TensorKind.ACTIVATION) -> int:
+        tensors.append(Tensor(name, size, kind))
+        return len(tensors) - 1
+
+    weights = [made(f"w{i}", weight, TensorKind.PARAMETER) for i in range(layers)]
+    states = [made(f"s{i}", 2 * weight, TensorKind.OPTIMIZER_STATE) for i in range(layers)]
+    outputs = [0]
+    for i in range(layers):
+        outputs.append(made(f"y{i}", activation))
+        operators.append(Operator(f"f{i}", (outputs[i], weights[i]), (outputs[-1],), 1.0))
+    updates, gradient = [], ()
+    for i in reversed(range(layers)):
+        found = made(f"gw{i}", weight), made(f"gy{i}", activation)
+        reads = (outputs[i], outputs[i + 1], weights[i], *gradient)
+        operators.append(Operator(f"b{i}", reads, found, 2.0, phase=Phase.BACKWARD))
+        reads, gradient = (found[0], weights[i], states[i]), found[1:]
+        updates.append(Operator(f"u{i}", reads, (), 0.1, phase=Phase.UPDATE, recomputable=False))
+    return Graph(tensors, [*operators, *updates], outputs[-1:], movable=(*weights, *states))
+
+
+@pytest.mark.parametrize(
+    ("rate", "share", "duplex"),
+    [(60.0, 0.5, True), (300.0, 0.5, False), (math.inf, 0.5, True), (60.0, 1.2, True)],
+)
+def test_plans_keep_the_budgets_and_the_bound(rate, share, duplex):
+    graph = layered(8)
+    device = Device(to_host_bytes_per_s=rate, duplex=duplex)
+    budget = int(share * graph.movable_bytes)
+    found = OffloadGraph().solve(graph, budget, device=device)
+    assert found.program is not None
+    timeline = replay(graph, found.program, device)
+    assert validate(graph, found.program, Budget(budget, timeline.host_peak_bytes)) is None
+    assert link_bound_s(graph, budget, device) <= timeline.time_s * (1 + 1e-12)
+    assert found.lower_bound_s <= found.time_s == timeline.time_s
+    assert bool(moved_tensors(graph, found.program)) == (share < 1.2)
+
+
+def test_the_link_bound_by_hand():
+    graph = layered(4, activation=1)
+    # 400 of weights, 800 of state; all but 1 + 300 bytes must come.
+    device = Device(to_host_bytes_per_s=10.0, from_host_bytes_per_s=20.0)
+    assert link_bound_s(graph, 301, device) == max(4, 100 / 20) + max(8.4, 900 / 20, 900 / 10)
+    once = replace(device, duplex=False)
+    assert link_bound_s(graph, 301, once) == 5 + 900 / 20 + 900 / 10
+    assert link_bound_s(graph, 10**6, device) == pytest.approx(12.4)
+
+
+def test_a_slow_link_keeps_what_fits():
+    graph = layered(5)
+    device = Device(to_host_bytes_per_s=50.0)
+    times = []
+    for share in (0.5, 1.0):
+        found = OffloadGraph().solve(graph, int(share * graph.movable_bytes), device=device)
+        moved = sum(graph.tensors[t].size_bytes for t in moved_tensors(graph, found.program))
+        assert moved >= (1 - share) * graph.movable_bytes
+        times.append(found.time_s)
+    assert times == sorted(times, reverse=True)
+    assert times[0] < replay(graph, found.program, device).time_s + 2 * 1500 / 50 + 600 / 50
+
+
+@pytest.mark.parametrize("block", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_random_steps(block):
+    moved = 0
+    for seed in range(block * 4, block * 4 + 4):
+        rng = Random(seed)
+        graph = random_graph(rng, rng.randint(1, 6), updates=True)
+        movable = graph.resident.difference(graph.outputs, graph.gradients)
+        graph = replace(graph, movable=sorted(movable))
+        device = Device(to_host_bytes_per_s=rng.choice([1.0, 5.0, 50.0]), duplex=rng.random() < 0.5)
+        peak = replay(graph, store_all(graph)).peak_bytes
+        least = OffloadGraph().solve(graph, 0, device=device)
+        floor = least.smallest_budget_bytes or 0
+        below = OffloadGraph().solve(graph, max(0, floor - 1), device=device)
+        assert below.program is None or floor == 0
+        for budget in {floor, (floor + peak) // 2, peak}:
+            found = OffloadGraph().solve(graph, budget, device=device)
+            assert validate(graph, found.program, Budget(budget)) is None, seed
+            assert found.lower_bound_s <= found.time_s + 1e-12, seed
+            resident = OffloadGraph().solve(fixed_graph(graph), budget, device=device)
+            if resident.program is not None:
+                assert found.time_s <= resident.time_s, seed
+            moved += bool(moved_tensors(graph, found.program))
+    assert moved > 1
+
+
+def test_too_little_of_the_host_is_an_error():
+    graph = layered(4)
+    device = Device(to_host_bytes_per_s=100.0)
+    budget = graph.movable_bytes // 2
+    plan = OffloadGraph().solve(graph, budget, device=device)
+    needed = replay(graph, plan.program).host_peak_bytes
+    again = OffloadGraph(host_budget_bytes=needed).solve(graph, budget, device=device)
+    assert replay(graph, again.program).host_peak_bytes <= needed
+    with pytest.raises(InfeasibleBudgetError, match="host budget"):
+        OffloadGraph(host_budget_bytes=100).solve(graph, budget, device=device)
+
+
+def test_without_a_plan_the_smallest_budget_is_named():
+    graph = layered(4)
+    found = OffloadGraph().solve(graph, 100, device=Device(to_host_bytes_per_s=100.0))
+    assert found.status is Status.INFEASIBLE
+    assert validate(graph, found.smallest.program, Budget(found.smallest_budget_bytes)) is None
