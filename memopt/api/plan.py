@@ -94,6 +94,7 @@ class Plan(PlanRecord):
         *,
         interpreted: bool = False,
         checked: bool = False,
+        undo: bool = False,
     ) -> TrainStep:
         """The whole step, updates included, under the plan: `step(*inputs, targets=...) -> loss`.
 
@@ -105,13 +106,20 @@ class Plan(PlanRecord):
             optimizer: the planned optimizer, or one over the same parameters.
             interpreted: run instruction by instruction (slower; for debugging).
             checked: as for `apply`.
+            undo: take a step that fails back whole, parameters and optimizer state included. That
+                takes copies of them on the host, of their size, and the time to write them in each
+                step. Otherwise updates that were done before the failure stay, and the error says
+                how many.
 
         Raises:
-            ValueError: the plan is not of this step, or the optimizer cannot be split.
+            ValueError: the plan is not of this step, the optimizer cannot be split, or the copies
+                for `undo` are beyond the plan's host budget.
         """
         from memopt.executor.train_step import train_step
 
-        return train_step(self, model, loss_fn, optimizer, interpreted=interpreted, checked=checked)
+        return train_step(
+            self, model, loss_fn, optimizer, interpreted=interpreted, checked=checked, undo=undo
+        )
 
     def _plan_again(self, model: nn.Module, call: Call) -> nn.Module:
         """The model under a plan for another call, within the same budget."""

@@ -67,6 +67,20 @@ class _State:
     again: AsOriginal | None
 
 
+class _Here(threading.local):
+    """Of each thread: the call that it makes.
+
+    Attributes:
+        program: what runs.
+        again: runs the call without a plan.
+        moves: what the forward updates, and the new values, once all of it has run.
+    """
+
+    program: Installed | None = None
+    again: AsOriginal | None = None
+    moves: list[tuple[Any, Any]] | None = None
+
+
 class Runtime:
     """Runs installed programs inside one captured model; set as its hooks once."""
 
@@ -76,7 +90,7 @@ class Runtime:
         device = captured.device or torch.device("cpu")
         self.random = RandomStates(device) if draws(captured) else None
         self._differentiable = False
-        self._local = threading.local()
+        self._local = _Here()
         self._states: set[TiedValue[_State]] = set()
         captured.hooks.forward = self._forward
         captured.hooks.backward = self._backward
@@ -97,9 +111,11 @@ class Runtime:
             call: the user's arguments, in the captured call's form.
             again: runs the call without a plan, for a backward that is differentiated itself.
         """
-        before = getattr(self._local, "program", None), getattr(self._local, "again", None)
+        here = self._local
+        before = here.program, here.again, here.moves
+        drawn = None if self.random is None else self.random.now()
         try:
-            self._local.program, self._local.again = program, again
+            here.program, here.again, here.moves = program, again, None
             output = self._captured.compiled(*held, *call.args, **call.kwargs)
             if not self._differentiable and torch.is_grad_enabled():
                 self._differentiable = True
@@ -108,11 +124,30 @@ class Runtime:
                 for value in differentiable(output).values():
                     value.register_hook(self._look_for_autocast)  # type: ignore[no-untyped-call]
             return as_users_see(output, self._captured.outputs)
+        except BaseException:
+            self._settle(here.moves, drawn)
+            raise
         finally:
-            self._local.program, self._local.again = before
+            here.program, here.again, here.moves = before
+
+    def _settle(self, moves: list[tuple[Any, Any]] | None, drawn: bytearray | None) -> None:
+        """After a call that failed: buffers and random numbers are those from before it, or, if all
+        of the forward had run, those from after it.
+
+        Args:
+            moves: what the forward updates and the new values; None: it has not come to its end.
+            drawn: the random state before the call; None: it draws nothing.
+        """
+        if moves is not None:
+            with torch.no_grad():
+                for target, value in moves:
+                    target.detach().copy_(value)
+        elif drawn is not None and self.random is not None:
+            self.random.put_back(drawn)
 
     def _forward(self, args: list[Any]) -> list[Any]:
-        program: Installed = self._local.program
+        program = self._local.program
+        assert program is not None
         primals = list(args)
         args.clear()
         outputs, saved = program.forward(primals)
@@ -126,6 +161,8 @@ class Runtime:
         again = self._local.again
         state = _State(key, program, primals, versions, watched, output_versions, saved, again)
         tie(self._states, token, state)
+        mutated = self._captured.mutated
+        self._local.moves = [(primals[p], v) for p, v in zip(mutated, outputs, strict=False)]
         leaves = self._captured.leaves
         return [*map(self._handed_out, leaves, outputs), token]
 

@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,9 @@ from memopt.errors import ExecutionError, GuardError
 from memopt.executor.guard import Guard
 from memopt.executor.input_gradients import check_behind, pass_on
 from memopt.executor.module import install
+from memopt.executor.random_state import RandomStates
 from memopt.executor.recaptured import with_step
+from memopt.executor.undo import Changes, Undo
 from memopt.models.budget import format_bytes
 from memopt.profiler.backend import autocast_as, autocast_off, autocast_state
 from memopt.profiler.baseline import as_targets
@@ -39,10 +40,11 @@ class TrainStep:
 
     Equal to `loss_fn(model(*inputs), *targets).backward(); optimizer.step()` and then
     `zero_grad()`, bit for bit on CPU; inputs that require a gradient get theirs. A step that
-    fails before its first update leaves parameters, optimizer state and buffers as they were (the
-    random state has moved); one that fails later leaves the parameters updated so far updated,
-    and says how many, and which one may be changed in part; buffers change only when all
-    parameters are updated. After the first update Ctrl-C waits for the end of the step.
+    fails before its first update leaves parameters, optimizer state, buffers and random state as
+    they were. One that fails later is taken back whole with `undo=True`; else it leaves the
+    parameters updated so far updated, and says how many, and which one may be changed in part;
+    buffers change only when all parameters are updated. After the first update Ctrl-C waits for
+    the end of the step.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class TrainStep:
         *,
         interpreted: bool = False,
         checked: bool = False,
+        undo: bool = False,
     ) -> None:
         profiled = plan.profiled
         assert isinstance(profiled, ProfiledStep)
@@ -78,6 +81,8 @@ class TrainStep:
             )
         self._parameters: dict[str, nn.Parameter] = {}
         self._host_state = HostState(optimizer) if profiled.host_state_bytes else None
+        self._undo = Undo(optimizer) if undo else None
+        self._random = RandomStates(profiled.captured.device or torch.device("cpu"))
 
     @property
     def code(self) -> str:
@@ -119,13 +124,16 @@ class TrainStep:
         return self._run(call)
 
     def _run(self, call: Call) -> torch.Tensor:
-        changes = _Changes(len(self._parts.sites), len(self._captured.mutated))
-        host_state = self._host_state
+        changes = Changes(len(self._parts.sites), len(self._captured.mutated))
+        host_state, undo = self._host_state, self._undo
+        drawn = self._random.now()
         one = partial(update_one, self._optimizer) if host_state is None else host_state.step
 
         def update(name: str, gradient: torch.Tensor, value: torch.Tensor | None) -> None:
             begin()
             parameter = self._parameters[name]
+            if undo is not None:
+                undo.keep_update(parameter)
             touch = Touch(self._optimizer, parameter)
             try:
                 if value is not None:
@@ -148,7 +156,15 @@ class TrainStep:
             with ctrl_c_deferred() as begin, torch.no_grad(), autocast_off():
                 if host_state is not None:
                     host_state.leave()
-                return self._step(call, changes)
+                if undo is not None:
+                    undo.begin()
+                try:
+                    return self._step(call, changes)
+                except BaseException as error:
+                    self._take_back(changes, drawn)
+                    if undo is not None:
+                        error.add_note("the step was taken back: everything is as before it")
+                    raise
         except Exception as error:
             if not changes:
                 raise
@@ -162,13 +178,24 @@ class TrainStep:
             if host_state is not None:
                 host_state.settle()
 
+    def _take_back(self, changes: Changes, drawn: bytearray) -> None:
+        """After a step that failed: what can be is as it was."""
+        with ctrl_c_deferred() as begin:
+            begin()
+            for parameter in self._parameters.values():
+                parameter.grad = None
+            self._random.put_back(drawn)
+            if self._undo is not None:
+                self._undo.put_back()
+                changes.clear()
+
     def optimizer_to_device(self) -> None:
         """Put offloaded optimizer state back on the device, to go on with `optimizer.step()`;
         the next train step moves it to the host again."""
         if self._host_state is not None:
             self._host_state.come_back()
 
-    def _step(self, call: Call, changes: _Changes) -> torch.Tensor:
+    def _step(self, call: Call, changes: Changes) -> torch.Tensor:
         captured = self._captured
         primals = self._primals(call)
         outputs, saved = self._program.forward(list(primals))
@@ -180,6 +207,8 @@ class TrainStep:
         applied = {site.name for site in self._parts.sites if site.value is not None}
         for position, value in zip(captured.mutated, outputs, strict=True):
             if captured.primals[position].name not in applied:
+                if self._undo is not None:
+                    self._undo.keep(primals[position])
                 primals[position].copy_(value)
                 changes.buffers += 1
         for primal, gradient in zip(captured.primals, results, strict=True):
@@ -193,6 +222,7 @@ class TrainStep:
                 if primal.index is not None and gradient is not None
             ]
         )
+        changes.complete = True
         return loss
 
     def _primals(self, call: Call) -> list[Any]:
@@ -253,37 +283,6 @@ def ctrl_c_deferred() -> Iterator[Callable[[], None]]:
         raise KeyboardInterrupt
 
 
-@dataclass
-class _Changes:
-    """What a step has changed so far; false if nothing.
-
-    Attributes:
-        parameters: how many there are to update.
-        mutated: how many buffers and inputs there are to move at the end.
-        updated: how many parameters have been updated.
-        half: one whose update has failed when it, or its optimizer state, could be changed already.
-        buffers: how many buffers and inputs have been moved.
-    """
-
-    parameters: int
-    mutated: int
-    updated: int = 0
-    half: str = ""
-    buffers: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.updated or self.half or self.buffers)
-
-    def text(self, reason: str) -> str:
-        """A sentence for an error."""
-        half = f", and {self.half} or its state perhaps in part" if self.half else ""
-        buffers = f" and {self.buffers} of {self.mutated} buffers" if self.buffers else ""
-        return (
-            f"the step failed after {self.updated} of {self.parameters} parameters{buffers} had "
-            f"been updated{half} ({reason}); restore a checkpoint before going on"
-        )
-
-
 def _check_state(
     profiled: ProfiledStep, optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> None:
@@ -297,6 +296,24 @@ def _check_state(
         raise ValueError(
             f"this plan is for {format_bytes(planned_bytes)} of {planned.name} state, and this "
             f"{state.name} keeps {format_bytes(state.bytes_total)}; plan again with it"
+        )
+
+
+def _check_host(
+    profiled: ProfiledStep, optimizer: torch.optim.Optimizer, left_bytes: int
+) -> None:
+    """Refuse copies for taking a step back that are beyond the plan's host budget."""
+    planned = profiled.optimizer
+    assert planned is not None
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    mutated = [profiled.captured.primals[i].node.meta["val"] for i in profiled.captured.mutated]
+    needed_bytes = sum(tensor.nbytes for tensor in (*trained, *mutated))
+    needed_bytes += planned.bytes_total + profiled.host_state_bytes
+    if needed_bytes > left_bytes:
+        raise ValueError(
+            f"undo=True keeps copies of {format_bytes(needed_bytes)} on the host, of whose budget "
+            f"the plan leaves {format_bytes(max(0, left_bytes))}: plan with a larger host_budget= "
+            "or leave out undo"
         )
 
 
@@ -320,6 +337,7 @@ def train_step(
     *,
     interpreted: bool = False,
     checked: bool = False,
+    undo: bool = False,
 ) -> TrainStep:
     """See `Plan.train_step`."""
     _check_alone(model)
@@ -338,4 +356,6 @@ def train_step(
     if differs is not None:
         raise ValueError(f"{differs}; plan again")
     _check_state(profiled, optimizer, model)
-    return TrainStep(plan, optimizer, interpreted=interpreted, checked=checked)
+    if undo and plan.host_budget is not None:
+        _check_host(profiled, optimizer, plan.host_budget - plan.host_peak_bytes)
+    return TrainStep(plan, optimizer, interpreted=interpreted, checked=checked, undo=undo)

@@ -212,7 +212,7 @@ class HostState:
             if value is host:
                 continue
             if host is None or (host.size(), host.dtype) != (value.size(), value.dtype):
-                host = _host_like(value, parameter.device)
+                host = host_like(value, parameter.device)
                 self._hosted[parameter, key] = host
             # In the compute stream's order, as is the copy that brings it for the next update.
             host.copy_(value, non_blocking=True)
@@ -222,7 +222,7 @@ class HostState:
         return [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0]
 
 
-def _host_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+def host_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Host memory for a tensor of a device: pinned, or for CPU not of torch's allocator."""
     if not backend_of(device).on_host:
         return torch.empty_strided(
