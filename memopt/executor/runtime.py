@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -67,8 +68,9 @@ class _State:
     again: AsOriginal | None
 
 
-class _Here(threading.local):
-    """Of each thread: the call that it makes.
+@dataclass
+class _Call:
+    """A call under way.
 
     Attributes:
         program: what runs.
@@ -76,9 +78,16 @@ class _Here(threading.local):
         moves: what the forward updates, and the new values, once all of it has run.
     """
 
-    program: Installed | None = None
-    again: AsOriginal | None = None
+    program: Installed
+    again: AsOriginal | None
     moves: list[tuple[Any, Any]] | None = None
+
+
+class _Here(threading.local):
+    """Of each thread: the call that it makes. Weakly, so that nothing stays of one that was
+    interrupted wherever."""
+
+    call: weakref.ref[_Call] | None = None
 
 
 class Runtime:
@@ -111,11 +120,11 @@ class Runtime:
             call: the user's arguments, in the captured call's form.
             again: runs the call without a plan, for a backward that is differentiated itself.
         """
-        here = self._local
-        before = here.program, here.again, here.moves
+        before = self._local.call
         drawn = None if self.random is None else self.random.now()
+        made = _Call(program, again)
         try:
-            here.program, here.again, here.moves = program, again, None
+            self._local.call = weakref.ref(made)
             output = self._captured.compiled(*held, *call.args, **call.kwargs)
             if not self._differentiable and torch.is_grad_enabled():
                 self._differentiable = True
@@ -125,10 +134,10 @@ class Runtime:
                     value.register_hook(self._look_for_autocast)  # type: ignore[no-untyped-call]
             return as_users_see(output, self._captured.outputs)
         except BaseException:
-            self._settle(here.moves, drawn)
+            self._settle(made.moves, drawn)
             raise
         finally:
-            here.program, here.again, here.moves = before
+            self._local.call = before
 
     def _settle(self, moves: list[tuple[Any, Any]] | None, drawn: bytearray | None) -> None:
         """After a call that failed: buffers and random numbers are those from before it, or, if all
@@ -146,8 +155,9 @@ class Runtime:
             self.random.put_back(drawn)
 
     def _forward(self, args: list[Any]) -> list[Any]:
-        program = self._local.program
-        assert program is not None
+        call = self._local.call and self._local.call()
+        assert call
+        program = call.program
         primals = list(args)
         args.clear()
         outputs, saved = program.forward(primals)
@@ -158,11 +168,10 @@ class Runtime:
         # the same tensors, and with it the token, alive.
         watched = [outputs[i].detach() for i in program.watched_outputs]
         output_versions = [value._version for value in watched]
-        again = self._local.again
-        state = _State(key, program, primals, versions, watched, output_versions, saved, again)
+        state = _State(key, program, primals, versions, watched, output_versions, saved, call.again)
         tie(self._states, token, state)
         mutated = self._captured.mutated
-        self._local.moves = [(primals[p], v) for p, v in zip(mutated, outputs, strict=False)]
+        call.moves = [(primals[p], v) for p, v in zip(mutated, outputs, strict=False)]
         leaves = self._captured.leaves
         return [*map(self._handed_out, leaves, outputs), token]
 

@@ -95,9 +95,11 @@ class TrainStep:
         Raises:
             GuardError: another call than the planned one, or the optimizer trains other
                 parameters than the planned ones.
-            ExecutionError: a gradient from before is still there, or the step failed after
-                some updates.
+            ExecutionError: a gradient from before is still there, a step is running already, or
+                this one failed after some updates.
         """
+        if self._parts.update.run is not None:
+            raise ExecutionError("this plan's train step is running already")
         model = self._parts.module.model
         assert self._user_call is not None
         call = align(model, self._user_call, args, as_planned(self._user_call, kwargs))
@@ -148,8 +150,6 @@ class TrainStep:
                 host_state.put_away(parameter)
 
         target = self._parts.update
-        if target.run is not None:
-            raise ExecutionError("this plan's train step is running already")
         try:
             target.run = update
             # The casts are in the graph.

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from tests.faults.fault import Part, Room, fault
-from tests.faults.injected import AtAllocation, AtLine, AtOperator, Injected, failing
+from tests.faults.injected import AtAllocation, AtLine, AtOperator, Injected
 from tests.faults.subjects import DROP_IN, DropIn, drop_in
 
-_AS_BEFORE = "parameters, optimizer state, buffers and random state as before the step"
-_AFTER_FORWARD = (
+AS_BEFORE = "parameters, optimizer state, buffers and random state as before the step"
+AFTER_FORWARD = (
     "parameters and optimizer state as before the step, buffers and random state as after it"
 )
 
@@ -52,8 +52,8 @@ def in_backward(one: DropIn, injection: AbstractContextManager[Any]) -> object:
 
 
 HALVES: dict[str, tuple[Half, str]] = {
-    "forward": (in_forward, _AS_BEFORE),
-    "backward": (in_backward, _AFTER_FORWARD),
+    "forward": (in_forward, AS_BEFORE),
+    "backward": (in_backward, AFTER_FORWARD),
 }
 EVERYWHERE: dict[str, tuple[Callable[..., Any], str]] = {
     "an operator fails": (AtOperator, "its own error"),

@@ -4,7 +4,7 @@ steps."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +19,9 @@ from memopt.executor.module import PlannedModule, install
 from memopt.executor.swap import ThreadSwap
 from memopt.executor.swap_streams import StreamSwap
 from memopt.executor.train_step import TrainStep
+from memopt.executor.worker import Task
 from tests.executor.harness import PROGRAMS, Prepared, prepare
+from tests.faults.injected import Injected
 from tests.faults.states import Subject
 
 DROP_IN = ("store_all", "recompute_late", "swap_all", "placed", "streams")
@@ -104,6 +106,25 @@ def bytearray_of(size_bytes: int) -> Any:
     return np.empty(size_bytes, dtype=np.uint8)
 
 
+class HoldingSwap(ThreadSwap):
+    """Holds what its thread copies until it is asked for: what dies on the thread torch's profiler
+    would not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Any] = []
+
+    def _submit(self, copy: Callable[..., None], outward: bool, *arguments: Any) -> Task:
+        self.held += arguments[outward]
+        return super()._submit(copy, outward, *arguments)
+
+    def release(self) -> None:
+        """Let go, once the thread does nothing any more."""
+        # The worker may hold the last task for a moment: a further task ends after it.
+        self._worker.submit(int).wait()
+        self.held.clear()
+
+
 @functools.cache
 def prepared() -> Prepared:
     """The model, captured once for all programs."""
@@ -118,7 +139,7 @@ class DropIn(Subject):
         model = own.model
         made = PROGRAMS["swap_all" if program == "streams" else program](own.graph)
         self.streams = HostStreams()
-        self.swap: Any = ThreadSwap()
+        self.swap: Any = HoldingSwap()
         if program == "streams":
             pool_bytes = place_host_copies(own.graph, made).extent_bytes
             self.swap = StreamSwap(self.streams, pool_bytes)
@@ -136,9 +157,8 @@ class DropIn(Subject):
         )
 
     def host_copies(self) -> int:
-        if isinstance(self.swap, ThreadSwap):
-            # The worker may hold the last task for a moment: a further task ends after it.
-            self.swap._worker.submit(int).wait()
+        if isinstance(self.swap, HoldingSwap):
+            self.swap.release()
         return int(self.swap.account.now_bytes)
 
     def forward(self, injection: AbstractContextManager[Any]) -> Tensor:
@@ -163,10 +183,18 @@ def drop_in(program: str) -> DropIn:
 class Whole(Subject):
     """A whole planned step."""
 
-    def __init__(self, undo: bool, offloaded: bool, strategy: str = "olla", **more: Any) -> None:
+    def __init__(
+        self,
+        undo: bool,
+        offloaded: bool,
+        strategy: str = "olla",
+        wants_input: bool = False,
+        **more: Any,
+    ) -> None:
         model = built()
         optimizer = adam(model)
         x, y = batch()
+        x = self.x = x.clone().requires_grad_(wants_input)
         plan = memopt.plan(
             model,
             x,
@@ -183,11 +211,31 @@ class Whole(Subject):
         super().__init__(
             model=model,
             optimizer=optimizer,
-            step=lambda: [self.train(x, targets=(y,))],
+            step=self.run,
             eager=lambda one, its: trained(one, its)[:1],
             host_bytes=lambda: 0,
             waiting=lambda: 0,
+            # The counters of state on the host.
+            renewed_bytes=4 * len([*model.parameters()]) if offloaded else 0,
         )
+
+
+    def run(self) -> list[Tensor]:
+        found = [self.train(self.x, targets=(batch()[1],))]
+        self.x.grad = None
+        return found
+
+    def hooked(self) -> None:
+        """A step in which a hook of the user's on the input's gradient fails."""
+
+        def fail(_: Tensor) -> None:
+            raise Injected("hook on the input")
+
+        handle = self.x.register_hook(fail)
+        try:
+            self.run()
+        finally:
+            handle.remove()
 
 
 @functools.cache

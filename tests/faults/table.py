@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.faults import step_faults
+from tests.faults import misuse_faults, step_faults, transfer_faults, whole_faults
 from tests.faults.fault import FAULTS, Fault
 
-PLACES = (step_faults,)
+PLACES = (step_faults, transfer_faults, misuse_faults, whole_faults)
 
 
 def every_fault() -> list[Fault]:
