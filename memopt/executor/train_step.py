@@ -98,7 +98,7 @@ class TrainStep:
             ExecutionError: a gradient from before is still there, a step is running already, or
                 this one failed after some updates.
         """
-        if self._parts.update.run is not None:
+        if self._parts.update.run() is not None:
             raise ExecutionError("this plan's train step is running already")
         model = self._parts.module.model
         assert self._user_call is not None
@@ -128,7 +128,6 @@ class TrainStep:
     def _run(self, call: Call) -> torch.Tensor:
         changes = Changes(len(self._parts.sites), len(self._captured.mutated))
         host_state, undo = self._host_state, self._undo
-        drawn = self._random.now()
         one = partial(update_one, self._optimizer) if host_state is None else host_state.step
 
         def update(name: str, gradient: torch.Tensor, value: torch.Tensor | None) -> None:
@@ -151,20 +150,10 @@ class TrainStep:
 
         target = self._parts.update
         try:
-            target.run = update
+            target.begin(update)
             # The casts are in the graph.
             with ctrl_c_deferred() as begin, torch.no_grad(), autocast_off():
-                if host_state is not None:
-                    host_state.leave()
-                if undo is not None:
-                    undo.begin()
-                try:
-                    return self._step(call, changes)
-                except BaseException as error:
-                    self._take_back(changes, drawn)
-                    if undo is not None:
-                        error.add_note("the step was taken back: everything is as before it")
-                    raise
+                return self._attempt(call, changes)
         except Exception as error:
             if not changes:
                 raise
@@ -174,12 +163,27 @@ class TrainStep:
                 error.add_note(changes.text(type(error).__name__))
             raise
         finally:
-            target.run = None
+            target.end()
             if host_state is not None:
                 host_state.settle()
 
+    def _attempt(self, call: Call, changes: Changes) -> torch.Tensor:
+        """A step; of one that fails, what can be is as it was."""
+        drawn = self._random.now()
+        if self._host_state is not None:
+            self._host_state.leave()
+        if self._undo is not None:
+            self._undo.begin()
+        try:
+            return self._step(call, changes)
+        except BaseException as error:
+            if self._undo is not None or not changes.complete:
+                self._take_back(changes, drawn)
+            if self._undo is not None:
+                error.add_note("the step was taken back: everything is as before it")
+            raise
+
     def _take_back(self, changes: Changes, drawn: bytearray) -> None:
-        """After a step that failed: what can be is as it was."""
         with ctrl_c_deferred() as begin:
             begin()
             for parameter in self._parameters.values():

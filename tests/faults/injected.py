@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,7 +67,7 @@ def storages(values: Any) -> Iterator[int]:
 
 
 class AtLine:
-    """KeyboardInterrupt at the k-th line that memopt or its generated code runs; 0: none."""
+    """Ctrl-C, as a signal, at the k-th line that memopt or its generated code runs; 0: none."""
 
     def __init__(self, number: int = 0) -> None:
         self.number, self.seen = number, 0
@@ -88,7 +89,7 @@ class AtLine:
         if event == "line":
             self.seen += 1
             if self.seen == self.number:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return self.line
 
 

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from tests.faults import misuse_faults, step_faults, transfer_faults, whole_faults
+from tests.faults import (
+    content_faults,
+    kept_faults,
+    misuse_faults,
+    saving_faults,
+    step_faults,
+    transfer_faults,
+    whole_faults,
+)
 from tests.faults.fault import FAULTS, Fault
 
-PLACES = (step_faults, transfer_faults, misuse_faults, whole_faults)
+PLACES = (
+    step_faults,
+    transfer_faults,
+    misuse_faults,
+    whole_faults,
+    saving_faults,
+    content_faults,
+    kept_faults,
+)
 
 
 def every_fault() -> list[Fault]:
