@@ -303,9 +303,7 @@ def _check_state(
         )
 
 
-def _check_host(
-    profiled: ProfiledStep, optimizer: torch.optim.Optimizer, left_bytes: int
-) -> None:
+def _check_host(profiled: ProfiledStep, optimizer: torch.optim.Optimizer, left_bytes: int) -> None:
     """Refuse copies for taking a step back that are beyond the plan's host budget."""
     planned = profiled.optimizer
     assert planned is not None

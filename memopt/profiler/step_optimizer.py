@@ -22,7 +22,6 @@ from torch import nn
 from memopt.profiler.backend import backend_of
 from memopt.profiler.optimizer_state import PER_PARAMETER
 
-
 Run: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor | None], None]
 
 

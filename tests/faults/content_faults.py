@@ -22,6 +22,7 @@ from memopt.errors import MemoptError, PlanFileError
 from memopt.files.envelope import pack, unpack
 from memopt.files.plan_file import encode, to_bytes
 from tests.faults.fault import Part, Room, fault
+from tests.faults.injected import error_of, fails_with
 from tests.faults.subjects import LOSS, Model, adam, batch, built
 from tests.plan.edited import decode, refigured
 from tests.plan.test_damaged_files import graph_plan, leaves, seal
@@ -106,20 +107,17 @@ _INSTALLED: list[Any] = []
 def refused(data: bytes, kind: str = "", harmless: bool = True) -> None:
     """The bytes of a file are refused in one line, when they are read, or (with a kind of plan)
     at the latest when the plan is applied."""
+    found: list[Plan] = []
     with watched() as seen:
-        try:
-            found = decode(unpack(data))
-        except PlanFileError as error:
-            assert "\n" not in str(error)
-            assert not harmless or not seen, seen
-            return
-    assert kind, "it was read"
-    try:
-        run(found, kind)
-    except MemoptError as error:
-        assert "\n" not in str(error), error
-        return
-    raise AssertionError("it was applied")
+        error = error_of(lambda: found.append(decode(unpack(data))))
+    assert error is None or not harmless or not seen, seen
+    if error is None:
+        assert kind, "it was read"
+        error = error_of(lambda: run(found[0], kind))
+        assert isinstance(error, MemoptError), error
+    else:
+        assert isinstance(error, PlanFileError), error
+    assert "\n" not in str(error)
 
 
 @fault(Part.CONTENT, "a file is cut off anywhere", _REFUSED)
@@ -183,12 +181,7 @@ def pickled(room: Room) -> int:
     path = room.folder / "plan.json"
     for content in (data, seal(b"{" + data)):
         path.write_bytes(content)
-        try:
-            memopt.load(path)
-        except PlanFileError as error:
-            assert "not a memopt" in str(error)
-        else:
-            raise AssertionError("it was read")
+        fails_with(PlanFileError, "not a memopt", lambda: memopt.load(path))
     assert not _SAID
     return 2
 
@@ -204,16 +197,15 @@ def at_leaves(wanted: type, new: tuple[Any, ...], room: Room, few: int) -> int:
             changed = copy.deepcopy(value)
             at(changed, path[:-1])[path[-1]] = new[number % len(new)]
             data = pack(changed)
+            found: list[Plan] = []
             with watched() as seen:
-                try:
-                    found: Plan | None = decode(unpack(data))
-                except PlanFileError as error:
-                    found = None
-                    assert "\n" not in str(error)
+                error = error_of(lambda data=data, found=found: found.append(decode(unpack(data))))
+            assert error is None or isinstance(error, PlanFileError), error
+            assert "\n" not in str(error)
             assert not seen, seen
-            if found is not None:
+            if found:
                 # It may stand where nothing depends on it: notes, a solver's statistics.
-                found.summary()
+                found[0].summary()
             happened += 1
     return happened
 
@@ -371,10 +363,5 @@ def other_model(_room: Room) -> int:
     data = to_bytes(planned("rotor"))
     other = Model()
     other.last = nn.Linear(8, 4)
-    try:
-        decode(unpack(data)).apply(other)
-    except PlanFileError as error:
-        assert "last" in str(error)
-    else:
-        raise AssertionError("it was applied")
+    fails_with(PlanFileError, "last", lambda: decode(unpack(data)).apply(other))
     return 1

@@ -40,7 +40,10 @@ class AtOperator(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return self.happens(function, args, kwargs or {})
+        # A model is captured with tensors without memory: nothing runs.
+        traced = torch._guards.detect_fake_mode() is not None
+        given = kwargs or {}
+        return function(*args, **given) if traced else self.happens(function, args, given)
 
 
 class AtAllocation(AtOperator):
@@ -114,3 +117,20 @@ def failing(real: Callable[..., Any], at: int, error: BaseException) -> Callable
         return real(*args, **kwargs)
 
     return called
+
+
+def error_of(run: Callable[[], object]) -> BaseException | None:
+    """What a call raises, without its traceback; None: it does not fail."""
+    try:
+        run()
+    except BaseException as error:  # noqa: BLE001  # returned
+        return error.with_traceback(None)
+    return None
+
+
+def fails_with(kind: type[BaseException], text: str, run: Callable[[], object]) -> None:
+    """A call fails with an error of one line, which says so."""
+    error = error_of(run)
+    assert isinstance(error, kind), error
+    assert text in str(error)
+    assert "\n" not in str(error)

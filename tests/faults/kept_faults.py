@@ -1,5 +1,5 @@
-"""Faults of what memopt keeps on disk for the next process: profiled costs, plans of wrapped models,
-finished cells of comparisons. None of it may stop or change a training."""
+"""Faults of what memopt keeps on disk for the next process: profiled costs, plans of wrapped
+models, finished cells of comparisons. None of it may stop or change a training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from memopt.models import folders
 from memopt.models.instances import rotor_toy
 from memopt.profiler.cache import Cost, ProfileCache
 from tests.faults.fault import Part, Room, fault
-from tests.faults.injected import failing
+from tests.faults.injected import failing, fails_with
 from tests.faults.saving_faults import in_child, killed, no_more_than, plans
 
 _GO_ON = "it is made anew, once, and what cannot be kept is said once"
@@ -145,10 +145,7 @@ def make_fails(room: Room) -> int:
         calls.append(1)
         raise OSError("injected: in planning")
 
-    try:
-        store.get(KEY, make)
-    except OSError as error:
-        assert "in planning" in str(error)
+    fails_with(OSError, "in planning", lambda: store.get(KEY, make))
     assert len(calls) == 1
     gets(store, kept=False)
     return 1
@@ -202,7 +199,9 @@ def two_planners(room: Room) -> int:
         if child == 0:
             code = 1
             try:
-                code = PlanStore(room.folder).get(KEY, make)[0].chain_steps != plans()[0].chain_steps
+                code = (
+                    PlanStore(room.folder).get(KEY, make)[0].chain_steps != plans()[0].chain_steps
+                )
             finally:
                 os._exit(code)
         children.append(child)

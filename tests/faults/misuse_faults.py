@@ -20,9 +20,9 @@ from memopt.errors import ExecutionError
 from memopt.executor.module import PlannedModule
 from tests.executor.harness import prepare
 from tests.faults.fault import Part, Room, fault
-from tests.faults.injected import Injected
-from tests.faults.step_faults import AFTER_FORWARD
+from tests.faults.injected import Injected, error_of
 from tests.faults.states import State
+from tests.faults.step_faults import AFTER_FORWARD
 from tests.faults.subjects import DROP_IN, DropIn, adam, batch, drop_in, prepared
 
 
@@ -33,15 +33,6 @@ def for_every_program(run: Callable[[DropIn], object]) -> int:
         run(one)
         one.check_next()
     return len(DROP_IN)
-
-
-def error_of(run: Callable[[], object]) -> BaseException | None:
-    """What a call raises."""
-    try:
-        run()
-    except BaseException as error:  # noqa: BLE001  # returned
-        return error.with_traceback(None)
-    return None
 
 
 @fault(Part.STEP, "backward is never called", f"memory returns with the output; {AFTER_FORWARD}")
@@ -283,5 +274,3 @@ def address_space(room: Room) -> int:
     found = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(map(torch.equal, found, expected))
     return happened
-
-

@@ -18,7 +18,7 @@ from memopt.errors import PlanFileError
 from memopt.files import envelope
 from memopt.models.instances import rotor_toy
 from tests.faults.fault import Part, Room, fault
-from tests.faults.injected import AtLine, failing
+from tests.faults.injected import AtLine, error_of, failing, fails_with
 
 _OLD = "the old file is whole, and nothing lies beside it"
 _SLEEPS_S = 60
@@ -72,17 +72,13 @@ def saved(room: Room) -> Path:
     return path
 
 
-def save_fails(room: Room, error: type[BaseException], beside: bool = False) -> BaseException:
+def save_fails(room: Room, error: type[BaseException]) -> BaseException:
     """Save the new plan over the old one, which fails; the error."""
     path = room.folder / "plan.json"
-    found: BaseException | None = None
-    try:
-        plans()[1].save(path)
-    except error as caught:
-        found = caught
-    assert found is not None
+    found = error_of(lambda: plans()[1].save(path))
+    assert isinstance(found, error), found
     assert is_plan(path, plans()[0])
-    assert beside or list(room.folder.iterdir()) == [path]
+    assert list(room.folder.iterdir()) == [path]
     return found
 
 
@@ -166,12 +162,7 @@ def read_error(room: Room) -> int:
     broken = OSError(errno.EIO, os.strerror(errno.EIO))
     with room.patch.context() as patch:
         patch.setattr(os, "fstat", failing(os.fstat, 1, broken))
-        try:
-            memopt.load(path)
-        except PlanFileError as error:
-            assert "Input/output error" in str(error)
-        else:
-            raise AssertionError("it was read")
+        fails_with(PlanFileError, "Input/output error", lambda: memopt.load(path))
     assert is_plan(path, plans()[0])
     return 1
 
@@ -223,12 +214,7 @@ def no_file(room: Room) -> int:
     os.mkfifo(pipe)
     for path in (folder, pipe, Path("/dev/null"), Path("/dev/zero")):
         for run in (lambda path=path: memopt.load(path), lambda path=path: plans()[0].save(path)):
-            try:
-                run()
-            except PlanFileError as error:
-                assert "cannot" in str(error)
-            else:
-                raise AssertionError(path)
+            fails_with(PlanFileError, "cannot", run)
     assert folder.is_dir()
     assert pipe.is_fifo()
     return 4
@@ -239,18 +225,8 @@ def giant(room: Room) -> int:
     path = saved(room)
     with path.open("r+b") as file:
         file.truncate(2**40)
-    try:
-        memopt.load(path)
-    except PlanFileError as error:
-        assert "too many for a plan file" in str(error)
-    else:
-        raise AssertionError("it was read")
+    fails_with(PlanFileError, "too many for a plan file", lambda: memopt.load(path))
     room.patch.setattr(envelope, "LARGEST_FILE_BYTES", 100)
     saved(room)
-    try:
-        memopt.load(path)
-    except PlanFileError as error:
-        assert "too many" in str(error)
-    else:
-        raise AssertionError("it was read")
+    fails_with(PlanFileError, "too many for a plan file", lambda: memopt.load(path))
     return 2

@@ -219,11 +219,15 @@ class Whole(Subject):
             renewed_bytes=4 * len([*model.parameters()]) if offloaded else 0,
         )
 
-
     def run(self) -> list[Tensor]:
         found = [self.train(self.x, targets=(batch()[1],))]
         self.x.grad = None
         return found
+
+    def run_with(self, injection: AbstractContextManager[Any]) -> None:
+        """A step with a fault in it."""
+        with injection:
+            self.run()
 
     def hooked(self) -> None:
         """A step in which a hook of the user's on the input's gradient fails."""

@@ -13,8 +13,8 @@ import torch
 from memopt.executor import undo as undo_module
 from memopt.profiler.step_optimizer import HostState
 from tests.faults.fault import Part, Room, fault
-from tests.faults.injected import AtAllocation, AtLine, AtOperator, Injected, failing
-from tests.faults.subjects import Whole, batch, whole
+from tests.faults.injected import AtAllocation, AtLine, AtOperator, Injected, error_of, failing
+from tests.faults.subjects import Whole, whole
 from tests.step.test_failing_steps import said
 
 _BEFORE = "with `undo=True` everything as before the step"
@@ -73,16 +73,14 @@ def without_undo(room: Room) -> int:
     assert one.fails(count) is None
     begin, happened = one.now(), 0
     for number in room.places(count.seen, 6):
-        try:
-            with AtOperator(number):
-                one.step()
-        except Exception as error:
-            updated, half = said(error)
-        else:
-            raise AssertionError(f"operator {number} did not fail")
+        error = error_of(lambda number=number: one.run_with(AtOperator(number)))
+        assert error is not None, number
+        updated, half = said(error)
         happened += 1
         found = one.now()
-        changed = [k for k, v in begin.trained[0].items() if not torch.equal(v, found.trained[0][k])]
+        changed = [
+            k for k, v in begin.trained[0].items() if not torch.equal(v, found.trained[0][k])
+        ]
         assert len([name for name in changed if name != half]) == updated
         if not updated and not half:
             one.check_same(found, begin)
@@ -240,17 +238,16 @@ def input_hook(_room: Room) -> int:
     return 1
 
 
-@fault(Part.WHOLE, "a step is begun within a step", "an error that says so; the outer step is right")
+@fault(
+    Part.WHOLE, "a step is begun within a step", "an error that says so; the outer step is right"
+)
 def nested(room: Room) -> int:
     one = whole(undo=True)
     real, found = one.optimizer.step, []
 
     def step() -> None:
         if not found:
-            try:
-                one.train(batch()[0], targets=(batch()[1],))
-            except Exception as error:
-                found.append(str(error))
+            found.append(str(error_of(one.run)))
         real()
 
     room.patch.setattr(one.optimizer, "step", step)
@@ -258,5 +255,3 @@ def nested(room: Room) -> int:
     assert found
     assert "running already" in found[0]
     return 1
-
-
