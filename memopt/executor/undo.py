@@ -2,8 +2,8 @@
 
 Updates in the middle of the backward change parameters and optimizer state in place, so that what
 was there before is gone when a later operator fails. With copies of it on the host a step is done
-whole or not at all. They take host memory as large as the parameters, their state and the buffers, and the time to
-write it, once for each step.
+whole or not at all. They take host memory as large as the parameters, their state and the buffers,
+and the time to write it, once for each step.
 """
 
 from __future__ import annotations

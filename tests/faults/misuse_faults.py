@@ -23,28 +23,28 @@ from tests.faults.fault import Part, Room, fault
 from tests.faults.injected import Injected, error_of
 from tests.faults.states import State
 from tests.faults.step_faults import AFTER_FORWARD
-from tests.faults.subjects import DROP_IN, DropIn, adam, batch, drop_in, prepared
+from tests.faults.subjects import DropIn, adam, batch, drop_in, prepared, programs
 
 
-def for_every_program(run: Callable[[DropIn], object]) -> int:
+def for_every_program(room: Room, run: Callable[[DropIn], object]) -> int:
     """Do something to the step of each program; it checks itself, and so does the next step."""
-    for program in DROP_IN:
+    for program in programs(room):
         one = drop_in(program)
         run(one)
         one.check_next()
-    return len(DROP_IN)
+    return len(programs(room))
 
 
 @fault(Part.STEP, "backward is never called", f"memory returns with the output; {AFTER_FORWARD}")
-def no_backward(_room: Room) -> int:
+def no_backward(room: Room) -> int:
     def run(one: DropIn) -> None:
         assert one.fails(step=lambda: one.forward(nullcontext())) is None
 
-    return for_every_program(run)
+    return for_every_program(room, run)
 
 
 @fault(Part.STEP, "the user's loss fails", f"its own error; {AFTER_FORWARD}")
-def loss_fails(_room: Room) -> int:
+def loss_fails(room: Room) -> int:
     def attempt(one: DropIn) -> None:
         output = one.module(batch()[0])
         raise Injected(f"loss of {tuple(output.shape)}")
@@ -52,7 +52,7 @@ def loss_fails(_room: Room) -> int:
     def run(one: DropIn) -> None:
         assert isinstance(one.fails(step=lambda: attempt(one)), Injected)
 
-    return for_every_program(run)
+    return for_every_program(room, run)
 
 
 def hooked(one: DropIn, target: str) -> None:
@@ -72,23 +72,23 @@ def hooked(one: DropIn, target: str) -> None:
 
 
 @fault(Part.STEP, "a hook on the output's gradient fails", f"its own error; {AFTER_FORWARD}")
-def output_hook(_room: Room) -> int:
+def output_hook(room: Room) -> int:
     def run(one: DropIn) -> None:
         assert isinstance(one.fails(step=lambda: hooked(one, "output")), Injected)
 
-    return for_every_program(run)
+    return for_every_program(room, run)
 
 
 @fault(Part.STEP, "a hook on a parameter's gradient fails", f"its own error; {AFTER_FORWARD}")
-def parameter_hook(_room: Room) -> int:
+def parameter_hook(room: Room) -> int:
     def run(one: DropIn) -> None:
         assert isinstance(one.fails(step=lambda: hooked(one, "parameter")), Injected)
 
-    return for_every_program(run)
+    return for_every_program(room, run)
 
 
 @fault(Part.STEP, "backward is called twice", f"an error that says so; {AFTER_FORWARD}")
-def twice(_room: Room) -> int:
+def twice(room: Room) -> int:
     def attempt(one: DropIn) -> None:
         loss = one.forward(nullcontext())
         loss.backward()
@@ -98,7 +98,7 @@ def twice(_room: Room) -> int:
         error = one.fails(step=lambda: attempt(one))
         assert "second time" in str(error) or isinstance(error, ExecutionError), error
 
-    return for_every_program(run)
+    return for_every_program(room, run)
 
 
 @fault(
@@ -106,7 +106,7 @@ def twice(_room: Room) -> int:
     "a parameter is changed between forward and backward",
     f"an error that names it, instead of wrong gradients; {AFTER_FORWARD}",
 )
-def changed_parameter(_room: Room) -> int:
+def changed_parameter(room: Room) -> int:
     def run(one: DropIn) -> None:
         def attempt() -> None:
             loss = one.forward(nullcontext())
@@ -119,7 +119,7 @@ def changed_parameter(_room: Room) -> int:
         assert isinstance(error, ExecutionError)
         assert "middle.weight was changed in place" in str(error)
 
-    return for_every_program(run)
+    return for_every_program(room, run)
 
 
 @fault(
@@ -127,7 +127,7 @@ def changed_parameter(_room: Room) -> int:
     "an input is changed between forward and backward",
     f"an error that says so, instead of wrong gradients; {AFTER_FORWARD}",
 )
-def changed_input(_room: Room) -> int:
+def changed_input(room: Room) -> int:
     def run(one: DropIn) -> None:
         x = batch()[0].clone()
 
@@ -140,7 +140,7 @@ def changed_input(_room: Room) -> int:
         assert isinstance(error, ExecutionError)
         assert "was changed in place" in str(error)
 
-    return for_every_program(run)
+    return for_every_program(room, run)
 
 
 @fault(
@@ -174,7 +174,7 @@ def collected(_room: Room) -> int:
 
 
 @fault(Part.STEP, "another thread's step fails meanwhile", "this thread's step is right")
-def other_thread(_room: Room) -> int:
+def other_thread(room: Room) -> int:
     def run(one: DropIn) -> None:
         begin, after = one.now(), one.after()
         loss = one.forward(nullcontext())
@@ -198,7 +198,7 @@ def other_thread(_room: Room) -> int:
         one.check_same(one.now(), after)
         begin.into(one.model, one.optimizer)
 
-    return for_every_program(run)
+    return for_every_program(room, run)
 
 
 @fault(
@@ -206,7 +206,7 @@ def other_thread(_room: Room) -> int:
     "a forked process is killed in its step",
     "the step of this process goes on and is right",
 )
-def killed_child(_room: Room) -> int:
+def killed_child(room: Room) -> int:
     def run(one: DropIn) -> None:
         begin, after = one.now(), one.after()
         loss = one.forward(nullcontext())
@@ -224,7 +224,7 @@ def killed_child(_room: Room) -> int:
         one.check_same(one.now(), after)
         begin.into(one.model, one.optimizer)
 
-    return for_every_program(run)
+    return for_every_program(room, run)
 
 
 class Large(nn.Module):

@@ -11,14 +11,10 @@ import torch
 
 from tests.faults.fault import Part, Room, fault
 from tests.faults.injected import AtAllocation, AtLine, AtOperator, Injected
-from tests.faults.subjects import DROP_IN, DropIn, drop_in
+from tests.faults.subjects import DropIn, drop_in, programs
 
-AS_BEFORE = "parameters, optimizer state, buffers and random state as before the step"
-AFTER_FORWARD = (
-    "parameters and optimizer state as before the step, buffers and random state as after it"
-)
-
-
+AS_BEFORE = "all as before"
+AFTER_FORWARD = "all as after the forward"
 Half = Callable[[DropIn, AbstractContextManager[Any]], object]
 EXPECTED = (Injected, torch.OutOfMemoryError, KeyboardInterrupt)
 
@@ -26,7 +22,7 @@ EXPECTED = (Injected, torch.OutOfMemoryError, KeyboardInterrupt)
 def everywhere(room: Room, half: Half, injection: Callable[..., Any], few: int = 1) -> int:
     """Let half of a step fail at the places of an injection, under every program."""
     happened = 0
-    for program in DROP_IN:
+    for program in programs(room):
         one = drop_in(program)
         whole = injection()
         assert one.fails(step=partial(half, one, whole)) is None

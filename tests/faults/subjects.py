@@ -21,11 +21,17 @@ from memopt.executor.swap_streams import StreamSwap
 from memopt.executor.train_step import TrainStep
 from memopt.executor.worker import Task
 from tests.executor.harness import PROGRAMS, Prepared, prepare
+from tests.faults.fault import Room
 from tests.faults.injected import Injected
 from tests.faults.states import Subject
 
 DROP_IN = ("store_all", "recompute_late", "swap_all", "placed", "streams")
 LOSS = nn.functional.cross_entropy
+
+
+def programs(room: Room) -> tuple[str, ...]:
+    """Which programs faults are injected into."""
+    return DROP_IN if room.everywhere else ("recompute_late", "swap_all", "streams")
 
 
 class Model(nn.Module):
