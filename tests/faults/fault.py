@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-
 MOST_PLACES = 600
 
 

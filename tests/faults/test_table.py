@@ -25,5 +25,5 @@ def test_every_module_of_faults_is_in_the_table() -> None:
 
 
 def test_the_docs_have_this_table() -> None:
-    assert markdown() in PAGE.read_text(encoding="utf-8")
+    assert markdown().rstrip() in PAGE.read_text(encoding="utf-8")
     assert f"{len(every_fault())} faults" in PAGE.read_text(encoding="utf-8")
