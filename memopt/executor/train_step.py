@@ -14,6 +14,7 @@ import torch.distributed
 from torch import nn
 
 from memopt.errors import ExecutionError, GuardError
+from memopt.executor.differentiated import draws
 from memopt.executor.guard import Guard
 from memopt.executor.input_gradients import check_behind, pass_on
 from memopt.executor.module import install
@@ -82,7 +83,8 @@ class TrainStep:
         self._parameters: dict[str, nn.Parameter] = {}
         self._host_state = HostState(optimizer) if profiled.host_state_bytes else None
         self._undo = Undo(optimizer) if undo else None
-        self._random = RandomStates(profiled.captured.device or torch.device("cpu"))
+        device = profiled.captured.device or torch.device("cpu")
+        self._random = RandomStates(device) if draws(profiled.captured) else None
 
     @property
     def code(self) -> str:
@@ -169,7 +171,7 @@ class TrainStep:
 
     def _attempt(self, call: Call, changes: Changes) -> torch.Tensor:
         """A step; of one that fails, what can be is as it was."""
-        drawn = self._random.now()
+        drawn = None if self._random is None else self._random.now()
         if self._host_state is not None:
             self._host_state.leave()
         if self._undo is not None:
@@ -183,12 +185,13 @@ class TrainStep:
                 error.add_note("the step was taken back: everything is as before it")
             raise
 
-    def _take_back(self, changes: Changes, drawn: bytearray) -> None:
+    def _take_back(self, changes: Changes, drawn: bytearray | None) -> None:
         with ctrl_c_deferred() as begin:
             begin()
             for parameter in self._parameters.values():
                 parameter.grad = None
-            self._random.put_back(drawn)
+            if drawn is not None and self._random is not None:
+                self._random.put_back(drawn)
             if self._undo is not None:
                 self._undo.put_back()
                 changes.clear()
