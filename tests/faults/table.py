@@ -1,5 +1,5 @@
 """All rows of the table of faults: `python -m tests.faults.table` prints it for the docs, and
-`python -m pytest tests/faults -m slow -s` injects each at every place."""
+`python -m pytest tests/faults -m slow -s --timeout 3600` injects each at every place."""
 
 from __future__ import annotations
 
