@@ -20,7 +20,7 @@ from memopt.files.envelope import read_bytes, write_atomically
 from memopt.files.plan_file import decode, encode
 from memopt.models import codec
 from memopt.models.device import Device
-from memopt.models.folders import default_directory, drop_oldest
+from memopt.models.folders import default_directory, drop_oldest, tell_once
 from memopt.models.reader import Reader, canonical, digest, parse
 from memopt.plan_record import BaselineFigures
 from memopt.strategies import STRATEGIES, Status, Strategy
@@ -106,9 +106,11 @@ class CellCache:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path(strategy, budget), canonical(codec.encode(value)))
             drop_oldest(self._folder, MOST_FILES)
-        except (OSError, PlanFileError):
-            # The cache is a convenience: a full or read-only disk must not stop a comparison.
+        except PlanFileError:
+            # It holds what a file cannot.
             return
+        except OSError as error:
+            tell_once("finished comparisons in", self._folder, "written", error)
 
     def _path(self, strategy: Strategy, budget: int | str | None) -> Path:
         told = [self._key, type(strategy).__name__, repr(strategy), repr(budget)]

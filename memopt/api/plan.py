@@ -106,16 +106,20 @@ class Plan(PlanRecord):
             optimizer: the planned optimizer, or one over the same parameters.
             interpreted: run instruction by instruction (slower; for debugging).
             checked: as for `apply`.
-            undo: a step that fails leaves parameters, optimizer state and buffers as they were,
-                also where updates have begun: costs host memory for what they were, in no plan.
+            undo: take a step that fails back whole, parameters and optimizer state included. That
+                takes copies of them on the host, of their size, and the time to write them in each
+                step. Otherwise updates that were done before the failure stay, and the error says
+                how many.
 
         Raises:
-            ValueError: the plan is not of this step, or the optimizer cannot be split.
+            ValueError: the plan is not of this step, the optimizer cannot be split, or the copies
+                for `undo` are beyond the plan's host budget.
         """
         from memopt.executor.train_step import train_step
 
-        how = {"interpreted": interpreted, "checked": checked, "undo": undo}
-        return train_step(self, model, loss_fn, optimizer, **how)
+        return train_step(
+            self, model, loss_fn, optimizer, interpreted=interpreted, checked=checked, undo=undo
+        )
 
     def _plan_again(self, model: nn.Module, call: Call) -> nn.Module:
         """The model under a plan for another call, within the same budget."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from memopt.api.cells import code_digest
@@ -20,6 +21,7 @@ from memopt.models.reader import digest
 from memopt.plan_record import PlanRecord
 from memopt.programs.placed import arena_use
 from memopt.strategies import Progress, Strategy, resolve
+from memopt.strategies.host_budget import parse_host_budget
 
 if TYPE_CHECKING:
     from torch import nn
@@ -194,11 +196,10 @@ class _Planner:
         key = None if store is None else _key(model, call, request)
         if store is None or key is None:
             return Plan.of(make()), None
-        record, kept = store.get(key, make)
+        record, kept = store.get(key, make, partial(_is_within, request))
 
         def again() -> Plan:
-            store.drop(key)
-            return Plan.of(store.get(key, make)[0])
+            return Plan.of(store.renew(key, make))
 
         return Plan.of(record), again if kept else None
 
@@ -211,6 +212,15 @@ class _Planner:
         if callable(targets):
             targets = targets(*call.args, **call.kwargs)
         return replace(self.request, loss_fn=loss_fn, targets=targets, accumulate=holding)
+
+
+def _is_within(request: PlanRequest, plan: PlanRecord) -> bool:
+    """Whether a plan from disk keeps the budgets of a request: its key says so, but its file may
+    have been edited, or put in another one's place."""
+    budget = None if request.budget == MINIMUM else request.budget
+    wanted = parse_budget(budget, plan.baseline.peak_bytes), parse_host_budget(request.host_budget)
+    pairs = zip(wanted, (plan.budget, plan.host_budget), strict=True)
+    return all(most is None or (own is not None and own <= most) for most, own in pairs)
 
 
 def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:

@@ -106,11 +106,26 @@ class RandomStates:
     def replay_from_now(self) -> list[AbstractContextManager[object]]:
         """Contexts, to be entered in order, in which what draws next draws again."""
 
-        def now() -> bytearray:
+        return [self.lock, self.replay(self.now())]
+
+    def now(self) -> bytearray:
+        """The state now."""
+
+        def saved() -> bytearray:
             with self.lock:
                 return self.save()
 
-        return [self.lock, self.replay(self.settling(now)())]
+        found: bytearray = self.settling(saved)()
+        return found
+
+    def put_back(self, saved: bytearray) -> None:
+        """Draw again from now on what was drawn since `saved`: a step that failed did not run."""
+
+        def put() -> None:
+            with self.lock:
+                _generator(self._device).set_state(torch.frombuffer(saved, dtype=torch.uint8))
+
+        self.settling(put)()
 
     def settling(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, after whose failure this thread holds neither the lock nor a generator that is

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,30 @@ class _State:
     handover: Handover | None
 
 
+@dataclass
+class _Call:
+    """A call under way.
+
+    Attributes:
+        program: what runs.
+        again: runs the call without a plan.
+        handover: hands its gradients over as they are complete; None: nothing does.
+        moves: what the forward updates, and the new values, once all of it has run.
+    """
+
+    program: Installed
+    again: AsOriginal | None
+    handover: Handover | None = None
+    moves: list[tuple[Any, Any]] | None = None
+
+
+class _Here(threading.local):
+    """Of each thread: the call that it makes. Weakly, so that nothing stays of one that was
+    interrupted wherever."""
+
+    call: weakref.ref[_Call] | None = None
+
+
 class Runtime:
     """Runs installed programs inside one captured model; set as its hooks once."""
 
@@ -81,7 +106,7 @@ class Runtime:
         device = captured.device or torch.device("cpu")
         self.random = RandomStates(device) if draws(captured) else None
         self._differentiable = False
-        self._local = threading.local()
+        self._local = _Here()
         self._states: set[TiedValue[_State]] = set()
         captured.hooks.forward = self._forward
         captured.hooks.backward = self._backward
@@ -102,11 +127,12 @@ class Runtime:
             call: the user's arguments, in the captured call's form.
             again: runs the call without a plan, for a backward that is differentiated itself.
         """
-        names = ("program", "again", "handover")
-        before = [getattr(self._local, name, None) for name in names]
+        before = self._local.call
+        drawn = None if self.random is None else self.random.now()
         chain, held, call = self._chained(program, held, call)
+        made = _Call(program, again, chain)
         try:
-            self._local.program, self._local.again, self._local.handover = program, again, chain
+            self._local.call = weakref.ref(made)
             output = self._captured.compiled(*held, *call.args, **call.kwargs)
             if not self._differentiable and torch.is_grad_enabled():
                 self._differentiable = True
@@ -115,8 +141,11 @@ class Runtime:
                 for value in differentiable(output).values():
                     value.register_hook(self._look_for_autocast)  # type: ignore[no-untyped-call]
             return as_users_see(output, self._captured.outputs)
+        except BaseException:
+            self._settle(made.moves, drawn)
+            raise
         finally:
-            self._local.program, self._local.again, self._local.handover = before
+            self._local.call = before
 
     def _chained(
         self, program: Installed, held: list[Any], call: Call
@@ -143,8 +172,25 @@ class Runtime:
         args, kwargs = pytree.tree_unflatten(leaves, call.spec)
         return chain, held, Call(args, kwargs, call.whole_masks)
 
+    def _settle(self, moves: list[tuple[Any, Any]] | None, drawn: bytearray | None) -> None:
+        """After a call that failed: buffers and random numbers are those from before it, or, if all
+        of the forward had run, those from after it.
+
+        Args:
+            moves: what the forward updates and the new values; None: it has not come to its end.
+            drawn: the random state before the call; None: it draws nothing.
+        """
+        if moves is not None:
+            with torch.no_grad():
+                for target, value in moves:
+                    target.detach().copy_(value)
+        elif drawn is not None and self.random is not None:
+            self.random.put_back(drawn)
+
     def _forward(self, args: list[Any]) -> list[Any]:
-        program: Installed = self._local.program
+        call = self._local.call and self._local.call()
+        assert call
+        program = call.program
         primals = list(args)
         args.clear()
         outputs, saved = program.forward(primals)
@@ -155,7 +201,6 @@ class Runtime:
         # the same tensors, and with it the token, alive.
         watched = [outputs[i].detach() for i in program.watched_outputs]
         output_versions = [value._version for value in watched]
-        again = self._local.again
         state = _State(
             key,
             program,
@@ -164,10 +209,12 @@ class Runtime:
             watched,
             output_versions,
             saved,
-            again,
-            self._local.handover,
+            call.again,
+            call.handover,
         )
         tie(self._states, token, state)
+        mutated = self._captured.mutated
+        call.moves = [(primals[p], v) for p, v in zip(mutated, outputs, strict=False)]
         leaves = self._captured.leaves
         return [*map(self._handed_out, leaves, outputs), token]
 

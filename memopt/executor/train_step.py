@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,14 @@ import torch.distributed
 from torch import nn
 
 from memopt.errors import ExecutionError, GuardError
+from memopt.executor.differentiated import draws
 from memopt.executor.guard import Guard
 from memopt.executor.homes import Homes, tensors_on
 from memopt.executor.input_gradients import check_behind, pass_on
 from memopt.executor.module import install
+from memopt.executor.random_state import RandomStates
 from memopt.executor.recaptured import with_step
-from memopt.executor.undo import Undo
+from memopt.executor.undo import Changes, Undo
 from memopt.models.budget import format_bytes
 from memopt.profiler.backend import autocast_as, autocast_off, autocast_state
 from memopt.profiler.baseline import as_targets
@@ -41,11 +42,12 @@ class TrainStep:
 
     Equal to `loss_fn(model(*inputs), *targets).backward(); optimizer.step()` and then
     `zero_grad()`, bit for bit on CPU; inputs that require a gradient get theirs. A step that
-    fails before its first update leaves parameters, optimizer state and buffers as they were (the
-    random state has moved); one that fails later leaves the parameters updated so far updated,
-    and says how many, and which one may be changed in part (none that moves together with its
-    state); buffers change only when all parameters are updated. With `undo` it leaves everything as
-    it was, whenever it fails. After the first update Ctrl-C waits for the end of the step.
+    fails before its first update leaves parameters, optimizer state, buffers and random state as
+    they were. One that fails later is taken back whole with `undo=True`; else it leaves the
+    parameters updated so far updated, and says how many, and which one may be changed in part (none
+    that moves together with its state);
+    buffers change only when all parameters are updated. After the first update Ctrl-C waits for
+    the end of the step.
     """
 
     def __init__(
@@ -75,7 +77,6 @@ class TrainStep:
             homes=self._homes,
         )
         self._homes.leave()
-        self._undo = Undo(optimizer) if undo else None
         planned = profiled.record.autocast if profiled.record is not None else autocast_state()
         with autocast_as(planned):
             self._guard = Guard.of(
@@ -86,6 +87,9 @@ class TrainStep:
             )
         self._parameters: dict[str, nn.Parameter] = {}
         self._host_state = HostState(optimizer) if profiled.host_state_bytes else None
+        self._undo = Undo(optimizer) if undo else None
+        device = profiled.captured.device or torch.device("cpu")
+        self._random = RandomStates(device) if draws(profiled.captured) else None
 
     @property
     def code(self) -> str:
@@ -111,9 +115,11 @@ class TrainStep:
         Raises:
             GuardError: another call than the planned one, or the optimizer trains other
                 parameters than the planned ones.
-            ExecutionError: a gradient from before is still there, or the step failed after
-                some updates.
+            ExecutionError: a gradient from before is still there, a step is running already, or
+                this one failed after some updates.
         """
+        if self._parts.update.run() is not None:
+            raise ExecutionError("this plan's train step is running already")
         model = self._parts.module.model
         assert self._user_call is not None
         call = align(model, self._user_call, args, as_planned(self._user_call, kwargs))
@@ -141,28 +147,17 @@ class TrainStep:
         return self._run(call)
 
     def _run(self, call: Call) -> torch.Tensor:
-        if self._undo is None:
-            return self._attempt(call)
-        try:
-            loss = self._attempt(call)
-        except BaseException:
-            self._undo.put_back()
-            raise
-        self._undo.forget()
-        return loss
-
-    def _attempt(self, call: Call) -> torch.Tensor:
-        changes = _Changes(len(self._parts.sites), len(self._captured.mutated))
-        host_state = self._host_state
+        changes = Changes(len(self._parts.sites), len(self._captured.mutated))
+        host_state, undo = self._host_state, self._undo
         one = partial(update_one, self._optimizer) if host_state is None else host_state.step
 
         def update(name: str, gradient: torch.Tensor, value: torch.Tensor | None) -> None:
             begin()
             parameter = self._parameters[name]
+            if undo is not None:
+                undo.keep_update(parameter)
             touch = Touch(self._optimizer, parameter)
             restores = self._homes.restores(parameter)
-            if self._undo is not None:
-                self._undo.note(parameter)
             try:
                 if value is not None:
                     parameter.copy_(value)
@@ -177,28 +172,53 @@ class TrainStep:
                 host_state.put_away(parameter)
 
         target = self._parts.update
-        if target.run is not None:
-            raise ExecutionError("this plan's train step is running already")
         try:
-            target.run = update
+            target.begin(update)
             # The casts are in the graph.
             with ctrl_c_deferred() as begin, torch.no_grad(), autocast_off():
-                if host_state is not None:
-                    host_state.leave()
-                return self._step(call, changes)
+                return self._attempt(call, changes)
         except Exception as error:
-            if not changes or self._undo is not None:
+            if not changes:
                 raise
             raise ExecutionError(changes.text(str(error))) from error
         except BaseException as error:
-            if changes and self._undo is None:
+            if changes:
                 error.add_note(changes.text(type(error).__name__))
             raise
         finally:
-            target.run = None
+            target.end()
             self._homes.settle()
             if host_state is not None:
                 host_state.settle()
+
+    def _attempt(self, call: Call, changes: Changes) -> torch.Tensor:
+        """A step; of one that fails, what can be is as it was."""
+        drawn = None if self._random is None else self._random.now()
+        if self._host_state is not None:
+            self._host_state.leave()
+        if self._undo is not None:
+            self._undo.begin()
+        try:
+            return self._step(call, changes)
+        except BaseException as error:
+            if self._undo is not None or not changes.complete:
+                self._take_back(changes, drawn)
+            if self._undo is not None:
+                error.add_note("the step was taken back: everything is as before it")
+            raise
+
+    def _take_back(self, changes: Changes, drawn: bytearray | None) -> None:
+        with ctrl_c_deferred() as begin:
+            begin()
+            for parameter in self._parameters.values():
+                parameter.grad = None
+            if drawn is not None and self._random is not None:
+                self._random.put_back(drawn)
+            if self._undo is not None:
+                # What was updated is on its way to the host.
+                self._homes.settle()
+                self._undo.put_back()
+                changes.clear()
 
     def optimizer_to_device(self) -> None:
         """Put offloaded optimizer state back on the device, to go on with `optimizer.step()`;
@@ -206,7 +226,7 @@ class TrainStep:
         if self._host_state is not None:
             self._host_state.come_back()
 
-    def _step(self, call: Call, changes: _Changes) -> torch.Tensor:
+    def _step(self, call: Call, changes: Changes) -> torch.Tensor:
         captured = self._captured
         primals = self._primals(call)
         outputs, saved = self._program.forward(list(primals))
@@ -219,7 +239,7 @@ class TrainStep:
         for position, value in zip(captured.mutated, outputs, strict=True):
             if captured.primals[position].name not in applied:
                 if self._undo is not None:
-                    self._undo.note_value(primals[position])
+                    self._undo.keep(primals[position])
                 primals[position].copy_(value)
                 changes.buffers += 1
         for primal, gradient in zip(captured.primals, results, strict=True):
@@ -233,6 +253,7 @@ class TrainStep:
                 if primal.index is not None and gradient is not None
             ]
         )
+        changes.complete = True
         return loss
 
     def _primals(self, call: Call) -> list[Any]:
@@ -293,37 +314,6 @@ def ctrl_c_deferred() -> Iterator[Callable[[], None]]:
         raise KeyboardInterrupt
 
 
-@dataclass
-class _Changes:
-    """What a step has changed so far; false if nothing.
-
-    Attributes:
-        parameters: how many there are to update.
-        mutated: how many buffers and inputs there are to move at the end.
-        updated: how many parameters have been updated.
-        half: one whose update has failed when it, or its optimizer state, could be changed already.
-        buffers: how many buffers and inputs have been moved.
-    """
-
-    parameters: int
-    mutated: int
-    updated: int = 0
-    half: str = ""
-    buffers: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.updated or self.half or self.buffers)
-
-    def text(self, reason: str) -> str:
-        """A sentence for an error."""
-        half = f", and {self.half} or its state perhaps in part" if self.half else ""
-        buffers = f" and {self.buffers} of {self.mutated} buffers" if self.buffers else ""
-        return (
-            f"the step failed after {self.updated} of {self.parameters} parameters{buffers} had "
-            f"been updated{half} ({reason}); restore a checkpoint before going on"
-        )
-
-
 def _check_state(
     profiled: ProfiledStep, optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> None:
@@ -337,6 +327,22 @@ def _check_state(
         raise ValueError(
             f"this plan is for {format_bytes(planned_bytes)} of {planned.name} state, and this "
             f"{state.name} keeps {format_bytes(state.bytes_total)}; plan again with it"
+        )
+
+
+def _check_host(profiled: ProfiledStep, optimizer: torch.optim.Optimizer, left_bytes: int) -> None:
+    """Refuse copies for taking a step back that are beyond the plan's host budget."""
+    planned = profiled.optimizer
+    assert planned is not None
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    mutated = [profiled.captured.primals[i].node.meta["val"] for i in profiled.captured.mutated]
+    needed_bytes = sum(tensor.nbytes for tensor in (*trained, *mutated))
+    needed_bytes += planned.bytes_total + profiled.host_state_bytes
+    if needed_bytes > left_bytes:
+        raise ValueError(
+            f"undo=True keeps copies of {format_bytes(needed_bytes)} on the host, of whose budget "
+            f"the plan leaves {format_bytes(max(0, left_bytes))}: plan with a larger host_budget= "
+            "or leave out undo"
         )
 
 
@@ -379,4 +385,6 @@ def train_step(
     if differs is not None:
         raise ValueError(f"{differs}; plan again")
     _check_state(profiled, optimizer, model)
+    if undo and plan.host_budget is not None:
+        _check_host(profiled, optimizer, plan.host_budget - plan.host_peak_bytes)
     return TrainStep(plan, optimizer, interpreted=interpreted, checked=checked, undo=undo)

@@ -1,67 +1,116 @@
-"""Undoing a step that has failed half-way: what each update was to change, as it was before.
+"""What a train step that failed has changed, and taking it back.
 
-Costs host memory of the size of all that is updated, which no plan counts; and the time of copying
-it there. For steps that must be all or nothing.
+Updates in the middle of the backward change parameters and optimizer state in place, so that what
+was there before is gone when a later operator fails. With copies of it on the host a step is done
+whole or not at all. They take host memory as large as the parameters, their state and the buffers,
+and the time to write it, once for each step.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from memopt.profiler.backend import backend_of
 from memopt.profiler.step_optimizer import host_like
 
 
 class Undo:
-    """Values from before a step's changes, on the host."""
+    """Copies of the tensors that a step changes, made before it changes them.
+
+    The host memory is taken in the first step and used again in the next ones.
+
+    Args:
+        optimizer: whose state the updates change.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._before: list[tuple[torch.Tensor, dict[str, Any] | None]] = []
+        self._memory: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._states: list[tuple[torch.Tensor, Any, dict[str, Any]]] = []
 
-    def note(self, parameter: torch.Tensor) -> None:
-        """Keep a parameter and its optimizer state, which are about to change."""
-        self.note_value(parameter)
+    def begin(self) -> None:
+        """A step begins: what was kept of the one before is not needed any more."""
+        self._copies.clear()
+        self._states.clear()
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Copy a buffer or an input before it is written to."""
+        self._keep((tensor, ""), tensor)
+
+    def keep_update(self, parameter: torch.Tensor) -> None:
+        """Copy a parameter and its state before they are updated."""
         state = self._optimizer.state.get(parameter)
-        kept = None if state is None else {key: _kept(value) for key, value in state.items()}
-        self._before.append((parameter, kept))
+        self._states.append((parameter, state, dict(state or {})))
+        self._keep((parameter, ""), parameter)
+        for name, value in (state or {}).items():
+            if isinstance(value, torch.Tensor):
+                self._keep((parameter, name), value)
 
-    def note_value(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor that is about to change."""
-        self._values.append((tensor, _kept(tensor.detach())))
+    def _keep(self, key: tuple[torch.Tensor, str], tensor: torch.Tensor) -> None:
+        tensor = tensor.detach()
+        copy = self._memory.get(key)
+        if copy is None or (copy.size(), copy.dtype) != (tensor.size(), tensor.dtype):
+            # Of its own size, where it is a part of a larger storage.
+            like = torch.empty_like(tensor, device="meta")
+            copy = self._memory[key] = host_like(like, key[0].device)
+        # In the compute stream's order, before the update.
+        copy.copy_(tensor, non_blocking=True)
+        self._copies.append((tensor, copy))
 
     def put_back(self) -> None:
-        """Everything is as it was."""
-        with torch.no_grad():
-            for tensor, value in reversed(self._values):
-                tensor.data.copy_(value)
-            for parameter, before in reversed(self._before):
-                self._put_back_state(parameter, before)
-        self.forget()
-
-    def forget(self) -> None:
-        """The step has succeeded."""
-        self._values.clear()
-        self._before.clear()
-
-    def _put_back_state(self, parameter: torch.Tensor, before: dict[str, Any] | None) -> None:
-        if before is None:
-            self._optimizer.state.pop(parameter, None)
-            return
-        state = self._optimizer.state[parameter]
-        for key in state.keys() - before.keys():
-            del state[key]
-        for key, value in before.items():
-            now = state.get(key)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-                now.copy_(value)
+        """Give everything that was kept the values that it had; may be called again."""
+        for device in {tensor.device for tensor, _ in self._copies}:
+            # State on the host may still be written to.
+            backend_of(device).synchronize(device)
+        for parameter, state, entries in self._states:
+            if state is None:
+                self._optimizer.state.pop(parameter, None)
             else:
-                state[key] = value
+                state.clear()
+                state.update(entries)
+                self._optimizer.state[parameter] = state
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
 
 
-def _kept(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return host_like(value, value.device).copy_(value)
+@dataclass
+class Changes:
+    """What a step has changed so far; false if nothing.
+
+    Attributes:
+        parameters: how many there are to update.
+        mutated: how many buffers and inputs there are to move at the end.
+        updated: how many parameters have been updated.
+        half: one whose update has failed when it, or its optimizer state, could be changed already.
+        buffers: how many buffers and inputs have been moved.
+        complete: the step has come to its end.
+    """
+
+    parameters: int
+    mutated: int
+    updated: int = 0
+    half: str = ""
+    buffers: int = 0
+    complete: bool = False
+
+    def clear(self) -> None:
+        """All has been taken back."""
+        self.updated, self.half, self.buffers = 0, "", 0
+
+    def __bool__(self) -> bool:
+        return bool(self.updated or self.half or self.buffers)
+
+    def text(self, reason: str) -> str:
+        """A sentence for an error."""
+        if self.complete:
+            return f"the step was done before the {reason}: everything is as after it"
+        half = f", and {self.half} or its state perhaps in part" if self.half else ""
+        buffers = f" and {self.buffers} of {self.mutated} buffers" if self.buffers else ""
+        return (
+            f"the step failed after {self.updated} of {self.parameters} parameters{buffers} had "
+            f"been updated{half} ({reason}); restore a checkpoint before going on"
+        )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from memopt.errors import PlanFileError
+from memopt.models.folders import UNFINISHED
 from memopt.models.reader import Reader, canonical, parse
 
 FORMAT = "memopt plan"
@@ -83,7 +84,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             f"cannot write {path}: it is {_kind(there)}, no file; name another path"
         )
     # Known before it exists, so that whatever interrupts this, it is known what to remove.
-    beside = target.parent / f".memopt-{secrets.token_hex(8)}"
+    beside = target.parent / f"{UNFINISHED}{secrets.token_hex(8)}"
     try:
         handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINE_ENDS, 0o666)
         with os.fdopen(handle, "wb") as file:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from memopt.errors import PlanFileError
 from memopt.files.plan_file import load, save
-from memopt.models.folders import default_directory, drop_oldest
+from memopt.models.folders import default_directory, drop_oldest, tell_once
 from memopt.plan_record import PlanRecord
 
 MOST_FILES = 500
 _PATIENCE_S = 3600.0
+_WHAT = "plans in"
 
 
 class PlanStore:
@@ -26,35 +28,53 @@ class PlanStore:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = (folder or default_directory()) / "plans-v1"
 
-    def get(self, key: str, make: Callable[[], PlanRecord]) -> tuple[PlanRecord, bool]:
-        """The plan of a key, and whether it was there; else `make`'s, which is kept."""
-        path = self._path(key)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{path}.lock", timeout=_PATIENCE_S):
-                return self._found_or_made(path, make)
-        except (OSError, Timeout):
-            # The store is a convenience: a full or read-only disk must not stop a training.
-            return make(), False
+    def get(
+        self,
+        key: str,
+        make: Callable[[], PlanRecord],
+        fits: Callable[[PlanRecord], bool] = lambda _: True,
+    ) -> tuple[PlanRecord, bool]:
+        """The plan of a key, and whether it was there; else `make`'s, which is kept.
 
-    def drop(self, key: str) -> None:
-        """Forget a plan: it does not fit what is there now."""
-        self._path(key).unlink(missing_ok=True)
+        Args:
+            key: names the plan.
+            make: makes it.
+            fits: whether a plan that is there is what was asked for; another takes its place.
+        """
+        path = self._path(key)
+        with ExitStack() as stack:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(FileLock(f"{path}.lock", timeout=_PATIENCE_S))
+            except (OSError, Timeout) as error:
+                tell_once(_WHAT, self._folder, "locked", error)
+            found = self._found(path)
+            if found is not None and fits(found):
+                return found, True
+            return self._kept(path, make()), False
+
+    def renew(self, key: str, make: Callable[[], PlanRecord]) -> PlanRecord:
+        """`make`'s plan, in the place of one that does not fit what is there now."""
+        return self._kept(self._path(key), make())
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{key}.json"
 
-    def _found_or_made(self, path: Path, make: Callable[[], PlanRecord]) -> tuple[PlanRecord, bool]:
-        if path.exists():
-            try:
-                return load(path), True
-            except PlanFileError:
-                path.unlink(missing_ok=True)
-        made = make()
+    @staticmethod
+    def _found(path: Path) -> PlanRecord | None:
+        try:
+            return load(path) if path.exists() else None
+        except (OSError, PlanFileError):
+            # It cannot be read, or was damaged: it is made anew.
+            return None
+
+    def _kept(self, path: Path, made: PlanRecord) -> PlanRecord:
         try:
             save(made, path)
             drop_oldest(self._folder, MOST_FILES)
         except PlanFileError:
             # The call holds what a file cannot: this plan is for this process.
             pass
-        return made, False
+        except OSError as error:
+            tell_once(_WHAT, self._folder, "written", error)
+        return made

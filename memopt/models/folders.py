@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import time
 from pathlib import Path
+
+_LOG = logging.getLogger(__name__)
+_TOLD: set[Path] = set()
+
+UNFINISHED = ".memopt-"
+"""What the name of a file begins with that is being written, to take another one's place."""
+_ABANDONED_S = 24 * 3600.0
 
 
 def default_directory() -> Path:
@@ -15,9 +24,24 @@ def default_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memopt"
 
 
+def tell_once(what: str, path: Path, doing: str, error: Exception) -> None:
+    """Say, once for each place, that what memopt keeps there for later cannot be used: a full or
+    read-only disk must not stop a plan.
+
+    Args:
+        what: is kept there.
+        path: of the file or folder.
+        doing: what failed: "read" or "written".
+        error: why.
+    """
+    if path not in _TOLD:
+        _TOLD.add(path)
+        _LOG.warning("the %s %s cannot be %s: %s", what, path, doing, error)
+
+
 def drop_oldest(folder: Path, most: int) -> None:
-    """Delete the oldest JSON files of a folder beyond so many, and their locks. Other processes may
-    do so at once."""
+    """Delete the oldest JSON files of a folder beyond so many, and their locks; and what processes
+    that were killed have left half-written. Other processes may do so at once."""
     found: list[tuple[float, Path]] = []
     for path in folder.glob("*.json"):
         with contextlib.suppress(FileNotFoundError):
@@ -25,3 +49,7 @@ def drop_oldest(folder: Path, most: int) -> None:
     for _, path in sorted(found)[: max(0, len(found) - most)]:
         path.unlink(missing_ok=True)
         Path(f"{path}.lock").unlink(missing_ok=True)
+    for path in [one for one in folder.iterdir() if one.name.startswith(UNFINISHED)]:
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                path.unlink()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sqlite3
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -13,14 +12,11 @@ from typing import Annotated, TypeAlias
 from memopt.errors import PlanFileError
 from memopt.models import codec
 from memopt.models.codec import Check
-from memopt.models.folders import default_directory
+from memopt.models.folders import default_directory, tell_once
 from memopt.models.reader import Reader, parse
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS costs (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
 _VERSION = 1
-_LOG = logging.getLogger(__name__)
-
-_TOLD: set[Path] = set()
 _LARGEST_ROW = 2**20
 
 _Bytes: TypeAlias = Annotated[int, Check("the bytes of a call", lambda size: 0 <= size <= 2**53)]
@@ -69,7 +65,7 @@ class ProfileCache:
                     if cost is not None:
                         found[key] = cost
         except (sqlite3.DatabaseError, OSError) as error:
-            self._tell("read", error)
+            tell_once("profile cache", self._path, "read", error)
         return found
 
     def store(self, costs: dict[str, Cost]) -> None:
@@ -79,14 +75,7 @@ class ProfileCache:
             with closing(self._connect()) as connection, connection:
                 connection.executemany("INSERT OR REPLACE INTO costs VALUES (?, ?)", rows)
         except (sqlite3.DatabaseError, OSError) as error:
-            # The cache is a convenience: a full or read-only disk must not stop a plan.
-            self._tell("written", error)
-
-    def _tell(self, what: str, error: Exception) -> None:
-        """Say once that the cache does not work."""
-        if self._path not in _TOLD:
-            _TOLD.add(self._path)
-            _LOG.warning("the profile cache %s cannot be %s: %s", self._path, what, error)
+            tell_once("profile cache", self._path, "written", error)
 
 
 def _read_cost(stored: object) -> Cost | None:

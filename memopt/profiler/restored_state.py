@@ -205,10 +205,19 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
         with random_state_kept(devices), torch.enable_grad():
             yield kept
     finally:
-        torch.set_default_dtype(dtype)
-        restore()
-        reached.put_back()
-        kept.put_back()
+
+        def put_back() -> None:
+            torch.set_default_dtype(dtype)
+            restore()
+            reached.put_back()
+            kept.put_back()
+
+        try:
+            put_back()
+        except BaseException:
+            # Ctrl-C in the midst of it: again, whole.
+            put_back()
+            raise
 
 
 def _other_generators() -> Callable[[], None]:

@@ -11,8 +11,9 @@ brings its parameter's state, runs, and writes it back; its time and memory are 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,28 +22,41 @@ from torch import nn
 from memopt.profiler.backend import backend_of
 from memopt.profiler.optimizer_state import PER_PARAMETER
 
+Run: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor | None], None]
+
 
 class Update:
     """The target of update operators: `update(name, gradient)` updates one parameter;
     `update(name, gradient, value)` one that the forward has given a value, which it takes first.
-
-    Attributes:
-        run: what it does; set while a train step runs, None otherwise.
     """
 
     __name__ = "update"
     __module__ = "memopt"
 
     def __init__(self) -> None:
-        self.run: Callable[[str, torch.Tensor, torch.Tensor | None], None] | None = None
+        self._run: weakref.ref[Run] | None = None
+
+    def begin(self, run: Run) -> None:
+        """A train step begins, which updates by `run`. That is held weakly, so that a step that was
+        interrupted wherever is not thought to be running still."""
+        self._run = weakref.ref(run)
+
+    def end(self) -> None:
+        """The step has ended."""
+        self._run = None
+
+    def run(self) -> Run | None:
+        """What it does; None: no train step is running."""
+        return None if self._run is None else self._run()
 
     def __call__(
         self, name: str, gradient: torch.Tensor, value: torch.Tensor | None = None
     ) -> None:
         """Update the parameter of that name in the captured step."""
-        if self.run is None:
+        run = self.run()
+        if run is None:
             raise RuntimeError("memopt: a parameter update outside a train step")
-        self.run(name, gradient, value)
+        run(name, gradient, value)
 
     def __str__(self) -> str:
         return "update"

@@ -193,6 +193,24 @@ def test_nothing_stays_of_a_step_interrupted_at_an_operator(program: str) -> Non
     assert interrupt_everywhere(planned, AtOperator, 25) > 15
 
 
+def test_a_forward_that_fails_moves_all_or_nothing() -> None:
+    """Buffers and random numbers are those from before it, or, if all of it had run, from after."""
+    planned = Planned("store_all")
+
+    def moved() -> list[Tensor]:
+        return [*(b.clone() for b in planned.model.buffers()), torch.get_rng_state()]
+
+    with AtOperator(0) as whole:
+        planned.module(planned.x)
+    for number in range(1, whole.seen + 1):
+        before = moved()
+        with pytest.raises(KeyboardInterrupt), AtOperator(number):
+            planned.module(planned.x)
+        found = moved()
+        same = [torch.equal(a, b) for a, b in zip(found, before, strict=True)]
+        assert all(same) or not any(same), number
+
+
 def test_a_replay_that_fails_gives_the_lock_back(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = Planned("recompute_late")
     real = torch.frombuffer

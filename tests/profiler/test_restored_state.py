@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memopt
+from memopt.profiler.inputs import Call
+from memopt.profiler.restored_state import state_restored
 
 
 class Changing(nn.Module):
@@ -176,3 +178,30 @@ def test_lazy_modules_are_refused_as_they_are() -> None:
         memopt.plan(model, torch.randn(3, 5), strategy="store-all", progress=False)
     assert isinstance(model[0], nn.LazyLinear)
     assert isinstance(model[0].weight, nn.UninitializedParameter)
+
+
+def test_an_interruption_while_values_are_put_back_leaves_none_out() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    before = copy.deepcopy(model.state_dict())
+    random_state = torch.get_rng_state()
+
+    def interrupt() -> None:
+        with state_restored(model, Call((), {})) as kept:
+            for tensor in (*model.parameters(), *model.buffers()):
+                kept.keep(tensor)
+                tensor.detach().zero_()
+            torch.rand(3)
+            real, calls = kept.put_back, []
+
+            def interrupted() -> None:
+                calls.append(1)
+                if len(calls) == 1:
+                    raise KeyboardInterrupt
+                real()
+
+            kept.put_back = interrupted  # type: ignore[method-assign]
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)

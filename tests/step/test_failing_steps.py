@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import signal
 from typing import Any
 
 import pytest
@@ -42,7 +43,14 @@ class FaultAt(TorchDispatchMode):
 class Made:
     """A small model with its planned step."""
 
-    def __init__(self, offloaded: bool, steps: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        offloaded: bool,
+        steps: int = 1,
+        undo: bool = False,
+        host_budget: int | None = None,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
         self.optimizer: Optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1, **options)
@@ -54,11 +62,12 @@ class Made:
             loss_fn=loss,
             targets=(self.y,),
             optimizer=self.optimizer,
-            strategy="olla",
+            strategy="olla" if host_budget is None else "offload-graph",
+            host_budget=host_budget,
             offload_optimizer=offloaded,
             progress=False,
         )
-        self.step: TrainStep = plan.train_step(self.model, loss, self.optimizer)
+        self.step: TrainStep = plan.train_step(self.model, loss, self.optimizer, undo=undo)
         for _ in range(steps):
             self()
 
@@ -221,3 +230,49 @@ def test_an_interruption_says_what_has_changed() -> None:
     assert said(caught.value)[0] > 0
     # The step is not thought to be running still.
     made()
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_step_can_be_taken_back(offloaded: bool) -> None:
+    made = Made(offloaded, steps=2, undo=True)
+    with FaultAt(0) as whole:
+        made()
+    before = made.everything()
+    random_state = torch.get_rng_state()
+    torch.manual_seed(2)
+    begin = torch.get_rng_state()
+    with FaultAt(whole.seen - 12), pytest.raises(Fault) as caught:
+        made.step(made.x, targets=(made.y,))
+    assert caught.value.__notes__ == ["the step was taken back: everything is as before it"]
+    assert_same(made.everything(), before)
+    assert torch.equal(torch.get_rng_state(), begin)
+    torch.set_rng_state(random_state)
+    twin = Made(offloaded, undo=False)
+    twin.put_back(before)
+    assert_same(made(), twin())
+    assert_same(made.everything(), twin.everything())
+
+
+def test_copies_to_take_a_step_back_are_charged_to_the_host_budget() -> None:
+    trained = sum(p.nbytes for p in Made(offloaded=False).model.parameters())
+    with pytest.raises(ValueError, match=r"undo=True keeps copies of .* on the host"):
+        Made(offloaded=False, host_budget=3 * trained, undo=True)
+    Made(offloaded=False, host_budget=4 * trained, undo=True)
+    Made(offloaded=False, host_budget=1, undo=False)
+
+
+def test_an_interruption_after_the_end_says_that_the_step_is_done() -> None:
+    made, other = Made(offloaded=False), Made(offloaded=False)
+    real = made.optimizer.step
+
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        made.optimizer.step = real  # type: ignore[method-assign]
+        real()
+
+    made.optimizer.step = interrupted  # type: ignore[method-assign,assignment]
+    with pytest.raises(KeyboardInterrupt) as caught:
+        made()
+    assert "everything is as after it" in caught.value.__notes__[0]
+    other()
+    assert_same(made.everything(), other.everything())

@@ -1,0 +1,1 @@
+"""Faults injected into everything that memopt runs and keeps; docs/reliability.md lists them."""
