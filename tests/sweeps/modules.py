@@ -17,6 +17,7 @@ import json
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,7 +35,7 @@ from memopt.profiler.memory import metered
 from memopt.profiler.restored_state import state_restored
 from memopt.strategies import Solution, Strategy, resolve
 from memopt.strategies.base import CostModel
-from tests.sweeps.grammar import RandomModule, loss_of, random_module
+from tests.sweeps.grammar import RandomModule, random_module
 
 PASSES: dict[str, dict[str, bool]] = {
     "plain": {},
@@ -68,12 +69,7 @@ def sweep_module(
     model, inputs = made.build(), made.inputs()
     before = owned(model, inputs)
     try:
-        profiled = profile_model(
-            model,
-            inputs,
-            loss=Loss(loss_of),
-            options=MeasureOptions(cap_s=1e-9, max_rounds=1),
-        )
+        profiled = profiled_quickly(made, model, inputs)
     except (memopt.CaptureError, memopt.ProfileError) as error:
         found.refused[_sentence(error)] += 1
         return found
@@ -102,6 +98,19 @@ def sweep_module(
     torch.set_rng_state(before["random state"])
     _compare(before, owned(model, inputs), "changed by planning", "all plans", found)
     return found
+
+
+def profiled_quickly(
+    made: RandomModule, model: nn.Module, inputs: tuple[Tensor, ...]
+) -> Profiled:
+    """The model's profile; times do not matter here."""
+    with made.context():
+        return profile_model(
+            model,
+            inputs,
+            loss=Loss(made.loss),
+            options=MeasureOptions(cap_s=1e-9, max_rounds=1),
+        )
 
 
 @dataclass(frozen=True)
@@ -213,13 +222,13 @@ def measured_peak(
     with state_restored(model, call):
         for measured in (False, True):
             clear_gradients(model, call.tensors())
-            if not measured:
-                loss_of(planned(*call.args)).backward()
-                continue
-            with metered(_CPU) as use:
-                output = planned(*call.args)
-                loss_of(output).backward()
-            del output
+            with metered(_CPU) if measured else nullcontext() as use:
+                with made.context():
+                    output = planned(*call.args)
+                    loss = made.loss(output)
+                loss.backward()
+            del output, loss
+    assert use is not None
     return unmetered_bytes(made_plan, _CPU) + use.peak_bytes
 
 
@@ -232,10 +241,11 @@ def train(
     for step in range(steps):
         inputs = made.inputs()
         torch.manual_seed(100 + step)
-        output = module(*inputs)
-        for i, leaf in enumerate(pytree.tree_leaves(output)):
-            record[f"{step} output {i}"] = leaf.detach().clone()
-        loss_of(output).backward()
+        with made.context():
+            output = module(*inputs)
+            loss = made.loss(output)
+        record |= returned(output, inputs, f"{step} ")
+        loss.backward()
         for i, value in enumerate(inputs):
             record[f"{step} input {i}"] = value.detach().clone()
             record[f"{step} input {i} gradient"] = value.grad
@@ -248,6 +258,25 @@ def train(
         for name, value in model.state_dict().items():
             record[f"{step} state {name}"] = value.detach().clone()
         record[f"{step} random state"] = torch.get_rng_state()
+    return record
+
+
+def returned(output: Any, inputs: tuple[Tensor, ...], label: str) -> dict[str, Any]:
+    """What a call returned: structure, values, and which of them are or share what."""
+    leaves, structure = pytree.tree_flatten(output)
+    record: dict[str, Any] = {f"{label}structure": structure}
+    tensors = [*inputs, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            record[f"{label}output {i}"] = leaf
+            continue
+        record[f"{label}output {i}"] = leaf.detach().clone()
+        record[f"{label}output {i} is"] = [leaf is other for other in tensors]
+        record[f"{label}output {i} shares"] = [
+            leaf.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+            for other in tensors
+        ]
+        record[f"{label}output {i} differentiable"] = leaf.requires_grad
     return record
 
 
