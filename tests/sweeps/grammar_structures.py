@@ -116,7 +116,6 @@ INDEXED = [
         {a}[..., {a}.detach().mean(tuple(range({a}.dim() - 1))).argsort()]
         {a}[{a}.argmax(0).clamp(max=1)]
         {a}[None, ..., -1]
-        {a}[:, torch.tensor([True] + [False] * ({a1} - 1))]
         torch.where({a} > {a}.median(), {a}, torch.tensor(0.5))
         {a}.kthvalue(2, -1)[0]
         {a}.cummax(-1)[0] + {a}
@@ -177,7 +176,6 @@ MUTATED = [
     several("{t} = {a} * 1", "{t}.chunk(2, -1)[0].mul_(3)", "{t}[..., -1] = {a}[..., 0]"),
     several("{t} = {a} * 1", "{t}.index_put_((torch.tensor([0, 1]),), {a}[:2].sin())"),
     several("{t} = {a}.clone()", "{t}.masked_scatter_({t} > 0, {a}.flip(0))"),
-    several("{t} = {a} * .5", "{t}[{t} > .1] *= 2"),
     several("{t} = torch.empty_like({a})", "{t}.copy_({a})", "{t}.clamp_(-1, 1).add_({a})"),
     several("{t} = {a}.tanh()", "{t}.unsqueeze(0).squeeze(0).transpose(0, -1)[0].zero_()"),
     several("{t} = {a} + 1", "{t}v = {t}[..., 1:]", "{t}v.mul_(2)", "{t} = {t} + {t}v.sum()"),

@@ -32,6 +32,7 @@ from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
 from memopt.profiler.baseline import clear_gradients
 from memopt.profiler.inputs import to_call
 from memopt.profiler.memory import metered
+from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.restored_state import state_restored
 from memopt.strategies import Solution, Strategy, resolve
 from memopt.strategies.base import CostModel
@@ -71,13 +72,13 @@ def sweep_module(
     try:
         profiled = profiled_quickly(made, model, inputs)
     except (memopt.CaptureError, memopt.ProfileError) as error:
-        found.refused[_sentence(error)] += 1
+        found.refused[sentence(error)] += 1
         return found
     except Exception as error:  # noqa: BLE001  # a crash is what the sweep looks for
-        found.wrong.append(("profile", _sentence(error)))
+        found.wrong.append(("profile", sentence(error)))
         return found
     finally:
-        _compare(before, owned(model, inputs), "changed by planning", "profile", found)
+        compare(before, owned(model, inputs), "changed by planning", "profile", found)
     start = copy.deepcopy(model.state_dict())
     known: set[str] = set()
     expected = train(copy.deepcopy(model), None, made, steps)
@@ -92,11 +93,11 @@ def sweep_module(
         try:
             run_one(made_plan, label, model, start, made, expected, steps, found)
         except Exception as error:  # noqa: BLE001
-            found.wrong.append((label, f"step: {_sentence(error)}"))
+            found.wrong.append((label, f"step: {sentence(error)}"))
     model.load_state_dict(start)
     clear_gradients(model, [])
     torch.set_rng_state(before["random state"])
-    _compare(before, owned(model, inputs), "changed by planning", "all plans", found)
+    compare(before, owned(model, inputs), "changed by planning", "all plans", found)
     return found
 
 
@@ -178,12 +179,12 @@ def plans_of(
                     if (
                         isinstance(error, ValueError) and "cannot plan this model" not in str(error)
                     ) or isinstance(error, memopt.InfeasibleBudgetError):
-                        found.wrong.append((label, _sentence(error)))
+                        found.wrong.append((label, sentence(error)))
                     else:
-                        found.refused[f"{name}: {_sentence(error)}"] += 1
+                        found.refused[f"{name}: {sentence(error)}"] += 1
                     continue
                 except Exception as error:  # noqa: BLE001
-                    found.wrong.append((label, _sentence(error)))
+                    found.wrong.append((label, sentence(error)))
                     continue
                 if least is None:
                     least = made.budget
@@ -204,7 +205,7 @@ def run_one(
     model.load_state_dict(start)
     clear_gradients(model, [])
     planned = made_plan.apply(model)
-    _compare(expected, train(model, planned, made, steps), "differs", label, found)
+    compare(expected, train(model, planned, made, steps), "differs", label, found)
     model.load_state_dict(start)
     clear_gradients(model, [])
     peak = measured_peak(made_plan, planned, model, made)
@@ -297,7 +298,7 @@ def owned(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
     return found
 
 
-def _compare(
+def compare(
     expected: dict[str, Any], got: dict[str, Any], verb: str, label: str, found: Found
 ) -> None:
     if list(expected) != list(got):
@@ -316,7 +317,8 @@ def _compare(
 def _equal(a: Any, b: Any) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return bool(a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b))
-    same = a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+    # The stride of a dimension of one element says nothing.
+    same = a.shape == b.shape and a.dtype == b.dtype and same_strides(a, b.stride())
     return same and torch.equal(_bits(a), _bits(b))
 
 
@@ -324,7 +326,7 @@ def _bits(value: Tensor) -> Tensor:
     return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _sentence(error: BaseException) -> str:
+def sentence(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     inside = [f for f in frames if "/memopt/" in f.filename]
     where = f" [{inside[-1].filename.rsplit('/', 1)[-1]}:{inside[-1].lineno}]" if inside else ""
