@@ -17,7 +17,7 @@ from memopt.models.folders import default_directory
 from memopt.models.reader import Reader, parse
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS costs (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
-_VERSION = 1
+_VERSION = 2
 _LOG = logging.getLogger(__name__)
 
 _TOLD: set[Path] = set()

@@ -248,7 +248,7 @@ FUNCTIONS = [
     ),
     with_setup("nn.Sequential(nn.Linear({a_last}, 6), nn.Dropout({p}), nn.LayerNorm(6))",
                "checkpoint({m}, {a}, use_reentrant=False)", on=_LINEAR),
-    with_setup("nn.Sequential(nn.Conv2d({a1}, 3, 3), nn.BatchNorm2d(3), nn.ReLU(inplace=True))",
+    with_setup("nn.Sequential(nn.Conv2d({a1}, 3, 3), nn.GroupNorm(1, 3), nn.ReLU(inplace=True))",
                "checkpoint({m}, {a}, use_reentrant=False)", on=_FOUR),
     with_setup("nn.Sequential(nn.Linear({a_last}, 4), nn.Tanh())",
                "checkpoint(lambda v: {m}(v) + {m}(v * 2), {a}, use_reentrant=False)", on=_LINEAR),
