@@ -217,4 +217,4 @@ def _left(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     left: dict[str, Any] = {f"state {k}": v for k, v in model.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         left |= {f"optimizer {index} {key}": value for key, value in state.items()}
-    return left
+    return dict(sorted(left.items()))
