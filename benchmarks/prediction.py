@@ -1,4 +1,4 @@
-"""Predicted against measured, peak and time, on this machine's CPU: families x strategies x budgets.
+"""Predicted against measured peak and time on this machine's CPU: families x strategies x budgets.
 
     OMP_NUM_THREADS=1 python -m benchmarks.prediction [--out docs/results/prediction.md]
         [--only MODEL ...] [--resume FILE] [--fresh]
@@ -45,7 +45,9 @@ class Wasteful(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Dropout(0.1))
+        self.body = nn.Sequential(
+            nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Dropout(0.1)
+        )
         self.head, self.aside = nn.Linear(64, 8), nn.Linear(64, 512)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,7 +70,9 @@ class Unread(nn.Module):
 
 
 def _made(name: str, make: Callable[[], nn.Module], loss: Callable[..., Tensor]) -> Family:
-    return Family(name, lambda _: make(), lambda _s, _b, g: (torch.randn(128, 64, generator=g),), loss)
+    return Family(
+        name, lambda _: make(), lambda _s, _b, g: (torch.randn(128, 64, generator=g),), loss
+    )
 
 
 EXTRA = (
@@ -113,7 +117,10 @@ def rows_of(one: Family) -> list[Row]:
             least = _plan(profiled, strategy, "min", place)
             assert least.budget is not None
             between = (least.budget + max(least.budget, profiled.baseline.peak_bytes)) // 2
-            for label, plan in (("min", least), ("half", _plan(profiled, strategy, between, place))):
+            for label, plan in (
+                ("min", least),
+                ("half", _plan(profiled, strategy, between, place)),
+            ):
                 peak, seconds = measure_step(plan, model, inputs, one.loss)
                 name = strategy + " placed" * place
                 predicted = plan.peak_bytes, plan.step_time_s

@@ -263,7 +263,9 @@ def test_buffers_updated_in_a_checkpoint_are_updated_once_and_a_note_says_so() -
     plain.load_state_dict(wrapped.state_dict())
     x = torch.randn(4, 6)
     plan = memopt.plan(wrapped, x, progress=False)
-    assert [n for n in plan.notes if "torch.utils.checkpoint" in n and "norm.num_batches_tracked" in n]
+    assert [
+        n for n in plan.notes if "torch.utils.checkpoint" in n and "norm.num_batches_tracked" in n
+    ]
     assert not [n for n in memopt.plan(plain, x, progress=False).notes if "checkpoint" in n]
     plan.apply(wrapped)(x).sum().backward()
     plain(x).sum().backward()

@@ -162,7 +162,7 @@ def _refusal(row: Row, label: str, error: Exception) -> None:
     """Counts what is refused with words; a budget between may be too small, "min" never."""
     infeasible = isinstance(error, memopt.InfeasibleBudgetError)
     impossible = isinstance(error, ValueError) and "cannot plan this model" not in str(error)
-    if infeasible and " min " in label or impossible:
+    if (infeasible and " min " in label) or impossible:
         row.wrong.append((label, sentence(error)))
     else:
         kind = "the budget is too small" if infeasible else sentence(error)

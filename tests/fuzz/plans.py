@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from random import Random
 
-from memopt.errors import MemoptError
 from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.graph import Graph
@@ -90,12 +89,12 @@ def fuzz_plans(seed: int) -> Row:
             count = _check_strategy(one, strategy, optimum, dice)
             row.cases += count
             row.by_strategy[strategy.name] += count
-        except (AssertionError, ValueError, ArithmeticError, LookupError, MemoptError) as error:
+        except Exception as error:  # noqa: BLE001  # a crash is what is looked for
             row.wrong.append((f"{strategy}", f"{type(error).__name__}: {error}"))
     if isinstance(one.model, Graph) and _only_other_costs(one.model):
         try:
             row.by_strategy["drawn"] += _check_programs(one, one.model, dice)
-        except (AssertionError, ValueError, LookupError, MemoptError) as error:
+        except Exception as error:  # noqa: BLE001
             row.wrong.append(("drawn programs", f"{type(error).__name__}: {error}"))
     return row
 
@@ -226,4 +225,3 @@ def _check_programs(one: Instance, graph: Graph, dice: Random) -> int:
             assert (wrong := validate(graph, fine)) is None, (drawn, wrong)
             assert replay(graph, fine).peak_bytes <= replay(model, program).peak_bytes, drawn
     return count
-

@@ -101,9 +101,7 @@ def sweep_module(
     return found
 
 
-def profiled_quickly(
-    made: RandomModule, model: nn.Module, inputs: tuple[Tensor, ...]
-) -> Profiled:
+def profiled_quickly(made: RandomModule, model: nn.Module, inputs: tuple[Tensor, ...]) -> Profiled:
     """The model's profile; times do not matter here."""
     with made.context():
         return profile_model(
