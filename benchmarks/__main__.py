@@ -36,6 +36,7 @@ CPU = (
     "steering",
     "llama_7b",
     "estimate_accuracy",
+    "prediction",
     "trainer_architectures",
     "explorer",
 )
