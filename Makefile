@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-gpu | test-browser | bench | bench-gpu | lint | docs | notebooks
+# make demo | test | test-all | test-gpu | test-browser | fuzz | bench | bench-gpu | lint | docs | notebooks
 # Each target first makes .venv and installs what constraints.txt pins (only Python 3.11 and pip are
 # needed). On Linux, plain pip installs torch's CUDA build; for the smaller CPU build say
 #     make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -8,6 +8,7 @@ VENV ?= .venv
 TORCH_INDEX ?=
 WORKERS ?= 2
 PYTEST_ARGS ?=
+FUZZ_DIR ?= out/fuzz
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 # Each of the test workers is one thread of torch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-all test-gpu test-browser bench bench-gpu lint format docs notebooks install constraints clean
+.PHONY: demo test test-all test-gpu test-browser fuzz bench bench-gpu lint format docs notebooks install constraints clean
 
 install: $(STAMP)
 
@@ -48,6 +49,15 @@ test-gpu: $(STAMP)
 test-browser: $(STAMP)
 	@$(BIN)/python -c "from tests.browser.chromium import chromium; print('browser:', chromium())"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser $(PYTEST_ARGS)
+
+# Random modules and cost models against every law; hours. What is done is kept in FUZZ_DIR.
+fuzz: $(STAMP)
+	mkdir -p $(FUZZ_DIR)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz plans --count 6000 --out $(FUZZ_DIR)/plans.jsonl
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz modules --count 2000 --out $(FUZZ_DIR)/modules.jsonl
+	HYPOTHESIS_PROFILE=long $(PYTEST) tests/fuzz --timeout 36000 $(PYTEST_ARGS)
+	$(BIN)/python -m tests.fuzz report --out $(FUZZ_DIR)/plans.jsonl
+	$(BIN)/python -m tests.fuzz report --out $(FUZZ_DIR)/modules.jsonl
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

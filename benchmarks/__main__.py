@@ -37,6 +37,7 @@ CPU = (
     "llama_7b",
     "cluster",
     "estimate_accuracy",
+    "prediction",
     "trainer_architectures",
     "sharded",
     "explorer",

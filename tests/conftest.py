@@ -34,6 +34,9 @@ settings.register_profile(
 settings.register_profile(
     "explore", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow]
 )
+# Of tests/fuzz: `ci` in every run, `long` by `make fuzz`.
+settings.register_profile("ci", settings.get_profile("memopt"), max_examples=25)
+settings.register_profile("long", settings.get_profile("explore"))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "memopt"))
 
 

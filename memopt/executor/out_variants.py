@@ -89,6 +89,16 @@ def _gives_the_same(variant: OutVariant, node: Node, device: torch.device) -> bo
     return (variant.composed or writes_the_same(empty)) and writes_the_same(slots)
 
 
+_COPYING = frozenset(
+    (
+        torch.ops.aten._fft_r2c.default,
+        torch.ops.aten._fft_c2r.default,
+        torch.ops.aten._fft_c2c.default,
+    )
+)
+"""Their `out=` kernels on CPU make the result elsewhere and copy it (mkl/SpectralOps.cpp)."""
+
+
 def _possible(node: Node) -> OutVariant | None:
     """The variant that a kernel call may have, by its kind."""
     values = values_of(node)
@@ -111,7 +121,7 @@ def _variant(target: Any, device: str) -> OutVariant | None:
     twin = in_place_twin(target)
     if twin is not None:
         return OutVariant(written_into(twin), ("out",), composed=True)
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, torch._ops.OpOverload) or target in _COPYING:
         return None
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
     for name in target.overloadpacket.overloads():

@@ -23,13 +23,16 @@ from memopt.executor.worker import Task, Worker
 
 @dataclass(kw_only=True)
 class StoredTensor:
-    """A tensor's storage on the host, with the shape to give it when it comes back."""
+    """A tensor's storage on the host, with the shape to give it when it comes back, and whether
+    it is read conjugated or negated (torch's lazy `conj()` and `imag`)."""
 
     buffer: Any
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    conjugated: bool
+    negated: bool
     pending: Any = None
     generation: int = field(default_factory=generation)
 
@@ -42,13 +45,17 @@ class StoredTensor:
             size=tensor.size(),
             stride=tensor.stride(),
             offset=int(tensor.storage_offset()),
+            conjugated=tensor.is_conj(),
+            negated=tensor.is_neg(),
             **more,
         )
 
     def made(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor again, over a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+        stored = empty.set_(storage, self.offset, self.size, self.stride)
+        stored = stored.conj() if self.conjugated else stored
+        return torch._neg_view(stored) if self.negated else stored
 
 
 @dataclass(kw_only=True)

@@ -378,7 +378,9 @@ def train_step(
             "targets=..., optimizer=<torch.optim instance>, whole_step=True) and a strategy for "
             "chains (rotor), auto, or one that recomputes nothing (olla, store-all, offload-graph)"
         )
-    if profiled.parts.module.model is not model or profiled.parts.module.loss_fn is not loss_fn:
+    planned = profiled.parts.module
+    # Not `is`: a bound method is another object each time that it is named.
+    if planned.model is not model or planned.loss_fn != loss_fn:
         raise ValueError("a train step runs the model and loss it was planned with; plan again")
     check_splittable(optimizer, model)
     differs = _other_parameters(profiled, optimizer)

@@ -74,7 +74,8 @@ def spared_operators(graph: Graph) -> frozenset[int]:
     """Operators that a program may leave out because others run by implementations that do not
     read their results (the logits of a chunked cross-entropy)."""
     operators = tuple(replace(o, implementations=()) for o in graph.operators)
-    plain = replace(graph, operators=operators)
+    # Tensors that only implementations write are in no such graph.
+    plain = replace(graph, operators=operators, allocator_owned=())
     return needed_operators(plain) - needed_operators(graph)
 
 

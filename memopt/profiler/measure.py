@@ -102,9 +102,9 @@ def measure(
 
     Each distinct call (operator, shapes, strides, other arguments) is measured once, alone, on
     stand-in data: one warm-up, then interleaved rounds until the median's standard error is
-    within 5% or the cap is reached. Random state is left as it was. Kernels that refuse stand-in
-    data get what they get in a step on the example inputs, if `captured`, the model that was
-    lowered, is given.
+    within 5% or the cap is reached. Random state is left as it was; autocast is off: its casts are
+    calls of their own. Kernels that refuse stand-in data get what they get in a step on the
+    example inputs, if `captured`, the model that was lowered, is given.
 
     Raises:
         ProfileError: a kernel refuses its data.
@@ -130,7 +130,7 @@ def costs_of(
     known = readable.load(list(keys.values())) if readable else {}
     missing = [s for text, s in distinct.items() if keys[text] not in known]
     if missing:
-        with torch.random.fork_rng(), torch.no_grad():
+        with torch.random.fork_rng(), torch.no_grad(), autocast_off():
             fresh = _measure(missing, device, options, progress, captured, timed)
         fresh_by_key = {keys[s.text]: cost for s, cost in zip(missing, fresh, strict=True)}
         if options.cache and timed:

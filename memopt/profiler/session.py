@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Node
 
 from memopt.models.budget import format_bytes
 from memopt.models.device import in_blocks
@@ -273,6 +274,24 @@ def loss_notes(captured: Captured, *, covered: bool) -> tuple[str, ...]:
         f"The model returns a scalar (its loss) beside {what}; gradients of "
         f"{format_bytes(size_bytes)} for the rest are charged, and made, as well. If you train "
         "with that loss alone, say so: loss_fn=lambda output: output.loss (or output[0]).",
+    )
+
+
+def checkpoint_notes(captured: Captured) -> tuple[str, ...]:
+    """Notes on buffers that the model updates inside `torch.utils.checkpoint`."""
+    updated = zip(captured.mutated, captured.forward_outputs, strict=False)
+    # Dynamo marks the nodes of a checkpointed part.
+    names = [
+        repr(captured.primals[index].name)
+        for index, value in updated
+        if isinstance(value, Node) and "ac_graph_id" in value.meta
+    ]
+    if not names:
+        return ()
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"torch.utils.checkpoint runs what it wraps twice in a step, and so updates {names[0]}"
+        f"{more} twice; planned steps update it once, as the model without the checkpoint does.",
     )
 
 

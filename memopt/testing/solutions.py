@@ -44,27 +44,28 @@ def check_solutions(case: Case) -> None:
     """Check what `solve` returns for the cost model that it gets: a graph's chain, for strategies
     that plan chains."""
     cost_model = Target.of(case.strategy, case.model).solved
-    check = _SolutionCheck(case, Target.of(case.strategy, cost_model))
+    check = SolutionCheck(case, Target.of(case.strategy, cost_model))
     answer = check.solved(1)
     least = answer.smallest_budget_bytes or store_all_peak(cost_model)
     times: dict[float, tuple[Solution, float]] = {}
     for budget in budgets_between(least, store_all_peak(cost_model)):
         solution = check.solved(budget)
         again = check.solved(budget)
-        same = _plan_of(solution) == _plan_of(again)
+        same = plan_of(solution) == plan_of(again)
         case.require(Law.DETERMINISTIC, same, budget, "the second solve gave another plan")
         case.require(Law.PLANS, solution.plans or budget is not None, budget, "there is no plan")
         times[math.inf if budget is None else budget] = solution, check.time_s(solution, budget)
-    _check_order(case, times)
+    check_order(case, times)
     for budget in (1, least, None):
         check.stops(budget)
 
 
-def _plan_of(solution: Solution) -> tuple[object, ...]:
+def plan_of(solution: Solution) -> tuple[object, ...]:
+    """What two solves of one question must have in common."""
     return solution.steps, solution.program, solution.status
 
 
-class _SolutionCheck:
+class SolutionCheck:
     """The solutions of a case's strategy for what its `solve` gets."""
 
     def __init__(self, case: Case, target: Target) -> None:
@@ -170,7 +171,7 @@ class _SolutionCheck:
             self.case.require(Law.STOPS, False, budget, "KeyboardInterrupt came through")
 
 
-def _check_order(case: Case, found: Mapping[float, tuple[Solution, float]]) -> None:
+def check_order(case: Case, found: Mapping[float, tuple[Solution, float]]) -> None:
     """What fits a smaller budget fits a larger one, whose bound and proofs hold for it, too."""
     for larger, (solution, time_s) in found.items():
         budget = None if math.isinf(larger) else int(larger)

@@ -217,3 +217,32 @@ def test_a_whole_step_under_autocast() -> None:
         return [p.detach() for p in model.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(trained(True), trained(False), strict=True))
+
+
+class PartlyCast(nn.Module):
+    """A product that autocast leaves alone, between two that it casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x).float()
+        with torch.autocast("cpu", enabled=False):
+            y = y @ y.t()
+        return self.after(y)
+
+
+def test_kernels_are_measured_as_they_run() -> None:
+    """Measured under the user's autocast, the product had half its bytes, and its address was
+    another tensor's, too."""
+    torch.manual_seed(0)
+    model, x = PartlyCast(), torch.randn(8, 8)
+    with autocast():
+        plan = memopt.plan(model, x, strategy="olla", cache=False, progress=False)
+        step = plan.apply(model)
+        found = step(x)
+        expected = model(x)
+    products = {op.writes[0] for op in plan.graph.operators if op.target.startswith("aten.mm")}
+    assert sorted(plan.graph.tensors[t].size_bytes for t in products)[-1] == 8 * 8 * 4
+    assert torch.equal(found, expected)

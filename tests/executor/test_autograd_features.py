@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import memopt
 from tests.executor.harness import PROGRAMS, Case, check, prepare
 
 
@@ -63,6 +64,20 @@ class Checkpointed(Layers):
             return functional.dropout(self.a(t).tanh(), 0.5).exp()
 
         return self.b(checkpoint(part, x, use_reentrant=False))
+
+
+class NormInCheckpoint(Layers):
+    """Torch runs the norm twice in a step; without the checkpoint it is the same function."""
+
+    def __init__(self, wrapped: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.wrapped = wrapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.wrapped:
+            return self.b(checkpoint(self.norm, self.a(x), use_reentrant=False))
+        return self.b(self.norm(self.a(x)))
 
 
 class AutocastInside(Layers):
@@ -239,3 +254,22 @@ def test_steps_draw_new_numbers(program: str) -> None:
     x = torch.randn(4, 6)
     first, second = planned(x), planned(x)
     assert not torch.equal(first, second)
+
+
+def test_buffers_updated_in_a_checkpoint_are_updated_once_and_a_note_says_so() -> None:
+    """Torch's recomputation moves the statistics a second time; memopt's never does."""
+    torch.manual_seed(0)
+    wrapped, plain = NormInCheckpoint(), NormInCheckpoint(wrapped=False)
+    plain.load_state_dict(wrapped.state_dict())
+    x = torch.randn(4, 6)
+    plan = memopt.plan(wrapped, x, progress=False)
+    assert [
+        n for n in plan.notes if "torch.utils.checkpoint" in n and "norm.num_batches_tracked" in n
+    ]
+    assert not [n for n in memopt.plan(plain, x, progress=False).notes if "checkpoint" in n]
+    plan.apply(wrapped)(x).sum().backward()
+    plain(x).sum().backward()
+    for (name, found), wanted in zip(
+        wrapped.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
+        assert torch.equal(found, wanted), name

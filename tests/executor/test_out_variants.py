@@ -249,3 +249,20 @@ def test_results_and_formless_kernels_are_outside() -> None:
     assert set(by_target["aten.convolution_backward.default"]) <= outside
     assert not outside & set(by_target["aten.relu.default"])
     assert {*graph.outputs, *graph.gradients} - graph.resident <= outside
+
+
+def test_fourier_transforms_are_left_to_the_allocator() -> None:
+    """torch's `out=` kernels make the result elsewhere: at an address it would be there twice."""
+
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.rfft(self.linear(x)).abs()
+
+    prepared = prepare(Spectrum(), torch.randn(6, 8))
+    written = {t for one in prepared.graph.operators if "_fft" in one.target for t in one.writes}
+    assert written
+    assert written <= set(prepared.graph.allocator_owned)

@@ -28,6 +28,8 @@ LAYOUTS = {
     "complex": lambda: torch.randn(7, dtype=torch.complex64),
     "channels-last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
     "scalar": lambda: torch.tensor(3.5),
+    "conjugated": lambda: torch.randn(7, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.randn(7, dtype=torch.complex64).conj().imag,
     "empty": lambda: torch.empty(0, 4),
     "nan": lambda: torch.tensor([float("nan"), -0.0, float("inf")]),
 }
@@ -46,6 +48,7 @@ def test_there_and_back(layout: str) -> None:
     )
     assert (back.dtype, back.shape, back.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
     assert back.storage_offset() == tensor.storage_offset()
+    torch.testing.assert_close(back, tensor, rtol=0, atol=0, equal_nan=True)
     whole = [bytes(t.untyped_storage()) for t in (tensor, back)]
     assert whole[0] == whole[1]
 

@@ -13,6 +13,7 @@ from memopt.models.graph import Graph
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.strategies import Joint
+from tests.fuzz.instances import with_figures
 from tests.joint.exhaustive import TooLargeError, least_time
 
 SAME = 1e-6
@@ -94,3 +95,13 @@ def test_bounds_hold_and_plans_are_optimal_on_many(first: int) -> None:
     found = compare(range(first, first + 50))
     assert found.wrong == []
     assert found.optimal >= 0.95 * found.cells, found.slower
+
+
+def test_figures_that_the_solver_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    """A transfer of 1e21 s is more than HiGHS takes as a number."""
+    graph = with_figures(random_graph(Random(6), 3, max_bytes=4), size=lambda s: s * 2**38)
+    slowest = Device(to_host_bytes_per_s=1e-9)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    found = Joint(changes=50).solve(graph, peak - 2**38, device=slowest)
+    assert found.plans
+    assert "refuses the program" in caplog.text

@@ -4,7 +4,12 @@ from random import Random
 
 import pytest
 
-from memopt.models.bounds import memory_lower_bound, needed_operators, time_lower_bound
+from memopt.models.bounds import (
+    memory_lower_bound,
+    needed_operators,
+    spared_operators,
+    time_lower_bound,
+)
 from memopt.models.chain import Chain, Stage
 from memopt.models.generate import random_chain, random_graph
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
@@ -98,6 +103,18 @@ def test_the_best_implementation_counts():
     assert needed_operators(graph) == {1}
     assert time_lower_bound(graph) == 1
     assert memory_lower_bound(graph) == 7 + 10 + 30
+
+
+def test_tensors_of_implementations_may_be_outside_the_arena():
+    # "bits" writes a tensor that the operator itself does not.
+    bits = Implementation("bits", 1.0, writes=(1, 2))
+    graph = Graph(
+        [Tensor("x", 1, TensorKind.INPUT), Tensor("y", 1), Tensor("bits", 1)],
+        [Operator("y", (0,), (1,), 1.0, implementations=(bits,))],
+        outputs=(1,),
+        allocator_owned=(2,),
+    )
+    assert spared_operators(graph) == frozenset()
 
 
 @pytest.mark.parametrize("block", range(6))

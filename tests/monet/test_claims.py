@@ -19,6 +19,7 @@ from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.checkmate_strategies import Checkmate, CheckmateRounding
 from memopt.strategies.monet.claims import counted_exactly
 from memopt.strategies.monet.ilp import MonetModel
+from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.strategy import Monet
 from memopt.strategies.monet.time_points import TimePointModel
 from tests.brute_force.program_search import ProgramSearch, Rules
@@ -150,3 +151,12 @@ def test_a_second_run_that_writes_a_result_first_stays() -> None:
     runs = [Compute(0, ()), LossBoundary(), Compute(1, (), "dx"), Compute(1, (), "dw")]
     assert without_unread_reruns(graph, runs) == runs
     assert without_unread_reruns(graph, [*runs, Compute(1, (), "dw")]) == runs
+
+
+def test_a_bound_of_nothing_proves_nothing() -> None:
+    # Nothing needs y, so the bound is 0; without a budget it runs all the same.
+    tensors = [Tensor("x", 1, TensorKind.INPUT), Tensor("y", 1)]
+    graph = Graph(tensors, [Operator("y", (0,), (1,), 1.0)])
+    found = RotorMenus().solve(graph, None)
+    assert (found.time_s, found.lower_bound_s) == (1.0, 0.0)
+    assert found.status is Status.FEASIBLE

@@ -88,3 +88,21 @@ def test_ctrl_c_leaves_no_half_step(at: int) -> None:
     for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(found, expected)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Task:
+    """Has a loss, which is a new bound method each time that it is named."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return LOSS(output, target)
+
+
+def test_a_bound_method_is_the_loss_that_was_planned() -> None:
+    task = Task()
+    model, optimizer, plan, _ = planned()
+    plan = memopt.plan(
+        model, X, strategy="store-all", loss_fn=task.loss, targets=(Y,), optimizer=optimizer
+    )
+    assert torch.isfinite(plan.train_step(model, task.loss, optimizer)(X, targets=(Y,)))
+    with pytest.raises(ValueError, match="the model and loss it was planned with"):
+        plan.train_step(model, Task().loss, optimizer)

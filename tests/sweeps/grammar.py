@@ -11,7 +11,8 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -33,12 +34,24 @@ class RandomModule:
         source: the code of `class Model` and of what it needs.
         build: makes the module, with parameters drawn from the seed.
         inputs: makes its arguments, the same each time.
+        unused: positions of differentiable outputs that its loss does not read.
+        autocast: whether it is called under autocast to bfloat16.
     """
 
     seed: int
     source: str
     build: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Tensor, ...]]
+    unused: frozenset[int] = frozenset()
+    autocast: bool = False
+
+    def loss(self, output: Any, *_: Any) -> Tensor:
+        """One number of the outputs that it reads."""
+        return loss_of(output, self.unused)
+
+    def context(self) -> AbstractContextManager[object]:
+        """What its forward runs in."""
+        return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
 
 
 def random_module(seed: int, lines: tuple[int, int] = (4, 16)) -> RandomModule:
@@ -66,15 +79,18 @@ def _trains(made: RandomModule) -> bool:
 def _step(made: RandomModule) -> list[Tensor]:
     model, inputs = made.build(), made.inputs()
     torch.manual_seed(made.seed)
-    loss_of(model(*inputs)).backward()
+    with made.context():
+        loss = made.loss(model(*inputs))
+    loss.backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def loss_of(output: Any, *_: Any) -> Tensor:
-    """One number that weighs every element of every differentiable output differently."""
+def loss_of(output: Any, unused: frozenset[int] = frozenset()) -> Tensor:
+    """One number that weighs every element of every differentiable output differently, except
+    of those at the positions `unused`."""
     total = torch.zeros(())
     for position, value in enumerate(torch.utils._pytree.tree_leaves(output)):
-        if isinstance(value, Tensor) and value.requires_grad:
+        if isinstance(value, Tensor) and value.requires_grad and position not in unused:
             real = torch.view_as_real(value) if value.is_complex() else value
             weights = torch.linspace(0.5, 1.5, real.numel()).reshape(real.shape)
             total = total + (position + 1) * (real.float() * weights).sum()
@@ -108,7 +124,9 @@ class _Writer:
         returned = self._returned()
         if returned is None:
             return None
-        return _made(seed, self._source(shapes, returned), first, self.seed)
+        text, unused = returned
+        made = _made(seed, self._source(shapes, text), first, self.seed)
+        return replace(made, unused=unused, autocast=self.dice.random() < 0.1)
 
     def _arguments(self) -> tuple[list[str], dict[str, Tensor]]:
         batch, width = self.dice.choice((4, 6, 8)), self.dice.choice((6, 8, 12))
@@ -194,7 +212,8 @@ class _Writer:
         size = value.detach().abs()
         return bool(torch.isfinite(size).all()) and float(size.max()) < _LARGEST
 
-    def _returned(self) -> str | None:
+    def _returned(self) -> tuple[str, frozenset[int]] | None:
+        """What is returned, and the positions in it that the loss does not read."""
         trained = [
             n
             for n in self.values
@@ -204,17 +223,23 @@ class _Writer:
         ]
         if not trained or not self.setup:
             return None
-        kind = self.dice.random()
-        last = trained[-1]
-        if kind < 0.5 or len(trained) < 2:
-            return last
-        other = self.dice.choice(trained[:-1])
-        if kind < 0.7:
-            return f"({last}, {other})"
-        if kind < 0.85:
-            views = (f"{last}[:2]", f"{last}.transpose(0, -1)", f"{last}.flatten()", f"{last} * 1")
-            return f"({last}, {self.dice.choice(views)})"
-        return f"{{'a': {last}, 'b': {other}, 'c': {other}.detach()}}"
+        last, other = trained[-1], self.dice.choice(trained)
+        aside = self.dice.choice(list(self.values))
+        views = (f"{last}[:2]", f"{last}.transpose(0, -1)", f"{last}.flatten()", f"{last} * 1")
+        both = frozenset((1,))
+        ways: list[tuple[str, frozenset[int]]] = [
+            *[(last, frozenset())] * 8,
+            (f"({last}, {other})", frozenset()),
+            (f"({last}, {other})", both),
+            (f"({last}, {self.dice.choice(views)})", frozenset()),
+            (f"({last}, {self.dice.choice(views)})", both),
+            (f"[{last}, {last}]", self.dice.choice((frozenset(), both))),
+            (f"({last}, {aside}, None, {aside}.shape[0])", both),
+            (f"({last}, ({other} > 0), {other}.argmax(-1))", frozenset()),
+            (f"{{'a': {last}, 'b': {other}, 'c': {other}.detach()}}", both),
+            (f"{{'a': {last}, 'b': [{other}, ({other} * 2,)]}}", frozenset((2,))),
+        ]
+        return self.dice.choice(ways)
 
     def _source(self, arguments: list[str], returned: str) -> str:
         setup = "\n".join(f"        {s}" for s in self.setup)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.sweeps.grammar_structures import STRUCTURES
 from tests.sweeps.statements import Line, dims, ids, of_one, of_two, several, with_setup
 
 _TWO, _THREE, _FOUR = dims(2), dims(3), dims(4)
@@ -345,4 +346,13 @@ REDUCTIONS = [
     several("{t}q = ({a}.detach() > 0).float()", "{t} = {a} * {t}q"),
 ]
 
-LINES: tuple[Line, ...] = (*TRAINED, *TRAINED, *RANDOM, *POINTWISE, *IN_PLACE, *VIEWS, *REDUCTIONS)
+LINES: tuple[Line, ...] = (
+    *TRAINED,
+    *TRAINED,
+    *RANDOM,
+    *POINTWISE,
+    *IN_PLACE,
+    *VIEWS,
+    *REDUCTIONS,
+    *STRUCTURES,
+)

@@ -17,6 +17,7 @@ import json
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,10 +32,11 @@ from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
 from memopt.profiler.baseline import clear_gradients
 from memopt.profiler.inputs import to_call
 from memopt.profiler.memory import metered
+from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.restored_state import state_restored
 from memopt.strategies import Solution, Strategy, resolve
 from memopt.strategies.base import CostModel
-from tests.sweeps.grammar import RandomModule, loss_of, random_module
+from tests.sweeps.grammar import RandomModule, random_module
 
 PASSES: dict[str, dict[str, bool]] = {
     "plain": {},
@@ -68,20 +70,15 @@ def sweep_module(
     model, inputs = made.build(), made.inputs()
     before = owned(model, inputs)
     try:
-        profiled = profile_model(
-            model,
-            inputs,
-            loss=Loss(loss_of),
-            options=MeasureOptions(cap_s=1e-9, max_rounds=1),
-        )
+        profiled = profiled_quickly(made, model, inputs)
     except (memopt.CaptureError, memopt.ProfileError) as error:
-        found.refused[_sentence(error)] += 1
+        found.refused[sentence(error)] += 1
         return found
     except Exception as error:  # noqa: BLE001  # a crash is what the sweep looks for
-        found.wrong.append(("profile", _sentence(error)))
+        found.wrong.append(("profile", sentence(error)))
         return found
     finally:
-        _compare(before, owned(model, inputs), "changed by planning", "profile", found)
+        compare(before, owned(model, inputs), "changed by planning", "profile", found)
     start = copy.deepcopy(model.state_dict())
     known: set[str] = set()
     expected = train(copy.deepcopy(model), None, made, steps)
@@ -96,12 +93,23 @@ def sweep_module(
         try:
             run_one(made_plan, label, model, start, made, expected, steps, found)
         except Exception as error:  # noqa: BLE001
-            found.wrong.append((label, f"step: {_sentence(error)}"))
+            found.wrong.append((label, f"step: {sentence(error)}"))
     model.load_state_dict(start)
     clear_gradients(model, [])
     torch.set_rng_state(before["random state"])
-    _compare(before, owned(model, inputs), "changed by planning", "all plans", found)
+    compare(before, owned(model, inputs), "changed by planning", "all plans", found)
     return found
+
+
+def profiled_quickly(made: RandomModule, model: nn.Module, inputs: tuple[Tensor, ...]) -> Profiled:
+    """The model's profile; times do not matter here."""
+    with made.context():
+        return profile_model(
+            model,
+            inputs,
+            loss=Loss(made.loss),
+            options=MeasureOptions(cap_s=1e-9, max_rounds=1),
+        )
 
 
 @dataclass(frozen=True)
@@ -169,12 +177,12 @@ def plans_of(
                     if (
                         isinstance(error, ValueError) and "cannot plan this model" not in str(error)
                     ) or isinstance(error, memopt.InfeasibleBudgetError):
-                        found.wrong.append((label, _sentence(error)))
+                        found.wrong.append((label, sentence(error)))
                     else:
-                        found.refused[f"{name}: {_sentence(error)}"] += 1
+                        found.refused[f"{name}: {sentence(error)}"] += 1
                     continue
                 except Exception as error:  # noqa: BLE001
-                    found.wrong.append((label, _sentence(error)))
+                    found.wrong.append((label, sentence(error)))
                     continue
                 if least is None:
                     least = made.budget
@@ -195,7 +203,7 @@ def run_one(
     model.load_state_dict(start)
     clear_gradients(model, [])
     planned = made_plan.apply(model)
-    _compare(expected, train(model, planned, made, steps), "differs", label, found)
+    compare(expected, train(model, planned, made, steps), "differs", label, found)
     model.load_state_dict(start)
     clear_gradients(model, [])
     peak = measured_peak(made_plan, planned, model, made)
@@ -213,13 +221,13 @@ def measured_peak(
     with state_restored(model, call):
         for measured in (False, True):
             clear_gradients(model, call.tensors())
-            if not measured:
-                loss_of(planned(*call.args)).backward()
-                continue
-            with metered(_CPU) as use:
-                output = planned(*call.args)
-                loss_of(output).backward()
-            del output
+            with metered(_CPU) if measured else nullcontext() as use:
+                with made.context():
+                    output = planned(*call.args)
+                    loss = made.loss(output)
+                loss.backward()
+            del output, loss
+    assert use is not None
     return unmetered_bytes(made_plan, _CPU) + use.peak_bytes
 
 
@@ -232,10 +240,11 @@ def train(
     for step in range(steps):
         inputs = made.inputs()
         torch.manual_seed(100 + step)
-        output = module(*inputs)
-        for i, leaf in enumerate(pytree.tree_leaves(output)):
-            record[f"{step} output {i}"] = leaf.detach().clone()
-        loss_of(output).backward()
+        with made.context():
+            output = module(*inputs)
+            loss = made.loss(output)
+        record |= returned(output, inputs, f"{step} ")
+        loss.backward()
         for i, value in enumerate(inputs):
             record[f"{step} input {i}"] = value.detach().clone()
             record[f"{step} input {i} gradient"] = value.grad
@@ -248,6 +257,25 @@ def train(
         for name, value in model.state_dict().items():
             record[f"{step} state {name}"] = value.detach().clone()
         record[f"{step} random state"] = torch.get_rng_state()
+    return record
+
+
+def returned(output: Any, inputs: tuple[Tensor, ...], label: str) -> dict[str, Any]:
+    """What a call returned: structure, values, and which of them are or share what."""
+    leaves, structure = pytree.tree_flatten(output)
+    record: dict[str, Any] = {f"{label}structure": structure}
+    tensors = [*inputs, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            record[f"{label}output {i}"] = leaf
+            continue
+        record[f"{label}output {i}"] = leaf.detach().clone()
+        record[f"{label}output {i} is"] = [leaf is other for other in tensors]
+        record[f"{label}output {i} shares"] = [
+            leaf.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+            for other in tensors
+        ]
+        record[f"{label}output {i} differentiable"] = leaf.requires_grad
     return record
 
 
@@ -268,7 +296,7 @@ def owned(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
     return found
 
 
-def _compare(
+def compare(
     expected: dict[str, Any], got: dict[str, Any], verb: str, label: str, found: Found
 ) -> None:
     if list(expected) != list(got):
@@ -287,7 +315,8 @@ def _compare(
 def _equal(a: Any, b: Any) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return bool(a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b))
-    same = a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+    # The stride of a dimension of one element says nothing.
+    same = a.shape == b.shape and a.dtype == b.dtype and same_strides(a, b.stride())
     return same and torch.equal(_bits(a), _bits(b))
 
 
@@ -295,7 +324,7 @@ def _bits(value: Tensor) -> Tensor:
     return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _sentence(error: BaseException) -> str:
+def sentence(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     inside = [f for f in frames if "/memopt/" in f.filename]
     where = f" [{inside[-1].filename.rsplit('/', 1)[-1]}:{inside[-1].lineno}]" if inside else ""

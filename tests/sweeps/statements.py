@@ -26,6 +26,57 @@ class Square(torch.autograd.Function):
         return 2 * x * gradient * ctx.scale, None
 
 
+class Cube(torch.autograd.Function):
+    # In the newer style, keeping its result.
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, cubed = ctx.saved_tensors
+        return 3 * x * x * gradient + 0 * cubed
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-1, 1)
+
+
+class Doubling(torch.autograd.Function):
+    # In place.
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Halves(torch.autograd.Function):
+    # Two results, of which one may have no gradient.
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx, first, second):
+        (x,) = ctx.saved_tensors
+        return first * x.cos() - second * x.sin()
+
+
 class Doubled(nn.Module):
     def forward(self, weight):
         return weight * 2

@@ -7,6 +7,7 @@ for that relaxation itself.
 from __future__ import annotations
 
 import datetime
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ from memopt.strategies.solvers.running import (
     call_in_thread,
     solve_with_cp_sat,
 )
+
+_LOG = logging.getLogger(__name__)
 
 SCALE = 1000.0
 """Costs and bytes are scaled to sums of about so much: the solvers' tolerances are absolute."""
@@ -219,8 +222,19 @@ def solve_with_mathopt(
         solution_hints=[mathopt.SolutionHint(variable_values=hints)] if hints else []
     )
     solver = options.solver
+
+    def solved() -> Any:
+        try:
+            return mathopt.solve(
+                model, kinds[solver.value], params=parameters, model_params=started
+            )
+        except (RuntimeError, AttributeError) as error:
+            # HiGHS refuses figures above 1e20, and OR-Tools stumbles over the name of that error.
+            _LOG.warning("%s refuses the program, so there is no answer of it: %s", solver, error)
+            return None
+
     result = call_in_thread(
-        lambda: mathopt.solve(model, kinds[solver.value], params=parameters, model_params=started),
+        solved,
         options.progress,
         lambda: f"ilp: {solver}, {time.monotonic() - begin:.0f} s",
         limit_s=seconds,

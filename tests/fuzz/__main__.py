@@ -1,0 +1,95 @@
+"""The long fuzzing runs, which `make fuzz` does; interrupted, they go on where they ended.
+
+    python -m tests.fuzz modules --first 0 --count 2000 --out fuzz-modules.jsonl
+    python -m tests.fuzz report --out fuzz-modules.jsonl
+
+A seed is a line of JSON of the file, appended when it is done; seeds that are there are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tests.fuzz.modules import fuzz_module
+from tests.fuzz.plans import fuzz_plans
+
+COLLECT = 25
+"""Seeds after which what torch compiled is forgotten."""
+
+
+def module_line(seed: int) -> str:
+    """A random module's cases."""
+    row = fuzz_module(seed)
+    torch._dynamo.reset()
+    return row.line
+
+
+KINDS: dict[str, Callable[[int], str]] = {
+    "modules": module_line,
+    "plans": lambda seed: fuzz_plans(seed).line,
+}
+
+
+def run(kind: str, seeds: range, out: Path) -> None:
+    """Append a line for each seed that has none."""
+    done = {json.loads(line)["seed"] for line in _lines(out)}
+    missing = [seed for seed in seeds if seed not in done]
+    for number, seed in enumerate(missing, 1):
+        line = KINDS[kind](seed)
+        with out.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        if number % COLLECT == 0 or json.loads(line)["wrong"]:
+            sys.stderr.write(f"{kind}: {number} of {len(missing)} {json.loads(line)['wrong']}\n")
+
+
+def report(out: Path) -> str:
+    """Counts of a file of results, and all that is wrong."""
+    total: Counter[str] = Counter()
+    strategies: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
+    wrong: list[str] = []
+    for text in _lines(out):
+        row = json.loads(text)
+        total["seeds"] += 1
+        total["cases"] += row["cases"]
+        total["programs run"] += row.get("ran", 0)
+        total["seeds refused"] += row["cases"] == 0 and not row["wrong"]
+        total["seeds with something wrong"] += bool(row["wrong"])
+        strategies.update(row["by_strategy"])
+        refused.update(row.get("refused", {}))
+        wrong += [f"{row['seed']}: {' - '.join(pair)}" for pair in row["wrong"]]
+    lines = [str(dict(total)), str(dict(strategies.most_common()))]
+    lines += [f"{count:6d} refused: {what}" for what, count in refused.most_common(40)]
+    return "\n".join([*lines, f"{len(wrong)} wrong:", *wrong])
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def main() -> None:
+    """Run or report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=[*KINDS, "report"])
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    if given.kind == "report":
+        sys.stdout.write(report(given.out) + "\n")
+        return
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    run(given.kind, range(given.first, given.first + given.count), given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Random modules under random plans; `make fuzz` runs thousands, resumable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fuzz import __main__ as runner
+from tests.fuzz.modules import fuzz_module
+
+
+@pytest.mark.slow
+@given(seed=st.integers(10**6, 10**9))
+def test_random_modules(seed: int) -> None:
+    row = fuzz_module(seed)
+    assert not row.wrong, row.wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1003, 1127, 1130, 1141])
+def test_a_module(seed: int) -> None:
+    row = fuzz_module(seed)
+    assert not row.wrong, row.wrong
+    assert row.cases >= 8
+
+
+def test_runs_are_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+
+    def line(seed: int) -> str:
+        ran.append(seed)
+        wrong = [("case", "differs")] if seed == 2 else []
+        counts = {"store-all": 3}
+        return json.dumps({"seed": seed, "cases": 3, "by_strategy": counts, "wrong": wrong})
+
+    monkeypatch.setitem(runner.KINDS, "modules", line)
+    out = tmp_path / "found.jsonl"
+    runner.run("modules", range(3), out)
+    runner.run("modules", range(5), out)
+    assert ran == [0, 1, 2, 3, 4]
+    text = runner.report(out)
+    assert "'cases': 15" in text
+    assert "2: case - differs" in text
