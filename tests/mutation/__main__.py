@@ -1,0 +1,111 @@
+"""`python -m tests.mutation [--sample 40] [--seed 0] [--only replay] [--results FILE]`
+
+Mutates the validator, the replay, the bounds, the lowering and the dynamic programs, runs each
+mutant against its module's tests and prints a table and the survivors. What is in FILE already is
+not run again, so that a run can be ended and resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import hypothesis.stateful  # noqa: F401  # loaded here once, not by every mutant's process
+import networkx  # noqa: F401
+import numpy as np  # noqa: F401
+import scipy.optimize  # noqa: F401
+from ortools.sat.python import cp_model  # noqa: F401
+
+from tests.layers import ROOT
+from tests.mutation.mutants import sampled
+from tests.mutation.running import Outcome, run
+from tests.mutation.targets import TARGETS, Target
+
+LEAST_LIMIT_S = 12
+SLOWER = 3
+"""A mutant may take that many times what its module's tests take unchanged."""
+
+
+def main() -> int:
+    """Run what is asked for; 1 if the tests fail without any change."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
+    parser.add_argument("--sample", type=int, help="mutants of each module; all if left out")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", action="append", help="a group, or a module's last name")
+    parser.add_argument("--results", type=Path, help="JSON lines, written and resumed from")
+    options = parser.parse_args()
+    known: dict[str, dict[str, object]] = {}
+    if options.results is not None and options.results.exists():
+        rows = map(json.loads, options.results.read_text(encoding="utf-8").splitlines())
+        known = {row["mutant"]: row for row in rows}
+    for target in TARGETS:
+        if options.only and not {target.group, target.module.rpartition(".")[2]} & {*options.only}:
+            continue
+        if not _run_target(target, options, known):
+            print(f"{target.module}: its tests fail without a change", file=sys.stderr)
+            return 1
+    print(report(known))
+    return 0
+
+
+def _run_target(
+    target: Target, options: argparse.Namespace, known: dict[str, dict[str, object]]
+) -> bool:
+    path = ROOT / target.path
+    original = path.read_text(encoding="utf-8")
+    mutants = sampled(path, options.sample, options.seed)
+    todo = {f"{target.module} {m.operator} {m.occurrence}": m for m in mutants}
+    left = {name: m for name, m in todo.items() if name not in known}
+    if not left:
+        return True
+    outcome, seconds = run(target.module, original, target.tests, 600)
+    print(f"{target.module}: {len(left)} mutants, tests take {seconds:.1f} s", flush=True)
+    if outcome is not Outcome.SURVIVED:
+        return False
+    limit_s = max(LEAST_LIMIT_S, int(SLOWER * seconds))
+    for name, mutant in left.items():
+        outcome, seconds = run(target.module, mutant.source(original), target.tests, limit_s)
+        row = {
+            "mutant": name,
+            "group": target.group,
+            "module": target.module,
+            "outcome": outcome.value,
+            "seconds": round(seconds, 1),
+            "change": mutant.shown(original),
+        }
+        known[name] = row
+        if options.results is not None:
+            with options.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+    return True
+
+
+def report(known: dict[str, dict[str, object]]) -> str:
+    """The table of modules, and the survivors."""
+    counts: dict[tuple[object, object], Counter[object]] = defaultdict(Counter)
+    for row in known.values():
+        counts[row["group"], row["module"]][row["outcome"]] += 1
+    lines = [
+        "| part | module | mutants | killed | out of time | survived |",
+        "|---|---|---|---|---|---|",
+    ]
+    total: Counter[object] = Counter()
+    for (group, module), found in counts.items():
+        total += found
+        cells = (group, f"`{module}`", sum(found.values()), *(found[o.value] for o in Outcome))
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    every = sum(total.values())
+    noticed = every - total[Outcome.SURVIVED.value]
+    share = noticed / every if every else 0.0
+    lines.append(f"\n{noticed} of {every} noticed ({share:.1%}). Survivors:\n")
+    for row in known.values():
+        if row["outcome"] == Outcome.SURVIVED.value:
+            lines.append(f"- `{row['module']}` {row['change']}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
