@@ -131,7 +131,7 @@ class Plan(PlanRecord):
             extra_resident_bytes=profiled.graph.extra_resident_bytes + extra_bytes,
         )
         request = PlanRequest(
-            budget=self.budget,
+            budget=f"{self.budget} reserved" if self.reserved_bytes_limited else self.budget,
             strategy=self.strategy,
             host_budget=self.host_budget,
             device=self.device,
