@@ -3,7 +3,6 @@ device whose replay runs the captured function again; what is refused, in words.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,38 +12,8 @@ from torch import nn
 import memopt
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.apply import apply_plan
-from memopt.executor.cuda_graph import WARM_UP, Run, static_bytes
-
-
-class FakeGraphs:
-    """Runs the captured function again, into the lists that the capture gave: on a device the same
-    kernels would write to the same addresses."""
-
-    def __init__(self) -> None:
-        self.captures = self.replays = 0
-        self._again: list[Callable[[], None]] = []
-
-    def capture(self, run: Run) -> tuple[tuple[list[Any], list[Any]], Callable[[], object]]:
-        self.captures += 1
-        results = run()
-        # A capture launches nothing: what it leaves in the results is not there yet, and what the
-        # captures before have left, over which the run here has written, still is.
-        for value in results[0]:
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                value.fill_(float("nan"))
-        for again in self._again:
-            again()
-
-        def launch() -> None:
-            for static, fresh in zip(results, run(), strict=True):
-                static[:] = fresh
-
-        def replay() -> None:
-            self.replays += 1
-            launch()
-
-        self._again.append(launch)
-        return results, replay
+from memopt.executor.cuda_graph import WARM_UP, static_bytes
+from tests.executor.fake_graphs import FakeGraphs
 
 
 class Net(nn.Module):
@@ -175,7 +144,7 @@ def test_what_cannot_be_captured_is_refused() -> None:
         refused("moves tensors to the host", moving)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(twin="test_replayed_steps_are_eagers")
 def test_on_a_gpu() -> None:
     """The same steps, captured and not, on the device."""
     torch.manual_seed(0)

@@ -21,6 +21,8 @@ from cosmic_ray.mutating import mutate_code
 LEFT_OUT = ("RemoveDecorator", "VariableInserter", "VariableReplacer", "ExceptionReplacer")
 """Operators of cosmic-ray whose mutants say little: without numba's decorator the kernels compute
 the same, and names of variables exchanged at random fail at once."""
+SAME = ("Is_Eq", "IsNot_NotEq", "Eq_Is", "NotEq_IsNot")
+"""Comparisons that are each other's: of None, of members of enumerations, of small numbers."""
 REPLACED_BY = {
     "Add": ("Sub", "Mul"),
     "Sub": ("Add", "Mul"),
@@ -74,7 +76,7 @@ def _operator(name: str) -> object:
 
 def _wanted(name: str) -> bool:
     short = name.rpartition("/")[2]
-    if short.startswith(LEFT_OUT):
+    if short.startswith(LEFT_OUT) or short.removeprefix("ReplaceComparisonOperator_") in SAME:
         return False
     if short.startswith("ReplaceBinaryOperator_"):
         _, old, new = short.split("_")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SMALL = "tests/mutation/test_small_cases.py"
+EDGES = "tests/mutation/test_survivors.py"
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,27 @@ _IN_PLACE = (
     "tests/models/test_in_place.py",
     "--deselect=tests/models/test_in_place.py::test_laws_on_random_programs",
 )
-_VALIDATOR = ("tests/models/test_validate.py", *_IN_PLACE, *_AT_RANDOM)
+_VALIDATOR = (EDGES, "tests/models/test_validate.py", *_IN_PLACE, *_AT_RANDOM)
 _REPLAY = (
+    EDGES,
     "tests/models/test_replay.py",
     *_IN_PLACE,
     *_AT_RANDOM,
     "tests/offload/test_replay.py::test_by_hand",
 )
 _CHAIN = ("tests/models/test_chain.py", "tests/models/test_validate_chain.py")
+_LOWERED = "tests/models/test_lower.py::test_"
 _LOWER = (
-    "tests/models/test_lower.py",
+    *(f"{_LOWERED}any_schedule_of_any_graph[{i}]" for i in range(60)),
+    *(f"{_LOWERED}schedules_with_transfers[{i}]" for i in range(40)),
+    *(f"{_LOWERED}random_operators_draw_in_the_graphs_order[{i}]" for i in range(10)),
+    f"{_LOWERED}a_moved_stage_by_hand",
+    f"{_LOWERED}store_all_is_the_frameworks_own_step",
+    f"{_LOWERED}a_rerun_stops_before_what_nobody_reads",
+    f"{_LOWERED}results_are_written_once",
+    f"{_LOWERED}an_invalid_schedule_is_refused",
+    f"{_LOWERED}inference",
+    f"{_LOWERED}the_chain_is_no_dearer_than_it_must_be",
     "tests/models/test_backward_stages.py",
 )
 _CHAINS = "tests/models/test_chain_to_graph.py::test_"
@@ -69,7 +81,7 @@ TARGETS = (
     Target("replay", "memopt.programs.link_clock", _REPLAY),
     Target("replay", "memopt.programs.lifetimes", _REPLAY),
     Target("replay", "memopt.reductions.chain_replay", _CHAIN),
-    Target("bounds", "memopt.models.bounds", ("tests/models/test_bounds.py",)),
+    Target("bounds", "memopt.models.bounds", (EDGES, "tests/models/test_bounds.py")),
     Target("lowering", "memopt.reductions.lower", _LOWER),
     Target("lowering", "memopt.reductions.chain_to_graph", _TO_GRAPH),
     Target("dynamic programs", "memopt.strategies.rotor.persistent_kernels", _ROTOR),
