@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 # Each of the test workers is one thread of torch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-all test-gpu test-browser bench bench-gpu lint format docs notebooks install constraints clean
+.PHONY: demo test test-all test-gpu test-browser mutation coverage bench bench-gpu lint format docs notebooks install constraints clean
 
 install: $(STAMP)
 
@@ -49,6 +49,15 @@ test-gpu: $(STAMP)
 test-browser: $(STAMP)
 	@$(BIN)/python -c "from tests.browser.chromium import chromium; print('browser:', chromium())"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser $(PYTEST_ARGS)
+
+# Mutants of what everything rests on; hours for all of them, so a sample (SAMPLE= of each module).
+SAMPLE ?= 40
+mutation: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation --sample $(SAMPLE) --results mutation.jsonl
+
+# Branches of the cost model and the strategies that the tests take, kernels as plain Python.
+coverage: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.coverage
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
