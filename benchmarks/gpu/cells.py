@@ -86,14 +86,17 @@ class Subject:
     profiled: Profiled = field(repr=False)
 
     @classmethod
-    def of(cls, name: str, machine: Machine, batch: int, **how: Any) -> Subject:
-        """Build and profile a family's model."""
+    def of(cls, name: str, machine: Machine, batch: int, dropout: bool = True) -> Subject:
+        """Build and profile a family's model, with its dropout or without."""
         family = get(name if machine.is_cuda else DRY.get(name, name))
         before_bytes = standing_bytes(machine.device)
         model = family.build(machine.size).to(machine.device)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout) and not dropout:
+                module.p = 0.0
         batch = batch if machine.is_cuda else TINY_BATCH
         inputs = machine.move(family.inputs(machine.size, batch=batch))
-        profiled = profile_model(model, inputs, loss=Loss(family.loss), **how)
+        profiled = profile_model(model, inputs, loss=Loss(family.loss))
         return cls(family, model, inputs, before_bytes, profiled)
 
     def step(self, module: nn.Module) -> Callable[[], None]:
@@ -261,8 +264,8 @@ def calibration(machine: Machine) -> Iterator[Row]:
 
 
 def graphs(machine: Machine, name: str, batch: int) -> Iterator[Row]:
-    """A placed plan's step with and without CUDA graphs."""
-    one = Subject.of(name, machine, batch)
+    """A placed plan's step with and without CUDA graphs, which draw no random numbers."""
+    one = Subject.of(name, machine, batch, dropout=False)
     plan = memopt.plan(one.profiled, strategy="rotor", place=True, progress=False)
     plain = plan.apply(one.model)
     captured = apply_plan(plan, one.model, cuda_graph=True if machine.is_cuda else FakeGraphs())
