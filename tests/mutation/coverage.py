@@ -10,6 +10,7 @@ import pytest
 
 from tests.layers import NO_TORCH
 from tests.mutation.running import load
+from tests.mutation.targets import SMALL
 
 TESTS = (
     "models",
@@ -31,7 +32,11 @@ def main() -> int:
     measured = coverage.Coverage(branch=True, source_pkgs=list(NO_TORCH), data_file=None)
     measured.start()
     paths = sys.argv[1:] or [f"tests/{name}" for name in TESTS]
-    files = ["tests/test_contract.py", "tests/test_check_strategy.py"] if not sys.argv[1:] else []
+    files = (
+        [SMALL, "tests/test_contract.py", "tests/test_check_strategy.py"]
+        if not sys.argv[1:]
+        else []
+    )
     failed = pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *paths, *files])
     measured.stop()
     share = measured.report(skip_covered=True, show_missing=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SMALL = "tests/mutation/test_small_cases.py"
+SMALL = "tests/mutation/small_cases.py"
 EDGES = "tests/mutation/test_survivors.py"
 
 

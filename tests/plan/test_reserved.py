@@ -41,7 +41,7 @@ def test_a_summary_for_cuda_says_what_is_reserved_and_another_does_not() -> None
     assert "reserved" not in elsewhere.summary()
 
 
-@pytest.mark.parametrize("place", [False, True])
+@pytest.mark.parametrize("place", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_budget_on_reserved_bytes_is_kept(place: bool) -> None:
     """Where the same number of allocated bytes would reserve more; and it is said and saved."""
     tight = 0

@@ -1,5 +1,6 @@
 """The dynamic programs against exhaustive search on a few dozen tiny instances: mutants of them are
-run against these, with the kernels as plain Python. The checks are the larger tests' own."""
+run against these, with the kernels as plain Python. The checks are the larger tests' own, so
+the suite does not collect this file."""
 
 from __future__ import annotations
 
