@@ -52,18 +52,23 @@ def within_reserved(solve_for: Callable[[int], PlanRecord], budget: object) -> P
 
 def _lowered(solve_for: Callable[[int], PlanRecord], limit: int) -> tuple[int, PlanRecord]:
     """A budget on allocated bytes whose plan fits, and the plan."""
-    asked, reserved = limit, 0
+    asked, tried, reserved = limit, limit, 0
     for _ in range(LOWERED):
         try:
             plan = solve_for(asked)
         except InfeasibleBudgetError as error:
+            least = error.smallest_budget_bytes
             if asked == limit:
                 raise
-            raise _infeasible(limit, reserved) from error
+            if least is None or least >= tried:
+                raise _infeasible(limit, reserved) from error
+            # Lowered too far at once: the smallest plan there is may still do.
+            asked = least
+            continue
         reserved = _reserved(plan)
         if reserved <= limit:
             return asked, plan
-        asked = min(asked, plan.peak_bytes) - (reserved - limit)
+        tried, asked = asked, min(asked, plan.peak_bytes) - (reserved - limit)
         if asked < 1:
             break
     raise _infeasible(limit, reserved)

@@ -45,7 +45,7 @@ def test_a_summary_for_cuda_says_what_is_reserved_and_another_does_not() -> None
 def test_a_budget_on_reserved_bytes_is_kept(place: bool) -> None:
     """Where the same number of allocated bytes would reserve more; and it is said and saved."""
     tight = 0
-    for seed in (0,) if place else (4, 5, 6):
+    for seed in (3,) if place else (2, 3, 5):
         graph = graph_of(seed)
         base = memopt.plan(graph, strategy="rotor", device=H100, place=place)
         assert base.reserved is not None
