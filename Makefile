@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 # Each of the test workers is one thread of torch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-all test-gpu test-browser fuzz bench bench-gpu lint format docs notebooks install constraints clean
+.PHONY: demo test test-all test-gpu test-browser fuzz mutation coverage bench bench-gpu lint format docs notebooks install constraints clean
 
 install: $(STAMP)
 
@@ -41,8 +41,9 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) --timeout 3600 $(PYTEST_ARGS)
 
+# Seven minutes at most; with bench-gpu's eighteen, a GPU is needed for twenty-five.
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m gpu --session-timeout 420 $(PYTEST_ARGS)
 
 # The pages of reports, driven in a browser that is installed already (nothing is downloaded):
 # Chromium or Chrome on the path, or at MEMOPT_CHROMIUM (Debian: apt-get install chromium).
@@ -58,6 +59,15 @@ fuzz: $(STAMP)
 	HYPOTHESIS_PROFILE=long $(PYTEST) tests/fuzz --timeout 36000 $(PYTEST_ARGS)
 	$(BIN)/python -m tests.fuzz report --out $(FUZZ_DIR)/plans.jsonl
 	$(BIN)/python -m tests.fuzz report --out $(FUZZ_DIR)/modules.jsonl
+
+# Mutants of what everything rests on; hours for all of them, so a sample (SAMPLE= of each module).
+SAMPLE ?= 40
+mutation: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation --sample $(SAMPLE) --results mutation.jsonl
+
+# Branches of the cost model and the strategies that the tests take, kernels as plain Python.
+coverage: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.coverage
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 import memopt
-from benchmarks.caching_allocator import allocation_trace, replay_allocations
 from benchmarks.olla_graphs import family_of, graph_of
 from benchmarks.steps import peak_of
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
 from memopt.profiler.inputs import to_call
+from memopt.programs.allocator_requests import reserved_by
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
@@ -156,7 +156,7 @@ def _placed(graph: Graph, program: Program) -> Placed:
     violation = validate(graph, placed)
     if violation is not None:
         raise AssertionError(f"the placement is invalid: {violation}")
-    loose, tight = (replay_allocations(allocation_trace(graph, p)) for p in (program, placed))
+    loose, tight = (reserved_by(graph, p) for p in (program, placed))
     return Placed(
         placement.peak,
         placement.bound,

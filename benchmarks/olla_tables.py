@@ -258,7 +258,7 @@ def page(rows: list[Row], measured: list[MeasuredRow], stem: str) -> str:
         "\n".join(summary(first)) if first else "",
         "## Addresses and the caching allocator",
         "Gap: extent of all addresses over the most bytes live at once. The CUDA caching allocator "
-        "is replayed (`benchmarks.caching_allocator`): what it would reserve for an order's "
+        "is replayed (`memopt.programs.allocator_requests`): what it would reserve for an order's "
         "allocations, resident tensors included, and with all addresses in one allocation. "
         "Saved: of what it would reserve for the framework's order.",
         "\n".join(placement_table(rows)),

@@ -13,12 +13,18 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
 from memopt.models.steps import ChainStep
+from memopt.programs.allocator_requests import AllocatorFigures, reserved_by
 from memopt.programs.instructions import Program
 from memopt.programs.placed import ArenaUse, arena_use
 from memopt.strategies.base import Status, Strategy
 
 if TYPE_CHECKING:
     from memopt.profiler.session import Profiled
+
+
+RESERVED_BUDGET = "allocated_budget_bytes"
+"""The statistic of plans within a budget on reserved bytes: the budget on allocated bytes that led
+to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,20 @@ class PlanRecord:
     def loss_bytes(self) -> int:
         """Of the planned loss itself, charged as resident, where it takes more than a number."""
         return self.record.loss_bytes if self.record is not None else 0
+
+    @property
+    def reserved(self) -> AllocatorFigures | None:
+        """What CUDA's caching allocator would allocate and reserve for the step, by its rules and
+        default settings (`memopt.programs.caching_allocator`); None for other devices."""
+        record_bytes = 1 if self.record is None else self.record.block_bytes
+        if max(record_bytes, self.device.block_bytes) == 1:
+            return None
+        return reserved_by(self.graph, self.program)
+
+    @property
+    def reserved_bytes_limited(self) -> bool:
+        """Whether the budget limits what the allocator reserves, not what is allocated."""
+        return RESERVED_BUDGET in self.stats
 
     @property
     def arena(self) -> ArenaUse | None:

@@ -65,8 +65,9 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect gpu tests where there is no GPU; keep one model family on one worker."""
-    if not has_cuda():
+    """Deselect gpu tests where there is no GPU, unless tests are only listed; keep one model family
+    on one worker."""
+    if not (has_cuda() or config.option.collectonly):
         gpu = [item for item in items if item.get_closest_marker("gpu")]
         if gpu:
             config.hook.pytest_deselected(items=gpu)

@@ -33,7 +33,6 @@ from tests.zoo.family import TINY_BATCH
 
 BATCHES = {"resnet50": 64, "vit_b_16": 32, "gpt2_medium": 8}
 """Examples in a step at the published size: enough work to hide what Python takes."""
-MODELS = tuple(BATCHES)
 LIMITS = (1.0, 1.05, 1.1, 1.2)
 AT_PEAK = "memopt at the peak of "
 
@@ -202,26 +201,3 @@ def measure(
             )
         )
     return rows
-
-
-def table(rows: list[Row]) -> str:
-    """The rows as Markdown."""
-
-    def mib(value: int | None) -> str:
-        return "" if value is None else f"{value / 2**20:.1f}"
-
-    def ms(value: float | None) -> str:
-        return "" if value is None else f"{1e3 * value:.2f}"
-
-    lines = [
-        "| model | way | budget MiB | predicted MiB | measured MiB | predicted ms | measured ms "
-        "| × that peer's | limit held |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        limit = "" if row.limit is None else f"{row.limit:g}"
-        cells = (row.model, row.way, mib(row.budget_bytes), mib(row.predicted_bytes))
-        over = "" if row.of_peer is None else f"{row.of_peer:.2f}"
-        cells += (mib(row.peak_bytes), ms(row.predicted_s), ms(row.step_s), over, limit)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)

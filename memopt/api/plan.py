@@ -51,6 +51,7 @@ class Plan(PlanRecord):
         interpreted: bool = False,
         otherwise: str = "error",
         checked: bool = False,
+        cuda_graph: bool = False,
     ) -> nn.Module:
         """The model as a drop-in module whose training step runs under the plan.
 
@@ -69,11 +70,14 @@ class Plan(PlanRecord):
                 plan). `.calls` of what is returned counts which ran how.
             checked: for a plan with addresses, poison those that are freed and check every read
                 (slower; for debugging).
+            cuda_graph: capture the step of a plan with addresses (`place=True`) after two steps
+                and replay it as two CUDA graphs, for steps of many short kernels. Not for steps
+                that draw random numbers, move tensors to the host or depend on values.
 
         Raises:
             PlanFileError: the model, its mode or the inputs are not the planned ones; the
                 message says what differs.
-            ValueError: the plan is of a bare Chain or Graph.
+            ValueError: the plan is of a bare Chain or Graph, or cannot be captured.
         """
         from memopt.executor.apply import apply_plan, behaviour
 
@@ -84,6 +88,7 @@ class Plan(PlanRecord):
             interpreted=interpreted,
             otherwise=behaviour(otherwise, self._plan_again),
             checked=checked,
+            cuda_graph=cuda_graph,
         )
 
     def train_step(
@@ -139,7 +144,7 @@ class Plan(PlanRecord):
             extra_resident_bytes=profiled.graph.extra_resident_bytes + extra_bytes,
         )
         request = PlanRequest(
-            budget=self.budget,
+            budget=f"{self.budget} reserved" if self.reserved_bytes_limited else self.budget,
             strategy=self.strategy,
             host_budget=self.host_budget,
             device=self.device,

@@ -59,7 +59,8 @@ def plan(
         inputs: example inputs: a tensor, a tuple of positional or a dict of keyword arguments.
         budget: total device memory of a step: bytes, a share of the baseline peak in (0, 1],
             "6GiB" (2^30) or "6GB" (10^9), "min" (the smallest the strategy can meet), or None: no
-            limit, but for an estimate the device's capacity.
+            limit, but for an estimate the device's capacity. "6GiB reserved" limits what CUDA's
+            caching allocator reserves for them instead, fragmentation included, as simulated.
         strategy: a name of `memopt.strategies()`, or an instance with your parameters.
         host_budget: the most that may be on the host at once, for strategies that move data:
             bytes, or a string such as "6GiB"; None: no limit.

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from memopt.api.ranks import agreed_on, planned_by_first, planning_ranks, profiling_together
 from memopt.api.refusal import infeasible
+from memopt.api.reserved import within_reserved
 from memopt.api.whole_step import check_movable, left_on_host, takes_whole_step
 from memopt.errors import InvalidProgramError, MemoptError
 from memopt.models.bounds import time_lower_bound
-from memopt.models.budget import MINIMUM, Budget, WrittenBudget, format_bytes, parse_budget
+from memopt.models.budget import (
+    MINIMUM,
+    Budget,
+    WrittenBudget,
+    check_budget,
+    format_bytes,
+    parse_budget,
+    split_reserved,
+)
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -83,7 +93,7 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     chosen = with_host_budget(resolve(wanted.strategy), host_bytes)
     if wanted.movable:
         check_movable(wanted, chosen)
-    parse_budget(None if wanted.budget == MINIMUM else wanted.budget, 1)
+    check_budget(wanted.budget)
     with reporting_on(wanted.progress) as report:
         target = planned_device(wanted.device, wanted.mode)
         whole_step = True if wanted.offload_optimizer or wanted.movable else None
@@ -111,23 +121,24 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
         if budget is None and wanted.mode == "estimate":
             budget = target.capacity_bytes
         with _ending_at_ctrl_c(report) as told:
-            made = planned_by_first(
+            size, of_reserved = split_reserved(budget)
+            solve_for = partial(
+                solve,
+                cost_model,
+                strategy=chosen,
+                device=target,
+                profiled=profiled,
+                time_limit_s=wanted.time_limit_s,
+                progress=told,
+                order=wanted.order,
+                place=wanted.place,
+                host_budget_bytes=host_bytes,
+            )
+            return planned_by_first(
                 ranks,
                 profiled,
-                lambda: solve(
-                    cost_model,
-                    budget,
-                    chosen,
-                    device=target,
-                    profiled=profiled,
-                    time_limit_s=wanted.time_limit_s,
-                    progress=told,
-                    order=wanted.order,
-                    place=wanted.place,
-                    host_budget_bytes=host_bytes,
-                ),
+                lambda: within_reserved(solve_for, size) if of_reserved else solve_for(budget),
             )
-    return made
 
 
 def _extended(

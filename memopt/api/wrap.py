@@ -15,7 +15,7 @@ from memopt.api.solving import PlanRequest, Returns, make_plan, parse_returns
 from memopt.errors import InfeasibleBudgetError, PlanFileError
 from memopt.files.plan_store import PlanStore
 from memopt.models import codec
-from memopt.models.budget import MINIMUM, parse_budget
+from memopt.models.budget import check_budget
 from memopt.models.device import Device
 from memopt.models.reader import digest
 from memopt.plan_record import PlanRecord
@@ -99,7 +99,7 @@ def wrap(
         raise ValueError(f"wrap takes an nn.Module, got {type(model).__name__}")
     if on_mismatch not in ("plan", "original", "error"):
         raise ValueError(f"on_mismatch= is one of 'plan', 'original', 'error', got {on_mismatch!r}")
-    parse_budget(None if budget == MINIMUM else budget, 1)
+    check_budget(budget)
     request = PlanRequest(
         budget=budget,
         strategy=resolve(strategy),

@@ -14,7 +14,7 @@ import typer
 from memopt.api.solving import planned_device
 from memopt.commands.output import failures, value_of
 from memopt.commands.targets import DTYPES, Sizes, load_target
-from memopt.models.budget import MINIMUM, parse_budget
+from memopt.models.budget import check_budget
 from memopt.models.optimizer_names import optimizer_name
 from memopt.strategies import resolve
 
@@ -120,7 +120,7 @@ def budget_of(text: str | None) -> int | str | None:
     """A budget as typed: whole numbers are bytes. Fails before the work, not after it."""
     with value_of("--budget"):
         budget = int(text) if text is not None and text.isdecimal() else text
-        parse_budget(None if budget == MINIMUM else budget, 1)
+        check_budget(budget)
     return budget
 
 

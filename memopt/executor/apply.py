@@ -14,11 +14,12 @@ from torch import nn
 
 from memopt.errors import CaptureError, GuardError, PlanFileError
 from memopt.executor.arena import ArenaFamily
+from memopt.executor.cuda_graph import Capturer, CudaGraphs, GraphedProgram, why_not
 from memopt.executor.in_step import InStep
 from memopt.executor.module import OnMismatch, PlannedModule, install
 from memopt.executor.recaptured import again, planned_lowering, where_graphs_differ
 from memopt.executor.recorder import Recorder
-from memopt.executor.runtime import Runtime
+from memopt.executor.runtime import Installed, Runtime
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
 from memopt.models.record import difference
@@ -94,9 +95,11 @@ def apply_plan(
     checked: bool = False,
     recorder: Recorder | None = None,
     family: ArenaFamily | None = None,
+    cuda_graph: bool | Capturer = False,
 ) -> PlannedModule:
     """See `Plan.apply`; `otherwise`: what to do with other calls, None: raise. `recorder`: told
-    what runs when. `family`: whose arena it shares, if that keeps the budget."""
+    what runs when. `family`: whose arena it shares, if that keeps the budget. `cuda_graph`: also
+    what captures, for tests."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"a plan is applied to an nn.Module, got {type(model).__name__}")
     if plan.profiled is None and plan.record is None:
@@ -125,6 +128,12 @@ def apply_plan(
             in_step = InStep(ranks)
             in_step.check_plan(plan)
             installed = in_step.installed(installed)
+        if cuda_graph:
+            if interpreted or checked:
+                raise ValueError(
+                    "cuda_graph=True goes with neither interpreted=True nor checked=True"
+                )
+            installed = _graphed(plan, captured, lowering, installed, cuda_graph)
         return PlannedModule(
             model,
             captured,
@@ -133,6 +142,29 @@ def apply_plan(
             otherwise,
             spare_bytes=_spare_bytes(plan),
         )
+
+
+def _graphed(
+    plan: PlanRecord,
+    captured: Captured,
+    lowering: Lowering,
+    installed: Installed,
+    capturer: bool | Capturer,
+) -> Installed:
+    """The installed program, captured as CUDA graphs after its first steps.
+
+    Raises:
+        ValueError: it cannot be; the message says why.
+    """
+    device = captured.device or torch.device("cpu")
+    spare_bytes = None if plan.budget is None else plan.budget - plan.peak_bytes
+    # What captures for a test stands in for the device, too.
+    on = device if isinstance(capturer, bool) else torch.device("cuda")
+    reason = why_not(lowering, plan.program, on, spare_bytes)
+    if reason is not None:
+        raise ValueError(f"this plan's step cannot be captured as a CUDA graph: {reason}")
+    graphs = CudaGraphs(device) if isinstance(capturer, bool) else capturer
+    return GraphedProgram(installed, captured, graphs).installed()
 
 
 def _sharing(plan: PlanRecord, family: ArenaFamily | None) -> ArenaFamily | None:

@@ -23,10 +23,12 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*")
 _SHARE = re.compile(r"\d*\.\d+")
 _HINT = (
     "a budget is a whole number of bytes, a share of the baseline peak in (0, 1] such as 0.5, "
-    'a string with a unit such as "6GiB" (2^30) or "6GB" (10^9), "min", or None for no limit'
+    'a string with a unit such as "6GiB" (2^30) or "6GB" (10^9), "min", or None for no limit; '
+    '"6GiB reserved" limits what CUDA\'s caching allocator reserves'
 )
 
 MINIMUM = "min"
+RESERVED = "reserved"
 
 WrittenBudget: TypeAlias = int | float | str | None
 """A budget as people write it; `parse_budget` makes bytes of it."""
@@ -76,6 +78,26 @@ def parse_budget(budget: object, baseline_peak_bytes: int) -> int | None:
     if not 0 < budget <= 1:
         raise ValueError(f"the budget {budget!r} is neither bytes nor a share in (0, 1]: {_HINT}")
     return math.floor(float(budget) * baseline_peak_bytes)
+
+
+def check_budget(budget: object) -> None:
+    """Refuse a budget that cannot be read, before the work and not after it.
+
+    Raises:
+        ValueError: as `parse_budget`.
+    """
+    budget, of_reserved = split_reserved(budget)
+    parse_budget(None if budget == MINIMUM and not of_reserved else budget, 1)
+
+
+def split_reserved(budget: object) -> tuple[object, bool]:
+    """A budget without the word "reserved", and whether it had it: "6GiB reserved" limits what
+    CUDA's caching allocator reserves, "6GiB" what is allocated."""
+    if isinstance(budget, str):
+        size, _, word = budget.strip().rpartition(" ")
+        if word.lower() == RESERVED:
+            return int(size) if size.isdecimal() else size.strip(), True
+    return budget, False
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -28,6 +28,7 @@ def figures(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
             f"{format_bytes(plan.peak_bytes)} predicted, {abs(saved):.0%} {than} the baseline; "
             f"{format_bytes(plan.resident_bytes)} of it never moves",
         ),
+        *_reserved(plan),
         ("baseline peak", f"{format_bytes(plan.baseline.peak_bytes)} ({kind})"),
         (
             "step time",
@@ -44,6 +45,21 @@ def figures(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
     if plan.host_peak_bytes:
         rows.append(("host memory", f"{format_bytes(plan.host_peak_bytes)} for swapped tensors"))
     return (*rows, *_passes(plan.stats))
+
+
+def _reserved(plan: PlanRecord) -> list[tuple[str, str]]:
+    """What CUDA's allocator holds beyond the peak."""
+    found = plan.reserved
+    if found is None:
+        return []
+    limited = ", which the budget limits" if plan.reserved_bytes_limited else ""
+    return [
+        (
+            "reserved",
+            f"{format_bytes(found.reserved_peak_bytes)} by the simulated CUDA allocator for "
+            f"{format_bytes(found.allocated_peak_bytes)} allocated{limited}",
+        )
+    ]
 
 
 def _passes(stats: Mapping[str, object]) -> list[tuple[str, str]]:

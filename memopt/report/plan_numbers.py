@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 def plan_figures(plan: PlanRecord) -> dict[str, Any]:
     """A plan's figures for machines: bytes and seconds."""
+    reserved = plan.reserved
     runs = [run.op for _, run in plan.program.computes]
     return {
         "strategy": plan.strategy.name,
@@ -18,6 +19,7 @@ def plan_figures(plan: PlanRecord) -> dict[str, Any]:
         "budget_bytes": plan.budget,
         "peak_bytes": plan.peak_bytes,
         "resident_bytes": plan.resident_bytes,
+        "reserved_bytes": None if reserved is None else reserved.reserved_peak_bytes,
         "host_peak_bytes": plan.host_peak_bytes,
         "step_time_s": plan.step_time_s,
         "overhead": plan.overhead,

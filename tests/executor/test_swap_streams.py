@@ -209,7 +209,7 @@ def test_a_step_dropped_under_another_stream() -> None:
     assert lease.home == "second"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(twin="test_one_pool_for_all_steps_and_two_for_two_at_once")
 def test_on_a_gpu() -> None:
     device = torch.device("cuda")
     swap = StreamSwap(DeviceStreams(device), 1 << 24)

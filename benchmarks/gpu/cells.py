@@ -1,0 +1,401 @@
+"""The checks and measurements of the day when a GPU is there, most valuable first.
+
+Each cell is one thing to know of one model; it returns rows of a table. On the CPU, at tiny sizes,
+every one of them runs as well: what CUDA alone has (limits, snapshots, graphs) has a stand-in.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import memopt
+from benchmarks.gpu.offload import limit_that_held, measure, standing_bytes, stepper, total_peak_of
+from benchmarks.steps import clear, interleaved
+from memopt.executor.apply import apply_plan
+from memopt.executor.cuda_graph import WARM_UP
+from memopt.models.presets import find_device
+from memopt.profiler import Loss, profile_model
+from memopt.profiler.backend import backend_of
+from memopt.profiler.session import Profiled
+from memopt.programs.allocator_requests import Allocate, allocation_trace
+from memopt.programs.allocator_snapshot import compare_snapshot
+from memopt.programs.caching_allocator import CachingAllocator
+from tests.executor.fake_graphs import FakeGraphs
+from tests.zoo import Family, get
+from tests.zoo.family import TINY_BATCH
+
+MIB = 2**20
+DRY = {"resnet50": "mlp", "vit_b_16": "mlp", "unet": "mlp"}
+"""What stands for a family in a dry run: its lines, not its figures, are what is run there."""
+CLOSE = 1e-3
+"""Gradients on CUDA, whose kernels add in any order: largest difference over largest gradient, at
+least; ten times what eager's own second run differs by, where that is more."""
+PEAK_ERROR, TIME_ERROR = 0.01, 0.10
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure beside what it should be. verdict: "ok", "no", or what there is to read."""
+
+    cell: str
+    subject: str
+    what: str
+    expected: str
+    found: str
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it runs, and how large: "paper" on a GPU, "tiny" in a dry run on the CPU."""
+
+    device: torch.device
+    size: Any
+    rounds: int
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether this is the day."""
+        return self.device.type == "cuda"
+
+    def move(self, value: Any) -> Any:
+        """Tensors of a structure, on the device."""
+        to = partial(torch.Tensor.to, device=self.device)
+        return pytree.tree_map(lambda x: to(x) if isinstance(x, Tensor) else x, value)
+
+
+@dataclass
+class Subject:
+    """A family's model on the machine."""
+
+    family: Family
+    model: nn.Module
+    inputs: Any
+    before_bytes: int
+    profiled: Profiled = field(repr=False)
+
+    @classmethod
+    def of(cls, name: str, machine: Machine, batch: int, dropout: bool = True) -> Subject:
+        """Build and profile a family's model, with its dropout or without."""
+        family = get(name if machine.is_cuda else DRY.get(name, name))
+        before_bytes = standing_bytes(machine.device)
+        model = family.build(machine.size).to(machine.device)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout) and not dropout:
+                module.p = 0.0
+        batch = batch if machine.is_cuda else TINY_BATCH
+        inputs = machine.move(family.inputs(machine.size, batch=batch))
+        profiled = profile_model(model, inputs, loss=Loss(family.loss))
+        return cls(family, model, inputs, before_bytes, profiled)
+
+    def step(self, module: nn.Module) -> Callable[[], None]:
+        """One forward, loss and backward of a module around the model."""
+        found: Callable[[], None] = stepper(self.family, module, self.inputs, torch.enable_grad)
+        return found
+
+    def gradients(self, module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients of a step from a state, on the host."""
+        self.model.load_state_dict(state)
+        clear(self.model)
+        torch.manual_seed(0)
+        self.step(module)()
+        found = {k: p.grad.cpu() for k, p in self.model.named_parameters() if p.grad is not None}
+        clear(self.model)
+        return found
+
+
+def difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+    """The largest difference of two steps' gradients over the largest gradient; nan: not the same
+    parameters have one."""
+    if expected.keys() != found.keys():
+        return math.nan
+    scales = [max(float(value.abs().max()), 1e-12) for value in expected.values()]
+    return max(
+        float((found[k] - expected[k]).abs().max()) / scale
+        for k, scale in zip(expected, scales, strict=True)
+    )
+
+
+def same_gradients(cell: str, one: Subject, module: nn.Module, machine: Machine, what: str) -> Row:
+    """A module's gradients beside eager's: bitwise on the CPU, within rounding on CUDA."""
+    state = {key: value.cpu().clone() for key, value in one.model.state_dict().items()}
+    expected, again, found = (one.gradients(way, state) for way in (one.model, one.model, module))
+    noise, differs = difference(expected, again), difference(expected, found)
+    allowed = max(CLOSE, 10 * noise) if machine.is_cuda else 0.0
+    verdict = "ok" if differs <= allowed else "no"
+    return Row(
+        cell, one.family.name, f"{what}: gradients", f"≤ {allowed:.1e}", f"{differs:.1e}", verdict
+    )
+
+
+def families(machine: Machine, name: str, strategy: str, batch: int) -> Iterator[Row]:
+    """A family at its smallest budget and half way up: gradients, the budget enforced, peak and
+    time as predicted."""
+    one = Subject.of(name, machine, batch)
+    device = machine.device
+    link = memopt.measure_device(device)
+    plan_for = partial(memopt.plan, one.profiled, strategy=strategy, device=link, progress=False)
+    floor = plan_for(budget="min")
+    half = floor.peak_bytes + max(0, one.profiled.baseline.peak_bytes - floor.peak_bytes) // 2
+    resident = one.profiled.graph.resident_bytes - backend_of(device).step_scalars_bytes
+    for share, plan in (("min", floor), ("half", plan_for(budget=half))):
+        module = plan.apply(one.model)
+        what = f"{strategy} {share}"
+        yield same_gradients("families", one, module, machine, what)
+        step = one.step(module)
+        measured = total_peak_of(one.model, step, device, resident, one.before_bytes)
+        error = measured / plan.peak_bytes - 1
+        row = partial(Row, "families", one.family.name)
+        yield row(
+            f"{what}: peak MiB",
+            f"{plan.peak_bytes / MIB:.1f}",
+            f"{measured / MIB:.1f}",
+            _near(error, PEAK_ERROR),
+        )
+        assert plan.budget is not None
+        held = limit_that_held(one.model, step, plan.budget + one.before_bytes, device)
+        yield row(
+            f"{what}: runs in budget ×",
+            "1",
+            f"{held:g}" if held else "not limited here",
+            "ok" if held == 1 else "read",
+        )
+        times = interleaved(one.model, {"plan": step}, machine.rounds, device)["plan"]
+        spent = statistics.median(times)
+        yield row(
+            f"{what}: step ms",
+            f"{1e3 * plan.step_time_s:.2f}",
+            f"{1e3 * spent:.2f}",
+            _near(spent / plan.step_time_s - 1, TIME_ERROR),
+        )
+
+
+def _near(error: float, allowed: float) -> str:
+    return f"ok {error:+.1%}" if abs(error) <= allowed else f"read {error:+.1%}"
+
+
+def snapshot(machine: Machine, name: str, batch: int) -> Iterator[Row]:
+    """What the device's allocator did beside the simulation; run in a process of its own, whose
+    trace is whole."""
+    if machine.is_cuda:
+        torch.cuda.memory._record_memory_history(max_entries=10**6)
+    one = Subject.of(name, machine, batch)
+    plan = memopt.plan(one.profiled, budget="min", strategy="rotor", progress=False)
+    step = one.step(plan.apply(one.model))
+    for _ in range(3):
+        step()
+        clear(one.model)
+    recorded = torch.cuda.memory._snapshot() if machine.is_cuda else simulated(plan)
+    found = compare_snapshot(recorded)
+    at = "" if found.is_same else f", differs at request {found.differs_at}"
+    peak, simulated_peak = found.device_peak_bytes / MIB, found.simulated_peak_bytes / MIB
+    yield Row(
+        "snapshots",
+        one.family.name,
+        f"reserved MiB over {found.requests} requests{at}",
+        f"{simulated_peak:.1f}",
+        f"{peak:.1f}",
+        "ok" if found.is_same else "no",
+    )
+
+
+def simulated(plan: memopt.Plan) -> dict[str, Any]:
+    """A snapshot of a plan's requests as the simulation serves them, for the dry run."""
+    allocator, events, where = CachingAllocator(), [], {}
+    for request in allocation_trace(plan.graph, plan.program, 2):
+        before = allocator.reserved_bytes
+        if isinstance(request, Allocate):
+            address = allocator.allocate(request.id, request.size_bytes)
+            if address is None:
+                continue
+            where[request.id] = address
+            grown = allocator.reserved_bytes - before
+            if grown:
+                events.append(_event("segment_alloc", address, grown))
+            events.append(_event("alloc", address, request.size_bytes))
+        elif allocator.holds(request.id):
+            allocator.release(request.id)
+            events.append(_event("free_completed", where.pop(request.id), 0))
+    return {"device_traces": [events], "segments": [], "allocator_settings": {}}
+
+
+def _event(action: str, address: int, size: int) -> dict[str, Any]:
+    return {"action": action, "addr": address, "size": size, "stream": 0}
+
+
+def calibration(machine: Machine) -> Iterator[Row]:
+    """The device as measured beside the preset that estimates use."""
+    preset = find_device("H100" if machine.is_cuda else "cpu-core")
+    found = memopt.measure_device(machine.device)
+    row = partial(Row, "calibration", preset.name)
+    for dtype in ("float32", "bfloat16"):
+        rate, planned = found.flops_per_s.get(dtype), preset.flops_per_s[dtype]
+        if rate is not None:
+            expected = planned * preset.flops_fraction
+            yield row(
+                f"{dtype} Tflop/s",
+                f"{expected / 1e12:.2f}",
+                f"{rate / 1e12:.2f}",
+                _near(rate / expected - 1, 0.2),
+            )
+    figures = {
+        "memory GB/s": (
+            preset.memory_bytes_per_s * preset.memory_fraction,
+            found.memory_bytes_per_s,
+        ),
+        "to host GB/s": (preset.to_host_bytes_per_s, found.to_host_bytes_per_s),
+        "from host GB/s": (preset.swap_in_bytes_per_s, found.swap_in_bytes_per_s),
+    }
+    for what, (expected, rate) in figures.items():
+        yield row(
+            what, f"{expected / 1e9:.1f}", f"{rate / 1e9:.1f}", _near(rate / expected - 1, 0.2)
+        )
+
+
+def graphs(machine: Machine, name: str, batch: int) -> Iterator[Row]:
+    """A placed plan's step with and without CUDA graphs, which draw no random numbers."""
+    one = Subject.of(name, machine, batch, dropout=False)
+    plan = memopt.plan(one.profiled, strategy="rotor", place=True, progress=False)
+    plain = plan.apply(one.model)
+    captured = apply_plan(plan, one.model, cuda_graph=True if machine.is_cuda else FakeGraphs())
+    for _ in range(WARM_UP + 1):
+        one.step(captured)()
+    yield same_gradients("CUDA graphs", one, captured, machine, "replayed")
+    steps = {"plan": one.step(plain), "graphs": one.step(captured)}
+    yield from _times("CUDA graphs", one, steps, machine, "plan")
+
+
+def kernels(machine: Machine, name: str, batch: int) -> Iterator[Row]:
+    """Compiled kernels beside aten's, at the same budget."""
+    one = Subject.of(name, machine, batch)
+    aten = memopt.plan(one.profiled, strategy="rotor", progress=False)
+    compiled = memopt.plan(
+        one.model,
+        one.inputs,
+        loss_fn=one.family.loss,
+        strategy="rotor",
+        budget=aten.peak_bytes,
+        kernels="compiled",
+        progress=False,
+    )
+    steps = {
+        "aten": one.step(aten.apply(one.model)),
+        "compiled": one.step(compiled.apply(one.model)),
+    }
+    yield from _times("compiled kernels", one, steps, machine, "aten")
+
+
+def joint(machine: Machine, name: str, batch: int) -> Iterator[Row]:
+    """A joint plan at a third of the way up, gradients and time beside Rotor's."""
+    one = Subject.of(name, machine, batch)
+    link = memopt.measure_device(machine.device)
+    floor = memopt.plan(one.profiled, budget="min", device=link, progress=False)
+    budget = floor.peak_bytes + max(0, one.profiled.baseline.peak_bytes - floor.peak_bytes) // 3
+    how = {
+        "budget": budget,
+        "device": link,
+        "progress": False,
+        "time_limit_s": 20.0 if machine.is_cuda else 2.0,
+    }
+    plans = {s: memopt.plan(one.profiled, strategy=s, **how) for s in ("rotor", "joint")}
+    modules = {way: plan.apply(one.model) for way, plan in plans.items()}
+    yield same_gradients("joint", one, modules["joint"], machine, "joint")
+    steps = {way: one.step(module) for way, module in modules.items()}
+    yield from _times("joint", one, steps, machine, "rotor")
+
+
+def peers(machine: Machine, name: str, batch: int) -> Iterator[Row]:
+    """Eager, torch.compile and Hugging Face's checkpointing beside a plan at its peak."""
+    one = Subject.of(name, machine, batch)
+    device = machine.device
+    peak = partial(
+        total_peak_of, one.model, device=device, resident_bytes=0, before_bytes=one.before_bytes
+    )
+    eager = one.step(one.model)
+    # In a dry run the compiler itself, which takes minutes on a CPU, is left out.
+    compiler = "inductor" if machine.is_cuda else "aot_eager"
+    compiled = torch.compile(one.model, backend=compiler)
+    steps = {"eager": eager, "torch.compile": one.step(compiled)}
+    peaks = {"eager": peak(eager)}
+    enable = getattr(one.model, "gradient_checkpointing_enable", None)
+    if enable is not None:
+        enable()
+        peaks["checkpointing"] = peak(eager)
+        clear(one.model)
+        begin = time.perf_counter()
+        eager()
+        backend_of(device).synchronize(device)
+        spent = time.perf_counter() - begin
+        one.model.gradient_checkpointing_disable()
+        yield Row(
+            "peers",
+            name,
+            "checkpointing: peak MiB, step ms",
+            "",
+            f"{peaks['checkpointing'] / MIB:.1f}, {1e3 * spent:.2f}",
+            "read",
+        )
+    plan = memopt.plan(one.profiled, budget="min", strategy="rotor", progress=False)
+    steps["memopt min"] = one.step(plan.apply(one.model))
+    yield from _times("peers", one, steps, machine, "eager")
+
+
+def offloading(machine: Machine, name: str) -> Iterator[Row]:
+    """Offloaded plans beside `save_on_cpu` and streamed saved-tensor hooks (torchtune's)."""
+    for row in measure(name, machine.size, machine.device, (0.0, 0.5), machine.rounds):
+        predicted = "" if row.predicted_s is None else f"{1e3 * row.predicted_s:.2f}"
+        over = "read" if row.of_peer is None else f"{row.of_peer:.2f} × that peer's"
+        yield Row(
+            "offloading", name, f"{row.way}: step ms", predicted, f"{1e3 * row.step_s:.2f}", over
+        )
+
+
+def _times(
+    cell: str, one: Subject, steps: dict[str, Callable[[], None]], machine: Machine, base: str
+) -> Iterator[Row]:
+    times = interleaved(one.model, steps, machine.rounds, machine.device)
+    first = statistics.median(times[base])
+    for way, found in times.items():
+        spent = statistics.median(found)
+        yield Row(
+            cell,
+            one.family.name,
+            f"{way}: step ms",
+            f"{1e3 * first:.2f}",
+            f"{1e3 * spent:.2f}",
+            f"{spent / first:.2f} ×",
+        )
+    gc.collect()
+
+
+Cell = Callable[[Machine], Iterator[Row]]
+CELLS: dict[str, Cell] = {
+    **{
+        f"families {name} {strategy}": partial(families, name=name, strategy=strategy, batch=batch)
+        for name, batch in (("resnet50", 64), ("gpt2", 16))
+        for strategy in ("rotor", "offload-graph")
+    },
+    "snapshots resnet50": partial(snapshot, name="resnet50", batch=64),
+    "snapshots gpt2": partial(snapshot, name="gpt2", batch=16),
+    "calibration": calibration,
+    "families vit_b_16 rotor": partial(families, name="vit_b_16", strategy="rotor", batch=32),
+    "families unet olla": partial(families, name="unet", strategy="olla", batch=4),
+    "CUDA graphs mlp": partial(graphs, name="mlp", batch=32),
+    "CUDA graphs resnet50": partial(graphs, name="resnet50", batch=16),
+    "joint resnet50": partial(joint, name="resnet50", batch=64),
+    "peers gpt2": partial(peers, name="gpt2", batch=16),
+    "compiled kernels mlp": partial(kernels, name="mlp", batch=256),
+    "offloading gpt2_medium": partial(offloading, name="gpt2_medium"),
+}
+"""Most valuable first: what nobody has ever seen run decides, the comparisons come after it."""

@@ -1,0 +1,236 @@
+"""Steps replayed as CUDA graphs: one launch for a forward and one for a backward.
+
+A placed program has fixed addresses within its arena and launches the same kernels in every step,
+so that its two halves can be captured once and replayed. The first steps run as they are (libraries
+choose kernels and make workspaces then), the next one is captured. What is static: the arena, the
+inputs, the gradients that arrive and everything that leaves the step. Inputs are copied in and
+results copied out, so that users see a module like any other; parameters are read where they are.
+
+Not yet run on a device: the order of captures, copies and replays is tested with a stand-in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from memopt.errors import ExecutionError
+from memopt.executor.runtime import Installed
+from memopt.models.budget import format_bytes
+from memopt.models.graph import Graph, TensorKind
+from memopt.profiler.build import Lowering
+from memopt.profiler.capture import Captured
+from memopt.programs.instructions import Program
+
+WARM_UP = 2
+"""Steps that run as they are before the next one is captured."""
+Run = Callable[[], tuple[list[Any], list[Any]]]
+_BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class Capturer(Protocol):
+    """Captures what a function launches."""
+
+    def capture(self, run: Run) -> tuple[tuple[list[Any], list[Any]], Callable[[], object]]:
+        """(what `run` returned, a function that launches the same again into the same tensors)."""
+        ...
+
+
+class CudaGraphs:
+    """Graphs of one device in one memory pool: a backward finds what its forward has left."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Run) -> tuple[tuple[list[Any], list[Any]], Callable[[], object]]:
+        """See `Capturer`."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.graph(graph, pool=self._pool):
+            results = run()
+        return results, graph.replay
+
+
+def static_bytes(graph: Graph) -> int:
+    """What a captured step holds beyond the plan: copies of its inputs, of the gradients that
+    arrive, and of its results."""
+    inputs = {i for i, tensor in enumerate(graph.tensors) if tensor.kind is TensorKind.INPUT}
+    return sum(graph.tensors[i].size_bytes for i in inputs | graph.kept | {*graph.tangents})
+
+
+def why_not(
+    lowering: Lowering, program: Program, device: torch.device, spare_bytes: int | None
+) -> str | None:
+    """Why a program's step cannot be captured; None if it can.
+
+    Args:
+        lowering: of the captured model.
+        program: its plan.
+        device: where it runs.
+        spare_bytes: what the budget leaves beside the plan's peak; None: there is no limit.
+    """
+    graph = lowering.graph
+    if device.type != "cuda":
+        return f"CUDA graphs need a CUDA device, and the model is on {device}"
+    if not program.offsets:
+        return "its tensors have no fixed addresses: plan with place=True"
+    if program.has_transfers:
+        return "it moves tensors to the host; plan with a strategy that does not"
+    for position, run in program.computes:
+        operator = graph.operators[run.op]
+        if operator.random:
+            return (
+                f"{operator.name!r} draws random numbers, which would be the same in every replay; "
+                "set dropout to 0 or put the model into eval mode for it"
+            )
+        target: Any = lowering.node_of(run.op, run.implementation).target
+        if any(tag in _BY_VALUE for tag in getattr(target, "tags", ())):
+            return f"instruction {position}, {operator.name!r}: what it does depends on values"
+    needed_bytes = static_bytes(graph)
+    if spare_bytes is not None and needed_bytes > spare_bytes:
+        return (
+            f"inputs and results have copies of {format_bytes(needed_bytes)}, for which the budget "
+            f"leaves {format_bytes(max(0, spare_bytes))}: raise it by "
+            f"{needed_bytes - spare_bytes} bytes"
+        )
+    return None
+
+
+class _Step:
+    """A replayed forward whose backward may come; what the step's state holds of it."""
+
+
+class GraphedProgram:
+    """An installed program whose halves are captured after a few steps, and then replayed."""
+
+    def __init__(self, program: Installed, captured: Captured, capturer: Capturer) -> None:
+        self._program = program
+        self._capturer = capturer
+        self._inputs = [i for i, p in enumerate(captured.primals) if p.kind == "input"]
+        self._calls = 0
+        self._addresses: list[int | None] = []
+        self._primals: list[Any] = []
+        self._arguments: list[Any] = []
+        self._forward_results: tuple[list[Any], list[Any]] = ([], [])
+        self._gradients: list[Any] = []
+        self._replay_forward: Callable[[], object] | None = None
+        self._replay_backward: Callable[[], object] | None = None
+        self._under_way: Callable[[], _Step | None] = lambda: None
+
+    def installed(self) -> Installed:
+        """The program as what a planned module runs."""
+        return replace(
+            self._program, forward=self.forward, backward=self.backward, fork=self._no_fork
+        )
+
+    def forward(self, primals: list[Any]) -> tuple[list[Any], list[Any]]:
+        """As `Installed.forward`.
+
+        Raises:
+            ExecutionError: a parameter or buffer is elsewhere than when the step was captured, or
+                the step before has not had its backward.
+        """
+        self._calls += 1
+        if self._calls <= WARM_UP:
+            return self._program.forward(primals)
+        if self._under_way() is not None:
+            raise ExecutionError(
+                "with cuda_graph=True one step is under way at a time, and the one before still "
+                "waits for its backward: call backward() first, or drop its outputs"
+            )
+        if self._replay_forward is None:
+            self._primals = list(primals)
+            for i in self._inputs:
+                self._primals[i] = _copy(primals[i])
+            self._addresses = self._where(primals)
+            self._forward_results, self._replay_forward = self._capturer.capture(
+                lambda: self._program.forward(list(self._primals))
+            )
+        self._check_addresses(primals)
+        for i in self._inputs:
+            _fill(self._primals[i], primals[i], self._program.names[i])
+        self._replay_forward()
+        step = _Step()
+        self._under_way = weakref.ref(step)
+        return [_copy(value) for value in self._forward_results[0]], [step]
+
+    def backward(
+        self, primals: list[Any], arguments: list[Any], saved: list[Any]
+    ) -> tuple[Any, ...]:
+        """As `Installed.backward`.
+
+        Raises:
+            ExecutionError: other gradients arrive than when the step was captured.
+        """
+        if not (saved and isinstance(saved[0], _Step)):
+            return self._program.backward(primals, arguments, saved)
+        if self._replay_backward is None:
+            self._arguments = [_copy(value) for value in arguments]
+            (self._gradients, _), self._replay_backward = self._capturer.capture(
+                lambda: (
+                    list(
+                        self._program.backward(
+                            list(self._primals),
+                            list(self._arguments),
+                            list(self._forward_results[1]),
+                        )
+                    ),
+                    [],
+                )
+            )
+        for static, value in zip(self._arguments, arguments, strict=True):
+            _fill(static, value, "a gradient of the outputs")
+        self._replay_backward()
+        saved.clear()
+        return tuple(_copy(value) for value in self._gradients)
+
+    def _where(self, primals: Sequence[Any]) -> list[int | None]:
+        """Addresses of what is read where it is; None of inputs and of what is no tensor."""
+        return [
+            value.data_ptr() if isinstance(value, torch.Tensor) and i not in self._inputs else None
+            for i, value in enumerate(primals)
+        ]
+
+    def _check_addresses(self, primals: Sequence[Any]) -> None:
+        for name, before, now in zip(
+            self._program.names, self._addresses, self._where(primals), strict=True
+        ):
+            if before != now:
+                raise ExecutionError(
+                    f"{name} is elsewhere than when the step was captured as a CUDA graph (was it "
+                    "replaced, or the model moved?): call plan.apply(model, cuda_graph=True) again"
+                )
+
+    def _no_fork(self, saved: list[Any]) -> list[Any]:
+        if saved and isinstance(saved[0], _Step):
+            raise ExecutionError(
+                "retain_graph=True needs a step's memory for a second backward, and a captured "
+                "step has it once: apply the plan without cuda_graph=True"
+            )
+        return self._program.fork(saved)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _fill(static: Any, value: Any, name: str) -> None:
+    """Put a value where the captured kernels read it."""
+    both = isinstance(static, torch.Tensor), isinstance(value, torch.Tensor)
+    if both == (True, True):
+        if static.shape != value.shape or static.dtype != value.dtype:
+            raise ExecutionError(
+                f"{name} is {tuple(value.shape)} {value.dtype}, and the captured step's is "
+                f"{tuple(static.shape)} {static.dtype}"
+            )
+        static.copy_(value)
+    elif any(both) or static != value:
+        raise ExecutionError(
+            f"{name} is {value!r}, and was another when the step was captured as a CUDA graph: "
+            "numbers and missing gradients are part of it"
+        )

@@ -1,0 +1,127 @@
+"""The settings of PyTorch's CUDA caching allocator (PYTORCH_CUDA_ALLOC_CONF), and its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+MIB = 2**20
+ROUND_BYTES = 512
+"""Sizes of requests are multiples of it (kMinBlockSize)."""
+SMALL_BYTES = MIB
+"""The largest request of the small pool (kSmallSize)."""
+SMALL_SEGMENT_BYTES = 2 * MIB
+"""A segment of the small pool (kSmallBuffer)."""
+LARGE_BYTES = 10 * MIB
+"""From this size on a request has a segment of its own (kMinLargeAlloc)."""
+LARGE_SEGMENT_BYTES = 20 * MIB
+"""A segment that larger requests share (kLargeBuffer), and a chunk of an expandable segment."""
+SEGMENT_ROUND_BYTES = 2 * MIB
+"""Segments of one request are multiples of it (kRoundLarge)."""
+
+
+def rounded(size_bytes: int, unit: int) -> int:
+    """The next multiple of a unit."""
+    return -(-size_bytes // unit) * unit
+
+
+def next_division(size_bytes: int, divisions: int) -> int:
+    """The next of `divisions` equal steps between two powers of two: 1200 with 4 divisions is 1280,
+    since those from 1024 on are 1280, 1536, 1792, 2048 (PyTorch's "CUDA semantics")."""
+    power = 1 << size_bytes.bit_length() - 1
+    step = power >> divisions.bit_length() - 1
+    return 2 * power if step == 0 else rounded(size_bytes, step)
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorSettings:
+    """How the allocator is set; the defaults are PyTorch's.
+
+    Attributes:
+        expandable_segments: one segment for each stream and pool, which grows by chunks.
+        max_split_bytes: blocks of at least that size are never split; None: all are.
+        garbage_collection_threshold: share of the capacity beyond which old blocks are given back;
+            0: never.
+        roundup_power2_divisions: sizes are rounded to so many steps between powers of two; 0: not.
+        capacity_bytes: the most that may be reserved (`set_per_process_memory_fraction`, or the
+            device's memory); None: no limit.
+        large_segment_bytes: of the segments that requests from 1 to 10 MiB share.
+        rounding_limit_bytes: a request that is never split takes a block at most that much larger.
+    """
+
+    expandable_segments: bool = False
+    max_split_bytes: int | None = None
+    garbage_collection_threshold: float = 0.0
+    roundup_power2_divisions: int = 0
+    capacity_bytes: int | None = None
+    large_segment_bytes: int = LARGE_SEGMENT_BYTES
+    rounding_limit_bytes: int = LARGE_SEGMENT_BYTES
+
+    def __post_init__(self) -> None:
+        if self.max_split_bytes is not None and self.max_split_bytes <= LARGE_SEGMENT_BYTES:
+            raise ValueError(
+                f"max_split_bytes must be above {LARGE_SEGMENT_BYTES}, got {self.max_split_bytes}"
+            )
+        if not 0 <= self.garbage_collection_threshold < 1:
+            raise ValueError(
+                "garbage_collection_threshold is a share in [0, 1), got "
+                f"{self.garbage_collection_threshold}"
+            )
+        divisions = self.roundup_power2_divisions
+        if divisions < 0 or divisions & (divisions - 1):
+            raise ValueError(f"roundup_power2_divisions is a power of two or 0, got {divisions}")
+
+    @property
+    def address_space_bytes(self) -> int:
+        """What an expandable segment may grow to: 9/8 of the device."""
+        capacity = 2**46 if self.capacity_bytes is None else self.capacity_bytes
+        return rounded(capacity + capacity // 8, self.large_segment_bytes)
+
+    def request_bytes(self, size_bytes: int) -> int:
+        """The size of the block that serves a request, bytes (`round_size`)."""
+        divisions = self.roundup_power2_divisions
+        if divisions > 1 and size_bytes > ROUND_BYTES * divisions:
+            return next_division(size_bytes, divisions)
+        return rounded(size_bytes, ROUND_BYTES)
+
+    def segment_bytes(self, size_bytes: int) -> int:
+        """The size of a new segment for a request of that rounded size (`get_allocation_size`)."""
+        if size_bytes <= SMALL_BYTES:
+            return SMALL_SEGMENT_BYTES
+        if size_bytes < LARGE_BYTES:
+            return self.large_segment_bytes
+        return rounded(size_bytes, SEGMENT_ROUND_BYTES)
+
+    @classmethod
+    def parse(cls, text: str, capacity_bytes: int | None = None) -> AllocatorSettings:
+        """The settings of a PYTORCH_CUDA_ALLOC_CONF; options that change nothing here are ignored.
+
+        Raises:
+            ValueError: an option that is not "name:value", or a value of the wrong kind.
+        """
+        found: dict[str, object] = {}
+        for option in filter(None, (part.strip() for part in text.split(","))):
+            name, colon, value = (part.strip() for part in option.partition(":"))
+            if not colon or not value:
+                raise ValueError(f"an allocator's option is name:value, got {option!r}")
+            if name == "max_split_size_mb":
+                found["max_split_bytes"] = int(value) * MIB
+            elif name == "expandable_segments":
+                found[name] = value == "True"
+            elif name == "garbage_collection_threshold":
+                found[name] = float(value)
+            elif name == "roundup_power2_divisions":
+                found[name] = int(value)
+        return cls(**found, capacity_bytes=capacity_bytes)  # type: ignore[arg-type]  # read above
+
+    @classmethod
+    def of_snapshot(cls, settings: Mapping[str, object]) -> AllocatorSettings:
+        """Those that `torch.cuda.memory._snapshot()["allocator_settings"]` names."""
+        found = {one.name: settings[one.name] for one in fields(cls) if one.name in settings}
+        divisions = found.pop("roundup_power2_divisions", 0)
+        if isinstance(divisions, int):
+            found["roundup_power2_divisions"] = divisions
+        largest = settings.get("max_split_size")
+        if isinstance(largest, int) and 0 < largest < 2**62:
+            found["max_split_bytes"] = largest
+        return cls(**found)  # type: ignore[arg-type]  # as torch wrote them

@@ -1,0 +1,89 @@
+"""A device's own record of its allocator, `torch.cuda.memory._snapshot()`, beside the simulation.
+
+Recorded from a process's first allocation on (`torch.cuda.memory._record_memory_history()` before
+the model is made), its trace holds every request and every segment; the same requests are given to
+`CachingAllocator`, and what both hold reserved is compared after each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memopt.programs.allocator_settings import AllocatorSettings
+from memopt.programs.caching_allocator import CachingAllocator
+
+_GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotComparison:
+    """What a device reserved for a trace's requests, and what the simulation does.
+
+    Attributes:
+        requests: allocations compared.
+        device_peak_bytes: the most that the device had reserved.
+        simulated_peak_bytes: the most that the simulation had.
+        differs_at: the first allocation, counted from 0, after which they differ; None: nowhere.
+        device_bytes, simulated_bytes: what each had reserved then, or at the end.
+    """
+
+    requests: int
+    device_peak_bytes: int
+    simulated_peak_bytes: int
+    differs_at: int | None
+    device_bytes: int
+    simulated_bytes: int
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the simulation reproduces the trace."""
+        return self.differs_at is None
+
+
+def compare_snapshot(
+    snapshot: Mapping[str, Any], device: int = 0, settings: AllocatorSettings | None = None
+) -> SnapshotComparison:
+    """Give a snapshot's requests to the simulation and compare what is reserved after each.
+
+    Args:
+        snapshot: what `torch.cuda.memory._snapshot()` returned, unpickled.
+        device: which of its devices.
+        settings: of the allocator; None: those that the snapshot names.
+
+    Raises:
+        ValueError: it has no trace of the device, or one that begins too late: it frees what it
+            did not allocate, or reserves nothing for an allocation.
+    """
+    traces = snapshot.get("device_traces", ())
+    if device >= len(traces) or not traces[device]:
+        raise ValueError(
+            f"the snapshot has no trace of device {device}: call "
+            "torch.cuda.memory._record_memory_history() before the model is made"
+        )
+    if settings is None:
+        settings = AllocatorSettings.of_snapshot(snapshot.get("allocator_settings", {}))
+    allocator = CachingAllocator(settings)
+    reserved = peak = requests = 0
+    differs: tuple[int, int, int] | None = None
+    for event in traces[device]:
+        action = event["action"]
+        if action in _GROWS:
+            reserved += _GROWS[action] * event["size"]
+            peak = max(peak, reserved)
+        elif action == "alloc":
+            if not reserved:
+                raise ValueError("the snapshot's trace begins late: its segments are older than it")
+            allocator.allocate(event["addr"], event["size"], event["stream"])
+            if differs is None and reserved != allocator.reserved_bytes:
+                differs = requests, reserved, allocator.reserved_bytes
+            requests += 1
+        elif action == "free_completed":
+            if not allocator.holds(event["addr"]):
+                raise ValueError("the snapshot's trace begins late: it frees what is older than it")
+            allocator.release(event["addr"])
+    at, device_bytes, simulated = differs or (None, reserved, allocator.reserved_bytes)
+    return SnapshotComparison(
+        requests, peak, allocator.reserved_peak_bytes, at, device_bytes, simulated
+    )

@@ -1,0 +1,162 @@
+"""Steps captured as CUDA graphs: captures, copies and replays in order, by a stand-in for the
+device whose replay runs the captured function again; what is refused, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from memopt.errors import ExecutionError, GuardError
+from memopt.executor.apply import apply_plan
+from memopt.executor.cuda_graph import WARM_UP, static_bytes
+from tests.executor.fake_graphs import FakeGraphs
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 16), nn.Linear(16, 4)
+        self.norm, self.dropout = nn.BatchNorm1d(16), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.dropout(self.norm(torch.tanh(self.first(x)))))
+
+
+def planned(model: nn.Module, **how: Any) -> memopt.Plan:
+    how = {"strategy": "rotor", "place": True, **how}
+    return memopt.plan(model, torch.randn(8, 12), progress=False, cache=False, **how)
+
+
+def graphed(plan: memopt.Plan, model: nn.Module) -> tuple[nn.Module, FakeGraphs]:
+    graphs = FakeGraphs()
+    return apply_plan(plan, model, cuda_graph=graphs), graphs
+
+
+def steps(module: nn.Module, model: nn.Module, count: int) -> list[torch.Tensor]:
+    """Outputs, gradients and buffers of a few accumulating steps on other data each."""
+    found = []
+    for step in range(count):
+        torch.manual_seed(step)
+        x = torch.randn(8, 12)
+        output = module(x)
+        (output.square().sum() * (step + 1)).backward()
+        found += [output.detach(), *(p.grad.clone() for p in model.parameters())]
+        found += [buffer.clone() for buffer in model.buffers()]
+        if step % 2:
+            model.zero_grad(set_to_none=True)
+    return found
+
+
+def test_replayed_steps_are_eagers() -> None:
+    """Bit for bit, gradients that accumulate and batch statistics included."""
+    torch.manual_seed(0)
+    model, twin = Net(), Net()
+    twin.load_state_dict(model.state_dict())
+    module, graphs = graphed(planned(model), model)
+    found, expected = steps(module, model, 6), steps(twin, twin, 6)
+    assert all(map(torch.equal, found, expected))
+    assert graphs.captures == 2
+    assert graphs.replays == 2 * (6 - WARM_UP)
+
+
+def test_results_are_the_users_own() -> None:
+    """The next replay writes to the same addresses: nobody sees it."""
+    model = Net()
+    module, _ = graphed(planned(model), model)
+    steps(module, model, WARM_UP)
+    outputs = []
+    for _ in range(3):
+        outputs.append(module(torch.randn(8, 12)))
+        outputs[-1].sum().backward()
+    kept = [output.detach().clone() for output in outputs]
+    module(torch.randn(8, 12)).sum().backward()
+    assert all(map(torch.equal, kept, outputs))
+
+
+def test_one_step_at_a_time() -> None:
+    model = Net()
+    module, graphs = graphed(planned(model), model)
+    steps(module, model, WARM_UP + 1)
+    first = module(torch.randn(8, 12))
+    with pytest.raises(ExecutionError, match="still waits for its backward"):
+        module(torch.randn(8, 12))
+    first.sum().backward()
+    dropped = module(torch.randn(8, 12))
+    del dropped
+    before = graphs.replays
+    module(torch.randn(8, 12)).sum().backward()
+    assert graphs.replays == before + 2
+
+
+def test_a_second_backward_is_refused() -> None:
+    model = Net()
+    module, _ = graphed(planned(model), model)
+    steps(module, model, WARM_UP + 1)
+    output = module(torch.randn(8, 12))
+    with pytest.raises(ExecutionError, match="retain_graph"):
+        output.sum().backward(retain_graph=True)
+
+
+def test_a_parameter_that_moved_is_named() -> None:
+    model = Net()
+    module, _ = graphed(planned(model), model)
+    steps(module, model, WARM_UP + 1)
+    model.second.weight.data = model.second.weight.data.clone()
+    with pytest.raises(ExecutionError, match=r"second\.weight is elsewhere"):
+        module(torch.randn(8, 12))
+
+
+def test_other_shapes_are_the_guards() -> None:
+    model = Net()
+    module, graphs = graphed(planned(model), model)
+    steps(module, model, WARM_UP + 1)
+    before = graphs.replays
+    with pytest.raises(GuardError):
+        module(torch.randn(9, 12))
+    assert graphs.replays == before
+
+
+def test_what_cannot_be_captured_is_refused() -> None:
+    model = Net()
+
+    def refused(reason: str, plan: memopt.Plan, of: nn.Module = model, **how: Any) -> None:
+        with pytest.raises(ValueError, match=reason):
+            apply_plan(plan, of, **{"cuda_graph": FakeGraphs(), **how})
+
+    plan = planned(model)
+    refused("need a CUDA device, and the model is on cpu", plan, cuda_graph=True)
+    refused("no fixed addresses: plan with place=True", planned(model, place=False))
+    random = Net(dropout=0.5)
+    refused("draws random numbers", planned(random), random)
+    refused("interpreted", plan, interpreted=True)
+    refused("checked", plan, checked=True)
+    tight = planned(model, budget=plan.peak_bytes)
+    needed = static_bytes(plan.graph)
+    refused(f"raise it by {needed - (tight.budget - tight.peak_bytes)} bytes", tight)
+    moving = planned(
+        model, strategy="offload-graph", budget="min", device=memopt.Device(to_host_bytes_per_s=1e9)
+    )
+    if moving.program.has_transfers and moving.program.offsets:
+        refused("moves tensors to the host", moving)
+
+
+@pytest.mark.gpu(twin="test_replayed_steps_are_eagers")
+def test_on_a_gpu() -> None:
+    """The same steps, captured and not, on the device."""
+    torch.manual_seed(0)
+    model, twin = Net().cuda(), Net().cuda()
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(8, 12, device="cuda")
+    how = {"strategy": "rotor", "place": True, "progress": False, "cache": False}
+    module = memopt.plan(model, x, **how).apply(model, cuda_graph=True)
+    plain = memopt.plan(twin, x, **how).apply(twin)
+    for _ in range(WARM_UP + 3):
+        x = torch.randn_like(x)
+        for one in (module, plain):
+            one(x).square().sum().backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)

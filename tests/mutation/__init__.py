@@ -1,0 +1,1 @@
+"""Mutation testing of what everything else rests on; `python -m tests.mutation --help`."""
