@@ -16,6 +16,7 @@ import numpy as np
 from memopt.strategies.joint.moved import TIMINGS, Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
 from memopt.strategies.joint.run_table import Ints
+from memopt.strategies.joint.wide_changes import WideChanges
 from memopt.strategies.solvers.running import Deadline
 
 FASTER = 1e-7
@@ -72,19 +73,22 @@ class LocalSearch:
         return final if final.time_s < moved.time_s else moved
 
     def descend(self, at: Decisions) -> Decisions:
-        """Go downhill; where no change makes the step faster."""
+        """Go downhill, in many equal layers at once and then one by one; where no change makes the
+        step faster."""
         rng, moved = Random(self.seed), self.judged(at)
-        going = True
-        while going and not self._ended():
-            going = False
-            for change in Neighbourhood(self.mover, at, moved, rng).changes():
-                found = self.judged(change)
-                if found.time_s < moved.time_s * (1 - FASTER):
-                    at, moved = Decisions(found.runs, change.stays, change.first), found
-                    going = True
-                    break
-                if self._ended():
-                    break
+        for wide in (True, False):
+            going = True
+            while going and not self._ended():
+                going = False
+                near = Neighbourhood(self.mover, at, moved, rng)
+                for change in WideChanges(near).changes() if wide else near.changes():
+                    found = self.judged(change)
+                    if found.time_s < moved.time_s * (1 - FASTER):
+                        at, moved = Decisions(found.runs, change.stays, change.first), found
+                        going = True
+                        break
+                    if self._ended():
+                        break
         return at
 
     def anneal(self, at: Decisions, changes: int) -> None:

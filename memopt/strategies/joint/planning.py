@@ -20,22 +20,24 @@ from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.joint.relaxation_search import LinkedSearch
 from memopt.strategies.joint.run_table import Ints, RunTable
-from memopt.strategies.joint.starts import programs_of_chain, stored
+from memopt.strategies.joint.starts import programs_of_chain, programs_of_stages, stored
 from memopt.strategies.monet.graph_model import Allowed
+from memopt.strategies.offload.graph_problem import graph_problem
 from memopt.strategies.solvers.running import Deadline
 
-START_SHARE, RELAXATION_SHARE = 0.3, 0.5
-"""Of the time that is left: for the plans to start from, and then for the relaxation."""
+START_SHARE, RELAXATION_SHARE, SWEEP_SHARE = 0.3, 0.4, 0.4
+"""Of the time that is left: for the plans of single strategies, for the relaxation, and for programs
+within larger budgets."""
 SMALL = 1e-3
 """Tensors below this share of what the step adds to the resident bytes stay where they are."""
-DESCENTS, BUDGETS = 4, 10
-"""Starts of the local search, and larger budgets that are recomputed to."""
+DESCENTS, BUDGETS, SWEPT = 4, 10, 32
+"""Starts of the local search, and larger budgets that are recomputed to, by rotor and by stages."""
 CHANGES_EACH = 50
 """Annealing tries so many changes for each operator at most, or as many as there are operators."""
 PROVED, CLOSE = 1e-6, 2e-3
 """Gaps at which a plan is optimal, and at which it is good enough to try nothing dear."""
-QUICK = frozenset({"offload-graph"})
-"""Plan in seconds; the others come after the relaxation, if no plan is close to the bound."""
+MOVERS = frozenset({"offload-graph"})
+"""Only move; the others are asked if no plan is close to the bound after that."""
 
 
 @dataclass(eq=False)
@@ -108,14 +110,14 @@ class JointPlanning:
         self.small.append(stored(self.graph))
         self.offer(self.small[0], "store-all")
         if not self.done and memory_lower_bound(self.graph) <= self.limit_bytes:
-            quick = [member for member in members if member.strategy.name in QUICK]
-            self._start(quick)
+            self._relax()
+            movers = [member for member in members if member.strategy.name in MOVERS]
             if not self.done:
-                self._relax()
                 self._sweep()
+                self._start([member for member in movers if not self._beats_moving])
                 self._descend()
             if not self.near:
-                self._start([member for member in members if member not in quick])
+                self._start([member for member in members if member not in movers])
                 self._descend()
                 self._anneal()
         if self.best is None:
@@ -124,6 +126,14 @@ class JointPlanning:
             if self.best is None:
                 return self._without_plan(least)
         return self._with_plan(*self.best)
+
+    @property
+    def _beats_moving(self) -> bool:
+        """Whether the best plan is as fast as any can be that runs nothing twice."""
+        if self.best is None or not self.host_bytes:
+            return False
+        problem = graph_problem(self.graph, self.device)
+        return self.best[1] <= problem.lower_bound_s(self.limit_bytes)
 
     def _start(self, members: Sequence[Member]) -> None:
         """Plans of single strategies, within their share of the time."""
@@ -177,15 +187,27 @@ class JointPlanning:
             self.offer(search.best.program, "relaxation")
 
     def _sweep(self) -> None:
-        """Recompute down to a larger budget, for the mover to do the rest."""
+        """Recompute down to larger budgets, for the mover to do the rest."""
         if self.deadline.passed(0.5, "joint: larger budgets"):
             return
-        peak_bytes = replay(self.graph, self.small[0]).peak_bytes
+        timeline = replay(self.graph, self.small[0])
         budgets = [
-            self.limit_bytes + part * (peak_bytes - self.limit_bytes) // BUDGETS
+            self.limit_bytes + part * (timeline.peak_bytes - self.limit_bytes) // BUDGETS
             for part in range(BUDGETS)
         ]
         for program in programs_of_chain(self.graph, budgets):
+            self._seed(program)
+        if self.near:
+            return
+        # The link cannot take more during a step of twice the time.
+        most_bytes = self.limit_bytes
+        if self.host_bytes:
+            most_bytes += int(2 * timeline.time_s * self.device.to_host_bytes_per_s)
+        most_bytes = min(most_bytes, timeline.peak_bytes)
+        until = self.deadline.within(SWEEP_SHARE * self.deadline.left_s)
+        stages = programs_of_stages(self.graph, most_bytes, SWEPT, until, self.allowed)
+        for program in stages:
+            self.offer(program, "stages")
             self._seed(program)
 
     def _descend(self) -> None:

@@ -240,9 +240,15 @@ def _choose_fetches(
     for n in range(away):
         g = at.away[n]
         before, size = gaps[g, 2], v.size_bytes[gaps[g, 0]]
-        ready_s += link.latency_s + size * link.in_s_per_byte
         take = before == p
-        if not take and early:
+        if not take and not early:
+            # They are in the order of their readers: nothing after this one is read here.
+            if count[AWAY] < n:
+                at.away[count[AWAY] : count[AWAY] + away - n] = at.away[n:away].copy()
+            count[AWAY] += away - n
+            return
+        ready_s += link.latency_s + size * link.in_s_per_byte
+        if not take:
             take = at.blocked[g] < p and at.begin_s[before] - at.begin_s[p] <= rule.lead * ready_s
             if take and not rule.waits:
                 take = need[p] - count[OFF] + count[FETCHED] + size <= limit_bytes
@@ -271,10 +277,12 @@ def _reserved(at: Pass, g: int, p: int, before: int, size: int, limit_bytes: int
 @njit(cache=True, nogil=True)
 def _release(at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int, limit_bytes: int) -> bool:
     """Free what this point needs the room of; whether that is enough."""
-    count, opened = at.figures, at.figures[OPEN]
-    count[OPEN] = 0
+    count = at.figures
+    if need[p] - count[OFF] + count[FETCHED] <= limit_bytes:
+        return True
+    opened, count[OPEN] = count[OPEN], 0
     for n in range(opened):
-        # Gaps that end here with their tensor still on the device need no transfer.
+        # Gaps that have ended with their tensor still on the device need no transfer.
         if gaps[at.open[n], 2] > p:
             at.open[count[OPEN]] = at.open[n]
             count[OPEN] += 1
