@@ -57,10 +57,11 @@ class LocalSearch:
         """Of the best so far, seconds."""
         return math.inf if self.best is None else self.best[1].time_s
 
-    def judged(self, at: Decisions) -> Moved:
-        """What becomes of decisions, kept if it is the best so far."""
+    def judged(self, at: Decisions, most_s: float = math.inf) -> Moved:
+        """What becomes of decisions, kept if it is the best so far; those that take `most_s` or
+        longer may be taken for such as do not fit."""
         self.tried += 1
-        moved = self.mover.moved(at.runs, at.stays, TIMINGS[:1], at.first)
+        moved = self.mover.moved(at.runs, at.stays, TIMINGS[:1], at.first, most_s)
         if moved.time_s < self.time_s:
             self.best = Decisions(moved.runs, at.stays, at.first), moved
         return moved
@@ -82,8 +83,9 @@ class LocalSearch:
                 going = False
                 near = Neighbourhood(self.mover, at, moved, rng)
                 for change in WideChanges(near).changes() if wide else near.changes():
-                    found = self.judged(change)
-                    if found.time_s < moved.time_s * (1 - FASTER):
+                    most_s = moved.time_s * (1 - FASTER)
+                    found = self.judged(change, most_s)
+                    if found.time_s < most_s:
                         at, moved = Decisions(found.runs, change.stays, change.first), found
                         going = True
                         break
@@ -104,9 +106,10 @@ class LocalSearch:
                 if done >= 1 or self._ended():
                     return
                 heat = moved.time_s * HOT * (COLD / HOT) ** done
-                found = self.judged(change)
-                slower_s = found.time_s - moved.time_s
-                if slower_s <= 0 or rng.random() < math.exp(-slower_s / heat):
+                # Slower by s is taken with probability exp(-s / heat).
+                most_s = moved.time_s - heat * math.log(max(1e-300, rng.random()))
+                found = self.judged(change, most_s)
+                if found.time_s <= moved.time_s or found.time_s < most_s:
                     at, moved = Decisions(found.runs, change.stays, change.first), found
                     accepted = True
                     break

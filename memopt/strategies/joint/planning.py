@@ -26,8 +26,7 @@ from memopt.strategies.offload.graph_problem import graph_problem
 from memopt.strategies.solvers.running import Deadline
 
 START_SHARE, RELAXATION_SHARE, SWEEP_SHARE = 0.3, 0.4, 0.4
-"""Of the time that is left: for the plans of single strategies, for the relaxation, and for programs
-within larger budgets."""
+"""Of the time left: for single strategies' plans, the relaxation, programs in larger budgets."""
 SMALL = 1e-3
 """Tensors below this share of what the step adds to the resident bytes stay where they are."""
 DESCENTS, BUDGETS, SWEPT = 4, 10, 32
