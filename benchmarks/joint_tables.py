@@ -44,6 +44,7 @@ SHARES = (0.60, 0.40, 0.25, 0.15)
 SINGLES = ("rotor", "rotor-menus", "offload-graph", "dynprog")
 JOINT = "joint"
 STRATEGIES = (*SINGLES, JOINT)
+LIMIT_S = 60.0
 
 
 LEAST_S, MOST_STRETCH = 0.5, 20.0
@@ -71,12 +72,17 @@ class Row:
         return self.device, self.model, self.share
 
 
+def budget_of(graph: Graph, share: float) -> int:
+    """Resident bytes and a share of what store-all needs beyond them."""
+    peak_bytes = replay(graph, store_all(graph)).peak_bytes
+    return graph.resident_bytes + int(share * (peak_bytes - graph.resident_bytes))
+
+
 def row_of(
     graph: Graph, device: Device, model: str, share: float, name: str, limit_s: float
 ) -> Row:
     """Plan one cell by one strategy, in `limit_s` seconds by the wall clock."""
-    base = replay(graph, store_all(graph))
-    budget = graph.resident_bytes + int(share * (base.peak_bytes - graph.resident_bytes))
+    base, budget = replay(graph, store_all(graph)), budget_of(graph, share)
     begin = time.process_time()
     overhead = bound = gap = None
     try:
@@ -211,7 +217,7 @@ def main() -> int:
     parser.add_argument(
         "--strategies", nargs="+", choices=STRATEGIES, metavar="NAME", default=STRATEGIES
     )
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds a plan")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds a plan")
     parser.add_argument("--most", type=int, help="cells to plan in this run")
     parser.add_argument("--resume", type=Path, default=Path("out/joint/rows.json"))
     parser.add_argument("--page", type=Path)

@@ -21,8 +21,8 @@ from memopt.strategies.solvers.running import Deadline
 
 FASTER = 1e-7
 """Share of a time by which a change must be faster to count as faster."""
-HOT, COLD = 3e-4, 5e-6
-"""Shares of the step's time by which annealing accepts slower changes, at first and at last."""
+COLD = 5e-6
+"""Share of the step's time by which annealing accepts slower changes at last."""
 NEAR = 1e-4
 """Gap to the bound at which a search ends."""
 
@@ -93,8 +93,9 @@ class LocalSearch:
                         break
         return at
 
-    def anneal(self, at: Decisions, changes: int) -> None:
-        """Wander from decisions, trying so many changes."""
+    def anneal(self, at: Decisions, changes: int, hot: float) -> None:
+        """Wander from decisions, trying so many changes; `hot` is the share of the step's time by
+        which slower ones are accepted at first."""
         rng, moved = Random(self.seed), self.judged(at)
         begin, seconds = self.tried, self.deadline.left_s
         while not self._ended():
@@ -105,7 +106,7 @@ class LocalSearch:
                     done = max(done, 1 - self.deadline.left_s / max(1e-9, seconds))
                 if done >= 1 or self._ended():
                     return
-                heat = moved.time_s * HOT * (COLD / HOT) ** done
+                heat = moved.time_s * hot * (COLD / hot) ** done
                 # Slower by s is taken with probability exp(-s / heat).
                 most_s = moved.time_s - heat * math.log(max(1e-300, rng.random()))
                 found = self.judged(change, most_s)

@@ -22,15 +22,18 @@ from memopt.strategies.joint.relaxation_search import LinkedSearch
 from memopt.strategies.joint.run_table import Ints, RunTable
 from memopt.strategies.joint.starts import programs_of_chain, programs_of_stages, stored
 from memopt.strategies.monet.graph_model import Allowed
-from memopt.strategies.offload.graph_problem import graph_problem
+from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.solvers.running import Deadline
 
-START_SHARE, RELAXATION_SHARE, SWEEP_SHARE = 0.3, 0.4, 0.4
-"""Of the time left: for single strategies' plans, the relaxation, programs in larger budgets."""
+START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.3, 0.4, 0.4, 0.4
+"""Of the time left: for single strategies' plans, the relaxation, programs in larger budgets, and
+descents beyond the first."""
 SMALL = 1e-3
 """Tensors below this share of what the step adds to the resident bytes stay where they are."""
-DESCENTS, BUDGETS, SWEPT = 4, 10, 32
+DESCENTS, BUDGETS, SWEPT = 12, 10, 32
 """Starts of the local search, and larger budgets that are recomputed to, by rotor and by stages."""
+HEATS = (3e-4, 1e-2, 3e-3)
+"""Of annealings, each from the best of those before; for large tensors the second is better."""
 CHANGES_EACH = 50
 """Annealing tries so many changes for each operator at most, or as many as there are operators."""
 PROVED, CLOSE = 1e-6, 2e-3
@@ -131,8 +134,7 @@ class JointPlanning:
         """Whether the best plan is as fast as any can be that runs nothing twice."""
         if self.best is None or not self.host_bytes:
             return False
-        problem = graph_problem(self.graph, self.device)
-        return self.best[1] <= problem.lower_bound_s(self.limit_bytes)
+        return self.best[1] <= OffloadGraph.least_time_s(self.graph, self.limit_bytes, self.device)
 
     def _start(self, members: Sequence[Member]) -> None:
         """Plans of single strategies, within their share of the time."""
@@ -194,7 +196,7 @@ class JointPlanning:
             self.limit_bytes + part * (timeline.peak_bytes - self.limit_bytes) // BUDGETS
             for part in range(BUDGETS)
         ]
-        for program in programs_of_chain(self.graph, budgets):
+        for program in (self.small[0], *programs_of_chain(self.graph, budgets)):
             self._seed(program)
         if self.near:
             return
@@ -214,23 +216,28 @@ class JointPlanning:
         known = [(self.mover.moved(runs), runs) for runs in self.runs]
         known.sort(key=lambda pair: pair[0].time_s)
         self.runs = []
-        for moved, runs in known[:DESCENTS]:
-            if moved.fits and not self.deadline.passed(0.6, "joint: local search"):
+        until = self.deadline.within(DESCENT_SHARE * self.deadline.left_s)
+        for number, (moved, runs) in enumerate(known[:DESCENTS]):
+            over = self.deadline.passed(0.6, "joint: local search") or (number and not until.left_s)
+            if moved.fits and not over:
                 search = self._local_search()
                 search.descend(search.start(runs))
                 self._finish(search)
 
     def _anneal(self) -> None:
-        """Wander from the best that the local search has found."""
-        if self.decisions is not None and not self.deadline.passed(0.7, "joint: local search"):
-            search = self._local_search()
-            count = len(self.graph.operators)
-            most = max(CHANGES_EACH, count) * count
-            search.anneal(self.decisions[0], min(self.changes, most))
+        """Wander from the best that the local search has found, and from what that finds again."""
+        count = len(self.graph.operators)
+        most = max(CHANGES_EACH, count) * count
+        for number, hot in enumerate(HEATS):
+            over = self.near or self.deadline.passed(0.7, "joint: local search")
+            if self.decisions is None or over:
+                return
+            search = self._local_search(number)
+            search.anneal(self.decisions[0], min(self.changes, most), hot)
             self._finish(search)
 
-    def _local_search(self) -> LocalSearch:
-        return LocalSearch(self.mover, self.deadline, self.bound_s, self.seed)
+    def _local_search(self, number: int = 0) -> LocalSearch:
+        return LocalSearch(self.mover, self.deadline, self.bound_s, self.seed + number)
 
     def _finish(self, search: LocalSearch) -> None:
         """Take what a local search has found."""

@@ -94,6 +94,11 @@ class OffloadGraph(Strategy):
                 self._search(search)
         return search.solution(self.name, started)
 
+    @staticmethod
+    def least_time_s(graph: Graph, budget_bytes: int, device: Device) -> float:
+        """Seconds that no program beats which only moves, on a device whose link is known."""
+        return graph_problem(graph, device).lower_bound_s(budget_bytes)
+
     @property
     def _host_bytes(self) -> float:
         return math.inf if self.host_budget_bytes is None else self.host_budget_bytes
