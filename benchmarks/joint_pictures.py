@@ -1,10 +1,10 @@
 """Pictures of docs/strategies/joint.md: time against memory from the table's rows, and a timeline.
 
-    python -m benchmarks.joint_pictures [--rows out/joint/rows.json] [--device H100]
-        [--models NAME ...] [--plan NAME SHARE] [--limit 60] [--folder docs/strategies]
+    python -m benchmarks.joint_pictures [--only curves|timeline] [--rows out/joint/rows.json]
+        [--device H100] [--models NAME ...] [--plan NAME SHARE] [--folder docs/strategies]
 
-The curves are drawn of whatever cells `benchmarks.joint_tables` has kept. The timeline is of one
-joint plan, made anew.
+The curves are drawn of whatever cells `benchmarks.joint_tables` has kept, in `--limit` seconds. The
+timeline is of one joint plan, made anew with a short local search.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from benchmarks.monet_menus import BATCH, estimated_graph
 from memopt.models.device import Device
 from memopt.models.presets import find_device
 from memopt.report.style import GREY, new_figure
+from memopt.strategies import Joint
 
 DOTS_PER_INCH = 110
 COLUMNS = 3
+CHANGES, PLANNING_S = 2000, 600.0
+"""Of the timeline's plan: the changes end it, not the seconds."""
 COLORS = {"rotor": "C0", "rotor-menus": "C2", "offload-graph": "C1", "dynprog": "C4", JOINT: "C3"}
 
 
@@ -77,13 +80,17 @@ def panel(axes: Axes, rows: list[Row]) -> None:
     axes.set_xlabel("share of the memory")
 
 
-def timeline(model: str, share: float, device: Device, folder: Path, limit_s: float) -> Figure:
+def timeline(model: str, share: float, device: Device, folder: Path) -> Figure:
     """Compute and copies of a joint plan."""
     graph = estimated_graph(model, folder, device=device)
     plan = memopt.plan(
-        graph, budget=budget_of(graph, share), strategy=JOINT, device=device, time_limit_s=limit_s,
+        graph,
+        budget=budget_of(graph, share),
+        strategy=Joint(changes=CHANGES),
+        device=device,
+        time_limit_s=PLANNING_S,
         progress=False,
-    )  # fmt: skip
+    )
     figure, axes = new_figure(2.2)
     plan.plot("timeline", axes)
     axes.set_title(f"{model}, share {share:g}, {plan.overhead:+.1%}", loc="left")
@@ -93,6 +100,7 @@ def timeline(model: str, share: float, device: Device, folder: Path, limit_s: fl
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.joint_pictures")
+    parser.add_argument("--only", choices=("curves", "timeline"))
     parser.add_argument("--rows", type=Path, default=Path("out/joint/rows.json"))
     parser.add_argument("--device", default="H100")
     parser.add_argument("--models", nargs="+", default=list(FIRST))
@@ -101,15 +109,15 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("docs/strategies"))
     options = parser.parse_args()
     device = find_device(options.device)
-    kept = Kept(options.rows, Row, {"limit": options.limit, "batch": BATCH})
-    rows = [row for many in kept.rows.values() for row in many if row.device == device.name]
-    pictures = {
-        "joint-curves": curves(rows, options.models),
-        "joint-timeline": timeline(
-            options.plan[0], float(options.plan[1]), device, options.rows.parent / device.name,
-            options.limit,
-        ),
-    }  # fmt: skip
+    pictures: dict[str, Figure] = {}
+    if options.only != "timeline":
+        kept = Kept(options.rows, Row, {"limit": options.limit, "batch": BATCH})
+        rows = [row for many in kept.rows.values() for row in many if row.device == device.name]
+        pictures["joint-curves"] = curves(rows, options.models)
+    if options.only != "curves":
+        name, share = options.plan
+        folder = options.rows.parent / device.name
+        pictures["joint-timeline"] = timeline(name, float(share), device, folder)
     for name, figure in pictures.items():
         path = options.folder / f"{name}.png"
         figure.savefig(path, dpi=DOTS_PER_INCH)

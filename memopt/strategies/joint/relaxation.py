@@ -17,9 +17,6 @@ Constraints, beside those of `TimePointModel`, where t is also there after point
     back from c on          Σ_{c' ≥ c} Σ_t f[c',t] i(t) ≤ T - T(c)                 → `_homeward`
       ... of tensors that nothing needs from point c on:
                             Σ_{c' < c} Σ_t f[c',t] i(t) ≤ T(c) - T(0)
-      ... of those that nothing needs from operator k on, between the points c and c+1:
-                            Σ_{c' ≤ c} Σ_t f[c',t] i(t) ≤ T(c) - T(0) + Σ r[c] + Σ_{j < k} b[j]
-                                                          + w[c+1]                 → `_deadlines`
     one way at a time       Σ o + Σ f ≤ T, for a link that is not duplex
 Objective: all runs and waits. docs/strategies/joint.md proves that it bounds every program of the
 class from below. Gradients and other tensors of the backward count only where they are read or are
@@ -28,7 +25,6 @@ results, since they may move, too; so do forward tensors too small to be modelle
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -38,8 +34,8 @@ from memopt.strategies.solvers.binary_program import Term
 
 UNITS = 1000.0
 """The runs of a step, in the units of the rows of time: solvers' tolerances are absolute."""
-GROUPS = 12
-"""So many groups of forward operators, and of backward ones, have a row of their own."""
+SUFFIXES = 12
+"""So many groups of forward operators have a row of their own."""
 
 
 @dataclass
@@ -49,13 +45,10 @@ class LinkedModel(TimePointModel):
     Attributes:
         device: link rates.
         least_bytes: forward tensors smaller than this neither move nor take memory.
-        late: whether what runs again does so as late as it can, as `program` lets it: the optimum
-            is no bound then.
     """
 
     device: Device = field(default_factory=Device)
     least_bytes: int = 1
-    late: bool = False
 
     def __post_init__(self) -> None:
         self.h: list[dict[int, int]] = []
@@ -66,7 +59,6 @@ class LinkedModel(TimePointModel):
         self.w = [self.model.amount(self.unit_s) for _ in range(len(self.at) + 2)]
         self._outward()
         self._homeward()
-        self._deadlines()
 
     def terms(self, held: Iterable[tuple[int, int]]) -> list[Term]:
         return [term for term in super().terms(held) if term[0] >= self.least_bytes]
@@ -153,23 +145,21 @@ class LinkedModel(TimePointModel):
         for point, out in enumerate(self.o):
             copies += [(seconds[t], v) for t, v in out.items()]
             self._at_most(list(copies), self._times(-1, point))
-        for begin in range(0, self.first, max(1, self.first // GROUPS)):
+        for begin in range(0, self.first, max(1, self.first // SUFFIXES)):
             late = [t for t in self.h[0] if all(j >= begin for j, _ in self.made[t])]
             time = self._seconds((i, self.run[i]) for i in range(begin, self.first))
             time.append((1.0, self.w[0]))
             self._at_most([(seconds[t], self.h[0][t]) for t in late], time)
 
-    def _back(self, points: range, without: set[int]) -> list[Term]:
-        """Seconds, in units, of fetches that begin after some time points, but for some tensors."""
-        return [
-            (self.device.swap_in_time_s(self.size[t]) / self.unit_s, v)
-            for point in points
-            for t, v in self.f[point].items()
-            if t not in without
-        ]
-
     def _homeward(self) -> None:
-        back = self._back
+        def back(points: range, without: set[int]) -> list[Term]:
+            return [
+                (self.device.swap_in_time_s(self.size[t]) / self.unit_s, v)
+                for point in points
+                for t, v in self.f[point].items()
+                if t not in without
+            ]
+
         last = len(self.at) + 1
         for point in range(last):
             self._at_most(back(range(point, last), set()), self._times(point, last))
@@ -183,19 +173,3 @@ class LinkedModel(TimePointModel):
                 for t, v in o.items()
             ]
             self._at_most(out + back(range(last), set()), self._times(-1, last))
-
-    def _deadlines(self) -> None:
-        """Tensors come back before the last operators that need them."""
-        step = max(1, (self.count - self.first) // GROUPS)
-        for k in range(self.first + step, self.count, step):
-            point = bisect_right(self.at, k)
-            needed, _ = self._needed(k)
-            _, before = self._needed(self._begin(point), k) if self.late else (set(), set())
-            runs = [(i, self.run[i]) for i in range(self._begin(point), k)]
-            runs += [
-                (i, variables)
-                for i, variables in self.r[point].items()
-                if not self.late or i in before
-            ]
-            time = [*self._times(0, point), *self._seconds(runs), (1.0, self.w[point + 1])]
-            self._at_most(self._back(range(point + 1), needed), time)

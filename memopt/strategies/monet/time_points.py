@@ -87,17 +87,14 @@ class TimePointModel(GraphModel):
             if t in writers:
                 model.at_least_one([self.run[j][p] for j, p in writers[t]])
 
-    def _needed(self, begin: int, end: int | None = None) -> tuple[set[int], set[int]]:
-        """Find (forward tensors, operators that may run again) of use to operators from `begin` on,
-        to those before `end` if given."""
+    def _needed(self, begin: int) -> tuple[set[int], set[int]]:
+        """Find (forward tensors, operators that may run again) of use to operators from `begin`."""
         tensors: set[int] = set()
         operators: set[int] = set()
         stack = [
-            t
-            for k in range(begin, self.count if end is None else end)
-            for _, choice in self.choices[k]
+            t for k in range(begin, self.count) for _, choice in self.choices[k]
             for t in choice.reads
-        ]
+        ]  # fmt: skip
         while stack:
             t = stack.pop()
             if t not in self.made or t in tensors:
