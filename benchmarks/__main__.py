@@ -25,6 +25,7 @@ CPU = (
     "hard_placements",
     "forward_graphs",
     "joint_tables",
+    "joint_deep",
     "monet_menus",
     "monet_scale",
     "monet_windows",
