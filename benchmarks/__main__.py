@@ -26,6 +26,7 @@ CPU = (
     "forward_graphs",
     "joint_tables",
     "joint_deep",
+    "joint_pictures",
     "monet_menus",
     "monet_scale",
     "monet_windows",
