@@ -51,7 +51,7 @@ class JointPlanning:
         allowed: which implementations may be chosen.
         host_bytes: the most that may be on the host; 0: nothing moves.
         deadline: of the whole solve.
-        changes: how many changes annealing may try.
+        changes: how many changes each annealing may try.
         seed: the local search's.
     """
 
