@@ -25,6 +25,8 @@ CPU = (
     "hard_placements",
     "forward_graphs",
     "joint_tables",
+    "joint_deep",
+    "joint_pictures",
     "monet_menus",
     "monet_scale",
     "monet_windows",

@@ -1,13 +1,14 @@
 """Everything in one plan beside each strategy alone: overheads, bounds and gaps (estimated).
 
     python -m benchmarks.joint_tables [--models NAME ...] [--devices NAME ...] [--shares X ...]
-        [--limit 60] [--resume FILE] [--page FILE] [--most N]
+        [--strategies NAME ...] [--limit 60] [--resume FILE] [--page FILE] [--most N]
 
 Graphs of the zoo's models at their published sizes, batch 32, with exact implementations, are
 captured once and kept beside the rows. A cell is one strategy at one budget: resident bytes + share
 x (peak - resident), the peak being store-all's, every plan validated and replayed. Finished
-cells are kept, so that a run is taken up where it was stopped (--most ends it after so many).
-Planning seconds are CPU time.
+cells are kept, so that a run is taken up where it was stopped (--most ends it after so many), and
+in parts, strategy by strategy. Planning seconds are CPU time: where other work takes the machine's
+time, limits in seconds are stretched by as much as it took of the cell before.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ DEVICES = ("H100", "A100", "GH200")
 SHARES = (0.60, 0.40, 0.25, 0.15)
 SINGLES = ("rotor", "rotor-menus", "offload-graph", "dynprog")
 JOINT = "joint"
+STRATEGIES = (*SINGLES, JOINT)
+LIMIT_S = 60.0
+
+
+LEAST_S, MOST_STRETCH = 0.5, 20.0
+"""Cells of less CPU time say nothing about the machine's other work; the most it may stretch."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +72,17 @@ class Row:
         return self.device, self.model, self.share
 
 
+def budget_of(graph: Graph, share: float) -> int:
+    """Resident bytes and a share of what store-all needs beyond them."""
+    peak_bytes = replay(graph, store_all(graph)).peak_bytes
+    return graph.resident_bytes + int(share * (peak_bytes - graph.resident_bytes))
+
+
 def row_of(
     graph: Graph, device: Device, model: str, share: float, name: str, limit_s: float
 ) -> Row:
-    """Plan one cell by one strategy."""
-    base = replay(graph, store_all(graph))
-    budget = graph.resident_bytes + int(share * (base.peak_bytes - graph.resident_bytes))
+    """Plan one cell by one strategy, in `limit_s` seconds by the wall clock."""
+    base, budget = replay(graph, store_all(graph)), budget_of(graph, share)
     begin = time.process_time()
     overhead = bound = gap = None
     try:
@@ -87,12 +99,31 @@ def row_of(
     )  # fmt: skip
 
 
+@dataclass
+class Pace:
+    """How much slower the wall clock's seconds are than this process's."""
+
+    stretch: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Count for a moment."""
+        cpu_s, wall_s = time.process_time(), time.perf_counter()
+        while time.process_time() < cpu_s + LEAST_S:
+            pass
+        self.note(time.process_time() - cpu_s, time.perf_counter() - wall_s)
+
+    def note(self, cpu_s: float, wall_s: float) -> None:
+        """Take the last cell's; short ones say little."""
+        if cpu_s >= LEAST_S:
+            self.stretch = min(MOST_STRETCH, max(1.0, wall_s / cpu_s))
+
+
 def wanted(options: argparse.Namespace, kept: Kept[Row]) -> Iterator[tuple[str, str, float, str]]:
     """(device, model, share, strategy) of the cells that are not there yet."""
     for device in options.devices:
         for model in options.models:
             for share in options.shares:
-                for name in (*SINGLES, JOINT):
+                for name in options.strategies:
                     if key_of(device, model, share, name) not in kept.rows:
                         yield device, model, share, name
 
@@ -190,19 +221,25 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", metavar="NAME", default=MODELS)
     parser.add_argument("--devices", nargs="+", metavar="NAME", default=DEVICES)
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds a plan")
+    parser.add_argument(
+        "--strategies", nargs="+", choices=STRATEGIES, metavar="NAME", default=STRATEGIES
+    )
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds a plan")
     parser.add_argument("--most", type=int, help="cells to plan in this run")
     parser.add_argument("--resume", type=Path, default=Path("out/joint/rows.json"))
     parser.add_argument("--page", type=Path)
     options = parser.parse_args()
     kept = Kept(options.resume, Row, {"limit": options.limit, "batch": BATCH})
+    pace = Pace()
     try:
         for number, (name, model, share, strategy) in enumerate(wanted(options, kept)):
             if options.most is not None and number >= options.most:
                 break
             device = find_device(name)
             graph = estimated_graph(model, options.resume.parent / device.name, device=device)
-            row = row_of(graph, device, model, share, strategy, options.limit)
+            begin = time.perf_counter()
+            row = row_of(graph, device, model, share, strategy, pace.stretch * options.limit)
+            pace.note(row.cpu_s, time.perf_counter() - begin)
             kept.add(key_of(name, model, share, strategy), [row])
             sys.stdout.write(
                 f"{name} {model} {share:g} {strategy}: {percent(row.overhead, row.impossible)} "

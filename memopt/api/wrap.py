@@ -15,7 +15,7 @@ from memopt.api.solving import PlanRequest, Returns, make_plan, parse_returns
 from memopt.errors import InfeasibleBudgetError, PlanFileError
 from memopt.files.plan_store import PlanStore
 from memopt.models import codec
-from memopt.models.budget import check_budget
+from memopt.models.budget import MINIMUM, check_budget, parse_budget, split_reserved
 from memopt.models.device import Device
 from memopt.models.reader import digest
 from memopt.plan_record import PlanRecord
@@ -217,7 +217,8 @@ class _Planner:
 def _is_within(request: PlanRequest, plan: PlanRecord) -> bool:
     """Whether a plan from disk keeps the budgets of a request: its key says so, but its file may
     have been edited, or put in another one's place."""
-    budget = None if request.budget == MINIMUM else request.budget
+    size, _ = split_reserved(request.budget)
+    budget = None if size == MINIMUM else size
     wanted = parse_budget(budget, plan.baseline.peak_bytes), parse_host_budget(request.host_budget)
     pairs = zip(wanted, (plan.budget, plan.host_budget), strict=True)
     return all(most is None or (own is not None and own <= most) for most, own in pairs)

@@ -55,6 +55,7 @@ def test_a_plan_that_moves_and_recomputes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_every_family(family: Family) -> None:
     assert check_shares(family, SHARES, Joint(changes=1000))

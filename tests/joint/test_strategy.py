@@ -11,35 +11,16 @@ from memopt.errors import MemoptError
 from memopt.models.bounds import memory_lower_bound
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
-from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
+from memopt.models.graph import Graph
 from memopt.programs.instructions import Compute, SwapOut
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.strategies import Joint, Status, resolve
 from memopt.strategies.base import Strategy
+from tests.joint.chains import chain_of
 
 LINK = Device(to_host_bytes_per_s=1.0)
 SINGLES = ("rotor", "rotor-menus", "offload-graph", "dynprog", "monet")
-
-
-def chain_of(layers: int, size_bytes: int, seconds: float) -> Graph:
-    """Layers x → x, each of whose backward operators reads what its forward read."""
-    activations = [Tensor(f"a{i}", size_bytes) for i in range(layers + 1)]
-    gradients = [Tensor(f"g{i}", 1, TensorKind.GRADIENT) for i in range(layers + 1)]
-    first = [Operator("load", (), (0,), 1.0)]
-    forward = [Operator(f"f{i}", (i,), (i + 1,), seconds) for i in range(layers)]
-    base = layers + 1
-    backward = [
-        Operator(f"b{i}", (base + i + 1, i), (base + i,), seconds, phase=Phase.BACKWARD)
-        for i in reversed(range(layers))
-    ]
-    return Graph(
-        [*activations, *gradients],
-        [*first, *forward, *backward],
-        outputs=(layers,),
-        gradients=(base,),
-        tangents=(base + layers,),
-    )
 
 
 def time_of(graph: Graph, budget: int, strategy: str | Strategy) -> float | None:

@@ -16,12 +16,13 @@ import numpy as np
 from memopt.strategies.joint.moved import TIMINGS, Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
 from memopt.strategies.joint.run_table import Ints
+from memopt.strategies.joint.wide_changes import WideChanges
 from memopt.strategies.solvers.running import Deadline
 
 FASTER = 1e-7
 """Share of a time by which a change must be faster to count as faster."""
-HOT, COLD = 3e-4, 5e-6
-"""Shares of the step's time by which annealing accepts slower changes, at first and at last."""
+COLD = 5e-6
+"""Share of the step's time by which annealing accepts slower changes at last."""
 NEAR = 1e-4
 """Gap to the bound at which a search ends."""
 
@@ -56,10 +57,11 @@ class LocalSearch:
         """Of the best so far, seconds."""
         return math.inf if self.best is None else self.best[1].time_s
 
-    def judged(self, at: Decisions) -> Moved:
-        """What becomes of decisions, kept if it is the best so far."""
+    def judged(self, at: Decisions, most_s: float = math.inf) -> Moved:
+        """What becomes of decisions, kept if it is the best so far; those that take `most_s` or
+        longer may be taken for such as do not fit."""
         self.tried += 1
-        moved = self.mover.moved(at.runs, at.stays, TIMINGS[:1], at.first)
+        moved = self.mover.moved(at.runs, at.stays, TIMINGS[:1], at.first, most_s)
         if moved.time_s < self.time_s:
             self.best = Decisions(moved.runs, at.stays, at.first), moved
         return moved
@@ -72,23 +74,28 @@ class LocalSearch:
         return final if final.time_s < moved.time_s else moved
 
     def descend(self, at: Decisions) -> Decisions:
-        """Go downhill; where no change makes the step faster."""
+        """Go downhill, in many equal layers at once and then one by one; where no change makes the
+        step faster."""
         rng, moved = Random(self.seed), self.judged(at)
-        going = True
-        while going and not self._ended():
-            going = False
-            for change in Neighbourhood(self.mover, at, moved, rng).changes():
-                found = self.judged(change)
-                if found.time_s < moved.time_s * (1 - FASTER):
-                    at, moved = Decisions(found.runs, change.stays, change.first), found
-                    going = True
-                    break
-                if self._ended():
-                    break
+        for wide in (True, False):
+            going = True
+            while going and not self._ended():
+                going = False
+                near = Neighbourhood(self.mover, at, moved, rng)
+                for change in WideChanges(near).changes() if wide else near.changes():
+                    most_s = moved.time_s * (1 - FASTER)
+                    found = self.judged(change, most_s)
+                    if found.time_s < most_s:
+                        at, moved = Decisions(found.runs, change.stays, change.first), found
+                        going = True
+                        break
+                    if self._ended():
+                        break
         return at
 
-    def anneal(self, at: Decisions, changes: int) -> None:
-        """Wander from decisions, trying so many changes."""
+    def anneal(self, at: Decisions, changes: int, hot: float) -> None:
+        """Wander from decisions, trying so many changes; `hot` is the share of the step's time by
+        which slower ones are accepted at first."""
         rng, moved = Random(self.seed), self.judged(at)
         begin, seconds = self.tried, self.deadline.left_s
         while not self._ended():
@@ -99,10 +106,11 @@ class LocalSearch:
                     done = max(done, 1 - self.deadline.left_s / max(1e-9, seconds))
                 if done >= 1 or self._ended():
                     return
-                heat = moved.time_s * HOT * (COLD / HOT) ** done
-                found = self.judged(change)
-                slower_s = found.time_s - moved.time_s
-                if slower_s <= 0 or rng.random() < math.exp(-slower_s / heat):
+                heat = moved.time_s * hot * (COLD / hot) ** done
+                # Slower by s is taken with probability exp(-s / heat).
+                most_s = moved.time_s - heat * math.log(max(1e-300, rng.random()))
+                found = self.judged(change, most_s)
+                if found.time_s <= moved.time_s or found.time_s < most_s:
                     at, moved = Decisions(found.runs, change.stays, change.first), found
                     accepted = True
                     break

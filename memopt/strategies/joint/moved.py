@@ -109,6 +109,7 @@ class Mover:
         stays: Flags | None = None,
         timings: tuple[Timing, ...] = TIMINGS[:1],
         first: Flags | None = None,
+        most_s: float = math.inf,
     ) -> Moved:
         """The runs with transfers under the best of some timings.
 
@@ -117,6 +118,7 @@ class Mover:
             stays: tensors that are not to move; None: what may move may.
             timings: to try.
             first: tensors that move before any others do.
+            most_s: step times from this on are of no use: such runs need not fit.
         """
         from memopt.strategies.joint import lifetime_kernels, transfer_kernels
 
@@ -125,11 +127,13 @@ class Mover:
         last, kept, valid = lifetime_kernels.last_uses(v, runs)
         if not valid:
             return Moved(runs, math.inf)
+        time_s = float(lifetime_kernels.durations_of(v, runs).sum())
+        if time_s >= most_s:
+            return Moved(runs, math.inf)
         need, gaps = lifetime_kernels.memory_of(v, runs, last, kept, self.least_bytes)
         peak = int(need.max())
         best = Moved(runs, math.inf, peak_bytes=peak)
         if peak <= self.budget_bytes:
-            time_s = float(lifetime_kernels.durations_of(v, runs).sum())
             return Moved(runs, time_s, 0, np.empty((0, 3), np.int64), peak)
         sizes = v.size_bytes[gaps[:, 0]]
         never = np.zeros(len(gaps), np.bool_) if stays is None else stays[gaps[:, 0]]
@@ -144,8 +148,9 @@ class Mover:
         for timing in timings:
             rule = transfer_kernels.Rule(*timing)
             time_s, host, events = transfer_kernels.transfers(
-                v, runs, need, gaps, chosen, self.budget_bytes, self.link, rule
-            )
+                v, runs, need, gaps, chosen, self.budget_bytes, self.link, rule,
+                min(most_s, best.time_s),
+            )  # fmt: skip
             if time_s < best.time_s and host <= self.host_bytes:
                 best = Moved(runs, time_s, host, events, peak)
         return best

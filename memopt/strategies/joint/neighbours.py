@@ -74,17 +74,13 @@ class Neighbourhood:
                 self.made_by.setdefault(t, run)
         self._lives = lives
 
-    def reads(self, run: int) -> list[int]:
+    def reads(self, run: int) -> tuple[int, ...]:
         """Tensors that a variant reads, but for resident ones."""
-        v = self.mover.arrays
-        found: list[int] = v.reads[v.reads_at[run] : v.reads_at[run + 1]].tolist()
-        return found
+        return self.mover.table.reads_of[run]
 
-    def writes(self, run: int) -> list[int]:
+    def writes(self, run: int) -> tuple[int, ...]:
         """Tensors that a variant writes."""
-        v = self.mover.arrays
-        found: list[int] = v.writes[v.writes_at[run] : v.writes_at[run + 1]].tolist()
-        return found
+        return self.mover.table.writes_of[run]
 
     def changes(self) -> Iterator[Decisions]:
         """All of them, in a random order."""
@@ -120,7 +116,7 @@ class Neighbourhood:
         return self._with_runs(self.runs[:begin] + self.runs[end:])
 
     @cached_property
-    def _gaps(self) -> list[tuple[int, int, int]]:
+    def gaps(self) -> list[tuple[int, int, int]]:
         """(tensor, after, before) of the tensors that need not be there all the time."""
         v, found = self.mover.arrays, []
         for t, lives in self._lives.items():
@@ -135,7 +131,7 @@ class Neighbourhood:
     def _more(self) -> Iterator[Change]:
         """Tensors that are made again before a reader."""
         operators = self.mover.table.graph.operators
-        for t, _, before in self._gaps:
+        for t, _, before in self.gaps:
             run = self.made_by.get(t)
             if run is not None and operators[self.mover.table.variants[run][0]].recomputable:
                 yield partial(self.made_again, t, before, False)
@@ -149,6 +145,13 @@ class Neighbourhood:
             before: the reader's time point.
             deep: whether what that reads is made again, too, where it is not there any more.
         """
+        chosen = self._makers(tensor, before, deep)
+        if not chosen:
+            return None
+        return self._with_runs(self.runs[:before] + chosen + self.runs[before:])
+
+    def _makers(self, tensor: int, before: int, deep: bool) -> list[int]:
+        """The runs that make a tensor again, see `made_again`; none where that cannot be."""
         graph, chosen, stack = self.mover.table.graph, set[int](), [tensor]
         while stack:
             t = stack.pop()
@@ -157,15 +160,34 @@ class Neighbourhood:
                 continue
             if not graph.operators[self.mover.table.variants[run][0]].recomputable:
                 if t == tensor:
-                    return None
+                    return []
                 continue
             chosen.add(run)
             if len(chosen) > LONGEST:
-                return None
+                return []
             if deep:
                 stack += [u for u in self.reads(run) if not self._there(u, before)]
-        again = sorted(chosen)
-        return self._with_runs(self.runs[:before] + again + self.runs[before:])
+        return sorted(chosen)
+
+    def all_made_again(self, tensors: list[tuple[int, int]], deep: bool) -> Decisions | None:
+        """Several tensors, each made again before a reader of its own; see `made_again`.
+
+        Args:
+            tensors: (tensor, the reader's time point) of each.
+            deep: as there.
+        """
+        runs, done, end = list[int](), 0, 0
+        for tensor, before in sorted(tensors, key=lambda pair: pair[1]):
+            again = self._makers(tensor, before, deep)
+            if again:
+                runs += [*self.runs[end:before], *again]
+                done, end = done + 1, before
+        return self._with_runs([*runs, *self.runs[end:]]) if done else None
+
+    def without_points(self, points: list[int]) -> Decisions:
+        """Nothing runs at some time points."""
+        left_out = set(points)
+        return self._with_runs([run for p, run in enumerate(self.runs) if p not in left_out])
 
     def _there(self, tensor: int, point: int) -> bool:
         """Whether a tensor is needed before a time point and from it on."""
@@ -180,7 +202,7 @@ class Neighbourhood:
         if events is None:
             return
         away = set(events[events[:, 1] == 1, 2].tolist())
-        for t in sorted({t for t, _, _ in self._gaps}):
+        for t in sorted({t for t, _, _ in self.gaps}):
             if t in away or self.at.stays[t]:
                 yield partial(self.staying, t)
             if t not in away or self.at.first[t]:

@@ -20,22 +20,26 @@ from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.joint.relaxation_search import LinkedSearch
 from memopt.strategies.joint.run_table import Ints, RunTable
-from memopt.strategies.joint.starts import programs_of_chain, stored
+from memopt.strategies.joint.starts import programs_of_chain, programs_of_stages, stored
 from memopt.strategies.monet.graph_model import Allowed
+from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.solvers.running import Deadline
 
-START_SHARE, RELAXATION_SHARE = 0.3, 0.5
-"""Of the time that is left: for the plans to start from, and then for the relaxation."""
+START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.3, 0.4, 0.4, 0.4
+"""Of the time left: for single strategies' plans, the relaxation, programs in larger budgets, and
+descents beyond the first."""
 SMALL = 1e-3
 """Tensors below this share of what the step adds to the resident bytes stay where they are."""
-DESCENTS, BUDGETS = 4, 10
-"""Starts of the local search, and larger budgets that are recomputed to."""
+DESCENTS, BUDGETS, SWEPT = 12, 10, 32
+"""Starts of the local search, and larger budgets that are recomputed to, by rotor and by stages."""
+HEATS = (3e-4, 1e-2, 3e-3)
+"""Of annealings, each from the best of those before; for large tensors the second is better."""
 CHANGES_EACH = 50
 """Annealing tries so many changes for each operator at most, or as many as there are operators."""
 PROVED, CLOSE = 1e-6, 2e-3
 """Gaps at which a plan is optimal, and at which it is good enough to try nothing dear."""
-QUICK = frozenset({"offload-graph"})
-"""Plan in seconds; the others come after the relaxation, if no plan is close to the bound."""
+MOVERS = frozenset({"offload-graph"})
+"""Only move; the others are asked if no plan is close to the bound after that."""
 
 
 @dataclass(eq=False)
@@ -47,7 +51,7 @@ class JointPlanning:
         allowed: which implementations may be chosen.
         host_bytes: the most that may be on the host; 0: nothing moves.
         deadline: of the whole solve.
-        changes: how many changes annealing may try.
+        changes: how many changes each annealing may try.
         seed: the local search's.
     """
 
@@ -108,14 +112,14 @@ class JointPlanning:
         self.small.append(stored(self.graph))
         self.offer(self.small[0], "store-all")
         if not self.done and memory_lower_bound(self.graph) <= self.limit_bytes:
-            quick = [member for member in members if member.strategy.name in QUICK]
-            self._start(quick)
+            self._relax()
+            movers = [member for member in members if member.strategy.name in MOVERS]
             if not self.done:
-                self._relax()
                 self._sweep()
+                self._start([member for member in movers if not self._beats_moving])
                 self._descend()
             if not self.near:
-                self._start([member for member in members if member not in quick])
+                self._start([member for member in members if member not in movers])
                 self._descend()
                 self._anneal()
         if self.best is None:
@@ -124,6 +128,13 @@ class JointPlanning:
             if self.best is None:
                 return self._without_plan(least)
         return self._with_plan(*self.best)
+
+    @property
+    def _beats_moving(self) -> bool:
+        """Whether the best plan is as fast as any can be that runs nothing twice."""
+        if self.best is None or not self.host_bytes:
+            return False
+        return self.best[1] <= OffloadGraph.least_time_s(self.graph, self.limit_bytes, self.device)
 
     def _start(self, members: Sequence[Member]) -> None:
         """Plans of single strategies, within their share of the time."""
@@ -177,15 +188,27 @@ class JointPlanning:
             self.offer(search.best.program, "relaxation")
 
     def _sweep(self) -> None:
-        """Recompute down to a larger budget, for the mover to do the rest."""
+        """Recompute down to larger budgets, for the mover to do the rest."""
         if self.deadline.passed(0.5, "joint: larger budgets"):
             return
-        peak_bytes = replay(self.graph, self.small[0]).peak_bytes
+        timeline = replay(self.graph, self.small[0])
         budgets = [
-            self.limit_bytes + part * (peak_bytes - self.limit_bytes) // BUDGETS
+            self.limit_bytes + part * (timeline.peak_bytes - self.limit_bytes) // BUDGETS
             for part in range(BUDGETS)
         ]
-        for program in programs_of_chain(self.graph, budgets):
+        for program in (self.small[0], *programs_of_chain(self.graph, budgets)):
+            self._seed(program)
+        if self.near:
+            return
+        # The link cannot take more during a step of twice the time.
+        most_bytes = self.limit_bytes
+        if self.host_bytes:
+            most_bytes += int(2 * timeline.time_s * self.device.to_host_bytes_per_s)
+        most_bytes = min(most_bytes, timeline.peak_bytes)
+        until = self.deadline.within(SWEEP_SHARE * self.deadline.left_s)
+        stages = programs_of_stages(self.graph, most_bytes, SWEPT, until, self.allowed)
+        for program in stages:
+            self.offer(program, "stages")
             self._seed(program)
 
     def _descend(self) -> None:
@@ -193,23 +216,28 @@ class JointPlanning:
         known = [(self.mover.moved(runs), runs) for runs in self.runs]
         known.sort(key=lambda pair: pair[0].time_s)
         self.runs = []
-        for moved, runs in known[:DESCENTS]:
-            if moved.fits and not self.deadline.passed(0.6, "joint: local search"):
+        until = self.deadline.within(DESCENT_SHARE * self.deadline.left_s)
+        for number, (moved, runs) in enumerate(known[:DESCENTS]):
+            over = self.deadline.passed(0.6, "joint: local search") or (number and not until.left_s)
+            if moved.fits and not over:
                 search = self._local_search()
                 search.descend(search.start(runs))
                 self._finish(search)
 
     def _anneal(self) -> None:
-        """Wander from the best that the local search has found."""
-        if self.decisions is not None and not self.deadline.passed(0.7, "joint: local search"):
-            search = self._local_search()
-            count = len(self.graph.operators)
-            most = max(CHANGES_EACH, count) * count
-            search.anneal(self.decisions[0], min(self.changes, most))
+        """Wander from the best that the local search has found, and from what that finds again."""
+        count = len(self.graph.operators)
+        most = max(CHANGES_EACH, count) * count
+        for number, hot in enumerate(HEATS):
+            over = self.near or self.deadline.passed(0.7, "joint: local search")
+            if self.decisions is None or over:
+                return
+            search = self._local_search(number)
+            search.anneal(self.decisions[0], min(self.changes, most), hot)
             self._finish(search)
 
-    def _local_search(self) -> LocalSearch:
-        return LocalSearch(self.mover, self.deadline, self.bound_s, self.seed)
+    def _local_search(self, number: int = 0) -> LocalSearch:
+        return LocalSearch(self.mover, self.deadline, self.bound_s, self.seed + number)
 
     def _finish(self, search: LocalSearch) -> None:
         """Take what a local search has found."""

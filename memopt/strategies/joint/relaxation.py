@@ -116,9 +116,13 @@ class LinkedModel(TimePointModel):
             end = (*self.at, self.count)[point]
             found = [(k, self.run[k]) for k in range(self._begin(point), end)]
             found += list(self.r[point].items())
+        return self._seconds(found)
+
+    def _seconds(self, runs: Iterable[tuple[int, list[int]]]) -> list[Term]:
+        """Seconds of (operator, variables of its implementations), in units."""
         return [
             (choice.time_s / self.unit_s, v)
-            for i, variables in found
+            for i, variables in runs
             for (_, choice), v in zip(self.choices[i], variables, strict=True)
         ]
 
@@ -143,11 +147,7 @@ class LinkedModel(TimePointModel):
             self._at_most(list(copies), self._times(-1, point))
         for begin in range(0, self.first, max(1, self.first // SUFFIXES)):
             late = [t for t in self.h[0] if all(j >= begin for j, _ in self.made[t])]
-            time = [
-                (choice.time_s / self.unit_s, v)
-                for i in range(begin, self.first)
-                for (_, choice), v in zip(self.choices[i], self.run[i], strict=True)
-            ]
+            time = self._seconds((i, self.run[i]) for i in range(begin, self.first))
             time.append((1.0, self.w[0]))
             self._at_most([(seconds[t], self.h[0][t]) for t in late], time)
 

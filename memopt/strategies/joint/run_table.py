@@ -7,6 +7,7 @@ each time point of a step: the number of the variant that runs there, or BOUNDAR
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from memopt.models.graph import Graph, Operator
 from memopt.models.variants import Variant, variant
 from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
+from memopt.strategies.joint.equal_layers import EqualLayers
 from memopt.strategies.monet.graph_model import Allowed
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -107,14 +109,32 @@ class RunTable:
         )
 
     @cached_property
+    def figures(self) -> tuple[Operator | Variant, ...]:
+        """What each variant reads, writes and takes."""
+        return tuple(variant(self.graph.operators[i], name) for i, name in self.variants)
+
+    @cached_property
+    def reads_of(self) -> tuple[tuple[int, ...], ...]:
+        """Tensors that each variant reads, but for resident ones, each once."""
+        resident = self.graph.resident
+        return tuple(
+            tuple(t for t in dict.fromkeys(one.reads) if t not in resident) for one in self.figures
+        )
+
+    @cached_property
+    def writes_of(self) -> tuple[tuple[int, ...], ...]:
+        """Tensors that each variant writes."""
+        return tuple(tuple(one.writes) for one in self.figures)
+
+    @cached_property
+    def layers(self) -> EqualLayers:
+        """Which layers of the forward are equal."""
+        return EqualLayers(self.graph)
+
+    @cached_property
     def arrays(self) -> VariantArrays:
         """What the compiled loops read."""
-        graph = self.graph
-        figures: list[Operator | Variant] = [
-            variant(graph.operators[i], name) for i, name in self.variants
-        ]
-        resident = graph.resident
-        reads = [[t for t in dict.fromkeys(c.reads) if t not in resident] for c in figures]
+        graph, resident, figures = self.graph, self.graph.resident, self.figures
         flags = np.zeros((2, len(graph.tensors)), dtype=np.bool_)
         flags[0, sorted(graph.kept)] = True
         flags[1, sorted(graph.kept | resident | set(graph.tangents))] = True
@@ -122,9 +142,9 @@ class RunTable:
             np.array([i for i, _ in self.variants], dtype=np.int64),
             np.array([c.time_s for c in figures], dtype=np.float64),
             np.array([c.workspace_bytes for c in figures], dtype=np.int64),
-            *_rows(reads),
-            *_rows([list(c.writes) for c in figures]),
-            *_rows([list(c.in_place) for c in figures]),
+            *_rows(self.reads_of),
+            *_rows(self.writes_of),
+            *_rows([c.in_place for c in figures]),
             np.array([tensor.size_bytes for tensor in graph.tensors], dtype=np.int64),
             flags[0],
             flags[1],
@@ -151,7 +171,7 @@ class RunTable:
         return Compute(operator, (), name)
 
 
-def _rows(lists: list[list[int]]) -> tuple[Ints, Ints]:
+def _rows(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     """Rows of whole numbers as (where each begins, all of them)."""
     begins = [0, *accumulate(map(len, lists))]
     flat = [t for one in lists for t in one]

@@ -1,4 +1,4 @@
-"""Programs that are there at once: the step as it is, and the chain's."""
+"""Programs to start from: the step as it is, and those of the graph's chain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
+from memopt.strategies.monet.alternatives_table import SLOTS, AlternativesTable
+from memopt.strategies.monet.graph_model import Allowed
 from memopt.strategies.rotor import Rotor
+from memopt.strategies.solvers.running import Deadline
 
 
 def stored(graph: Graph) -> Program:
@@ -32,3 +35,18 @@ def programs_of_chain(graph: Graph, budgets: Iterable[int]) -> Iterator[Program]
         if steps is not None and steps not in known:
             known.add(steps)
             yield view.lower(steps)
+
+
+def programs_of_stages(
+    graph: Graph, most_bytes: int, count: int, deadline: Deadline, allowed: Allowed
+) -> Iterator[Program]:
+    """Rotor-menus' programs within `count` budgets up to one, total bytes. Stages that are alike
+    are solved once, and one table has them all. None where the graph has no chain, or the table
+    takes longer than there is time."""
+    if has_updates(graph):
+        return
+    view = linearize(graph)
+    # A table is for twice the budget that it is given.
+    table = AlternativesTable(view, -(-most_bytes // 2), SLOTS, deadline, allowed)
+    if table.complete:
+        yield from table.programs(count)

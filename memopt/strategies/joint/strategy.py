@@ -29,16 +29,17 @@ SOLVED_EXACTLY = 96
 class Joint(Strategy):
     """Recomputes, moves tensors to the host and chooses implementations, all in one plan.
 
-    Starts from the plans of rotor-menus (which has rotor's) and offload-graph (which has dynprog's
-    and greedy's), for small graphs monet's too, and is never slower than they are in the time they
-    had; then from a relaxation of all decisions together, which also gives the bound
-    (`LinkedModel`). A local search over the replay does the rest. Without a link of known speed
-    nothing moves.
+    Starts from a relaxation of all decisions together, which also gives the bound (`LinkedModel`),
+    from rotor's and rotor-menus' programs within larger budgets, from offload-graph's plan (which
+    has dynprog's and greedy's) where moving alone may win, and from that of rotor-menus (which has
+    rotor's), for small graphs monet's too: it is never slower than they are in the time they had. A
+    local search over the replay does the rest, many equal layers at once. Without a link of known
+    speed nothing moves.
 
     Attributes:
         host_budget_bytes: the most that may be on the host at once; None: no limit.
         exact_only: leave out implementations that change rounding.
-        changes: how many changes the local search may try beyond the first descent.
+        changes: how many changes each of the local search's annealings may try.
         seed: the local search's.
     """
 

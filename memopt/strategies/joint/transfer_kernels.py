@@ -112,6 +112,7 @@ NOW, OUT_FREE, IN_FREE = 0, 1, 2
 OPEN, AWAY, COMING, FETCHED, OFF, HOST, MOST_HOST, NOTED = range(8)
 """Of `Pass.figures`: gaps of three kinds, bytes that are coming, bytes off the device, on the host,
 the most there, and events."""
+ALLOWANCE = 1.01
 FREE, FETCH, COPY, DROP = range(4)
 """Kinds of events."""
 
@@ -158,14 +159,17 @@ class Pass(NamedTuple):
 @njit(cache=True, nogil=True)
 def transfers(
     v: VariantArrays, runs: Ints, need: Ints, gaps: Ints, chosen: Flags,
-    limit_bytes: int, link: Link, rule: Rule,
+    limit_bytes: int, link: Link, rule: Rule, most_s: float,
 ) -> tuple[float, int, Ints]:  # fmt: skip
     """(time of the step in s, infinite if it does not fit; the most on the host, bytes; events).
 
     An event is a row (point, kind, tensor), in the order of the program: before the point's run
     kind 0 frees and kind 1 fetches; after it, 2 begins the copy to the host and 3 drops it.
-    Chosen gaps that never free their tensor are left out, and the rest is placed anew.
+    Chosen gaps that never free their tensor are left out, and the rest is placed anew. It does not
+    fit, either, where it is clear on the way that it takes `most_s` or longer: at first with some
+    allowance, as the copies that are left out may have been in the way.
     """
+    allowed_s = ALLOWANCE * most_s
     while True:
         at = _begun(v, runs, need, gaps, chosen, rule.at_once)
         if at.least.max() > limit_bytes:
@@ -176,9 +180,11 @@ def transfers(
                 return np.inf, 0, at.events[:0]
             _fetch(at, v, gaps, p, link)
             _run(at, v, runs, gaps, p, link)
+            if at.clock[NOW] + at.begin_s[-1] - at.begin_s[p + 1] >= allowed_s:
+                return np.inf, 0, at.events[:0]
         if at.used.sum() == chosen.sum():
             return at.clock.max(), at.figures[MOST_HOST], at.events[: at.figures[NOTED]]
-        chosen = at.used
+        chosen, allowed_s = at.used, most_s
 
 
 @njit(cache=True, nogil=True)
@@ -240,9 +246,15 @@ def _choose_fetches(
     for n in range(away):
         g = at.away[n]
         before, size = gaps[g, 2], v.size_bytes[gaps[g, 0]]
-        ready_s += link.latency_s + size * link.in_s_per_byte
         take = before == p
-        if not take and early:
+        if not take and not early:
+            # They are in the order of their readers: nothing after this one is read here.
+            if count[AWAY] < n:
+                at.away[count[AWAY] : count[AWAY] + away - n] = at.away[n:away].copy()
+            count[AWAY] += away - n
+            return
+        ready_s += link.latency_s + size * link.in_s_per_byte
+        if not take:
             take = at.blocked[g] < p and at.begin_s[before] - at.begin_s[p] <= rule.lead * ready_s
             if take and not rule.waits:
                 take = need[p] - count[OFF] + count[FETCHED] + size <= limit_bytes
@@ -271,10 +283,12 @@ def _reserved(at: Pass, g: int, p: int, before: int, size: int, limit_bytes: int
 @njit(cache=True, nogil=True)
 def _release(at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int, limit_bytes: int) -> bool:
     """Free what this point needs the room of; whether that is enough."""
-    count, opened = at.figures, at.figures[OPEN]
-    count[OPEN] = 0
+    count = at.figures
+    if need[p] - count[OFF] + count[FETCHED] <= limit_bytes:
+        return True
+    opened, count[OPEN] = count[OPEN], 0
     for n in range(opened):
-        # Gaps that end here with their tensor still on the device need no transfer.
+        # Gaps that have ended with their tensor still on the device need no transfer.
         if gaps[at.open[n], 2] > p:
             at.open[count[OPEN]] = at.open[n]
             count[OPEN] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from memopt.models.chain import Chain
@@ -59,8 +60,7 @@ class AlternativesTable:
 
     def best(self, budget_bytes: int) -> tuple[Program | None, Program | None]:
         """Give the fastest program found that fits, and that of the smallest peak."""
-        n = len(self.view.chain)
-        feasible = [m for m in range(self.slots + 1) if self.table[1, n, m] < float("inf")]
+        feasible = self._feasible
         if not feasible:
             return None, None
         least = self.program(feasible[0])
@@ -76,6 +76,21 @@ class AlternativesTable:
             else:
                 low = middle
         return best.program, least
+
+    @property
+    def _feasible(self) -> list[int]:
+        """Slots within which there is a schedule, ascending."""
+        n = len(self.view.chain)
+        return [m for m in range(self.slots + 1) if self.table[1, n, m] < float("inf")]
+
+    def programs(self, count: int) -> Iterator[Program]:
+        """Give the programs of so many numbers of slots, from least memory to most."""
+        feasible = self._feasible
+        places = {round(k * (len(feasible) - 1) / max(1, count - 1)) for k in range(count)}
+        for place in sorted(places if feasible else ()):
+            if self.deadline.passed(0.9, "stage menus"):
+                return
+            yield self.program(feasible[place])
 
     def program(self, slots: int) -> Program:
         """Read the program of the table's schedule for so many slots."""

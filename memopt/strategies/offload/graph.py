@@ -138,6 +138,11 @@ class OffloadGraph(Strategy):
         )
         return planned_moves(graph, linked(self, device), limits, bases, self.name, known)
 
+    @staticmethod
+    def least_time_s(graph: Graph, budget_bytes: int, device: Device) -> float:
+        """Seconds that no program beats which only moves, on a device whose link is known."""
+        return graph_problem(graph, device).lower_bound_s(budget_bytes)
+
     @property
     def _host_bytes(self) -> float:
         return math.inf if self.host_budget_bytes is None else self.host_budget_bytes

@@ -1,0 +1,63 @@
+"""Programs that joint starts from: within larger budgets, and single strategies that may win."""
+
+from __future__ import annotations
+
+from memopt.models.budget import Budget
+from memopt.models.device import Device
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
+from memopt.strategies import Joint
+from memopt.strategies.joint.starts import programs_of_stages
+from memopt.strategies.offload.graph import OffloadGraph
+from memopt.strategies.solvers.running import Deadline
+from tests.joint.chains import blocks
+
+
+def test_stages_have_programs_for_many_budgets() -> None:
+    graph = blocks(6)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    programs = list(programs_of_stages(graph, peak, 6, Deadline(), lambda *_: True))
+    figures = [replay(graph, program) for program in programs]
+    assert len({figure.peak_bytes for figure in figures}) >= 3
+    assert figures[0].peak_bytes == min(figure.peak_bytes for figure in figures)
+    # The last one has all the memory it wants.
+    assert figures[-1].time_s == min(figure.time_s for figure in figures)
+    for program, figure in zip(programs, figures, strict=True):
+        assert validate(graph, program, Budget(figure.peak_bytes)) is None
+
+
+def test_a_table_that_is_not_ready_in_time_has_no_programs() -> None:
+    late = Deadline(0.0)
+    assert list(programs_of_stages(blocks(6), 100, 6, late, lambda *_: True)) == []
+
+
+def asked(seconds_a_byte: float) -> tuple[bool, float, float]:
+    """(whether offload-graph was asked, the plan's time, the least that moving alone can take)."""
+    graph = blocks(6)
+    device = Device(to_host_bytes_per_s=1.0 / seconds_a_byte)
+    budget = int(0.6 * replay(graph, store_all(graph)).peak_bytes)
+    solution = Joint(changes=50).solve(graph, budget, device=device)
+    assert solution.time_s is not None
+    lines = solution.stats.get("starts", ())
+    assert isinstance(lines, tuple)
+    names = {line[0] for line in lines}
+    least_s = OffloadGraph.least_time_s(graph, budget, device)
+    return "offload-graph" in names, solution.time_s, least_s
+
+
+def test_what_only_moves_is_not_asked_where_it_cannot_win() -> None:
+    was_asked, time_s, least_s = asked(50.0)
+    assert time_s < least_s
+    assert not was_asked
+
+
+def test_its_bound_is_one() -> None:
+    graph = blocks(6)
+    device = Device(to_host_bytes_per_s=1.0)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    for share in (0.5, 0.7, 0.9):
+        found = OffloadGraph().solve(graph, int(share * peak), device=device)
+        assert found.time_s is not None
+        least_s = OffloadGraph.least_time_s(graph, int(share * peak), device)
+        assert graph.compute_time_s <= least_s <= found.time_s * (1 + 1e-9)
