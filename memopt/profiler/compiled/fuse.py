@@ -21,6 +21,7 @@ from memopt.profiler.compiled.divide import Region, divide
 from memopt.profiler.compiled.fusible import is_fusible
 from memopt.profiler.compiled.inductor import REFUSALS, Run, check_compiler, compiled
 from memopt.profiler.compiled.kernel import FusedKernel
+from memopt.profiler.compiled.rematerialise import rematerialised
 from memopt.profiler.compiled.replace import with_kernels
 from memopt.profiler.compiled.subgraph import Layout, Subgraph, subgraphs
 from memopt.profiler.memory_layout import storage_of
@@ -137,7 +138,9 @@ def _regions(lowering: Lowering, anchors: set[Node]) -> Found:
     """The regions of a step in which some dropouts stay as they are."""
     nodes = lowering.nodes
     free = [node not in anchors and is_fusible(node) for node in nodes]
-    return subgraphs(lowering, divide(lowering, free.__getitem__))
+    regions = divide(lowering, free.__getitem__)
+    again = rematerialised(lowering, regions, [op for op, may in enumerate(free) if may])
+    return subgraphs(lowering, regions, again)
 
 
 def _compile(found: list[Subgraph], device: torch.device, progress: Progress) -> None:
