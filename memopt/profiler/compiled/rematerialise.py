@@ -93,9 +93,7 @@ def _with_operands(lowering: Lowering, tensors: set[int], makers: dict[int, int]
     return found
 
 
-def _width(
-    lowering: Lowering, tensor: int, inside: dict[int, Region], backward: set[int]
-) -> int:
+def _width(lowering: Lowering, tensor: int, inside: dict[int, Region], backward: set[int]) -> int:
     """What keeping a tensor costs."""
     graph = lowering.graph
     others = [op for op in graph.readers[tensor] if op not in backward]

@@ -92,9 +92,7 @@ class _Together:
     again: Rematerialised
 
     @staticmethod
-    def of(
-        lowering: Lowering, regions: Sequence[Region], again: Rematerialised
-    ) -> _Together:
+    def of(lowering: Lowering, regions: Sequence[Region], again: Rematerialised) -> _Together:
         operators = [op for region in regions for op in region.operators]
         phases = {op: lowering.graph.operators[op].phase for op in operators}
         backward = (op for op in operators if phases[op] is Phase.BACKWARD)
