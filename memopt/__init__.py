@@ -44,4 +44,24 @@ def measure_device(device: object = None) -> Device:
     return measure(device)  # type: ignore[arg-type]  # torch's own words name a device
 
 
+def partitioner(budget: object, strategy: object = "rotor", device: object = None) -> object:
+    """For `torch.compile(options={"custom_partitioner_fn": ...})`: memopt decides what is saved and
+    what is recomputed, Inductor compiles both halves; its `compile(model, inputs)` measures a real
+    step until the budget is kept.
+
+    Args:
+        budget: as for `plan`; a share is one of the step's peak as torch compiles it, for
+            `compile` alone.
+        strategy: a name or a Strategy that recomputes, and moves nothing.
+        device: what the graph is priced for: a preset's name or a Device; None: this machine,
+            measured in a few seconds.
+
+    Returns:
+        A `memopt.integrations.partitioner.Partitioner`; imports torch.
+    """
+    from memopt.integrations.partitioner import Partitioner
+
+    return Partitioner(budget, strategy, device)  # type: ignore[arg-type]
+
+
 __version__ = "0.1.0"
