@@ -3,6 +3,10 @@
 Importing memopt imports neither torch nor a solver: cost models can be built and planned without.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from memopt.api.comparing import compare as compare
 from memopt.api.comparison import Cell as Cell
 from memopt.api.comparison import Comparison as Comparison
@@ -35,6 +39,10 @@ from memopt.report.step_check import StepCheck as StepCheck
 from memopt.strategies import Status as Status
 from memopt.strategies import Strategy as Strategy
 
+if TYPE_CHECKING:
+    from memopt.integrations.partitioner import Partitioner
+    from memopt.models.budget import WrittenBudget
+
 
 def measure_device(device: object = None) -> Device:
     """This machine's Device, measured in a few seconds: link, memory bandwidth, rates by kind of
@@ -44,7 +52,9 @@ def measure_device(device: object = None) -> Device:
     return measure(device)  # type: ignore[arg-type]  # torch's own words name a device
 
 
-def partitioner(budget: object, strategy: object = "rotor", device: object = None) -> object:
+def partitioner(
+    budget: WrittenBudget, strategy: str | Strategy = "rotor", device: Device | str | None = None
+) -> Partitioner:
     """For `torch.compile(options={"custom_partitioner_fn": ...})`: memopt decides what is saved and
     what is recomputed, Inductor compiles both halves; its `compile(model, inputs)` measures a real
     step until the budget is kept.
@@ -61,7 +71,7 @@ def partitioner(budget: object, strategy: object = "rotor", device: object = Non
     """
     from memopt.integrations.partitioner import Partitioner
 
-    return Partitioner(budget, strategy, device)  # type: ignore[arg-type]
+    return Partitioner(budget, strategy, device)
 
 
 __version__ = "0.1.0"

@@ -12,26 +12,28 @@ again within less until the budget is kept.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memopt.api.planning import planned_device
-from memopt.api.solving import solve
+from memopt.api.solving import planned_device, solve
 from memopt.errors import InfeasibleBudgetError, MemoptError
-from memopt.models.budget import WrittenBudget, format_bytes, parse_budget
+from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
 from memopt.models.device import Device
+from memopt.models.graph import Graph, Phase
 from memopt.plan_record import PlanRecord
 from memopt.profiler.baseline import Loss, backward, clear_gradients
 from memopt.profiler.build import Lowering, build
@@ -44,12 +46,17 @@ from memopt.profiler.measure import with_costs
 from memopt.profiler.memory import metered
 from memopt.profiler.nodes import is_random
 from memopt.profiler.restored_state import state_restored
-from memopt.programs.instructions import SwapOut
+from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program, SwapOut
 from memopt.programs.lifetimes import lifetimes
+from memopt.programs.liveness import store_all, with_frees
+from memopt.programs.replay import replay
 from memopt.strategies import Strategy, resolve
 
 _NAME = "memopt_node"
 _ROUNDS = 6
+_STEPS = 16
+"""Parts of what lies between a strategy's smallest peak and store-all's, at each of which it is
+asked: a plan that makes values again more than once may take more where that is not done."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class PartitionReport:
     Attributes:
         budget_bytes: as asked for.
         planned_within_bytes: what the last plan was made for.
-        predicted_peak_bytes: that plan's; None: nothing was planned, torch's own choice fits.
+        predicted_peak_bytes: of what it saves, each other value made again once.
         measured_peak_bytes: of a real step, with all that is resident.
         saved, recomputed: forward operators whose results are kept, and that run again.
         rounds: steps measured.
@@ -67,19 +74,18 @@ class PartitionReport:
 
     budget_bytes: int
     planned_within_bytes: int
-    predicted_peak_bytes: int | None
+    predicted_peak_bytes: int
     measured_peak_bytes: int
     saved: int
     recomputed: int
     rounds: int
 
     def __str__(self) -> str:
-        predicted = "-" if self.predicted_peak_bytes is None else self.predicted_peak_bytes
         return (
             f"budget {format_bytes(self.budget_bytes)}, measured peak "
             f"{format_bytes(self.measured_peak_bytes)} (predicted "
-            f"{predicted if isinstance(predicted, str) else format_bytes(predicted)}) after "
-            f"{self.rounds} rounds; {self.saved} values saved, {self.recomputed} operators rerun"
+            f"{format_bytes(self.predicted_peak_bytes)}) after {self.rounds} rounds; {self.saved} "
+            f"values saved, {self.recomputed} operators rerun"
         )
 
 
@@ -98,8 +104,9 @@ class Partitioner(CustomPartitionerFn):
         self.strategy = resolve(strategy)
         self.device = _device(device)
         self.report: PartitionReport | None = None
-        self.plan: PlanRecord | None = None
+        self.predicted_peak_bytes = 0
         self.saved = self.recomputed = 0
+        self._kept: frozenset[int] = frozenset()
         self.failure: MemoptError | None = None
 
     def uuid(self) -> str:
@@ -126,34 +133,51 @@ class Partitioner(CustomPartitionerFn):
         made, regions = planned_regions(model, captured, lowering, "compiled", blocks)
         lowering = made.lowering
         graph = with_costs(lowering, estimate_costs(lowering, self.device, regions))
-        self.plan = plan = solve(graph, self.budget, self.strategy, device=self.device)
-        program = plan.program
-        if any(isinstance(one, SwapOut) for one in program.instructions):
-            raise MemoptError(
-                f"strategy {plan.strategy.name!r} moves tensors to the host, which Inductor's own "
-                'pipeline does not: name one that recomputes ("rotor", "monet"), or use '
-                'torch.compile(backend="memopt")'
-            )
-        boundary = program.boundary
-        kept = {
-            life.tensor
-            for life in lifetimes(plan.graph, program).device
-            if boundary is not None and life.is_live_at(boundary)
-        }
-        self._tag(gm, lowering, kept, plan)
+        self._plan(graph)
+        if self.recomputed:
+            self._tag(gm, lowering)
 
-    def _tag(self, gm: GraphModule, lowering: Lowering, kept: set[int], plan: PlanRecord) -> None:
-        again = _recomputed(plan)
-        self.recomputed = again
-        self.saved = 0
-        if not again:
-            # Nothing is recomputed: torch's own choice saves least for fused kernels.
+    def _plan(self, graph: Graph) -> None:
+        """Find the fastest choice of what is saved whose own peak is within the budget, among
+        those that the strategy makes within all budgets."""
+        base = replay(graph, store_all(graph))
+        limit = None if self.budget is None else parse_budget(self.budget, base.peak_bytes)
+        if limit is None or base.peak_bytes <= limit:
+            # Torch's own choice saves least where nothing is recomputed.
+            self.predicted_peak_bytes = base.peak_bytes
             return
-        names = {
-            lowering.bases[t].meta.get(_NAME)
-            for t in kept & set(plan.graph.producer)
-            if t in lowering.bases
-        }
+        least = solve(graph, MINIMUM, self.strategy, device=self.device)
+        room = base.peak_bytes - least.peak_bytes
+        tries = [least.peak_bytes + room * part // _STEPS for part in range(1, _STEPS)]
+        best: tuple[float, int, frozenset[int], int] | None = None
+        smallest = base.peak_bytes
+        for plan in (least, *self._plans(graph, tries)):
+            kept = _kept(plan)
+            once = _once(graph, kept)
+            figures = replay(graph, once)
+            smallest = min(smallest, figures.peak_bytes)
+            if figures.peak_bytes <= limit and (best is None or figures.time_s < best[0]):
+                again = len(once.computes) - len(graph.operators)
+                best = figures.time_s, figures.peak_bytes, kept, again
+        if best is None:
+            raise InfeasibleBudgetError(
+                f"{self.strategy.name} finds nothing to save with which Inductor's step, which "
+                f"makes each value again at most once, takes at most {format_bytes(limit)}: the "
+                f"smallest peak is {format_bytes(smallest)}",
+                limit,
+                smallest,
+            )
+        _, self.predicted_peak_bytes, self._kept, self.recomputed = best
+
+    def _plans(self, graph: Graph, budgets: Sequence[int]) -> Iterator[PlanRecord]:
+        for budget in budgets:
+            with contextlib.suppress(InfeasibleBudgetError):
+                yield solve(graph, budget, self.strategy, device=self.device)
+
+    def _tag(self, gm: GraphModule, lowering: Lowering) -> None:
+        """Tell torch's partitioner what is saved, and that all else may be made again."""
+        kept = self._kept & set(lowering.graph.producer)
+        names = {lowering.bases[t].meta.get(_NAME) for t in kept if t in lowering.bases}
         for node in _forward_nodes(gm):
             results = [node, *(user for user in node.users if user.target is operator.getitem)]
             saved = any(one.name in names for one in results)
@@ -189,11 +213,13 @@ class Partitioner(CustomPartitionerFn):
         call = to_call(inputs)
         loss = None if loss_fn is None else Loss(loss_fn, targets)
         resident = _resident_bytes(model, call)
-        own = Partitioner(None, "store-all", self.device)
+        own = Partitioner(None, self.strategy, self.device)
         run = _compiled(model, own, options)
         peak = resident + self._measured(own, run, model, call, loss)
         budget = parse_budget(self.budget, peak)
-        within, one, rounds = budget, own, 1
+        if budget is None:
+            raise ValueError('name a budget: bytes, a share, or a string with a unit ("6GiB")')
+        within, last, one, rounds = budget, budget, own, 1
         while peak > budget:
             if rounds > _ROUNDS:
                 raise InfeasibleBudgetError(
@@ -205,13 +231,11 @@ class Partitioner(CustomPartitionerFn):
             one = Partitioner(within, self.strategy, self.device)
             run = _compiled(model, one, options)
             peak = resident + self._measured(one, run, model, call, loss)
-            predicted = within if one.plan is None else one.plan.peak_bytes
-            last, within = within, min(within, predicted) - max(1, peak - budget)
+            last, within = within, one.predicted_peak_bytes - max(1, peak - budget)
             rounds += 1
-        shown = within if one is own else last
-        made = None if one is own or one.plan is None else one.plan.peak_bytes
-        self.report = PartitionReport(budget, shown, made, peak, one.saved, one.recomputed, rounds)
-        self.plan, self.saved, self.recomputed = one.plan, one.saved, one.recomputed
+        self.report = PartitionReport(
+            budget, last, one.predicted_peak_bytes, peak, one.saved, one.recomputed, rounds
+        )
         return run
 
     def _measured(
@@ -229,7 +253,9 @@ class Partitioner(CustomPartitionerFn):
         with state_restored(model, call, *(loss.parts if loss else ())):
             clear_gradients(model, call.tensors())
             try:
-                step()
+                # What is found in AOTAutograd's cache is divided already; Inductor's own is used.
+                with functorch_config.patch(enable_autograd_cache=False):
+                    step()
             except Exception:
                 if one.failure is not None:
                     raise one.failure from None
@@ -261,10 +287,42 @@ def _resident_bytes(model: nn.Module, call: Call) -> int:
     return sum(storages.values())
 
 
-def _recomputed(plan: PlanRecord) -> int:
-    """How many operators of the forward a plan runs again."""
-    runs = [one.op for _, one in plan.program.computes]
-    return len(runs) - len(set(runs))
+def _kept(plan: PlanRecord) -> frozenset[int]:
+    """What a plan has in memory at the loss boundary."""
+    program = plan.program
+    if any(isinstance(one, SwapOut) for one in program.instructions):
+        raise MemoptError(
+            f"strategy {plan.strategy.name!r} moves tensors to the host, which Inductor's own "
+            'pipeline does not: name one that recomputes ("rotor", "monet"), or use '
+            'torch.compile(backend="memopt")'
+        )
+    boundary = program.boundary
+    if boundary is None:
+        return frozenset()
+    lives = lifetimes(plan.graph, program).device
+    return frozenset(life.tensor for life in lives if life.is_live_at(boundary))
+
+
+def _once(graph: Graph, kept: frozenset[int]) -> Program:
+    """The step as Inductor runs it: what the backward reads and is not saved is made again before
+    its first reader there, and stays until its last."""
+    backward = [i for i, one in enumerate(graph.operators) if one.phase is not Phase.FORWARD]
+    forward = range(len(graph.operators) - len(backward))
+    instructions: list[Instruction] = [Compute(op, ()) for op in forward]
+    instructions.append(LossBoundary())
+    there = set(kept) | {t for t in range(len(graph.tensors)) if t not in graph.producer}
+    there |= set(graph.outputs)
+    for op in backward:
+        stack = [op]
+        while stack:
+            missing = {t for t in graph.operators[stack[-1]].reads if t not in there}
+            if missing:
+                stack.append(graph.producer[min(missing)])
+            else:
+                done = stack.pop()
+                instructions.append(Compute(done, ()))
+                there |= set(graph.operators[done].writes)
+    return Program(with_frees(graph, instructions))
 
 
 def _captured(gm: GraphModule, outputs: int) -> Captured:
