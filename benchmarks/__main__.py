@@ -25,6 +25,7 @@ CPU = (
     "hard_placements",
     "forward_graphs",
     "joint_tables",
+    "partitioner",
     "monet_menus",
     "monet_scale",
     "monet_windows",

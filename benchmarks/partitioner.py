@@ -44,6 +44,7 @@ def row(contest: Contest, share: float, strategy: str, device: Device, rounds: i
     except MemoptError as error:
         return f"{begin} - | - | {error} | - |"
     report = partitioner.report
+    assert report is not None
 
     def ours() -> None:
         contest.step(run)

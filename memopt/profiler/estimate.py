@@ -35,7 +35,7 @@ from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.compiled.choice import check_kernels
-from memopt.profiler.compiled.fuse import planned_regions
+from memopt.profiler.compiled.fuse import Fused, planned_regions
 from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.dropped_outputs import unread
 from memopt.profiler.estimated_autocast import autocast_for_cuda
@@ -210,11 +210,11 @@ def estimate_model(
         captured = capture(stand_in, fake_call, lambda: used().gradients)
         loss_use = used()
     lowering = build(stand_in, captured, device.block_bytes)
-    described = _notes(captured, device)
-    regions: dict[str, tuple[Work, ...]] = {}
+    made, regions = Fused(captured, lowering), {}
+    notes = [*_notes(captured, device), *notes]
     if kernels != "aten":
         made, regions = planned_regions(stand_in, captured, lowering, kernels, device.block_bytes)
-        captured, lowering, described = made.captured, made.lowering, (*described, *made.notes)
+    captured, lowering = made.captured, made.lowering
     report(0.8, f"pricing operators for {device.name}")
     graph = with_state(with_costs(lowering, estimate_costs(lowering, device, regions)), backend)
     state = optimizer_state(optimizer, model.parameters(), device.block_bytes)
@@ -242,7 +242,7 @@ def estimate_model(
         baseline=Baseline(timeline.peak_bytes, timeline.time_s, measured=False),
         torch_device=cpu,
         record=record,
-        notes=(*described, *notes),
+        notes=(*notes, *made.notes),
         optimizer=state,
     )
 
