@@ -35,7 +35,7 @@ from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.compiled.choice import check_kernels
-from memopt.profiler.compiled.fuse import Fused, planned_regions
+from memopt.profiler.compiled.fuse import planned_regions
 from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.dropped_outputs import unread
 from memopt.profiler.estimated_autocast import autocast_for_cuda
@@ -210,10 +210,8 @@ def estimate_model(
         captured = capture(stand_in, fake_call, lambda: used().gradients)
         loss_use = used()
     lowering = build(stand_in, captured, device.block_bytes)
-    made, regions = Fused(captured, lowering), {}
     notes = [*_notes(captured, device), *notes]
-    if kernels != "aten":
-        made, regions = planned_regions(stand_in, captured, lowering, kernels, device.block_bytes)
+    made, regions = planned_regions(stand_in, captured, lowering, kernels, device.block_bytes)
     captured, lowering = made.captured, made.lowering
     report(0.8, f"pricing operators for {device.name}")
     graph = with_state(with_costs(lowering, estimate_costs(lowering, device, regions)), backend)

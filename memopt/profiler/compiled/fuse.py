@@ -128,7 +128,7 @@ def planned_regions(
         kernels: as asked for.
         block_bytes: the allocator's granularity.
     """
-    found = _regions(lowering, set())
+    found = _regions(lowering, set()) if kernels != "aten" else []
     if not found:
         return Fused(captured, lowering, (), kernels), {}
     works = {one.key: region_work(lowering, region, one) for region, one in found}
