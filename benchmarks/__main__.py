@@ -27,6 +27,7 @@ CPU = (
     "joint_tables",
     "joint_deep",
     "joint_pictures",
+    "partitioner",
     "monet_menus",
     "monet_scale",
     "monet_windows",

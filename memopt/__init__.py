@@ -3,6 +3,10 @@
 Importing memopt imports neither torch nor a solver: cost models can be built and planned without.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from memopt.api.comparing import compare as compare
 from memopt.api.comparison import Cell as Cell
 from memopt.api.comparison import Comparison as Comparison
@@ -39,6 +43,10 @@ from memopt.report.step_check import StepCheck as StepCheck
 from memopt.strategies import Status as Status
 from memopt.strategies import Strategy as Strategy
 
+if TYPE_CHECKING:
+    from memopt.integrations.partitioner import Partitioner
+    from memopt.models.budget import WrittenBudget
+
 
 def measure_device(device: object = None) -> Device:
     """This machine's Device, measured in a few seconds: link, memory bandwidth, rates by kind of
@@ -46,6 +54,28 @@ def measure_device(device: object = None) -> Device:
     from memopt.profiler.device_measure import measure_device as measure
 
     return measure(device)  # type: ignore[arg-type]  # torch's own words name a device
+
+
+def partitioner(
+    budget: WrittenBudget, strategy: str | Strategy = "rotor", device: Device | str | None = None
+) -> Partitioner:
+    """For `torch.compile(options={"custom_partitioner_fn": ...})`: memopt decides what is saved and
+    what is recomputed, Inductor compiles both halves; its `compile(model, inputs)` measures a real
+    step until the budget is kept.
+
+    Args:
+        budget: as for `plan`; a share is one of the step's peak as torch compiles it, for
+            `compile` alone.
+        strategy: a name or a Strategy that recomputes, and moves nothing.
+        device: what the graph is priced for: a preset's name or a Device; None: this machine,
+            measured in a few seconds.
+
+    Returns:
+        A `memopt.integrations.partitioner.Partitioner`; imports torch.
+    """
+    from memopt.integrations.partitioner import Partitioner
+
+    return Partitioner(budget, strategy, device)
 
 
 __version__ = "0.1.0"

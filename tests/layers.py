@@ -86,6 +86,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.errors",
         "memopt.models",
         "memopt.programs",
+        "memopt.profiler",
+        "memopt.plan_record",
         "memopt.executor",
         "memopt.strategies",
         "memopt.api",
@@ -128,6 +130,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.strategies",
         "memopt.report",
         "memopt.api",
+        "memopt.integrations",
     ),
 }
 

@@ -187,7 +187,10 @@ class Sites:
         reads = dict.fromkeys(
             t for node in call.all_input_nodes for t in self._storages[node] if t is not None
         )
-        writes = (t for t in self._storages[call] if t is not None and t not in resident)
+        writes = dict.fromkeys(
+            t for t in self._storages[call] if t is not None and t not in resident
+        )
+        own = len(self._lowering.graph.tensors)
         self._nodes[index, name] = call
         self._choices.setdefault(index, []).append(
             Implementation(
@@ -195,9 +198,10 @@ class Sites:
                 0.0,
                 workspace_bytes,
                 tuple(reads),
-                tuple(dict.fromkeys(writes)),
+                tuple(writes),
                 exact,
                 self._in_place(call),
+                packed=any(t >= own for t in (*reads, *writes)),
             )
         )
 

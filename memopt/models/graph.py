@@ -82,6 +82,8 @@ class Implementation:
         exact: whether it gives the operator's results bit for bit.
         in_place: as the operator's, under this implementation: the first tensor it writes may
             take over the storage of one of these.
+        packed: whether it makes or reads a tensor that only implementations have, an operand in
+            few bits (MONeT's intermediate-activated operators).
     """
 
     name: str
@@ -91,6 +93,7 @@ class Implementation:
     writes: tuple[int, ...] | None = None
     exact: bool = True
     in_place: tuple[int, ...] = field(default=(), metadata=SPARSE)
+    packed: bool = field(default=False, metadata=SPARSE)
 
     def __post_init__(self) -> None:
         check_seconds(f"Implementation {self.name!r}", time_s=self.time_s)

@@ -56,13 +56,14 @@ def profiled_of(
         raise ValueError("plan(model, inputs): example inputs are needed to capture the model")
     loss = _loss(inputs, loss_fn, targets, loss_alone)
     if estimate_for is not None:
-        if kernels != "aten":
-            raise ValueError(
-                f"kernels={kernels!r} are compiled and measured here; an estimate prices ATen's: "
-                "leave kernels= out"
-            )
         return estimate_model(
-            model, inputs, estimate_for, loss=loss, optimizer=optimizer, progress=progress
+            model,
+            inputs,
+            estimate_for,
+            loss=loss,
+            optimizer=optimizer,
+            kernels=kernels,
+            progress=progress,
         )
     options = MeasureOptions(cache=ProfileCache() if cache else None)
     if whole_step and members_of(model):

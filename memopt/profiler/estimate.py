@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -33,6 +34,9 @@ from memopt.profiler.baseline import (
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost
 from memopt.profiler.capture import Captured, capture
+from memopt.profiler.compiled.choice import check_kernels
+from memopt.profiler.compiled.fuse import planned_regions
+from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.dropped_outputs import unread
 from memopt.profiler.estimated_autocast import autocast_for_cuda
 from memopt.profiler.fake import Fakes, fused_attention, real_call
@@ -83,6 +87,20 @@ def work_time_s(done: Work, device: Device) -> float:
     return done.calls * device.launch_latency_s + time_s
 
 
+def _fused_time_s(parts: Sequence[Work], device: Device) -> float:
+    """Roofline time of a fused kernel: the longer of what it moves and what it computes."""
+    computed_s = moved_s = latency_s = 0.0
+    for part in parts:
+        launch_s = part.calls * device.launch_latency_s
+        time_s = work_time_s(part, device) - launch_s
+        latency_s += launch_s
+        if part.moved_bytes:
+            moved_s += time_s
+        else:
+            computed_s += time_s
+    return latency_s + max(moved_s, computed_s)
+
+
 def _rate(done: Work, device: Device) -> float | None:
     rates = device.flops_per_s
     special = rates.get(f"{done.dtype} {done.kind}") if done.kind else None
@@ -103,9 +121,11 @@ def _rate(done: Work, device: Device) -> float | None:
     return rates[dtype] * device.flops_fraction
 
 
-def estimate_costs(lowering: Lowering, device: Device) -> list[Cost]:
+def estimate_costs(
+    lowering: Lowering, device: Device, regions: Mapping[str, Sequence[Work]] | None = None
+) -> list[Cost]:
     """Roofline time, workspace and result sizes of every operator of a lowering; of a collective
-    its time on the network."""
+    its time on the network; of `regions`, by the keys of their kernels, the work is known."""
     cuda = device.block_bytes > 1
     known: dict[str, Cost] = {}
     costs = []
@@ -114,6 +134,9 @@ def estimate_costs(lowering: Lowering, device: Device) -> list[Cost]:
         if call.text not in known and operator.collective is not None:
             network_s = device.collective_time_s(operator.collective)
             known[call.text] = Cost(network_s, 0, _result_bytes(call, outputs, device))
+        elif call.text not in known and isinstance(node.target, FusedKernel):
+            time_s = _fused_time_s((regions or {})[node.target.key], device)
+            known[call.text] = Cost(time_s, 0, _result_bytes(call, outputs, device))
         elif call.text not in known:
             known[call.text] = Cost(
                 work_time_s(work(call, outputs), device),
@@ -150,6 +173,7 @@ def estimate_model(
     *,
     loss: Loss | None = None,
     optimizer: str | torch.optim.Optimizer | None = None,
+    kernels: str = "aten",
     progress: Progress | None = None,
 ) -> Profiled:
     """Capture a model with fake tensors and price its step for a device.
@@ -163,6 +187,7 @@ def estimate_model(
         loss: the user's loss; its memory is charged at the loss boundary, and outputs that it
             does not use get no gradient.
         optimizer: whose state is resident: a name or an instance; see `optimizer_state`.
+        kernels: "aten", or "compiled" or "auto" for regions priced as fused kernels.
         progress: called with (fraction, what).
 
     Returns:
@@ -173,6 +198,7 @@ def estimate_model(
         CaptureError, ValueError: see `capture`, `to_call`, `work_time_s`.
     """
     report = progress or (lambda _fraction, _what: None)
+    check_kernels(kernels)
     report(0.0, "capturing the model with fake tensors")
     backend = estimated_backend(device.block_bytes)
     cuda = not backend.on_host
@@ -187,8 +213,11 @@ def estimate_model(
         captured = capture(stand_in, fake_call, lambda: used().gradients)
         loss_use = used()
     lowering = build(stand_in, captured, device.block_bytes)
+    notes = [*_notes(captured, device), *notes]
+    made, regions = planned_regions(stand_in, captured, lowering, kernels, device.block_bytes)
+    captured, lowering = made.captured, made.lowering
     report(0.8, f"pricing operators for {device.name}")
-    graph = with_state(with_costs(lowering, estimate_costs(lowering, device)), backend)
+    graph = with_state(with_costs(lowering, estimate_costs(lowering, device, regions)), backend)
     state = optimizer_state(optimizer, model.parameters(), device.block_bytes)
     more_bytes = state.bytes_total + loss_use.kept_bytes + backend.step_scalars_bytes
     if cuda:
@@ -204,6 +233,7 @@ def estimate_model(
         graphs=(lowering.graph, graph),
         output_gradients=loss_use.gradients,
         loss_bytes=loss_use.kept_bytes,
+        kernels=kernels,
     )
     report(1.0, "estimated")
     return Profiled(
@@ -213,7 +243,7 @@ def estimate_model(
         baseline=Baseline(timeline.peak_bytes, timeline.time_s, measured=False),
         torch_device=cpu,
         record=record,
-        notes=(*_notes(captured, device), *notes),
+        notes=(*notes, *made.notes),
         optimizer=state,
     )
 

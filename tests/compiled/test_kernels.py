@@ -161,10 +161,3 @@ def test_another_shape_is_planned_with_the_same_kernels() -> None:
 def test_kernels_of_another_name_are_refused() -> None:
     with pytest.raises(ValueError, match="'aten', 'compiled', 'auto'"):
         memopt.plan(nn.Linear(2, 2), torch.ones(1, 2), kernels="triton", progress=False)
-
-
-def test_estimates_price_aten() -> None:
-    with pytest.raises(ValueError, match="estimate"):
-        memopt.plan(
-            nn.Linear(2, 2), torch.ones(1, 2), mode="estimate", device="H100", kernels="auto"
-        )

@@ -340,3 +340,16 @@ def test_batch_norm_runs_again_by_its_known_statistics(interpreted: bool) -> Non
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
     for a, b in zip(model.buffers(), other.buffers(), strict=True):
         assert torch.equal(a, b), "running statistics moved twice"
+
+
+def test_packed_says_what_only_implementations_hold() -> None:
+    model, x = cnn()
+    profiled = profile_model(model, x, options=QUICK)
+    own = len(profiled.graph.tensors)
+    operators = with_implementations(profiled, options=QUICK).graph.operators
+    choices = [choice for operator in operators for choice in operator.implementations]
+    named = {choice.name for choice in choices if choice.packed}
+    assert {"bitmask", "index8"} <= named
+    for choice in choices:
+        used = (*(choice.reads or ()), *(choice.writes or ()))
+        assert choice.packed == any(tensor >= own for tensor in used)

@@ -35,7 +35,10 @@ def training_graph(rng: Random, forward: int, alternatives: bool) -> Graph:
             choices.append(Implementation("other", rng.randint(1, 9), rng.randint(0, 4)))
         if alternatives and rng.random() < 0.4:
             mask[i] = tensor(f"m{i}", 2)
-            choices.append(Implementation("masked", rng.randint(1, 9), 0, writes=(out, mask[i])))
+            writes = (out, mask[i])
+            choices.append(
+                Implementation("masked", rng.randint(1, 9), 0, writes=writes, packed=True)
+            )
         operators.append(
             Operator(
                 f"f{i}",
@@ -59,7 +62,8 @@ def training_graph(rng: Random, forward: int, alternatives: bool) -> Graph:
                 Implementation("side", rng.randint(1, 9), rng.randint(0, 3), reads=reads)
             )
         if i in mask:
-            choices.append(Implementation("mask", rng.randint(1, 9), 0, reads=(gradient, mask[i])))
+            packed = (gradient, mask[i])
+            choices.append(Implementation("mask", rng.randint(1, 9), 0, reads=packed, packed=True))
         reads = tuple(dict.fromkeys((gradient, *rng.choice(sides))))
         new = tensor(f"g{i}", 5, TensorKind.GRADIENT)
         operators.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -10,7 +11,7 @@ from memopt import plan
 from memopt.errors import MemoptError
 from memopt.models.bounds import memory_lower_bound
 from memopt.models.budget import Budget
-from memopt.models.graph import Graph
+from memopt.models.graph import Graph, Implementation, Operator
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import validate_and_replay
@@ -296,3 +297,22 @@ def test_choices_by_name() -> None:
     assert Monet(choices="conv") == Monet(choices=Choices.CONV)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing"):
         Monet(choices="nothing")  # type: ignore[arg-type]
+
+
+def test_what_an_implementation_is_does_not_hang_on_its_name() -> None:
+    forward = Operator("conv", (0,), (1,), 4.0, target="aten.convolution.default")
+    relu = Operator("relu", (1,), (2,), 2.0)
+    names = ("mask", "index8", "any")
+    same = tuple(Implementation(name, 1.0) for name in names)
+    fewer = tuple(Implementation(name, 1.0, reads=(0,)) for name in names)
+    more = tuple(Implementation(name, 1.0, reads=(0,), packed=True) for name in names)
+    kinds = {
+        Choices.CONV: (*((relu, c) for c in same), *((forward, c) for c in fewer)),
+        Choices.OUTPUT: tuple((relu, c) for c in fewer),
+        Choices.INTERMEDIATE: tuple((relu, c) for c in more),
+    }
+    for choices, which in kinds.items():
+        for operator, choice in which:
+            found = replace(operator, implementations=(choice,))
+            only = [c for c in kinds if Monet(choices=c).allowed(found, choice.name)]
+            assert only == [choices], choice

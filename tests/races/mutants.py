@@ -16,7 +16,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from memopt.executor import codegen, host_pool, values
+from memopt.executor import host_pool, values
 from memopt.executor.swap_streams import PooledCopy, PoolLease, StreamSwap
 from memopt.models.graph import Graph
 from memopt.programs import in_place
@@ -152,7 +152,7 @@ def _no_wait(writer: Any, tensor: int) -> None:
 
 @contextlib.contextmanager
 def _no_waits_and(extra: AbstractContextManager[Any]) -> Iterator[None]:
-    with mock.patch.object(codegen._Writer, "arrive", _no_wait), extra:
+    with mock.patch.object(code_writer.Writer, "arrive", _no_wait), extra:
         yield
 
 

@@ -21,8 +21,11 @@ from memopt.profiler.compiled.divide import Region, divide
 from memopt.profiler.compiled.fusible import is_fusible
 from memopt.profiler.compiled.inductor import REFUSALS, Run, check_compiler, compiled
 from memopt.profiler.compiled.kernel import FusedKernel
+from memopt.profiler.compiled.region_work import region_work
+from memopt.profiler.compiled.rematerialise import rematerialised
 from memopt.profiler.compiled.replace import with_kernels
 from memopt.profiler.compiled.subgraph import Layout, Subgraph, subgraphs
+from memopt.profiler.flops import Work
 from memopt.profiler.memory_layout import storage_of
 
 Progress = Callable[[float, str], None]
@@ -112,6 +115,32 @@ def fused(
     return Fused(captured, lowering, notes, kernels, tuple(sorted(left)))
 
 
+def planned_regions(
+    model: nn.Module, captured: Captured, lowering: Lowering, kernels: str, block_bytes: int
+) -> tuple[Fused, dict[str, tuple[Work, ...]]]:
+    """A captured step whose regions are operators, none of them compiled, and the work of each by
+    its key: for an estimate.
+
+    Args:
+        model: what was captured.
+        captured: its step; changed in place.
+        lowering: of the step.
+        kernels: as asked for.
+        block_bytes: the allocator's granularity.
+    """
+    found = _regions(lowering, set()) if kernels != "aten" else []
+    if not found:
+        return Fused(captured, lowering, (), kernels), {}
+    works = {one.key: region_work(lowering, region, one) for region, one in found}
+    calls = [(region, one, FusedKernel(one.key)) for region, one in found]
+    captured = with_kernels(captured, lowering, calls)
+    note = (
+        f"{len(found)} regions are priced as fused kernels: each reads its inputs and writes its "
+        "outputs once, in one launch, without memory of its own."
+    )
+    return Fused(captured, build(model, captured, block_bytes), (note,), kernels), works
+
+
 def _is_in(pair: tuple[Region, Subgraph], pairs: Found) -> bool:
     return any(pair is one for one in pairs)
 
@@ -137,7 +166,9 @@ def _regions(lowering: Lowering, anchors: set[Node]) -> Found:
     """The regions of a step in which some dropouts stay as they are."""
     nodes = lowering.nodes
     free = [node not in anchors and is_fusible(node) for node in nodes]
-    return subgraphs(lowering, divide(lowering, free.__getitem__))
+    regions = divide(lowering, free.__getitem__)
+    again = rematerialised(lowering, regions, [op for op, may in enumerate(free) if may])
+    return subgraphs(lowering, regions, again)
 
 
 def _compile(found: list[Subgraph], device: torch.device, progress: Progress) -> None:

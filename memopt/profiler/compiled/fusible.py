@@ -46,6 +46,7 @@ _UNTAGGED = _overloads(
     """
 )
 """Pointwise operators that torch does not call so."""
+_SAME_ELEMENTS = _overloads("_to_copy.default clone.default copy.default")
 _FUSED = _REDUCTIONS | _NORMS | _COPIES | _UNTAGGED
 _MADE_OF_NOTHING = _overloads(
     """
@@ -66,8 +67,19 @@ def is_fusible(node: Node) -> bool:
     if any(not _plain(value) for value in _values(node)):
         return False
     name = str(target)
-    pointwise = torch.Tag.pointwise in target.tags and target.namespace in ("aten", "prims")
-    return pointwise or name in _FUSED or name in _MADE_OF_NOTHING
+    return _is_tagged(target) or name in _FUSED or name in _MADE_OF_NOTHING
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether each element of a fusible call's result is made of few elements of its operands."""
+    target: Any = node.target
+    name = str(target)
+    cheap = name in _UNTAGGED or name in _SAME_ELEMENTS or name in _MADE_OF_NOTHING
+    return is_dropout(node) or cheap or _is_tagged(target)
+
+
+def _is_tagged(target: torch._ops.OpOverload) -> bool:
+    return torch.Tag.pointwise in target.tags and target.namespace in ("aten", "prims")
 
 
 def is_constant(node: Node) -> bool:

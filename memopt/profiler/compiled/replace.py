@@ -35,7 +35,7 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
     The call of a region stands where its last operator stood.
     """
     graph = captured.module.graph
-    _reorder(graph, lowering, [region for region, _, _ in fused])
+    _reorder(graph, lowering, fused)
     seeds = _seeds(graph, fused)
     renamed: dict[Node, Node] = {}
     for region, one, kernel in fused:
@@ -99,12 +99,12 @@ def _call(graph: FxGraph, fake_mode: Any, target: Any, *args: Any) -> Node:
     return node
 
 
-def _reorder(graph: FxGraph, lowering: Lowering, regions: Sequence[Region]) -> None:
+def _reorder(graph: FxGraph, lowering: Lowering, fused: Sequence[Fused]) -> None:
     """Put the nodes of each region behind all that they read, and before all that reads them."""
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     unit = {node: i for i, node in enumerate(nodes)}
-    for region in regions:
+    for region, _, _ in fused:
         calls = [lowering.nodes[op] for op in region.operators]
         last = max(position[call] for call in calls)
         for call in calls:
@@ -120,6 +120,9 @@ def _reorder(graph: FxGraph, lowering: Lowering, regions: Sequence[Region]) -> N
         one: {unit[s] for node in group for s in node.all_input_nodes} - {one}
         for one, group in members.items()
     }
+    for region, part, _ in fused:
+        one = unit[lowering.nodes[region.operators[0]]]
+        needs[one] |= {unit[node] for node in part.inputs} - {one}
     waiting: dict[int, list[int]] = defaultdict(list)
     for one, sources in needs.items():
         for source in sources:

@@ -14,10 +14,12 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from memopt.models.graph import Phase
 from memopt.profiler.build import Lowering
 from memopt.profiler.compiled.divide import Region
 from memopt.profiler.compiled.dropout import dropped_out, is_dropout, kept_elements, mask_of
 from memopt.profiler.compiled.fusible import is_constant
+from memopt.profiler.compiled.rematerialise import Rematerialised
 
 _ALIGNED = 64
 """Bytes: kernels may ask where in them a tensor begins."""
@@ -69,20 +71,43 @@ class Subgraph:
     key: str
 
 
-def subgraphs(lowering: Lowering, regions: Sequence[Region]) -> list[tuple[Region, Subgraph]]:
+def subgraphs(
+    lowering: Lowering, regions: Sequence[Region], again: Rematerialised
+) -> list[tuple[Region, Subgraph]]:
     """Regions as graphs of their own, without those that write nothing. They are to be replaced
-    together: masks of dropouts that only they read are not written."""
-    members = frozenset(lowering.nodes[op] for region in regions for op in region.operators)
-    taken = ((region, _Taken(lowering, region, members).made()) for region in regions)
+    together: masks of dropouts that only they read are not written, nor is what the backward's
+    regions make `again`."""
+    together = _Together.of(lowering, regions, again)
+    taken = ((region, _Taken(lowering, region, together).made()) for region in regions)
     return [(region, one) for region, one in taken if one is not None]
+
+
+@dataclass(frozen=True)
+class _Together:
+    """The regions that are to be replaced together: their calls, those of the backward among them,
+    and what these make again."""
+
+    calls: frozenset[Node]
+    backward: frozenset[Node]
+    again: Rematerialised
+
+    @staticmethod
+    def of(lowering: Lowering, regions: Sequence[Region], again: Rematerialised) -> _Together:
+        operators = [op for region in regions for op in region.operators]
+        phases = {op: lowering.graph.operators[op].phase for op in operators}
+        backward = (op for op in operators if phases[op] is Phase.BACKWARD)
+        nodes = lowering.nodes
+        return _Together(
+            frozenset(nodes[op] for op in operators), frozenset(nodes[op] for op in backward), again
+        )
 
 
 class _Taken:
     """Copies a region's calls, the views between them, constants and masks into a graph."""
 
-    def __init__(self, lowering: Lowering, region: Region, members: frozenset[Node]) -> None:
+    def __init__(self, lowering: Lowering, region: Region, together: _Together) -> None:
         self.lowering = lowering
-        self.members = members
+        self.together = together
         self.calls = [lowering.nodes[op] for op in region.operators]
         self.inside = set(self.calls)
         self.written = {
@@ -119,22 +144,29 @@ class _Taken:
     def _outputs(self) -> tuple[Node, ...]:
         """The nodes that name the tensors which something outside reads."""
         wanted: dict[int, None] = {}
+        kept = self.together.again.kept
         for node, held in self.lowering.storages.items():
             for tensor in held:
-                if tensor in self.written and self._leaves(node):
+                if tensor in self.written and (tensor in kept or self._leaves(node)):
                     wanted.setdefault(tensor)
         bases = self.lowering.bases
         return tuple(bases[tensor] for tensor in sorted(wanted) if tensor in bases)
 
     def _leaves(self, node: Node) -> bool:
         """Whether a kernel outside the region, or the step's result, reads a node; the masks of
-        dropouts every region makes itself."""
-        inside = self.members if self._masking(node) is not None else self.inside
+        dropouts every region makes itself, and the backward's what they rematerialise."""
+        together = self.together
+        inside = together.calls if self._masking(node) is not None else self.inside
+        making = together.backward if self._is_made_again(node) else frozenset()
         return any(
-            user not in inside and user not in self.lowering.views
+            user not in inside and user not in self.lowering.views and user not in making
             for user in node.users
             if user.op == "output" or user in self.lowering.storages
         )
+
+    def _is_made_again(self, node: Node) -> bool:
+        """Whether the backward's regions make a value of the forward themselves."""
+        return self.lowering.storages.get(node, (None,))[0] in self.together.again.tensors
 
     def _masking(self, node: Node) -> Node | None:
         """The dropout in a region whose mask a node is, or looks into."""
@@ -145,7 +177,7 @@ class _Taken:
         if base is None or base.target is not operator.getitem or base.args[1] != 1:
             return None
         call = base.args[0]
-        found = isinstance(call, Node) and call in self.members and is_dropout(call)
+        found = isinstance(call, Node) and call in self.together.calls and is_dropout(call)
         return call if found else None  # type: ignore[return-value]
 
     def _read(self) -> tuple[list[Node], list[Node]]:
@@ -161,7 +193,9 @@ class _Taken:
             elif node in self.inside:
                 if is_dropout(node):
                     dropouts.setdefault(node)
-            elif self._is_between(node) or self._is_constant(node):
+            elif self._is_between(node) or self._is_constant(node) or self._makes_again(node):
+                if is_dropout(node):
+                    dropouts.setdefault(node)
                 for source in node.all_input_nodes:
                     look(source)
             else:
@@ -172,6 +206,9 @@ class _Taken:
             for source in call.all_input_nodes:
                 look(source)
         return list(inputs), list(dropouts)
+
+    def _makes_again(self, node: Node) -> bool:
+        return self.calls[0] in self.together.backward and self._is_made_again(node)
 
     def _is_between(self, node: Node) -> bool:
         """Whether a node is a view of what the region writes."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from memopt.models.graph import Graph, Operator
-from memopt.models.variants import variant
+from memopt.models.graph import Graph, Implementation, Operator
 from memopt.programs.instructions import Program
 from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
@@ -72,7 +71,7 @@ class Monet(SolvedExactly):
             return True
         if self.choices is Choices.NONE:
             return False
-        return _kind(operator, name) is self.choices
+        return _kind(operator, choice) is self.choices
 
     def model(self, graph: Graph) -> MonetModel | CheckmateModel:
         """Build the program of a graph under these choices; Checkmate's, whose stages are those of
@@ -119,15 +118,15 @@ class Monet(SolvedExactly):
         return TimePointSearch(graph, self.allowed, budget_bytes, deadline).run().bound_s
 
 
-def _kind(operator: Operator, name: str) -> Choices:
+def _kind(operator: Operator, choice: Implementation) -> Choices:
     """Tell which of the ablation's options an implementation belongs to."""
-    choice = variant(operator, name)
     if "convolution" in operator.target:
         # One gradient alone is another algorithm, whatever it reads.
         return Choices.CONV
-    if set(choice.reads) == set(operator.reads) and set(choice.writes) == set(operator.writes):
-        return Choices.CONV
-    packed = any(word in name for word in ("mask", "index8", "intermediate"))
-    if packed or set(choice.writes) != set(operator.writes):
+    if choice.packed:
         return Choices.INTERMEDIATE
-    return Choices.OUTPUT
+    reads = operator.reads if choice.reads is None else choice.reads
+    writes = operator.writes if choice.writes is None else choice.writes
+    if set(writes) != set(operator.writes):
+        return Choices.INTERMEDIATE
+    return Choices.CONV if set(reads) == set(operator.reads) else Choices.OUTPUT

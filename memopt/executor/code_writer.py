@@ -1,0 +1,270 @@
+"""One half of a step as lines of Python: a line per kernel or view, `del` where the plan frees."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.fx import Node
+
+from memopt.errors import InvalidProgramError
+from memopt.executor.arena_code import ArenaWriter
+from memopt.executor.collectives import UnderWay
+from memopt.executor.released import released
+from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
+from memopt.models.variants import variant
+from memopt.profiler.collectives import WAIT, is_wait, waited
+from memopt.profiler.in_place import in_place_call
+from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
+
+
+class Writer:
+    """Emits one half of a step; knows which nodes have a variable now."""
+
+    def __init__(self, halves: Halves, names: dict[Any, str], globals_: dict[str, Any]) -> None:
+        self.halves = halves
+        self.lowering = halves.lowering
+        self.names = names
+        self.globals = globals_
+        self.lines: list[str] = []
+        self.bound: set[Node] = set()
+        self.variables: dict[int, list[Node]] = {}
+        self.swapping_out: set[int] = set()
+        self.swapping_in: set[int] = set()
+        self.sending = UnderWay(halves.lowering)
+        # What collectives on CPU read or wrote, and a thread of the group may still hold.
+        self.held: set[int] = set()
+        self.ran: set[int] = set()
+        self.arena: ArenaWriter | None = None
+        self.position = 0
+
+    def emit(self, line: str) -> None:
+        self.lines.append(f"    {line}")
+
+    def bind(self, node: Node) -> str:
+        self.bound.add(node)
+        for tensor in self.lowering.storages.get(node, ()):
+            if tensor is not None:
+                self.variables.setdefault(tensor, []).append(node)
+        return node.name
+
+    def constant(self, value: Any) -> str:
+        if value is None or isinstance(value, (bool, int, str)):
+            return repr(value)
+        if isinstance(value, float) and math.isfinite(value):
+            return repr(value)
+        key = ("constant", repr(value))
+        if key not in self.names:
+            self.names[key] = f"k{len(self.names)}"
+            self.globals[self.names[key]] = value
+        return self.names[key]
+
+    def argument(self, value: Any) -> str:
+        if isinstance(value, Node):
+            return self.value(value)
+        if isinstance(value, (list, tuple)):
+            inner = ", ".join(self.argument(v) for v in value)
+            if isinstance(value, list):
+                return f"[{inner}]"
+            return f"({inner},)" if value else "()"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {self.argument(v)}" for k, v in value.items()) + "}"
+        return self.constant(value)
+
+    def call(self, node: Node) -> str:
+        if node.target is operator.getitem:
+            return f"{self.argument(node.args[0])}[{node.args[1]!r}]"
+        return self.call_of(node.target, node.args, node.kwargs)
+
+    def call_over(self, node: Node, tensor: int) -> str:
+        """The call that writes a node's result over its argument in storage `tensor`."""
+        return self.call_of(*in_place_call(node, argument_in(self.lowering, node, tensor)))
+
+    def call_of(self, target: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+        arguments = [self.argument(a) for a in args]
+        arguments += [f"{k}={self.argument(v)}" for k, v in kwargs.items()]
+        return f"{self.kernel(target)}({', '.join(arguments)})"
+
+    def kernel(self, target: Any) -> str:
+        """The name of what is called: two kernels of one operator (memopt's form of it and
+        torch's) have two."""
+        plain = "".join(c if c.isalnum() else "_" for c in str(target))
+        names = itertools.chain([plain], (f"{plain}_{i}" for i in itertools.count(2)))
+        return next(n for n in names if self.globals.setdefault(n, target) == target)
+
+    def value(self, node: Node) -> str:
+        """The variable of a node's value, made now if it is a view that has none."""
+        if node in self.bound:
+            return node.name
+        if node.op == "get_attr":
+            self.globals[node.name] = attribute_of(self.halves, node)
+            return node.name
+        kernel = kernel_of(self.lowering, node)
+        if kernel is not None:
+            base = self.lowering.bases[self.lowering.storages[node][0]]  # type: ignore[index]
+            if base in self.bound and base is not node:
+                return base.name
+            raise InvalidProgramError(f"{node.name} is read before {kernel.name} has run")
+        if node not in self.lowering.views:
+            raise InvalidProgramError(f"{node.name} is read while it is not on the device")
+        text = self.call(node)
+        if is_wait(node.target):
+            self.landed(self.sending.waited(node))
+            text = self.waiting(text)
+        self.emit(f"{self.bind(node)} = {text}")
+        return node.name
+
+    def waiting(self, text: str) -> str:
+        """A wait for a collective, whose time is recorded where the step's is."""
+        return f"record.waited(lambda: {text})" if "record" in self.globals else text
+
+    def settle(self, tensor: int) -> None:
+        """Wait for the collectives that read or write a tensor, which is about to go."""
+        for result, used in self.sending.take(tensor):
+            base = self.lowering.bases[result].name
+            self.emit(self.waiting(f"{self.kernel(WAIT)}({base})"))
+            self.landed(used)
+
+    def landed(self, tensors: Iterable[int]) -> None:
+        """A collective that reads or writes tensors has been waited for."""
+        device = self.lowering.device
+        if device is not None and device.type == "cpu":
+            self.held.update(tensors)
+
+    def instruction(self, instruction: Instruction) -> None:
+        match instruction:
+            case Compute(op, outputs, implementation, in_place):
+                self.compute(op, outputs, implementation, in_place)
+            case Free(tensor):
+                self.free(tensor)
+            case SwapOut(tensor) if tensor in self.halves.moved:
+                self.emit(f"homes.back({tensor})")
+                self.swapping_out.add(tensor)
+            case SwapIn(tensor) if tensor in self.halves.moved:
+                node = self.lowering.bases.get(tensor)
+                target = "" if node is None else f"{self.bind(node)} = "
+                self.emit(f"{target}homes.bring({tensor})")
+                self.swapping_in.add(tensor)
+            case SwapOut(tensor):
+                self.settle(tensor)
+                if self.arena is not None:
+                    self.arena.before(self, "swap out", (tensor,))
+                base = self.value(self.lowering.bases[tensor])
+                address = self.halves.host_placement.offsets[tensor]
+                self.emit(f"host_{tensor} = swap.out({base}, {address}, lease)")
+                self.swapping_out.add(tensor)
+            case SwapIn(tensor):
+                slot = self.arena.bring(self.position, tensor) if self.arena else ""
+                name = self.bind(self.lowering.bases[tensor])
+                self.emit(f"{name} = swap.bring(host_{tensor}{slot})")
+                self.swapping_in.add(tensor)
+            case DropHost(tensor):
+                self.arrive(tensor)
+                self.emit(f"del host_{tensor}")
+            case _:
+                raise InvalidProgramError("a second loss boundary")
+
+    def recorded(self, position: int, instruction: Instruction) -> None:
+        """The instruction at a position of the program, and when it runs if that is recorded."""
+        self.position = position
+        if "record" not in self.globals:
+            self.instruction(instruction)
+            return
+        self.emit(f"record.begin({position})")
+        self.instruction(instruction)
+        self.emit("record.end()")
+
+    def arrive(self, tensor: int) -> None:
+        if tensor in self.swapping_in or tensor in self.swapping_out:
+            moved = tensor in self.halves.moved
+            self.emit(f"homes.wait({tensor})" if moved else f"swap.wait(host_{tensor})")
+            if self.arena is not None and tensor in self.swapping_in:
+                self.arena.brought(self, tensor)
+            self.swapping_in.discard(tensor)
+            self.swapping_out.discard(tensor)
+
+    def compute(
+        self, op: int, outputs: tuple[int, ...], implementation: str | None, in_place: int | None
+    ) -> None:
+        node = self.lowering.node_of(op, implementation)
+        for tensor in variant(self.lowering.graph.operators[op], implementation).reads:
+            if tensor in self.swapping_in:
+                self.arrive(tensor)
+        if in_place is not None:
+            self.settle(in_place)
+        into = None
+        if self.arena is not None:
+            operator = self.lowering.graph.operators[op]
+            self.arena.before(self, operator.name, variant(operator, implementation).reads)
+            into = self.arena.call(self, node, outputs, self.position)
+        text = into or (self.call(node) if in_place is None else self.call_over(node, in_place))
+        indent = ""
+        if op in self.halves.repeated_random and op in self.ran:
+            self.emit(f"with random.lock, random.replay(state_{op}):")
+            indent = "    "
+        elif self.lowering.graph.operators[op].random:
+            self.emit("with random.lock:")
+            indent = "    "
+            if op in self.halves.repeated_random:
+                self.emit(f"    state_{op} = random.save()")
+        self.ran.add(op)
+        kept = unpacked(self.lowering, node, outputs)
+        module = self.lowering.graph.operators[op].module
+        note = f"  # {module}" if module else ""
+        if self.arena is not None and into is not None:
+            self.emit(f"{indent}{into}{note}")
+            self.arena.after(self, self.lowering.graph.operators[op].name)
+        elif len(kept) == 1 and kept[0][0] is None:
+            self.emit(f"{indent}{self.bind(kept[0][1])} = {text}{note}")
+        elif len(kept) == 1:
+            self.emit(f"{indent}{self.bind(kept[0][1])} = {text}[{kept[0][0]}]{note}")
+        elif kept:
+            self.emit(f"{indent}result = {text}{note}")
+            for position, base, _ in kept:
+                self.emit(f"{self.bind(base)} = result[{position}]")
+            self.emit("del result")
+        elif self.lowering.graph.operators[op].collective is not None:
+            self.globals["waited"] = waited
+            self.emit(self.waiting(f"waited({text})") + note)
+            self.landed(self.lowering.graph.operators[op].reads)
+        else:
+            self.emit(f"{indent}{text}{note}")
+        self.sending.start(op, outputs)
+        if in_place is not None:
+            if self.arena is not None:
+                name = self.lowering.graph.operators[op].name
+                self.arena.taken(self, in_place, outputs, name)
+            self.held.discard(in_place)
+            self.free(in_place)
+
+    def free(self, tensor: int) -> None:
+        self.settle(tensor)
+        if tensor in self.swapping_out or tensor in self.swapping_in:
+            self.arrive(tensor)
+        nodes = [n for n in self.variables.pop(tensor, []) if n in self.bound]
+        self.bound.difference_update(nodes)
+        names = ", ".join(dict.fromkeys(n.name for n in nodes))
+        if names and tensor in self.held:
+            self.globals["released"] = released
+            self.emit(f"released({names})")
+        self.held.discard(tensor)
+        if names:
+            self.emit(f"del {names}")
+        if tensor in self.halves.moved:
+            self.emit(f"homes.drop({tensor})")
+        if self.arena is not None:
+            self.arena.free(self, tensor)
+
+    def primals(self) -> None:
+        """Bind the step's arguments; those that live on the host come by their SwapIn."""
+        homes = {self.lowering.bases.get(tensor) for tensor in self.halves.moved}
+        nodes = [p.node for p in self.halves.captured.primals]
+        self.unpack([None if node in homes else node for node in nodes], "primals")
+
+    def unpack(self, nodes: Iterable[Node | None], source: str) -> None:
+        names = [self.bind(n) if n is not None else "_" for n in nodes]
+        if names:
+            self.emit(f"{', '.join(names)}, = {source}")

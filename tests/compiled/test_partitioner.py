@@ -1,0 +1,93 @@
+"""memopt's choice inside Inductor's own pipeline: a real step within the budget, and refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memopt
+from benchmarks.steps import peak_of
+from memopt.errors import InfeasibleBudgetError, MemoptError
+from memopt.models.presets import find_device
+
+WIDTH = 48
+DEVICE = find_device("H100")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.narrow(functional.gelu(self.wide(self.norm(x)), approximate="tanh"))
+        return y
+
+
+def blocks() -> tuple[nn.Sequential, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(4))), torch.randn(256, WIDTH)
+
+
+def total_bytes(model: nn.Module, x: Tensor) -> int:
+    return x.nbytes + sum(p.nbytes for p in model.parameters())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> None:
+    torch._dynamo.reset()
+
+
+def test_a_measured_step_keeps_the_budget_and_nothing_is_changed() -> None:
+    model, x = blocks()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    partitioner = memopt.partitioner(0.75, "rotor", DEVICE)
+    run = partitioner.compile(model, x)
+    report = partitioner.report
+    assert report is not None
+    assert report.measured_peak_bytes <= report.budget_bytes
+    assert report.recomputed > 0
+    assert report.predicted_peak_bytes is not None
+    assert "measured peak" in str(report)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+
+    def step() -> None:
+        run(x).square().sum().backward()
+
+    measured = total_bytes(model, x) + peak_of(model, step, torch.device("cpu"))
+    assert measured <= report.budget_bytes * 1.01  # the loss is the test's own
+    step()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    model(x).square().sum().backward()
+    for p, value in zip(model.parameters(), found, strict=True):
+        torch.testing.assert_close(value, p.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_what_moves_tensors_is_refused() -> None:
+    model, x = blocks()
+    with pytest.raises(MemoptError, match="moves tensors to the host"):
+        memopt.partitioner(0.7, "offload-graph", DEVICE).compile(model, x)
+
+
+def test_a_budget_below_every_plan_is_refused() -> None:
+    model, x = blocks()
+    with pytest.raises(InfeasibleBudgetError):
+        memopt.partitioner(total_bytes(model, x) + 4096, "rotor", DEVICE).compile(model, x)
+
+
+def test_it_is_named_by_its_budget_and_strategy() -> None:
+    names = {
+        memopt.partitioner(budget, strategy, DEVICE).uuid()
+        for budget in ("1GiB", "2GiB")
+        for strategy in ("rotor", "monet")
+    }
+    assert len(names) == 4
+    again = memopt.partitioner("1GiB", "rotor", DEVICE).uuid()
+    assert again in names
