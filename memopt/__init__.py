@@ -3,9 +3,7 @@
 Importing memopt imports neither torch nor a solver: cost models can be built and planned without.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+import typing as _typing
 
 from memopt.api.comparing import compare as compare
 from memopt.api.comparison import Cell as Cell
@@ -43,7 +41,7 @@ from memopt.report.step_check import StepCheck as StepCheck
 from memopt.strategies import Status as Status
 from memopt.strategies import Strategy as Strategy
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from memopt.integrations.partitioner import Partitioner
     from memopt.models.budget import WrittenBudget
 
@@ -57,8 +55,8 @@ def measure_device(device: object = None) -> Device:
 
 
 def partitioner(
-    budget: WrittenBudget, strategy: str | Strategy = "rotor", device: Device | str | None = None
-) -> Partitioner:
+    budget: "WrittenBudget", strategy: str | Strategy = "rotor", device: Device | str | None = None
+) -> "Partitioner":
     """For `torch.compile(options={"custom_partitioner_fn": ...})`: memopt decides what is saved and
     what is recomputed, Inductor compiles both halves; its `compile(model, inputs)` measures a real
     step until the budget is kept.

@@ -15,18 +15,20 @@ EVERY_KIND = {
     "memopt.programs.instructions",
     "memopt.programs.replay",
     "memopt.programs.validate",
-    "memopt.executor.codegen",
+    "memopt.executor.code_writer",
     "memopt.executor.interpret",
 }
 """What a new instruction must be told to; docs/adding.md lists the same places."""
 
 SOME_KINDS = {
+    "memopt.programs.early_collectives",
     "memopt.strategies.olla.order_and_place",
     "memopt.strategies.monet.kernel_choice",
 }
 RUNS_ONLY = {
     "memopt.programs.in_place",
     "memopt.programs.liveness",
+    "memopt.programs.validate_network",
     "memopt.programs.validate_placement",
     "memopt.reductions.coarsen",
     "memopt.reductions.lower",

@@ -46,7 +46,7 @@ from memopt.profiler.measure import with_costs
 from memopt.profiler.memory import metered
 from memopt.profiler.nodes import is_random
 from memopt.profiler.restored_state import state_restored
-from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program, SwapOut
+from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
 from memopt.programs.lifetimes import lifetimes
 from memopt.programs.liveness import store_all, with_frees
 from memopt.programs.replay import replay
@@ -290,7 +290,7 @@ def _resident_bytes(model: nn.Module, call: Call) -> int:
 def _kept(plan: PlanRecord) -> frozenset[int]:
     """What a plan has in memory at the loss boundary."""
     program = plan.program
-    if any(isinstance(one, SwapOut) for one in program.instructions):
+    if program.has_transfers:
         raise MemoptError(
             f"strategy {plan.strategy.name!r} moves tensors to the host, which Inductor's own "
             'pipeline does not: name one that recomputes ("rotor", "monet"), or use '

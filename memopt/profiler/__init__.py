@@ -48,9 +48,9 @@ def profiled_of(
     if isinstance(model, Profiled):
         return model
     if not isinstance(model, nn.Module):
+        kind = type(model).__name__
         raise ValueError(
-            "plan takes an nn.Module with example inputs, or a memopt Chain or Graph, got "
-            f"{type(model).__name__}"
+            f"plan takes an nn.Module with example inputs, or a memopt Chain or Graph, got {kind}"
         )
     if inputs is None:
         raise ValueError("plan(model, inputs): example inputs are needed to capture the model")
@@ -72,15 +72,9 @@ def profiled_of(
             "(whole_step=False, or memopt.wrap), and call the optimizer's step() yourself"
         )
     if whole_step and loss is not None and isinstance(optimizer, Optimizer):
+        how: dict[str, Any] = {"options": options, "kernels": kernels, "progress": progress}
         return profile_step(
-            model,
-            inputs,
-            loss,
-            optimizer,
-            options=options,
-            progress=progress,
-            offload_optimizer=offload_optimizer,
-            kernels=kernels,
+            model, inputs, loss, optimizer, offload_optimizer=offload_optimizer, **how
         )
     return profile_model(
         model,

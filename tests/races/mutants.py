@@ -16,7 +16,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from memopt.executor import host_pool, values
+from memopt.executor import code_writer, host_pool, values
 from memopt.executor.swap_streams import PooledCopy, PoolLease, StreamSwap
 from memopt.models.graph import Graph
 from memopt.programs import in_place
