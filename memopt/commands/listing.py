@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 
@@ -48,7 +49,16 @@ def device(
         if as_json:
             say_json(figures)
         else:
-            table(("figure", shown.name), [(k, _shown(v)) for k, v in figures.items()])
+            table(("figure", shown.name), [*_rows(figures)])
+
+
+def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """A row for each figure; the network's own figures have their own."""
+    for name, value in figures.items():
+        if name == "network" and isinstance(value, dict):
+            yield from ((f"network: {inner}", _shown(one)) for inner, one in value.items())
+        else:
+            yield name, _shown(value)
 
 
 def _row(device: Device) -> tuple[str, ...]:
@@ -71,7 +81,9 @@ def _rate(bytes_per_s: float) -> str:
 
 def _shown(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {rate:.3g}" for key, rate in value.items()) or "-"
+        return ", ".join(f"{key} {_shown(one)}" for key, one in value.items()) or "-"
+    if isinstance(value, list):
+        return "; ".join(map(_shown, value))
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

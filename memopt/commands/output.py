@@ -8,7 +8,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict
 from enum import IntEnum
 from typing import Any
 
@@ -108,8 +108,13 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def device_figures(device: Device) -> dict[str, Any]:
     """A device's figures for machines; infinite rates as null."""
-    found = {field.name: getattr(device, field.name) for field in fields(device)}
-    return {
-        name: None if isinstance(value, float) and math.isinf(value) else value
-        for name, value in found.items()
-    }
+    found: dict[str, Any] = _finite(asdict(device))
+    return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and math.isinf(value) else value

@@ -82,7 +82,8 @@ def test_memory_is_given_back_when_the_collective_is_over() -> None:
         blocking = prepared.planned(program).code
         later = prepared.planned(moved(program, Free(full), 2)).code
     wait = f"_c10d_functional_wait_tensor_default({name})"
-    assert f"{wait}\n    del {given}" in blocking
+    # A thread of a group on CPU may hold it a moment longer.
+    assert f"{wait}\n    released({given})\n    del {given}" in blocking
     start = later.index(f"{name} = ")
     assert "slice_backward_1 = " in later[start : later.index(wait)]
     assert (
