@@ -233,6 +233,10 @@ class Writer:
         else:
             self.emit(f"{indent}{text}{note}")
         self.sending.start(op, outputs)
+        if self.lowering.graph.operators[op].workspace_bytes:
+            # Of a collective: it would have that memory as long as it runs.
+            for tensor in outputs:
+                self.settle(tensor)
         if in_place is not None:
             if self.arena is not None:
                 name = self.lowering.graph.operators[op].name

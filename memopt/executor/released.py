@@ -10,11 +10,11 @@ import time
 
 import torch
 
-_LONGEST_S = 0.05
+_LONGEST_S = 1.0
 
 
 def released(*tensors: torch.Tensor) -> None:
-    """Return when nothing but these tensors holds their storage, or after a twentieth of a second.
+    """Return when nothing but these tensors holds their storage, or after a second.
 
     Args:
         tensors: all that the caller has in one storage, of a device whose memory is the host's.

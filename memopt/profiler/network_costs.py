@@ -16,6 +16,8 @@ from memopt.models.device import in_blocks
 from memopt.profiler.backend import backend_of, timed
 from memopt.profiler.cache import Cost
 from memopt.profiler.collectives import is_collective, waited
+from memopt.profiler.memory import metered_sections
+from memopt.profiler.ranks import meet
 from memopt.profiler.signature import Signature, StandIns
 
 ROUNDS = 5
@@ -24,12 +26,12 @@ ROUNDS = 5
 def network_costs(signatures: Iterable[Signature], device: torch.device) -> dict[str, Cost]:
     """The costs of the collectives among kernel calls, by their texts: the median of a few rounds
     from the call to the end of its wait. Calls of a fake process group take no time."""
-    found: dict[str, Cost] = {}
+    distinct = {one.text: one for one in signatures if is_collective(one.target)}
+    if not distinct:
+        return {}
+    meet()
     stand_ins = StandIns(device)
-    for one in signatures:
-        if is_collective(one.target) and one.text not in found:
-            found[one.text] = _cost(one, stand_ins, device)
-    return found
+    return {text: _cost(one, stand_ins, device) for text, one in distinct.items()}
 
 
 def _cost(one: Signature, stand_ins: StandIns, device: torch.device) -> Cost:
@@ -43,7 +45,9 @@ def _cost(one: Signature, stand_ins: StandIns, device: torch.device) -> Cost:
     with torch.no_grad():
         run()
         times = [timed(run, device) for _ in range(ROUNDS)]
+        results.clear()
+        (use,) = metered_sections(device, [lambda: run])
     tensors = results[0] if isinstance(results[0], (list, tuple)) else results
     block = backend_of(device).block_bytes
     sizes = tuple(in_blocks(tensor.untyped_storage().nbytes(), block) for tensor in tensors)
-    return Cost(statistics.median(times), 0, sizes)
+    return Cost(statistics.median(times), max(0, use.peak_bytes - sum(sizes)), sizes)

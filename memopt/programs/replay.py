@@ -248,11 +248,12 @@ class _Streams(LinkClock):
         return start_s
 
     def _send(self, position: int, instruction: Compute, chosen: Operator | Variant) -> None:
-        """Start a collective; what the program does not keep of it is waited for at once."""
+        """Start a collective; one that needs memory beside its results, which it would have as long
+        as it runs, is waited for at once, and so is what the program does not keep."""
         start_s, end_s = self.send(chosen.reads, instruction.outputs, chosen.time_s)
         result = chosen.writes[0] if chosen.writes else -1
         self.collectives.append(Transfer(position, result, Direction.NETWORK, start_s, end_s))
-        if len(instruction.outputs) < len(chosen.writes):
+        if len(instruction.outputs) < len(chosen.writes) or chosen.workspace_bytes:
             self.wait(end_s)
 
     def _take_over(self, tensor: int) -> None:

@@ -41,6 +41,7 @@ def _nothing_compiled_before() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_measured_step_keeps_the_budget_and_nothing_is_changed() -> None:
     model, x = blocks()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -76,6 +77,7 @@ def test_what_moves_tensors_is_refused() -> None:
         memopt.partitioner(0.7, "offload-graph", DEVICE).compile(model, x)
 
 
+@pytest.mark.slow
 def test_a_budget_below_every_plan_is_refused() -> None:
     model, x = blocks()
     with pytest.raises(InfeasibleBudgetError):
