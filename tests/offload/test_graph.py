@@ -17,6 +17,7 @@ from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
+from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import (
     Compute,
     DropHost,
@@ -27,7 +28,7 @@ from memopt.programs.instructions import (
     SwapIn,
     SwapOut,
 )
-from memopt.programs.liveness import with_frees
+from memopt.programs.liveness import store_all, with_frees
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.reductions.linearize import has_updates, linearize
@@ -39,6 +40,7 @@ from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.offload.graph_problem import Absence, GraphProblem, graph_problem
 from memopt.strategies.offload.graph_schedule import Scheduled, schedule
 from memopt.strategies.solvers import running
+from tests.monet.graphs import in_place_graph
 
 SHARES = (0.0, 0.3, 0.7)
 
@@ -245,3 +247,16 @@ def test_against_exhaustive_search() -> None:
     assert min(ratios) >= 1 - 1e-9
     assert sum(ratios) / len(ratios) <= 1.01
     assert max(ratios) <= 1.1
+
+
+def test_computing_in_place_is_not_faster_than_the_bound() -> None:
+    slow = Device(to_host_bytes_per_s=1e-3)
+    larger = 0
+    for seed in range(200):
+        graph = in_place_graph(Random(seed), 4)
+        plain = store_all(graph)
+        program = with_in_place(graph, plain)
+        figures = replay(graph, program, slow)
+        larger += figures.peak_bytes < replay(graph, plain, slow).peak_bytes
+        assert graph_problem(graph, slow).lower_bound_s(figures.peak_bytes) <= figures.time_s
+    assert larger > 20

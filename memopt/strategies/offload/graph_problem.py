@@ -89,13 +89,14 @@ class GraphProblem:
 
         All operators run; and for each point, what it lacks leaves the device before it, once a
         tensor that it need not touch has been made, and returns after it, before the earliest
-        last reader of such a tensor. (Proposition 3 per operation, on a DAG.)
+        last reader of such a tensor. (Proposition 3 per operation, on a DAG.) An operator that may
+        compute in place needs less by what its first output takes over.
         """
         ends = np.cumsum(self.durations_s)
         total = float(ends[-1]) if len(ends) else 0.0
         if not self.absences:
             return total
-        excess = self.excess_bytes(budget_bytes)
+        excess = np.maximum(self.excess_bytes(budget_bytes) - self._taken_over_bytes(), 0)
         points = len(self.operators)
         made_s = np.full(points, np.inf)
         rest_s = np.full(points, np.inf)
@@ -114,6 +115,15 @@ class GraphProblem:
             after = max(total - float(ends[point]), back)
             bound = max(bound, before + float(self.durations_s[point]) + after)
         return bound
+
+    def _taken_over_bytes(self) -> npt.NDArray[np.int64]:
+        """For each point, the most bytes that computing in place saves there."""
+        saved = np.zeros(len(self.operators), dtype=np.int64)
+        for point, op in enumerate(self.operators):
+            if op is not None and self.graph.operators[op].in_place:
+                first = self.graph.operators[op].writes[0]
+                saved[point] = self.graph.tensors[first].size_bytes
+        return saved
 
 
 def graph_problem(graph: Graph, device: Device) -> GraphProblem:
