@@ -37,6 +37,7 @@ def test_no_compiler_is_one_clear_error(
     memopt.plan(network(), inputs(), progress=False)
 
 
+@pytest.mark.slow
 def test_a_region_that_fails_stays_aten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _, all_of_them = store_all()
     monkeypatch.setattr(fuse, "_RUNS", {})

@@ -31,7 +31,12 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     ).execute()
 
 
-ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+LONG = {"other-gpu", "offload-bandwidth", "olla-step"}
+"""Half a minute each on two cores; make test-all runs them."""
+ALL = [
+    pytest.param(name, marks=pytest.mark.slow) if name in LONG else name
+    for name in sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+]
 
 
 @pytest.mark.timeout(900)
