@@ -86,6 +86,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.errors",
         "memopt.models",
         "memopt.programs",
+        "memopt.reductions",
         "memopt.profiler",
         "memopt.plan_record",
         "memopt.executor",

@@ -50,7 +50,9 @@ from memopt.programs.instructions import Compute, Instruction, LossBoundary, Pro
 from memopt.programs.lifetimes import lifetimes
 from memopt.programs.liveness import store_all, with_frees
 from memopt.programs.replay import replay
+from memopt.reductions.chain_view import ChainView
 from memopt.strategies import Strategy, resolve
+from memopt.strategies.target import chain_view
 
 _NAME = "memopt_node"
 _ROUNDS = 6
@@ -146,12 +148,13 @@ class Partitioner(CustomPartitionerFn):
             # Torch's own choice saves least where nothing is recomputed.
             self.predicted_peak_bytes = base.peak_bytes
             return
-        least = solve(graph, MINIMUM, self.strategy, device=self.device)
+        view = chain_view(graph)  # made once for all that are solved
+        least = solve(graph, MINIMUM, self.strategy, device=self.device, view=view)
         room = base.peak_bytes - least.peak_bytes
         tries = [least.peak_bytes + room * part // _STEPS for part in range(1, _STEPS)]
         best: tuple[float, int, frozenset[int], int] | None = None
         smallest = base.peak_bytes
-        for plan in (least, *self._plans(graph, tries)):
+        for plan in (least, *self._plans(view, tries)):
             kept = _kept(plan)
             once = _once(graph, kept)
             figures = replay(graph, once)
@@ -169,10 +172,10 @@ class Partitioner(CustomPartitionerFn):
             )
         _, self.predicted_peak_bytes, self._kept, self.recomputed = best
 
-    def _plans(self, graph: Graph, budgets: Sequence[int]) -> Iterator[PlanRecord]:
+    def _plans(self, view: ChainView, budgets: Sequence[int]) -> Iterator[PlanRecord]:
         for budget in budgets:
             with contextlib.suppress(InfeasibleBudgetError):
-                yield solve(graph, budget, self.strategy, device=self.device)
+                yield solve(view.graph, budget, self.strategy, device=self.device, view=view)
 
     def _tag(self, gm: GraphModule, lowering: Lowering) -> None:
         """Tell torch's partitioner what is saved, and that all else may be made again."""
@@ -213,13 +216,13 @@ class Partitioner(CustomPartitionerFn):
         call = to_call(inputs)
         loss = None if loss_fn is None else Loss(loss_fn, targets)
         resident = _resident_bytes(model, call)
-        own = Partitioner(None, self.strategy, self.device)
-        run = _compiled(model, own, options)
-        peak = resident + self._measured(own, run, model, call, loss)
+        one = Partitioner(None, self.strategy, self.device)
+        run = _compiled(model, one, options)
+        peak = resident + one._measured(run, model, call, loss)
         budget = parse_budget(self.budget, peak)
         if budget is None:
             raise ValueError('name a budget: bytes, a share, or a string with a unit ("6GiB")')
-        within, last, one, rounds = budget, budget, own, 1
+        within, last, rounds = budget, budget, 1
         while peak > budget:
             if rounds > _ROUNDS:
                 raise InfeasibleBudgetError(
@@ -230,7 +233,7 @@ class Partitioner(CustomPartitionerFn):
                 )
             one = Partitioner(within, self.strategy, self.device)
             run = _compiled(model, one, options)
-            peak = resident + self._measured(one, run, model, call, loss)
+            peak = resident + one._measured(run, model, call, loss)
             last, within = within, one.predicted_peak_bytes - max(1, peak - budget)
             rounds += 1
         self.report = PartitionReport(
@@ -238,9 +241,7 @@ class Partitioner(CustomPartitionerFn):
         )
         return run
 
-    def _measured(
-        self, one: Partitioner, run: Any, model: nn.Module, call: Call, loss: Loss | None
-    ) -> int:
+    def _measured(self, run: Any, model: nn.Module, call: Call, loss: Loss | None) -> int:
         """Bytes of a step above what is resident; everything is put back."""
         call = call.detached()
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -257,8 +258,8 @@ class Partitioner(CustomPartitionerFn):
                 with functorch_config.patch(enable_autograd_cache=False):
                     step()
             except Exception:
-                if one.failure is not None:
-                    raise one.failure from None
+                if self.failure is not None:
+                    raise self.failure from None
                 raise
             clear_gradients(model, call.tensors())
             with metered(device) as use:
