@@ -190,33 +190,33 @@ class Writer:
         self, op: int, outputs: tuple[int, ...], implementation: str | None, in_place: int | None
     ) -> None:
         node = self.lowering.node_of(op, implementation)
-        for tensor in variant(self.lowering.graph.operators[op], implementation).reads:
+        operator = self.lowering.graph.operators[op]
+        reads = variant(operator, implementation).reads
+        for tensor in reads:
             if tensor in self.swapping_in:
                 self.arrive(tensor)
         if in_place is not None:
             self.settle(in_place)
         into = None
         if self.arena is not None:
-            operator = self.lowering.graph.operators[op]
-            self.arena.before(self, operator.name, variant(operator, implementation).reads)
+            self.arena.before(self, operator.name, reads)
             into = self.arena.call(self, node, outputs, self.position)
         text = into or (self.call(node) if in_place is None else self.call_over(node, in_place))
         indent = ""
         if op in self.halves.repeated_random and op in self.ran:
             self.emit(f"with random.lock, random.replay(state_{op}):")
             indent = "    "
-        elif self.lowering.graph.operators[op].random:
+        elif operator.random:
             self.emit("with random.lock:")
             indent = "    "
             if op in self.halves.repeated_random:
                 self.emit(f"    state_{op} = random.save()")
         self.ran.add(op)
         kept = unpacked(self.lowering, node, outputs)
-        module = self.lowering.graph.operators[op].module
-        note = f"  # {module}" if module else ""
+        note = f"  # {operator.module}" if operator.module else ""
         if self.arena is not None and into is not None:
             self.emit(f"{indent}{into}{note}")
-            self.arena.after(self, self.lowering.graph.operators[op].name)
+            self.arena.after(self, operator.name)
         elif len(kept) == 1 and kept[0][0] is None:
             self.emit(f"{indent}{self.bind(kept[0][1])} = {text}{note}")
         elif len(kept) == 1:
@@ -226,21 +226,20 @@ class Writer:
             for position, base, _ in kept:
                 self.emit(f"{self.bind(base)} = result[{position}]")
             self.emit("del result")
-        elif self.lowering.graph.operators[op].collective is not None:
+        elif operator.collective is not None:
             self.globals["waited"] = waited
             self.emit(self.waiting(f"waited({text})") + note)
-            self.landed(self.lowering.graph.operators[op].reads)
+            self.landed(operator.reads)
         else:
             self.emit(f"{indent}{text}{note}")
         self.sending.start(op, outputs)
-        if self.lowering.graph.operators[op].workspace_bytes:
-            # Of a collective: it would have that memory as long as it runs.
+        if operator.collective is not None and operator.workspace_bytes:
+            # It would have that memory as long as it runs.
             for tensor in outputs:
                 self.settle(tensor)
         if in_place is not None:
             if self.arena is not None:
-                name = self.lowering.graph.operators[op].name
-                self.arena.taken(self, in_place, outputs, name)
+                self.arena.taken(self, in_place, outputs, operator.name)
             self.held.discard(in_place)
             self.free(in_place)
 

@@ -33,7 +33,7 @@ _NORMS = _overloads(
 )
 _COPIES = _overloads(
     """
-    _to_copy.default clone.default copy.default cat.default stack.default slice_backward.default
+    cat.default stack.default slice_backward.default
     select_backward.default constant_pad_nd.default repeat.default tril.default triu.default
     flip.default roll.default embedding.default gather.default
     """
@@ -47,7 +47,7 @@ _UNTAGGED = _overloads(
 )
 """Pointwise operators that torch does not call so."""
 _SAME_ELEMENTS = _overloads("_to_copy.default clone.default copy.default")
-_FUSED = _REDUCTIONS | _NORMS | _COPIES | _UNTAGGED
+_FUSED = _REDUCTIONS | _NORMS | _COPIES | _SAME_ELEMENTS | _UNTAGGED
 _MADE_OF_NOTHING = _overloads(
     """
     full.default full_like.default zeros.default zeros_like.default ones.default ones_like.default
