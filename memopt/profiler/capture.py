@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from memopt.errors import CaptureError
 from memopt.models.record import OutputGradients
 from memopt.profiler import torch_private
+from memopt.profiler.as_eager.compiling import traced_as_eager
 from memopt.profiler.as_eager.corrections import joint_as_eager, tracing_as_eager
 from memopt.profiler.as_eager.layouts import computing_device
 from memopt.profiler.as_eager.masks import with_whole_masks
@@ -45,6 +46,7 @@ from memopt.profiler.uncaptured import (
     check_side_effects,
     first_line,
     shape_from_data,
+    value_read,
     why_not_captured,
 )
 
@@ -203,6 +205,12 @@ def traced_again(captured: Captured, model: nn.Module) -> Dependencies | None:
 def _trace(
     model: nn.Module, call: Call, tracing: Callable[[Callable[[], Any]], Any]
 ) -> tuple[Any, Dependencies]:
+    return traced_as_eager(model, call, lambda: _traced(model, call, tracing))
+
+
+def _traced(
+    model: nn.Module, call: Call, tracing: Callable[[Callable[[], Any]], Any]
+) -> tuple[Any, Dependencies]:
     from torch._dynamo.exc import TorchDynamoException
 
     try:
@@ -290,6 +298,13 @@ def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
                 f"a shape depends on the values of a tensor{where}: {first}. memopt needs the "
                 "same shapes in every step: multiply by a mask or use torch.where instead of "
                 "selecting by a condition (y[mask], nonzero, unique)" + without_labels(call)
+            ) from error
+        where = value_read(traced) if "_local_scalar_dense" in first else None
+        if where is not None:
+            raise CaptureError(
+                f"the model reads a number out of a tensor{where}, which no graph can hold: leave "
+                "out such a check of values, or write it with tensor operators (torch.where)"
+                + without_labels(call)
             ) from error
         raise CaptureError(
             f"the model's backward cannot be traced: {first}. Look for operators without a "

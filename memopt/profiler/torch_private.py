@@ -151,7 +151,7 @@ def _not_exporting() -> Iterator[None]:
             torch.compiler._is_exporting_flag = False
             yield
 
-    with _ONE_AT_A_TIME:
+    with ONE_TRACE_AT_A_TIME:
         try:
             if entered is not None:
                 home._compiling_state_context = compiling  # type: ignore[attr-defined]
@@ -171,7 +171,7 @@ def _calls_kept_whole() -> Iterator[None]:
     a quotient, a product and a sum, which round otherwise."""
     variable = imported("torch._dynamo.variables.torch", "TorchInGraphFunctionVariable")
     handlers: dict[Any, Any] = getattr(variable, "_get_handlers", dict)()
-    with _ONE_AT_A_TIME:
+    with ONE_TRACE_AT_A_TIME:
         taken = handlers.pop(torch.addcdiv, None)
         try:
             yield
@@ -183,7 +183,7 @@ def _calls_kept_whole() -> Iterator[None]:
 @contextlib.contextmanager
 def compiled_code_kept() -> Iterator[None]:
     """Capture without dynamo forgetting all that it has compiled, of which the caller is a part."""
-    with _ONE_AT_A_TIME, mock.patch.object(torch._dynamo, "reset"):
+    with ONE_TRACE_AT_A_TIME, mock.patch.object(torch._dynamo, "reset"):
         yield
 
 
@@ -238,7 +238,7 @@ _TAKEN_APART = (
 )
 
 
-_ONE_AT_A_TIME = ForkedLock()
+ONE_TRACE_AT_A_TIME = ForkedLock()
 
 
 @contextlib.contextmanager
@@ -250,7 +250,7 @@ def kernels_kept_whole() -> Iterator[None]:
         for packet, _, form in (name.partition(".") for name in _TAKEN_APART)
     ]
     overloads = [overload for overload in found if overload is not None]
-    with _ONE_AT_A_TIME:
+    with ONE_TRACE_AT_A_TIME:
         kept = [dict(overload.py_kernels) for overload in overloads]
         try:
             for overload in overloads:
@@ -290,7 +290,7 @@ def fake_results_through(
         finally:
             inside = False
 
-    with _ONE_AT_A_TIME, mock.patch.object(mode, "dispatch", dispatch):
+    with ONE_TRACE_AT_A_TIME, mock.patch.object(mode, "dispatch", dispatch):
         yield
 
 

@@ -95,8 +95,8 @@ def _tried(call: Signature, likes: Sequence[Tensor], device: torch.device, other
             if not _as_planned(found, likes):
                 return False
             # Kernels that sum in any order (CUDA's atomics) do not even give their own bits again.
-            return all(map(_equal, found, expected)) or not all(
-                map(_equal, _results(call, arguments, device), expected)
+            return all(map(equal_bytes, found, expected)) or not all(
+                map(equal_bytes, _results(call, arguments, device), expected)
             )
     return False
 
@@ -148,7 +148,8 @@ def _laid_out_like(value: Any, like: Tensor) -> bool:
     )
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def equal_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bytes, element for element, however they are laid out."""
     return torch.equal(_bytes(a), _bytes(b))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
@@ -112,15 +113,30 @@ def check_effects(module: GraphModule) -> None:
 def shape_from_data(traced: GraphModule) -> str | None:
     """The line that makes a tensor whose shape dynamo left open; None if there is none."""
     for node in traced.graph.nodes:
-        value = node.meta.get("example_value", node.meta.get("val"))
+        value = _example(node)
         if isinstance(value, torch.Tensor) and any(
             isinstance(size, torch.SymInt) for size in value.shape
         ):
-            places = re.findall(
-                r'File "([^"]+)", line (\d+).*\n\s*(.*)', node.meta.get("stack_trace") or ""
-            )
-            return " at {}:{} ({})".format(*places[-1]) if places else ""
+            return _line_of(node)
     return None
+
+
+def value_read(traced: GraphModule) -> str | None:
+    """The line that reads a number out of a tensor; None if there is none."""
+    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    found = (n for n in traced.graph.nodes if isinstance(_example(n), numbers))
+    return next(map(_line_of, found), None)
+
+
+def _example(node: Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _line_of(node: Node) -> str:
+    places = re.findall(
+        r'File "([^"]+)", line (\d+).*\n\s*(.*)', node.meta.get("stack_trace") or ""
+    )
+    return " at {}:{} ({})".format(*places[-1]) if places else ""
 
 
 def check_side_effects(model: nn.Module, call: Call, changed: Iterable[str]) -> None:

@@ -222,3 +222,18 @@ def test_guards_are_compiled_only_where_a_shape_can_vary(
     with pytest.raises(CaptureError, match="a shape depends") if varies else nullcontext():
         captured(Selects(), torch.randn(4, 6))
     assert len(compared) == varies
+
+
+def test_a_number_read_out_of_a_tensor_is_named_with_its_line() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            torch._assert(lengths.max().item() <= 4, "too long")  # pytest rewrites assert
+            result: Tensor = self.linear(x)
+            return result
+
+    with pytest.raises(CaptureError, match=r"reads a number out of a tensor at .*lengths\.max"):
+        capture(Reads(), to_call((torch.rand(2, 4), torch.tensor([1, 2]))))

@@ -1,0 +1,197 @@
+"""Models that ask whether they are compiled are captured as what they compute when they are not.
+
+`torch.compiler.is_compiling()` is true while dynamo traces, and some models compute something else
+then: Mamba of Hugging Face scans its states pairwise instead of one after the other, which rounds
+otherwise. So a trace in which the model's own code has asked is made once more with the answer that
+eager gets. Where that way cannot be captured (it looks at values), the place gets the compiled
+answer as before. Where both ways can, and are not one graph, the forward decides: it is run in
+eager, and the trace that gives its bits is taken (BART makes a mask of ones when it is not compiled
+and takes it away again when it sees that it masks nothing, which no trace can see).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from memopt.errors import CaptureError
+from memopt.profiler.inputs import Call
+from memopt.profiler.restored_state import state_restored
+from memopt.profiler.torch_private import ONE_TRACE_AT_A_TIME, imported
+from memopt.profiler.trial import equal_bytes
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_FRAMES = 3
+"""So many of the innermost frames tell one place from another that asks by the same helpers."""
+_MOST_PLACES = 8
+"""After so many that cannot be captured as in eager, the model is taken as it is compiled."""
+_OF_TRACERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+"""Torch's own code, and memopt's, is written to be traced."""
+_KNOWN_ALIKE = ("transformers/masking_utils.py",)
+"""What looks whether a mask masks anything: `memopt.profiler.as_eager.masks` is about these."""
+
+Place = tuple[tuple[str, int], ...]
+
+
+@dataclass
+class _Answers:
+    """What the model's own code is told.
+
+    Attributes:
+        compiled: the places that are told that they are compiled; None: all of them are.
+        asked: the places that asked, in order.
+    """
+
+    compiled: set[Place] | None
+    asked: list[Place] = field(default_factory=list)
+
+    def of(self, frames: tuple[tuple[str, int], ...]) -> bool:
+        """Whether code at these frames, the innermost first, is told that it is compiled."""
+        if frames[0][0].startswith(_OF_TRACERS):
+            return True
+        place = frames[:_FRAMES]
+        if any(file.endswith(_KNOWN_ALIKE) for file, _ in place):
+            return True
+        self.asked.append(place)
+        return self.compiled is None or place in self.compiled
+
+    @property
+    def last_as_eager(self) -> Place | None:
+        """Who was told last that it is not compiled."""
+        told = self.compiled
+        return next((p for p in reversed(self.asked) if told is not None and p not in told), None)
+
+
+def traced_as_eager(
+    model: nn.Module, call: Call, trace: Callable[[], tuple[Any, T]]
+) -> tuple[Any, T]:
+    """Trace a model as what it computes when it is not compiled, where that can be traced.
+
+    Args:
+        model, call: what is traced.
+        trace: gives the traced module, which takes the call's arguments, and something about it.
+
+    Returns:
+        What `trace` gave.
+
+    Raises:
+        CaptureError: the model cannot be traced in either way; that of the compiled one.
+    """
+    answers = _Answers(None)
+    try:
+        with _answering(answers):
+            compiled = trace()
+    except CaptureError:
+        if answers.asked:
+            uncompiled = _uncompiled(trace)
+            if uncompiled is not None:
+                return uncompiled
+        raise
+    if not answers.asked:
+        return compiled
+    uncompiled = _uncompiled(trace)
+    if uncompiled is None or _code(uncompiled[0]) == _code(compiled[0]):
+        return compiled
+    return (
+        compiled if _only_compiled_is_right(model, call, compiled[0], uncompiled[0]) else uncompiled
+    )
+
+
+def _uncompiled(trace: Callable[[], tuple[Any, T]]) -> tuple[Any, T] | None:
+    """The trace of a model that is told that it is not compiled; None where there is none."""
+    told: set[Place] = set()
+    while len(told) <= _MOST_PLACES:
+        answers = _Answers(told)
+        try:
+            with _answering(answers):
+                return trace()
+        except CaptureError as error:
+            place = answers.last_as_eager
+            if place is None:
+                return None
+            _LOG.info("what %s:%d does in eager cannot be traced: %s", *place[-1], error)
+            told.add(place)
+    return None
+
+
+def _code(traced: Any) -> list[str]:
+    return [m.code for m in traced.modules() if isinstance(m, torch.fx.GraphModule)]
+
+
+def _only_compiled_is_right(model: nn.Module, call: Call, compiled: Any, uncompiled: Any) -> bool:
+    """Whether the compiled trace gives eager's results, bit for bit, and the other does not."""
+    tensors = (*call.tensors(), *model.parameters(), *model.buffers())
+    if any(isinstance(t, FakeTensor) or t.device.type == "meta" for t in tensors):
+        return False
+    for traced in (compiled, uncompiled):
+        traced.recompile()  # dynamo has renamed what its code reads
+    eager = _results(model, model, call)
+    return _same(eager, _results(model, compiled, call)) and not _same(
+        eager, _results(model, uncompiled, call)
+    )
+
+
+def _results(model: nn.Module, way: Callable[..., Any], call: Call) -> list[Any]:
+    with state_restored(model, call) as kept, kept.first_run(), torch.no_grad():
+        results = pytree.tree_leaves(way(*call.args, **call.kwargs))
+        return [one.clone() if isinstance(one, torch.Tensor) else one for one in results]
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(_equal, one, other))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and equal_bytes(one, other)
+    return bool(one == other)
+
+
+@contextlib.contextmanager
+def _answering(answers: _Answers) -> Iterator[None]:
+    """Dynamo asks `answers` what the functions by which code asks whether it is compiled return."""
+    variable = imported("torch._dynamo.variables.torch", "TorchInGraphFunctionVariable")
+    constant = imported("torch._dynamo.variables.constant", "ConstantVariable")
+    handlers: dict[Any, Any] = getattr(variable, "_get_handlers", dict)()
+    asked_by = [
+        torch.compiler.is_compiling,
+        torch.compiler.is_dynamo_compiling,
+        imported("torch._utils", "is_compiling"),
+        imported("torch._dynamo.external_utils", "is_compiling"),
+    ]
+    usual = {question: handlers[question] for question in asked_by if question in handlers}
+
+    def answered(handler: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+            if answers.of(tuple(_frames(translator))):
+                return handler(function, translator, *args, **kwargs)
+            translator.mark_inconsistent_side_effects()
+            return constant.create(False)
+
+        return answer
+
+    with ONE_TRACE_AT_A_TIME:
+        handlers.update({question: answered(handler) for question, handler in usual.items()})
+        try:
+            yield
+        finally:
+            handlers.update(usual)
+
+
+def _frames(translator: Any) -> Iterator[tuple[str, int]]:
+    """File and line of what dynamo is in, the innermost first."""
+    while translator is not None:
+        frame = translator.frame_summary()
+        yield frame.filename, frame.lineno
+        translator = getattr(translator, "parent", None)
