@@ -26,6 +26,7 @@ from memopt.profiler.as_eager.compiling import traced_as_eager
 from memopt.profiler.as_eager.corrections import joint_as_eager, tracing_as_eager
 from memopt.profiler.as_eager.layouts import computing_device
 from memopt.profiler.as_eager.masks import with_whole_masks
+from memopt.profiler.as_eager.recorded_outputs import hooks_set
 from memopt.profiler.dependencies.dependencies import Dependencies, digest
 from memopt.profiler.inputs import Call
 from memopt.profiler.joint_graph import (
@@ -220,6 +221,8 @@ def _traced(
             )
         )
     except (TorchDynamoException, torch_private.shape_from_data_error()) as error:
+        if hooks_set(model, call, error):
+            return _traced(model, call, tracing)
         raise CaptureError(why_not_captured(model, call, error)) from error
     except AssertionError as error:
         raise CaptureError(

@@ -91,3 +91,35 @@ def test_masks_that_mask_nothing_are_left_out_as_in_eager(
             assert torch.equal(parameter.grad, other.grad)
     assert model.calls.planned == 3
     assert len(model.memopt.plans) == 2
+
+
+def test_hidden_states_of_a_model_that_was_never_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their hooks are set at the first call that asks for them, behind a lock."""
+    assert torchvision_shim.__file__
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+    config = GPT2Config(vocab_size=300, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).train()
+    twin = copy.deepcopy(model)
+
+    def loss(output: Any) -> Tensor:
+        middle: Tensor = output.hidden_states[1]
+        distilled: Tensor = output.loss + middle.square().mean()
+        return distilled
+
+    memopt.wrap(model, budget="min", loss_fn=loss, progress=False)
+    losses: list[Any] = []
+    for one in (model, twin):
+        torch.manual_seed(1)
+        losses.append(loss(one(IDS, labels=IDS, output_hidden_states=True)))
+        losses[-1].backward()
+    assert model.calls.planned == 1
+    assert torch.equal(*losses)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+    hooks = [len(block._forward_hooks) for block in model.transformer.h]
+    assert hooks == [len(block._forward_hooks) for block in twin.transformer.h]
