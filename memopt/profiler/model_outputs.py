@@ -322,8 +322,8 @@ class _Refusing(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
         raise ExecutionError(
             "this output of the planned model has no gradient: the loss that the plan was made for "
-            "does not use it. Plan again with the loss that you train with (loss_fn= of memopt.plan "
-            "or memopt.wrap), or, with memopt.plan, without loss_fn= for any"
+            "does not use it. Plan again with the loss that you train with (loss_fn= of "
+            "memopt.plan or memopt.wrap), or, with memopt.plan, without loss_fn= for any"
         )
 
 
