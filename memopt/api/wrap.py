@@ -155,8 +155,17 @@ class _Planner:
         self, model: nn.Module, call: Call, holding: bool, asking: SelfPlanning
     ) -> tuple[PlannedModule, Plan]:
         """See `memopt.executor.self_planning.Planner`."""
+        from memopt.profiler.training_call import NoLossError
+
         request = self._request(call, holding)
-        plan, again = self._plan(model, call, request)
+        try:
+            plan, again = self._plan(model, call, request)
+        except NoLossError:
+            if self.loss_fn is not None or request.returns == "loss":
+                raise
+            # What it calls its labels is for something else.
+            request = replace(request, loss_fn=None, targets=())
+            plan, again = self._plan(model, call, request)
         use = arena_use(plan.graph, plan.program) if request.place else None
         if use is not None:
             # In the arena that other shapes need it may exceed the budget.

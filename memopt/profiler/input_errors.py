@@ -14,6 +14,7 @@ from memopt.profiler.baseline import Loss
 from memopt.profiler.inputs import Call
 from memopt.profiler.ranks import alone
 from memopt.profiler.restored_state import state_restored
+from memopt.profiler.training_call import NoLossError
 from memopt.profiler.uncaptured import check_initialised, first_line
 
 _LOGGER = "torch._subclasses.fake_tensor"
@@ -62,6 +63,8 @@ def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterato
     logger.setLevel(logging.CRITICAL)
     try:
         yield
+    except NoLossError:
+        raise  # which says what to do
     except Exception as error:  # raised again unless the model fails by itself
         if not alone():
             raise  # Called on this rank only, the model would wait for the others.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,17 +49,25 @@ def as_planned(planned: Call, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
+class NoLossError(ValueError):
+    """A model that was called with labels returns no loss."""
+
+
 def own_loss(output: Any) -> Any:
-    """The loss that a model of Hugging Face's computes itself from its labels.
+    """The loss that a model of Hugging Face's computes itself from its labels: what its output, or
+    the dict that it returns, calls so, or the first of a tuple.
 
     Raises:
-        ValueError: it computes none.
+        NoLossError: it computes none.
     """
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, tuple) and output:
-        loss = output[0]
-    if loss is None:
-        raise ValueError("the model is called with labels and returns no loss: pass loss_fn=")
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif isinstance(output, tuple) and not hasattr(output, "loss"):
+        loss = output[0] if output else None
+    else:
+        loss = getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise NoLossError("the model is called with labels and returns no loss: pass loss_fn=")
     return loss
 
 

@@ -16,6 +16,7 @@ from memopt.profiler.as_eager.layouts import computing_device
 from memopt.profiler.capture import capture
 from memopt.profiler.fake import Fakes
 from memopt.profiler.inputs import to_call
+from memopt.profiler.memory import metered
 from tests.executor.harness import Case, check
 
 
@@ -192,3 +193,29 @@ def test_what_is_not_to_be_computed_is_not() -> None:
     assert computing_device(model.to("meta"), to_call(x)) is None
     fakes = Fakes()
     assert computing_device(nn.Linear(3, 3), to_call(fakes.tensor(x))) is None
+
+
+class OnePixel(nn.Module):
+    """Depthwise convolutions of images of one pixel, whose channels may as well be last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(64, 64, 5, padding=2, groups=64, bias=False)
+        self.pointwise = nn.Conv2d(64, 64, 1)
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = self.pointwise(self.depthwise(self.linear(x).permute(0, 3, 1, 2).contiguous()))
+        result: Tensor = self.linear(images.permute(0, 2, 3, 1).contiguous())
+        return result
+
+
+def test_images_of_one_pixel_take_the_kernels_of_eager() -> None:
+    model, x = OnePixel(), torch.randn(2, 1, 1, 64)
+    plan = memopt.plan(model, (x,), strategy="store-all", progress=False)
+    planned = plan.apply(model)
+    planned(x).sum().backward()
+    model.zero_grad(set_to_none=True)
+    with metered(torch.device("cpu")) as use:
+        planned(x).sum().backward()
+    assert use.peak_bytes == pytest.approx(plan.peak_bytes - plan.resident_bytes, rel=0.005)

@@ -44,6 +44,13 @@ class WithLoss(nn.Module):
         return {"loss": loss, "logits": scores, "mask": scores > 0, "more": (scores, 3)}
 
 
+class WithoutLoss(WithLoss):
+    """What it calls its labels picks the scores that it returns."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return super().forward(x, labels)["logits"].gather(1, labels[:, None])
+
+
 def made() -> tuple[WithLoss, dict[str, Tensor]]:
     torch.manual_seed(0)
     return WithLoss(), {"x": torch.randn(ROWS, 8), "labels": torch.randint(0, CLASSES, (ROWS,))}
@@ -113,7 +120,9 @@ def test_wrapped_models_with_labels_know_their_loss() -> None:
         return value
 
     with pytest.raises(ValueError, match="returns no loss"):
-        memopt.plan(model, inputs, returns="loss", progress=False)
+        memopt.plan(WithoutLoss(), inputs, returns="loss", progress=False)
+    with pytest.raises(ValueError, match="returns no loss"):
+        memopt.wrap(WithoutLoss(), "min", returns="loss", progress=False)(**inputs)
     wrapped = memopt.wrap(model, "min", loss_fn=loss, returns="loss", progress=False)
     output = wrapped(**inputs)
     assert isinstance(output["logits"], NotReturned)
@@ -255,3 +264,21 @@ def test_a_trainer_trains_the_same(tmp_path: Path) -> None:
             assert callback.calls.planned == 5
     assert logs[0][0] == logs[1][0]
     assert all(map(torch.equal, logs[0][1], logs[1][1]))
+
+
+@pytest.mark.parametrize("kind", [WithLoss, WithoutLoss])
+def test_labels_that_are_for_something_else(kind: type[WithLoss]) -> None:
+    """The loss may be in a dict; where there is none, any loss is planned for."""
+    _, inputs = made()
+    torch.manual_seed(0)
+    model = kind()
+    twin = copy.deepcopy(model)
+    memopt.wrap(model, "min", progress=False)
+    gradients = []
+    for one in (model, twin):
+        torch.manual_seed(1)
+        output = one(**inputs)
+        (its_loss(output) if kind is WithLoss else output.square().mean()).backward()
+        gradients.append([p.grad for p in one.parameters()])
+    assert model.calls.planned == 1
+    assert all(map(torch.equal, *gradients))

@@ -5,13 +5,16 @@ many operators apart in Python to find the shape (softplus's backward, smooth_l1
 a transposed tensor...), and the parts decide the layout. A graph traced with them has views that
 fail at run time, and copies in another order than eager's. So each call on a tensor that is not
 row-major without gaps is run once on stand-in data, and its fake result gets the strides that came
-back.
+back. Of images also the strides of dimensions of size one count: convolutions tell by them whether
+an image of one pixel has its channels last, and take another kernel, of another workspace.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import operator
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -67,7 +70,7 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
         results = pytree.tree_leaves(result)
         given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         everything = [*given, *(v for v in results if isinstance(v, Tensor))]
-        if all(value.is_contiguous() for value in everything) or not all(map(_static, everything)):
+        if not all(map(_static, everything)) or all(map(_row_major, everything)):
             return result
         call = call_signature(overload, args, kwargs)
         place = f"{device}|{torch.get_num_threads()}|{call.text}"
@@ -95,8 +98,25 @@ def _may_differ(value: Any, device: torch.device) -> bool:
         isinstance(value, Tensor)
         and value.device.type == device.type
         and value.layout is torch.strided
-        and sum(isinstance(size, int) and size > 1 for size in value.shape) > 1
+        and (
+            sum(isinstance(size, int) and size > 1 for size in value.shape) > 1 or _is_image(value)
+        )
     )
+
+
+def _is_image(value: Tensor) -> bool:
+    """Whether a tensor has the dimensions of images or volumes, which may have channels last."""
+    return value.dim() in (4, 5)
+
+
+def _row_major(value: Tensor) -> bool:
+    """Whether a tensor is row-major without gaps, and an image in every stride."""
+    if not value.is_contiguous():
+        return False
+    if not _is_image(value):
+        return True
+    strides = itertools.accumulate(reversed(value.shape[1:]), operator.mul, initial=1)
+    return tuple(value.stride()) == (*strides,)[::-1]
 
 
 def _static(value: Tensor) -> bool:
@@ -133,15 +153,20 @@ def _run(call: Signature, device: torch.device) -> list[Any]:
 
 
 def _restrided(result: Any, strides: _Strides) -> Any:
-    """A fake result with other strides, where they differ and are more than a name for one
-    element."""
+    """A fake result with other strides, where they differ in what matters."""
     leaves, spec = pytree.tree_flatten(result)
     if len(strides) != len(leaves):
         return result
     made = [
         value.new_empty_strided(value.shape, wanted)
-        if wanted is not None and not same_strides(value, wanted)
+        if wanted is not None and not _laid_out(value, wanted)
         else value
         for value, wanted in zip(leaves, strides, strict=True)
     ]
     return pytree.tree_unflatten(made, spec)
+
+
+def _laid_out(value: Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether a tensor has these strides, where they are more than a name for one element; an
+    image has them all."""
+    return tuple(value.stride()) == strides if _is_image(value) else same_strides(value, strides)
