@@ -205,8 +205,9 @@ class OnePixel(nn.Module):
         self.linear = nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        images = self.pointwise(self.depthwise(self.linear(x).permute(0, 3, 1, 2).contiguous()))
-        result: Tensor = self.linear(images.permute(0, 2, 3, 1).contiguous())
+        images = functional.gelu(self.linear(x).permute(0, 3, 1, 2))
+        images = self.pointwise(self.depthwise(images))
+        result: Tensor = self.linear(images.permute(0, 2, 3, 1))
         return result
 
 
@@ -218,4 +219,4 @@ def test_images_of_one_pixel_take_the_kernels_of_eager() -> None:
     model.zero_grad(set_to_none=True)
     with metered(torch.device("cpu")) as use:
         planned(x).sum().backward()
-    assert use.peak_bytes == pytest.approx(plan.peak_bytes - plan.resident_bytes, rel=0.005)
+    assert use.peak_bytes == pytest.approx(plan.peak_bytes - plan.resident_bytes, rel=0.01)
