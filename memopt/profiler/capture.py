@@ -27,6 +27,7 @@ from memopt.profiler.as_eager.corrections import joint_as_eager, tracing_as_eage
 from memopt.profiler.as_eager.layouts import computing_device
 from memopt.profiler.as_eager.masks import with_whole_masks
 from memopt.profiler.as_eager.recorded_outputs import hooks_set
+from memopt.profiler.as_eager.settled import settles
 from memopt.profiler.dependencies.dependencies import Dependencies, digest
 from memopt.profiler.inputs import Call
 from memopt.profiler.joint_graph import (
@@ -41,14 +42,15 @@ from memopt.profiler.joint_graph import (
 from memopt.profiler.model_outputs import NO_OUTPUTS, TracedOutputs, hand_out, separate_outputs
 from memopt.profiler.remedies import without_labels
 from memopt.profiler.uncaptured import (
-    cache_remedy,
     check_effects,
     check_initialised,
-    check_side_effects,
     first_line,
     shape_from_data,
+    side_effects,
     value_read,
     why_not_captured,
+    why_not_taken,
+    why_side_effects,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -212,31 +214,42 @@ def _trace(
 def _traced(
     model: nn.Module, call: Call, tracing: Callable[[Callable[[], Any]], Any]
 ) -> tuple[Any, Dependencies]:
-    from torch._dynamo.exc import TorchDynamoException
+    def traced() -> tuple[Any, tuple[str, ...], Any]:
+        return _dynamo_trace(model, call, tracing)
 
-    try:
-        module, changed, guards = tracing(
-            lambda: with_whole_masks(
-                call, lambda: torch_private.dynamo_capture(model, call.args, call.kwargs)
-            )
-        )
-    except (TorchDynamoException, torch_private.shape_from_data_error()) as error:
-        if hooks_set(model, call, error):
-            return _traced(model, call, tracing)
-        raise CaptureError(why_not_captured(model, call, error)) from error
-    except AssertionError as error:
-        raise CaptureError(
-            f"what the model takes or returns cannot be captured: {str(error).strip()}. "
-            + (cache_remedy(model) or _PYTREES)
-        ) from error
-    check_side_effects(model, call, changed)
+    module, changed, guards = traced()
+    names = side_effects(model, call, changed)
+    if names:
+        before = digest(module, model, Dependencies.of(model, guards, changed))
+
+        def unchanged() -> bool:
+            nonlocal module, guards
+            module, _, guards = traced()
+            return digest(module, model, Dependencies.of(model, guards)) == before
+
+        if not settles(model, call, names, unchanged):
+            raise CaptureError(why_side_effects(names))
+        changed = ()
     return module, Dependencies.of(model, guards, changed)
 
 
-_PYTREES = (
-    "memopt takes tensors, numbers, strings, None and pytrees of them: register your own class "
-    "with torch.export.register_dataclass, or return a tuple or a dict"
-)
+def _dynamo_trace(
+    model: nn.Module, call: Call, tracing: Callable[[Callable[[], Any]], Any]
+) -> tuple[Any, tuple[str, ...], Any]:
+    """See `memopt.profiler.torch_private.dynamo_capture`."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    def trace() -> Any:
+        return torch_private.dynamo_capture(model, call.args, call.kwargs)
+
+    try:
+        return tracing(lambda: with_whole_masks(call, trace))  # type: ignore[no-any-return]
+    except (TorchDynamoException, torch_private.shape_from_data_error()) as error:
+        if hooks_set(model, call, error):
+            return _dynamo_trace(model, call, tracing)
+        raise CaptureError(why_not_captured(model, call, error)) from error
+    except AssertionError as error:
+        raise CaptureError(why_not_taken(model, error)) from error
 
 
 def _export(

@@ -58,6 +58,15 @@ def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
     )
 
 
+def why_not_taken(model: nn.Module, error: Exception) -> str:
+    """The message on an argument or a result of the model that no graph can have."""
+    remedy = cache_remedy(model) or (
+        "memopt takes tensors, numbers, strings, None and pytrees of them: register your own class "
+        "with torch.export.register_dataclass, or return a tuple or a dict"
+    )
+    return f"what the model takes or returns cannot be captured: {str(error).strip()}. {remedy}"
+
+
 def first_line(error: Exception) -> str:
     """The first line of what an error says; "" if it says nothing."""
     return next(iter(str(error).strip().splitlines()), "")
@@ -139,29 +148,31 @@ def _line_of(node: Node) -> str:
     return " at {}:{} ({})".format(*places[-1]) if places else ""
 
 
-def check_side_effects(model: nn.Module, call: Call, changed: Iterable[str]) -> None:
-    """Raise unless a planned step leaves behind what the forward would.
+def side_effects(model: nn.Module, call: Call, changed: Iterable[str]) -> list[str]:
+    """Names of the model's and its inputs' objects that a planned step would not leave behind as
+    the forward does: it sets their attributes, or assigns a buffer anew.
 
     Args:
         model: the user's model.
         call: the captured call.
         changed: dynamo's names of the objects that the forward changes.
-
-    Raises:
-        CaptureError: it sets attributes of the model or its inputs, or assigns a buffer anew.
     """
     # Globals are left out: libraries set and reset context variables there.
     names = [_python_name(source) for source in changed if source.startswith("L[")]
     if names and all(name.endswith("._buffers") for name in names):
         # `self.buffer += 1` assigns the same tensor again: only the update counts.
         names = _assigned_buffers(model, call)
-    if names:
-        raise CaptureError(
-            f"the forward changes Python state of {', '.join(names)}, which a planned step would "
-            "leave as it is. Return such values as outputs; update buffers in place "
-            "(self.buffer.copy_(...)) instead of assigning them; if this is a cache that the first "
-            "call builds, call the model once before planning"
-        )
+    return names
+
+
+def why_side_effects(names: Iterable[str]) -> str:
+    """The message on what the forward changes, as `side_effects` names it."""
+    return (
+        f"the forward changes Python state of {', '.join(names)}, which a planned step would leave "
+        "as it is. Return such values as outputs; update buffers in place (self.buffer.copy_(...)) "
+        "instead of assigning them; if this is a cache that the first call builds, call the model "
+        "once before planning"
+    )
 
 
 def _python_name(source: str) -> str:

@@ -1,0 +1,80 @@
+"""Attributes that a forward sets to the same numbers at every call."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt
+from memopt.errors import CaptureError
+
+
+class Clamps(nn.Module):
+    """A window that is no larger than the input, as in Hugging Face's Swin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.window, self.shift = 16, 4
+
+    def settle(self, x: Tensor) -> None:
+        if x.shape[0] <= self.window:
+            self.window, self.shift = x.shape[0], 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.settle(x)
+        result: Tensor = self.linear(x.roll(self.shift, 0)).view(self.window, -1)
+        return result.square()
+
+
+class Counts(Clamps):
+    """Counts its calls."""
+
+    def settle(self, x: Tensor) -> None:
+        self.window, self.shift = x.shape[0], self.shift + 1
+
+
+class First(Clamps):
+    """Does something else in its first call."""
+
+    def settle(self, x: Tensor) -> None:
+        self.window = x.shape[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.window)
+
+
+class Keeps(Clamps):
+    """Keeps a tensor."""
+
+    def settle(self, x: Tensor) -> None:
+        self.window, self.seen = x.shape[0], x.sum()
+
+
+def test_they_are_set_as_the_first_call_sets_them() -> None:
+    torch.manual_seed(0)
+    model, x = Clamps(), torch.randn(6, 8)
+    twin = copy.deepcopy(model)
+    planned = memopt.plan(model, (x,), progress=False).apply(model)
+    assert (model.window, model.shift) == (6, 0)
+    for one in (planned, twin):
+        one(x).sum().backward()
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(planned.parameters(), twin.parameters(), strict=True)
+    )
+    model.window = 3
+    with pytest.raises(memopt.GuardError, match="window"):
+        planned(x)
+
+
+@pytest.mark.parametrize("kind", [Counts, First, Keeps])
+def test_others_are_refused_and_left_as_they_were(kind: type[Clamps]) -> None:
+    model, x = kind(), torch.randn(6, 8)
+    with pytest.raises(CaptureError, match="changes Python state"):
+        memopt.plan(model, (x,), progress=False)
+    assert (model.window, model.shift) == (16, 4)
+    assert not hasattr(model, "seen")
