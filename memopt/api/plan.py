@@ -102,7 +102,8 @@ class Plan(PlanRecord):
         undo: bool = False,
         scaler: Any = None,
     ) -> TrainStep:
-        """The whole step, updates included, under the plan: `step(*inputs, targets=...) -> loss`.
+        """The whole step, updates included, under the plan: `step(*inputs, targets=...) -> loss`;
+        of several micro-batches, `step.accumulate([(inputs, targets), ...]) -> losses`.
 
         The plan must have been made with `loss_fn=` and an optimizer instance.
 

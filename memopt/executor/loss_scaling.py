@@ -43,7 +43,7 @@ class LossScaling:
     def inverse(self) -> torch.Tensor:
         """What gradients are multiplied by to unscale them: as `GradScaler.unscale_` computes it,
         in double precision and rounded."""
-        return torch.tensor(1.0 / self._scaler.get_scale(), device=self._device)
+        return self._number(1.0 / self._scaler.get_scale())
 
     def update(self, finite: bool) -> None:
         """End a step: the scale grows or shrinks, as `GradScaler.update` decides.
@@ -53,8 +53,8 @@ class LossScaling:
         """
         scaler = self._scaler
         before = scaler.state_dict()
-        number = nn.Parameter(torch.zeros((), device=self._device))
-        number.grad = torch.full_like(number, 0.0 if finite else torch.inf)
+        number = nn.Parameter(self._number(0.0))
+        number.grad = self._number(0.0 if finite else torch.inf)
         stands_in = torch.optim.SGD([number], lr=0.0)
         try:
             scaler.unscale_(stands_in)
@@ -64,3 +64,6 @@ class LossScaling:
             scaler._per_optimizer_states.pop(id(stands_in), None)
             scaler.load_state_dict(before)
             raise
+
+    def _number(self, value: float) -> torch.Tensor:
+        return torch.tensor(value, dtype=torch.float32, device=self._device)

@@ -210,7 +210,7 @@ class TrainStep:
 
     def _run(self, call: Call) -> list[torch.Tensor]:
         changes = Changes(len(self._parts.sites), len(self._parts.mutated))
-        self.skipped = False
+        self.skipped, self.gradient_norm, self._asked = False, None, None
         host_state, undo = self._host_state, self._undo
         one = partial(update_one, self._optimizer) if host_state is None else host_state.step
 
@@ -240,7 +240,7 @@ class TrainStep:
                     changes.half = name.removeprefix("model.")
                 raise
             changes.updated += 1
-            if host_state is not None:
+            if host_state is not None and not self.skipped:
                 host_state.put_away(parameter)
 
         target = self._parts.update

@@ -26,6 +26,7 @@ from memopt.profiler.record import record_of
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.session import (
     Profiled,
+    checkpoint_notes,
     forward_only,
     measured_again_if_busy,
     part_of,
@@ -141,7 +142,12 @@ def _profiled(
         parts=parts,
         user_call=call,
         host_state_bytes=state.bytes_total - stays_bytes,
-        notes=(*_where_the_state_is(state, offload_optimizer), *parts.fused.notes, *busy),
+        notes=(
+            *_where_the_state_is(state, offload_optimizer),
+            *(checkpoint_notes(parts.once) if rules.micro_batches > 1 else ()),
+            *parts.fused.notes,
+            *busy,
+        ),
     )
 
 
