@@ -20,14 +20,7 @@ from memopt.executor.input_gradients import check_behind, pass_on
 from memopt.executor.loss_scaling import LossScaling
 from memopt.executor.module import install
 from memopt.executor.random_state import RandomStates
-from memopt.executor.recaptured import with_step
-from memopt.executor.step_checks import (
-    check_alone,
-    check_host,
-    check_scaler,
-    check_state,
-    other_parameters,
-)
+from memopt.executor.step_checks import other_parameters, plan_of_step
 from memopt.executor.undo import Changes, Undo
 from memopt.models.step_rules import scales
 from memopt.profiler.backend import autocast_as, autocast_off, autocast_state
@@ -372,26 +365,6 @@ def train_step(
     scaler: Any = None,
 ) -> TrainStep:
     """See `Plan.train_step`."""
-    check_alone(model)
-    plan = with_step(plan, model, loss_fn, optimizer)
-    profiled = plan.profiled
-    if not isinstance(profiled, ProfiledStep) or profiled.parts is None:
-        raise ValueError(
-            "this plan is not of a whole step; plan with memopt.plan(model, inputs, loss_fn=..., "
-            "targets=..., optimizer=<torch.optim instance>, whole_step=True) and a strategy for "
-            "chains (rotor), auto, or one that recomputes nothing (olla, store-all, offload-graph)"
-        )
-    planned = profiled.parts.module
-    # Not `is`: a bound method is another object each time that it is named.
-    if planned.model is not model or planned.loss_fn != loss_fn:
-        raise ValueError("a train step runs the model and loss it was planned with; plan again")
-    check_splittable(optimizer, model)
-    differs = other_parameters(profiled, optimizer)
-    if differs is not None:
-        raise ValueError(f"{differs}; plan again")
-    check_state(profiled, optimizer, model)
-    if undo and plan.host_budget is not None:
-        check_host(profiled, optimizer, plan.host_budget - plan.host_peak_bytes)
-    check_scaler(profiled.parts.rules, scaler)
+    plan = plan_of_step(plan, model, loss_fn, optimizer, undo=undo, scaler=scaler)
     how = {"interpreted": interpreted, "checked": checked, "undo": undo}
     return TrainStep(plan, optimizer, **how, scaler=scaler if scales(scaler) else None)

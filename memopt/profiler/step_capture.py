@@ -27,6 +27,8 @@ from memopt.profiler.joint_graph import of_the_loss
 from memopt.profiler.micro_batches import repeated
 from memopt.profiler.step_optimizer import Update
 
+_HALF = torch.float16
+
 
 class StepModule(nn.Module):
     """A model and its loss as one module: `forward(targets, *args, **kwargs)` is the loss.
@@ -173,7 +175,8 @@ def _trained_positions(
     """The positions of the trained primals, in the order of the model's parameters.
 
     Raises:
-        ValueError: a gradient is to be clipped that no update ends.
+        ValueError: a gradient is to be clipped that no update ends, or unscaled in half precision;
+            or there is none.
     """
     pairs = zip(captured.primals, captured.gradients, strict=True)
     positions = {
@@ -188,8 +191,20 @@ def _trained_positions(
                 f"does not train {name.removeprefix('model.')}: freeze it (requires_grad_(False)), "
                 "or give it to the optimizer"
             )
-    named = [name for name, _ in module.named_parameters()]
-    return [positions[name] for name in named if name in positions and name in ranks]
+    named = [name for name, _ in module.named_parameters() if name in positions and name in ranks]
+    found = [positions[name] for name in named]
+    if not found:
+        raise ValueError(
+            "clip_norm= and scaler= need gradients: the optimizer trains nothing that the loss "
+            "depends on"
+        )
+    half = [name for name, parameter in module.named_parameters() if parameter.dtype is _HALF]
+    if rules.scaled and half:
+        raise ValueError(
+            f"a GradScaler refuses float16 gradients, as that of {half[0].removeprefix('model.')}: "
+            "keep parameters in float32 and run the step under torch.autocast"
+        )
+    return found
 
 
 def update_name(site: UpdateSite) -> str:

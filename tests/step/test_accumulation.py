@@ -183,6 +183,26 @@ def test_requests_are_checked(arguments: dict[str, Any], message: str) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("trained", "dtype", "message"),
+    [(0, torch.float16, "refuses float16 gradients"), (1, torch.float32, "need gradients")],
+)
+def test_what_cannot_be_unscaled_is_refused(trained: int, dtype: torch.dtype, message: str) -> None:
+    model = nn.ModuleList(nn.Linear(2, 2, dtype=dtype) for _ in range(2))
+    model.forward = lambda x: model[0](x)
+    optimizer = torch.optim.SGD(model[trained].parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        memopt.plan(
+            model,
+            torch.rand(1, 2, dtype=dtype),
+            loss_fn=torch.sum,
+            optimizer=optimizer,
+            strategy="store-all",
+            scaler=torch.amp.GradScaler("cpu"),
+            progress=False,
+        )
+
+
 def test_a_gradient_that_no_update_ends_is_not_clipped() -> None:
     model, (x, y) = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (torch.rand(1, 4), ())
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
