@@ -142,12 +142,7 @@ def _profiled(
         parts=parts,
         user_call=call,
         host_state_bytes=state.bytes_total - stays_bytes,
-        notes=(
-            *_where_the_state_is(state, offload_optimizer),
-            *(checkpoint_notes(parts.once) if rules.micro_batches > 1 else ()),
-            *parts.fused.notes,
-            *busy,
-        ),
+        notes=(*_notes(parts, state, offload_optimizer), *busy),
     )
 
 
@@ -167,11 +162,19 @@ def _record(
     )
 
 
-def _where_the_state_is(state: OptimizerState, hosted: bool) -> tuple[str, ...]:
-    if not hosted or not state.bytes_total:
-        return ()
+def _notes(parts: StepParts, state: OptimizerState, hosted: bool) -> tuple[str, ...]:
+    """What a user should know of a captured step.
+
+    Args:
+        parts: the step.
+        state: the optimizer's.
+        hosted: whether that is on the host between updates.
+    """
     size = format_bytes(state.bytes_total)
-    return (f"On the host between updates: {size} of {state.name} state.",)
+    where = (f"On the host between updates: {size} of {state.name} state.",)
+    # Planning asks the whole graph, whose buffers are changed by the last micro-batch.
+    once = checkpoint_notes(parts.once) if parts.rules.micro_batches > 1 else ()
+    return (*(where if hosted and state.bytes_total else ()), *once, *parts.fused.notes)
 
 
 def update_costs(
