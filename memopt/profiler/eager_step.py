@@ -29,7 +29,7 @@ def eager_step(
         rules: what happens to gradients before that.
     """
     device = next((p.device.type for p in model.parameters()), "cpu")
-    scaler = torch.amp.GradScaler(device, init_scale=1.0, enabled=rules.scaled)  # type: ignore[attr-defined]
+    scaler = torch.amp.GradScaler(device, init_scale=1.0, enabled=rules.scaled)
     if rules.scaled:
         scaler.scale(torch.zeros((), device=device))
 

@@ -101,10 +101,11 @@ def _clipped(
 ) -> tuple[list[Node], Node]:
     """`torch.nn.utils.clip_grad_norm_`: the scaled gradients, and their norm before that."""
     groups = torch_private.grouped_by_dtype([one.meta["val"] for one in gradients])
-    norms: dict[int, Node] = {}
-    for position, gradient in enumerate(gradients):
-        listed = extension.call(_aten._foreach_norm.Scalar, [gradient], float(norm_type))
-        norms[position] = extension.item(listed, 0)
+    calls = [
+        extension.call(_aten._foreach_norm.Scalar, [gradient], float(norm_type))
+        for gradient in gradients
+    ]
+    norms = [extension.item(one, 0) for one in calls]
     total = _norm_of(extension, [norms[i] for group in groups for i in group], norm_type)
     # clip_grad_norm_'s own arithmetic: most / (total + 1e-6), at most 1.
     room = extension.call(_aten.add.Tensor, total, 1e-6)
@@ -112,10 +113,8 @@ def _clipped(
     share = extension.call(_aten.mul.Tensor, inverse, float(most))
     share = extension.call(_aten.clamp.default, share, None, 1.0)
     made = [
-        extension.call(
-            _aten.mul.Tensor, gradient, share, over=gradient, before=[norms[position].args[0]]
-        )
-        for position, gradient in enumerate(gradients)
+        extension.call(_aten.mul.Tensor, gradient, share, over=gradient, before=[one])
+        for gradient, one in zip(gradients, calls, strict=True)
     ]
     return made, total
 

@@ -234,7 +234,7 @@ def with_updates(
     output = fx_graph.output_node()
     for before in fx_graph.find_nodes(op="call_function", target=parts.update):
         fx_graph.erase_node(before)  # of an earlier call, with other costs
-    checked = {} if parts.largest is None else {"largest": parts.largest}
+    checked: dict[str, Any] = {} if parts.largest is None else {"largest": parts.largest}
     nodes, operators, storages = [], [], dict(lowering.storages)
     for site in sites:
         with fx_graph.inserting_before(output):
