@@ -100,8 +100,10 @@ class Plan(PlanRecord):
         interpreted: bool = False,
         checked: bool = False,
         undo: bool = False,
+        scaler: Any = None,
     ) -> TrainStep:
-        """The whole step, updates included, under the plan: `step(*inputs, targets=...) -> loss`.
+        """The whole step, updates included, under the plan: `step(*inputs, targets=...) -> loss`;
+        of several micro-batches, `step.accumulate([(inputs, targets), ...]) -> losses`.
 
         The plan must have been made with `loss_fn=` and an optimizer instance.
 
@@ -115,6 +117,7 @@ class Plan(PlanRecord):
                 takes copies of them on the host, of their size, and the time to write them in each
                 step. Otherwise updates that were done before the failure stay, and the error says
                 how many.
+            scaler: the `torch.amp.GradScaler` of the losses, if it was planned with one.
 
         Raises:
             ValueError: the plan is not of this step, the optimizer cannot be split, or the copies
@@ -122,9 +125,8 @@ class Plan(PlanRecord):
         """
         from memopt.executor.train_step import train_step
 
-        return train_step(
-            self, model, loss_fn, optimizer, interpreted=interpreted, checked=checked, undo=undo
-        )
+        how = {"interpreted": interpreted, "checked": checked, "undo": undo, "scaler": scaler}
+        return train_step(self, model, loss_fn, optimizer, **how)
 
     def _plan_again(self, model: nn.Module, call: Call) -> nn.Module:
         """The model under a plan for another call, within the same budget."""

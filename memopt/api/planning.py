@@ -23,6 +23,7 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.mesh import Mesh
+from memopt.models.step_rules import StepRules, scales
 from memopt.strategies import Progress, Strategy
 
 
@@ -44,6 +45,10 @@ def plan(
     offload_optimizer: bool = False,
     movable: str | tuple[str, ...] = (),
     accumulate: bool = False,
+    micro_batches: int = 1,
+    clip_norm: float | None = None,
+    norm_type: float = 2.0,
+    scaler: Any = None,
     returns: Returns = "all",
     time_limit_s: float | None = None,
     kernels: str = "aten",
@@ -85,6 +90,13 @@ def plan(
             device what it has room for. For strategies that move tensors of a graph.
         accumulate: charge gradients that are there when a step begins: those of the micro-batches
             before, or zeroed ones that were not set to None.
+        micro_batches: of a whole step: how many batches such as `inputs` and `targets` one step
+            runs, in turn, and adds up the gradients of, each loss divided by their number; call
+            `TrainStep.accumulate`. For strategies that recompute nothing.
+        clip_norm, norm_type: of a whole step: scale gradients down to this global norm before the
+            updates, as `torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm, norm_type)`.
+        scaler: of a whole step: the `torch.amp.GradScaler` that scales the losses; a step unscales
+            gradients, updates nothing where one is infinite or NaN, and updates the scale.
         returns: "loss": the planned step does not return the outputs that `loss_fn` does not read
             (None: that are not the loss of a model called with `labels`), so that they are freed
             early. What stands for them raises NotReturnedError when it is used. In eval mode and
@@ -122,6 +134,7 @@ def plan(
         offload_optimizer=offload_optimizer,
         movable=movable,
         accumulate=accumulate,
+        rules=StepRules(micro_batches, clip_norm, norm_type, scales(scaler)),
         returns=returns,
         time_limit_s=time_limit_s,
         cache=cache,

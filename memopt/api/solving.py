@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from memopt.api.ranks import agreed_on, planned_by_first, planning_ranks, profiling_together
 from memopt.api.refusal import infeasible
 from memopt.api.reserved import within_reserved
-from memopt.api.whole_step import check_movable, left_on_host, takes_whole_step
+from memopt.api.whole_step import check_movable, check_rules, left_on_host, takes_whole_step
 from memopt.errors import InvalidProgramError, MemoptError
 from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import (
@@ -27,6 +27,7 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
+from memopt.models.step_rules import PLAIN, StepRules
 from memopt.plan_record import BaselineFigures, PlanRecord
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
@@ -69,6 +70,7 @@ class PlanRequest:
     offload_optimizer: bool = False
     movable: str | tuple[str, ...] = ()
     accumulate: bool = False
+    rules: StepRules = PLAIN
     time_limit_s: float | None = None
     cache: bool = True
     progress: bool | Progress = True
@@ -96,9 +98,10 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     check_budget(wanted.budget)
     with reporting_on(wanted.progress) as report:
         target = planned_device(wanted.device, wanted.mode)
-        whole_step = True if wanted.offload_optimizer or wanted.movable else None
-        if wanted.whole_step is not None:
-            whole_step = wanted.whole_step
+        check_rules(wanted, chosen)
+        whole_step = wanted.whole_step
+        if whole_step is None and (wanted.offload_optimizer or wanted.movable or wanted.rules):
+            whole_step = True
         how = (wanted.loss_fn, wanted.optimizer, wanted.mode)
         whole = takes_whole_step(chosen, whole_step, *how, movable=bool(wanted.movable))
         ranks = planning_ranks(model, wanted.mode)
@@ -175,6 +178,7 @@ class Request:
     offload_optimizer: bool = False
     returns: Returns = "all"
     kernels: str = "aten"
+    rules: StepRules = PLAIN
 
 
 def _priced(wanted: PlanRequest, target: Device, whole: bool) -> Request:
@@ -189,6 +193,7 @@ def _priced(wanted: PlanRequest, target: Device, whole: bool) -> Request:
         whole and wanted.offload_optimizer,
         parse_returns(wanted.returns),
         wanted.kernels,
+        wanted.rules,
     )
 
 
@@ -235,6 +240,7 @@ def profiled_for(model: Any, inputs: Any, request: Request, report: Progress) ->
         offload_optimizer=request.offload_optimizer,
         loss_alone=request.returns == "loss",
         kernels=request.kernels,
+        rules=request.rules,
         progress=report,
     )
 

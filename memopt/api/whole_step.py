@@ -65,6 +65,27 @@ def check_movable(wanted: Any, strategy: Strategy) -> None:
         )
 
 
+def check_rules(wanted: Any, strategy: Strategy) -> None:
+    """Refuse a plan's request (`wanted`) whose `rules` its strategy cannot follow.
+
+    Raises:
+        ValueError: the request is not for a whole step, or has several micro-batches for a
+            strategy that computes again.
+    """
+    rules = wanted.rules
+    if rules and wanted.whole_step is False:
+        raise ValueError(
+            "micro_batches=, clip_norm= and scaler= are for whole steps: leave out "
+            "whole_step=False, or accumulate, clip and scale in your own loop"
+        )
+    if rules.micro_batches > 1 and strategy.features.recompute:
+        raise ValueError(
+            f"{strategy.name} plans no steps of several micro-batches: take one that recomputes "
+            "nothing (offload-graph, olla, store-all), or leave out micro_batches and add up the "
+            "gradients in your own loop (accumulate=True)"
+        )
+
+
 def left_on_host(host_budget_bytes: int | None, profiled: Any, *, whole_step: bool) -> int | None:
     """For `offload_optimizer` of `memopt.plan`: what the optimizer's state on the host leaves of a
     host budget.

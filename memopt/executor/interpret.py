@@ -132,6 +132,7 @@ def interpret(halves: Halves, swap: Any, random: Any, homes: Any = None) -> tupl
         arguments.clear()
         for instruction in halves.backward:
             machine.step(instruction)
-        return tuple(map_arg(g, machine.read) for g in captured.gradients)
+        results = (*captured.gradients, *captured.ends)
+        return tuple(map_arg(g, machine.read) for g in results)
 
     return forward, backward

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed
 from torch import nn
 
 from memopt.errors import ExecutionError, GuardError
+from memopt.executor.deferred_interrupt import ctrl_c_deferred
 from memopt.executor.differentiated import draws
 from memopt.executor.guard import Guard
 from memopt.executor.homes import Homes, tensors_on
 from memopt.executor.input_gradients import check_behind, pass_on
+from memopt.executor.loss_scaling import LossScaling
 from memopt.executor.module import install
 from memopt.executor.random_state import RandomStates
-from memopt.executor.recaptured import with_step
+from memopt.executor.step_checks import other_parameters, plan_of_step
 from memopt.executor.undo import Changes, Undo
-from memopt.models.budget import format_bytes
+from memopt.models.step_rules import scales
 from memopt.profiler.backend import autocast_as, autocast_off, autocast_state
 from memopt.profiler.baseline import as_targets
-from memopt.profiler.inputs import Call, align
-from memopt.profiler.joint_graph import unit_tangents
-from memopt.profiler.optimizer_state import optimizer_state
-from memopt.profiler.remedies import is_data_parallel
+from memopt.profiler.inputs import Call, align, to_call
+from memopt.profiler.joint_graph import loss_tangents
+from memopt.profiler.micro_batches import joined_call
 from memopt.profiler.step_optimizer import HostState, Touch, check_splittable, update_one
 from memopt.profiler.step_session import ProfiledStep
 from memopt.profiler.training_call import as_planned
@@ -48,6 +47,12 @@ class TrainStep:
     that moves together with its state);
     buffers change only when all parameters are updated. After the first update Ctrl-C waits for
     the end of the step.
+
+    Attributes:
+        gradient_norm: with `clip_norm`, the global norm of the last step's gradients, before they
+            were clipped: what `clip_grad_norm_` returns.
+        skipped: with a GradScaler, whether the last step updated nothing, since a gradient was
+            infinite or NaN.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class TrainStep:
         interpreted: bool = False,
         checked: bool = False,
         undo: bool = False,
+        scaler: Any = None,
     ) -> None:
         profiled = plan.profiled
         assert isinstance(profiled, ProfiledStep)
@@ -82,7 +88,7 @@ class TrainStep:
             self._guard = Guard.of(
                 self._parts.module,
                 self._parts.call,
-                self._captured,
+                self._parts.once,
                 updated=[site.name for site in self._parts.sites],
             )
         self._parameters: dict[str, nn.Parameter] = {}
@@ -90,6 +96,10 @@ class TrainStep:
         self._undo = Undo(optimizer) if undo else None
         device = profiled.captured.device or torch.device("cpu")
         self._random = RandomStates(device) if draws(profiled.captured) else None
+        self._scaling = LossScaling(self._parts.rules.micro_batches, scaler, device)
+        self._asked: torch.Tensor | None = None
+        self.gradient_norm: torch.Tensor | None = None
+        self.skipped = False
 
     @property
     def code(self) -> str:
@@ -118,41 +128,95 @@ class TrainStep:
             ExecutionError: a gradient from before is still there, a step is running already, or
                 this one failed after some updates.
         """
+        count = self._parts.rules.micro_batches
+        if count > 1:
+            raise GuardError(
+                f"this plan's step takes {count} micro-batches: call "
+                "step.accumulate([(inputs, targets), ...])"
+            )
+        (loss,) = self._train([(Call(args, kwargs), targets)])
+        return loss
+
+    def accumulate(self, micro_batches: Iterable[tuple[Any, Any]]) -> torch.Tensor:
+        """Train on several micro-batches, as the loop `for inputs, targets in micro_batches:
+        (loss_fn(model(inputs), *targets) / k).backward()` and one update.
+
+        Args:
+            micro_batches: (inputs, targets) of each of the planned number, both as for
+                `memopt.plan`.
+
+        Returns:
+            The losses, detached and undivided, in one dimension.
+
+        Raises:
+            GuardError, ExecutionError: as a call of the step; or the number is not the planned one.
+        """
+        listed = [(to_call(inputs), targets) for inputs, targets in micro_batches]
+        count = self._parts.rules.micro_batches
+        if len(listed) != count:
+            raise GuardError(
+                f"this plan's step takes {count} micro-batches and was given {len(listed)}; plan "
+                "again with another micro_batches="
+            )
+        return torch.stack(self._train(listed))
+
+    def _train(self, batches: list[tuple[Call, Any]]) -> list[torch.Tensor]:
         if self._parts.update.run() is not None:
             raise ExecutionError("this plan's train step is running already")
         model = self._parts.module.model
-        assert self._user_call is not None
-        call = align(model, self._user_call, args, as_planned(self._user_call, kwargs))
-        call = Call((as_targets(targets), *call.args), call.kwargs)
         self._parts.module.training = model.training
         self._homes.leave()
-        self._guard.check(self._parts.module, call)
+        calls = [self._planned_call(given, targets) for given, targets in batches]
         if torch.is_inference_mode_enabled():
             raise ExecutionError(
                 "a train step changes parameters and optimizer state, which no later step could "
                 "change again had it been made in torch.inference_mode(); leave that"
             )
         check_splittable(self._optimizer, model)
-        differs = _other_parameters(self._profiled, self._optimizer)
+        differs = other_parameters(self._profiled, self._optimizer)
         if differs is not None:
             raise GuardError(f"{differs}; plan again")
         self._parameters = dict(self._parts.module.named_parameters(remove_duplicate=False))
-        check_behind(call.leaves, self._parameters.values())
+        for call in calls:
+            check_behind(call.leaves, self._parameters.values())
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 raise ExecutionError(
                     f"{name.removeprefix('model.')} has a gradient from before: train steps do "
-                    "not accumulate; set it to None first, as model.zero_grad() does"
+                    "not add to it; set it to None first, as model.zero_grad() does"
                 )
-        return self._run(call)
+        return self._run(joined_call(calls) if len(calls) > 1 else calls[0])
 
-    def _run(self, call: Call) -> torch.Tensor:
-        changes = Changes(len(self._parts.sites), len(self._captured.mutated))
+    def _planned_call(self, given: Call, targets: Any) -> Call:
+        """A call of the model as one of the planned module.
+
+        Raises:
+            GuardError: it is another one than was planned.
+        """
+        planned = self._user_call
+        assert planned is not None
+        kwargs = as_planned(planned, given.kwargs)
+        call = align(self._parts.module.model, planned, given.args, kwargs)
+        call = Call((as_targets(targets), *call.args), call.kwargs)
+        self._guard.check(self._parts.module, call)
+        return call
+
+    def _run(self, call: Call) -> list[torch.Tensor]:
+        changes = Changes(len(self._parts.sites), len(self._parts.mutated))
+        self.skipped, self.gradient_norm, self._asked = False, None, None
         host_state, undo = self._host_state, self._undo
         one = partial(update_one, self._optimizer) if host_state is None else host_state.step
 
-        def update(name: str, gradient: torch.Tensor, value: torch.Tensor | None) -> None:
+        def update(
+            name: str,
+            gradient: torch.Tensor,
+            value: torch.Tensor | None,
+            largest: torch.Tensor | None,
+        ) -> None:
             begin()
+            self.skipped = self._is_to_be_skipped(largest)
+            if self.skipped and value is None:
+                return
             parameter = self._parameters[name]
             if undo is not None:
                 undo.keep_update(parameter)
@@ -162,13 +226,14 @@ class TrainStep:
                 if value is not None:
                     parameter.copy_(value)
                 with self._homes.updating(parameter):
-                    one(parameter, gradient)
+                    if not self.skipped:
+                        one(parameter, gradient)
             except BaseException:
                 if touch.changed() and not restores:
                     changes.half = name.removeprefix("model.")
                 raise
             changes.updated += 1
-            if host_state is not None:
+            if host_state is not None and not self.skipped:
                 host_state.put_away(parameter)
 
         target = self._parts.update
@@ -191,7 +256,14 @@ class TrainStep:
             if host_state is not None:
                 host_state.settle()
 
-    def _attempt(self, call: Call, changes: Changes) -> torch.Tensor:
+    def _is_to_be_skipped(self, largest: torch.Tensor | None) -> bool:
+        """Whether gradients overflowed: asked once in a step, which waits for the device."""
+        if largest is None or self._asked is largest:
+            return self.skipped
+        self._asked = largest
+        return not math.isfinite(largest.item())
+
+    def _attempt(self, call: Call, changes: Changes) -> list[torch.Tensor]:
         """A step; of one that fails, what can be is as it was."""
         drawn = None if self._random is None else self._random.now()
         if self._host_state is not None:
@@ -226,35 +298,50 @@ class TrainStep:
         if self._host_state is not None:
             self._host_state.come_back()
 
-    def _step(self, call: Call, changes: Changes) -> torch.Tensor:
-        captured = self._captured
+    def _step(self, call: Call, changes: Changes) -> list[torch.Tensor]:
+        captured, rules = self._captured, self._parts.rules
         primals = self._primals(call)
         outputs, saved = self._program.forward(list(primals))
-        unit = unit_tangents(captured.tangents, outputs[-1])
-        loss: torch.Tensor = outputs.pop()
-        results = self._program.backward(list(primals), [None, *unit], saved)
-        del unit
-        # What the forward gives a trained parameter is applied before its update.
-        applied = {site.name for site in self._parts.sites if site.value is not None}
-        for position, value in zip(captured.mutated, outputs, strict=True):
-            if captured.primals[position].name not in applied:
-                if self._undo is not None:
-                    self._undo.keep(primals[position])
-                primals[position].copy_(value)
-                changes.buffers += 1
-        for primal, gradient in zip(captured.primals, results, strict=True):
+        losses: list[torch.Tensor] = [outputs.pop()]
+        results = self._program.backward(list(primals), self._tangents(losses[0]), saved)
+        gradients, ends = results[: len(primals)], list(results[len(primals) :])
+        if rules.clip_norm is not None:
+            self.gradient_norm = ends.pop()
+        losses += ends[: rules.micro_batches - 1]
+        self._move(primals, [*outputs, *ends[rules.micro_batches - 1 :]], changes)
+        for primal, gradient in zip(captured.primals, gradients, strict=True):
             if gradient is not None and primal.name in self._parameters:
                 self._parameters[primal.name].grad = gradient
         leaves = call.leaves
         pass_on(
             [
                 (leaves[primal.index], gradient)
-                for primal, gradient in zip(captured.primals, results, strict=True)
+                for primal, gradient in zip(captured.primals, gradients, strict=True)
                 if primal.index is not None and gradient is not None
             ]
         )
+        if rules.scaled:
+            self._scaling.update(not self.skipped)
         changes.complete = True
-        return loss
+        return losses
+
+    def _tangents(self, loss: torch.Tensor) -> list[torch.Tensor | None]:
+        """What the backward half is called with."""
+        tangents, scaled = self._captured.tangents, self._parts.rules.scaled
+        own = tangents[: len(tangents) - scaled]
+        inverse = [self._scaling.inverse()] if scaled else []
+        return [None, *loss_tangents(own, self._scaling.gradient(loss)), *inverse]
+
+    def _move(self, primals: list[Any], values: list[torch.Tensor], changes: Changes) -> None:
+        """Give buffers and inputs the values that the forward has computed for them."""
+        # What the forward gives a trained parameter is applied before its update.
+        applied = {site.name for site in self._parts.sites if site.value is not None}
+        for position, value in zip(self._parts.mutated, values, strict=True):
+            if self._captured.primals[position].name not in applied:
+                if self._undo is not None:
+                    self._undo.keep(primals[position])
+                primals[position].copy_(value)
+                changes.buffers += 1
 
     def _primals(self, call: Call) -> list[Any]:
         leaves = call.leaves
@@ -266,98 +353,6 @@ class TrainStep:
         return values
 
 
-def _other_parameters(profiled: ProfiledStep, optimizer: torch.optim.Optimizer) -> str | None:
-    """The first parameter that an optimizer trains and the planned one does not, or the reverse."""
-    assert profiled.parts is not None
-    planned = {site.name for site in profiled.parts.sites}
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    results = zip(profiled.captured.primals, profiled.captured.gradients, strict=True)
-    kept = {primal.name for primal, gradient in results if gradient is not None}
-    for name, parameter in profiled.parts.module.named_parameters():
-        here = id(parameter) in trained
-        if (name in planned and not here) or (name in kept and here):
-            which = "the planned optimizer trains and this one does not"
-            if here:
-                which = "this optimizer trains and the planned one does not"
-            return f"{name.removeprefix('model.')}: {which}"
-    return None
-
-
-@contextmanager
-def ctrl_c_deferred() -> Iterator[Callable[[], None]]:
-    """Once the yielded function has been called, Ctrl-C raises KeyboardInterrupt only at the end
-    of the block, which finishes first; a second Ctrl-C raises at once.
-
-    Changes nothing outside the main thread, or where somebody else handles the signal.
-    """
-    usual = signal.default_int_handler
-    asked = begun = False
-
-    def handle(_number: int, _frame: object) -> None:
-        nonlocal asked
-        asked = True
-        signal.signal(signal.SIGINT, usual)
-
-    def begin() -> None:
-        nonlocal begun
-        main = threading.current_thread() is threading.main_thread()
-        if not begun and main and signal.getsignal(signal.SIGINT) is usual:
-            begun = True
-            signal.signal(signal.SIGINT, handle)
-
-    try:
-        yield begin
-    finally:
-        if begun:
-            signal.signal(signal.SIGINT, usual)
-    if asked:
-        raise KeyboardInterrupt
-
-
-def _check_state(
-    profiled: ProfiledStep, optimizer: torch.optim.Optimizer, model: nn.Module
-) -> None:
-    """Refuse an optimizer that keeps more, or less, than the planned one."""
-    planned = profiled.optimizer
-    assert planned is not None
-    assert profiled.record is not None
-    planned_bytes = planned.bytes_total + profiled.host_state_bytes + profiled.movable_state_bytes
-    state = optimizer_state(optimizer, model.parameters(), profiled.record.block_bytes)
-    if state.bytes_total != planned_bytes:
-        raise ValueError(
-            f"this plan is for {format_bytes(planned_bytes)} of {planned.name} state, and this "
-            f"{state.name} keeps {format_bytes(state.bytes_total)}; plan again with it"
-        )
-
-
-def _check_host(profiled: ProfiledStep, optimizer: torch.optim.Optimizer, left_bytes: int) -> None:
-    """Refuse copies for taking a step back that are beyond the plan's host budget."""
-    planned = profiled.optimizer
-    assert planned is not None
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    mutated = [profiled.captured.primals[i].node.meta["val"] for i in profiled.captured.mutated]
-    needed_bytes = sum(tensor.nbytes for tensor in (*trained, *mutated))
-    needed_bytes += planned.bytes_total + profiled.host_state_bytes
-    if needed_bytes > left_bytes:
-        raise ValueError(
-            f"undo=True keeps copies of {format_bytes(needed_bytes)} on the host, of whose budget "
-            f"the plan leaves {format_bytes(max(0, left_bytes))}: plan with a larger host_budget= "
-            "or leave out undo"
-        )
-
-
-def _check_alone(model: nn.Module) -> None:
-    """Refuse a step whose gradients other processes need: it updates parameters inside, before
-    anybody could exchange them, and the processes' parameters would drift apart."""
-    many = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if is_data_parallel(model) or (many and torch.distributed.get_world_size() > 1):
-        raise ValueError(
-            "a whole step exchanges no gradients with other processes: plan without an optimizer "
-            "instance and put DistributedDataParallel around the planned module "
-            "(DistributedDataParallel(memopt.wrap(model, budget=...)))"
-        )
-
-
 def train_step(
     plan: PlanRecord,
     model: nn.Module,
@@ -367,26 +362,9 @@ def train_step(
     interpreted: bool = False,
     checked: bool = False,
     undo: bool = False,
+    scaler: Any = None,
 ) -> TrainStep:
     """See `Plan.train_step`."""
-    _check_alone(model)
-    plan = with_step(plan, model, loss_fn, optimizer)
-    profiled = plan.profiled
-    if not isinstance(profiled, ProfiledStep) or profiled.parts is None:
-        raise ValueError(
-            "this plan is not of a whole step; plan with memopt.plan(model, inputs, loss_fn=..., "
-            "targets=..., optimizer=<torch.optim instance>, whole_step=True) and a strategy for "
-            "chains (rotor), auto, or one that recomputes nothing (olla, store-all, offload-graph)"
-        )
-    planned = profiled.parts.module
-    # Not `is`: a bound method is another object each time that it is named.
-    if planned.model is not model or planned.loss_fn != loss_fn:
-        raise ValueError("a train step runs the model and loss it was planned with; plan again")
-    check_splittable(optimizer, model)
-    differs = _other_parameters(profiled, optimizer)
-    if differs is not None:
-        raise ValueError(f"{differs}; plan again")
-    _check_state(profiled, optimizer, model)
-    if undo and plan.host_budget is not None:
-        _check_host(profiled, optimizer, plan.host_budget - plan.host_peak_bytes)
-    return TrainStep(plan, optimizer, interpreted=interpreted, checked=checked, undo=undo)
+    plan = plan_of_step(plan, model, loss_fn, optimizer, undo=undo, scaler=scaler)
+    how = {"interpreted": interpreted, "checked": checked, "undo": undo}
+    return TrainStep(plan, optimizer, **how, scaler=scaler if scales(scaler) else None)

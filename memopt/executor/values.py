@@ -68,7 +68,7 @@ class Halves:
         """Computed tensors that the backward half needs from the forward half's device memory,
         ascending. Outputs it does not read are the user's to hold."""
         wanted = set(self._read_in_backward)
-        for gradient in self.captured.gradients:
+        for gradient in (*self.captured.gradients, *self.captured.ends):
             if isinstance(gradient, Node):
                 wanted.update(t for t in self.lowering.storages[gradient] if t is not None)
         live = {x.tensor for x in self._lifetimes.device if x.is_live_at(self.boundary)}

@@ -13,6 +13,7 @@ from typing import Annotated
 
 from memopt.models.arguments import Argument, Arguments, KeywordArguments, Nest, Plain, Spec
 from memopt.models.codec import FLAT, LATER, NAME, SPARSE, Check, Line, Natural, Row
+from memopt.models.step_rules import PLAIN, StepRules
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
 KERNELS = ("aten", "compiled", "auto")
@@ -94,6 +95,7 @@ class ModelRecord:
         ranks: how many processes hold parts of its parameters.
         kernels: what its operators run, see `memopt.plan`.
         aten_regions: keys of the regions that stay ATen's although kernels are compiled.
+        rules: what a whole step does between its backward and its updates.
         repeated: (position, earlier position) of each flat argument that is the same tensor as an
             earlier one.
     """
@@ -119,6 +121,7 @@ class ModelRecord:
     aten_regions: tuple[Line, ...] = field(default=(), metadata=SPARSE)
     accumulated_bytes: Natural = field(default=0, metadata=SPARSE)
     ranks: Natural = field(default=1, metadata=SPARSE)
+    rules: StepRules = field(default=PLAIN, metadata=SPARSE)
 
 
 def difference(planned: ModelRecord, found: ModelRecord) -> str | None:

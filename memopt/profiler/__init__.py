@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memopt.models.device import Device
+from memopt.models.step_rules import PLAIN, StepRules
 from memopt.profiler.baseline import Loss as Loss
 from memopt.profiler.baseline import as_targets
 from memopt.profiler.cache import ProfileCache as ProfileCache
@@ -36,11 +37,13 @@ def profiled_of(
     offload_optimizer: bool = False,
     loss_alone: bool = False,
     kernels: str = "aten",
+    rules: StepRules = PLAIN,
     progress: Callable[[float, str], None],
 ) -> Profiled:
     """Profile the model that `memopt.plan` was given: a Profiled stays as it is, a module is
     measured, or estimated for a device; with `whole_step`, a loss and an optimizer instance,
-    updates are included; with `loss_alone` outputs that the loss does not read are not returned.
+    updates are included, as the `rules` say; with `loss_alone` outputs that the loss does not read
+    are not returned.
 
     Raises:
         ValueError: something else, or a module without inputs.
@@ -73,9 +76,8 @@ def profiled_of(
         )
     if whole_step and loss is not None and isinstance(optimizer, Optimizer):
         how: dict[str, Any] = {"options": options, "kernels": kernels, "progress": progress}
-        return profile_step(
-            model, inputs, loss, optimizer, offload_optimizer=offload_optimizer, **how
-        )
+        how |= {"offload_optimizer": offload_optimizer, "rules": rules}
+        return profile_step(model, inputs, loss, optimizer, **how)
     return profile_model(
         model,
         inputs,

@@ -16,8 +16,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memopt.models.record import ANY_LOSS, OutputGradients
+from memopt.models.step_rules import PLAIN, StepRules
 from memopt.profiler.backend import autocast_off, random_state_kept, timed
 from memopt.profiler.dropped_outputs import unread
+from memopt.profiler.eager_step import eager_step
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
 from memopt.profiler.model_outputs import gradients_of, in_memory_of_its_own, tangent_of
@@ -129,6 +131,7 @@ def measure_baseline(
     loss: Loss | None,
     device: torch.device,
     optimizer: torch.optim.Optimizer | None = None,
+    rules: StepRules = PLAIN,
 ) -> Baseline:
     """The unplanned step: the first warms up, the second is metered, the rest are timed. What a
     module's step returns is held while the metered one ends.
@@ -140,12 +143,16 @@ def measure_baseline(
         device: where the model is.
         optimizer: steps, and drops the gradients, in a whole training step; None: forward, loss and
             backward alone.
+        rules: what a whole step does between its backward and its updates.
 
     Returns:
         The baseline; its peak is above what is resident.
     """
     call = call.detached()
     meet()
+    whole = None
+    if optimizer is not None and loss is not None:
+        whole = eager_step(model, call, loss.value, optimizer, rules)
 
     def step() -> Any:
         if optimizer is None and loss is not None and loss.alone:
@@ -153,18 +160,11 @@ def measure_baseline(
             with autocast_off():
                 value.backward()  # type: ignore[no-untyped-call]
             return value
-        if optimizer is None or loss is None:
-            output = model(*call.args, **call.kwargs)
-            backward(output, loss)
-            return output
-        value = loss.value(model(*call.args, **call.kwargs))
-        with autocast_off():
-            value.backward()  # type: ignore[no-untyped-call]
-        del value
-        # A scheduler's wrapper around step() must notice nothing.
-        type(optimizer).step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-        return None
+        if whole is not None:
+            return whole()
+        output = model(*call.args, **call.kwargs)
+        backward(output, loss)
+        return output
 
     clear = partial(clear_gradients, model, () if optimizer else call.tensors())
     with state_restored(model, call, *(loss.parts if loss else ()), optimizer) as kept:

@@ -131,6 +131,7 @@ class Captured:
         hooks: the forward and backward callables behind `compiled`.
         model: weak reference to the user's model.
         outputs: what is known of the leaves of the output.
+        ends: what the backward half returns beside gradients (whole steps).
     """
 
     module: GraphModule
@@ -148,6 +149,7 @@ class Captured:
     dependencies: Dependencies = field(default_factory=Dependencies)
     trace: str = ""
     outputs: TracedOutputs = NO_OUTPUTS
+    ends: tuple[Any, ...] = ()
 
     @property
     def leaves(self) -> tuple[int | None, ...]:

@@ -187,13 +187,13 @@ def of_the_loss(tangents: Iterable[Node]) -> tuple[Node, ...]:
     return tuple(t for t in tangents if t.users or not _updated_parameter(t))
 
 
-def unit_tangents(tangents: Iterable[Node], loss: torch.Tensor) -> list[torch.Tensor]:
-    """Where the backward of a whole step begins: the loss's gradient is 1, that of values which
-    the forward has given to parameters and inputs is 0."""
+def loss_tangents(tangents: Iterable[Node], gradient: torch.Tensor) -> list[torch.Tensor]:
+    """Where the backward of a whole step begins: at the loss's gradient; that of values which the
+    forward has given to parameters and inputs is 0."""
     return [
-        torch.zeros_like(loss).expand(tuple(tangent.meta["val"].shape))
+        torch.zeros_like(gradient).expand(tuple(tangent.meta["val"].shape))
         if _updated_input(tangent) is not None
-        else torch.ones_like(loss)
+        else gradient
         for tangent in tangents
     ]
 

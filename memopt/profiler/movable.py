@@ -122,7 +122,7 @@ def movable_parameters(parts: StepParts, lowering: Lowering) -> tuple[int, ...]:
         tensor.untyped_storage()._cdata
         for tensor in (*dict.fromkeys(named.values()), *parts.module.buffers())
     )
-    changed = {parts.captured.primals[i].node for i in parts.captured.mutated}
+    changed = {parts.captured.primals[i].node for i in parts.mutated}
     changed |= {one.node for one in parts.captured.primals if _given_a_value(parts, one.name)}
     found = []
     for primal in parts.captured.primals:

@@ -13,6 +13,7 @@ from memopt.models.arguments import Argument, Nest, Opaque, Plain, TensorSpec
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
 from memopt.models.same_graph import resized
+from memopt.models.step_rules import PLAIN, StepRules
 from memopt.profiler.backend import autocast_state
 from memopt.profiler.inputs import Call, repeated
 from memopt.profiler.ranks import members_of
@@ -34,6 +35,7 @@ def record_of(
     library_bytes: int = 0,
     kernels: str = "aten",
     aten_regions: tuple[str, ...] = (),
+    rules: StepRules = PLAIN,
 ) -> ModelRecord:
     """The record of a model in its present mode, and of its example call.
 
@@ -44,7 +46,7 @@ def record_of(
         block_bytes: the allocator's granularity in the captured graph.
         graphs: as captured and as priced, if it was captured.
         output_gradients: what the captured loss does with the model's output.
-        loss_bytes, library_bytes, kernels, aten_regions: see `ModelRecord`.
+        loss_bytes, library_bytes, kernels, aten_regions, rules: see `ModelRecord`.
     """
     named = (*model.named_parameters(), *model.named_buffers())
     return ModelRecord(
@@ -68,6 +70,7 @@ def record_of(
         kernels=kernels,
         aten_regions=aten_regions,
         ranks=max(1, len(members_of(model))),
+        rules=rules,
     )
 
 

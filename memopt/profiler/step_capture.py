@@ -15,14 +15,19 @@ from torch import nn
 from torch.fx import Node
 
 from memopt.models.graph import Operator, Phase
+from memopt.models.step_rules import PLAIN, StepRules
 from memopt.profiler.baseline import Loss
 from memopt.profiler.build import Lowering, build, held_by
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.compiled.choice import Fuse
 from memopt.profiler.compiled.fuse import Fused
+from memopt.profiler.gradient_norms import with_norms
 from memopt.profiler.inputs import Call
 from memopt.profiler.joint_graph import of_the_loss
+from memopt.profiler.micro_batches import repeated
 from memopt.profiler.step_optimizer import Update
+
+_HALF = torch.float16
 
 
 class StepModule(nn.Module):
@@ -82,6 +87,10 @@ class StepParts:
         update: the target that all update operators call.
         sites: the updates, in the optimizer's order.
         fused: how it got its kernels.
+        rules: what happens to gradients before the updates.
+        once: the capture of one micro-batch.
+        mutated: positions of the primals (buffers, inputs) that the step changes.
+        largest: the node that is finite if all gradients are; None: they are not scaled.
     """
 
     module: StepModule
@@ -91,6 +100,10 @@ class StepParts:
     update: Update
     sites: tuple[UpdateSite, ...]
     fused: Fused
+    rules: StepRules
+    once: Captured
+    mutated: tuple[int, ...]
+    largest: Node | None = None
 
 
 def capture_step(
@@ -100,12 +113,14 @@ def capture_step(
     optimizer: torch.optim.Optimizer,
     block_bytes: int,
     fuse: Fuse | None = None,
+    rules: StepRules = PLAIN,
 ) -> StepParts:
     """Capture forward, loss and backward, and find where each parameter is updated; `fuse` gives
     the step its kernels, None: ATen's.
 
     Raises:
         CaptureError: as `capture`; or the loss is no scalar that can be trained.
+        ValueError: the step cannot follow the rules.
     """
     module = StepModule(model, loss.function)
     step_call = Call((loss.targets, *call.args), call.kwargs)
@@ -119,22 +134,77 @@ def capture_step(
     parameters = dict(module.named_parameters())
     every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     trained = {id(p): i for i, p in enumerate(every)}
+    ranks = {name: trained[id(p)] for name, p in parameters.items() if id(p) in trained}
+    once, largest, count = captured, None, rules.micro_batches
     values = dict(zip(captured.mutated, captured.forward_outputs, strict=False))
+    if count > 1:
+        captured, lowering = repeated(captured, lowering, count, block_bytes)
+        values = dict(zip(once.mutated, captured.ends[count - 1 :], strict=True))
+    if rules.clip_norm is not None or rules.scaled:
+        positions = _trained_positions(module, captured, ranks, rules)
+        captured, lowering, largest = with_norms(captured, lowering, positions, rules, block_bytes)
     found: list[tuple[int, UpdateSite]] = []
     pairs = zip(captured.primals, captured.gradients, strict=True)
     for position, (primal, gradient) in enumerate(pairs):
-        if not isinstance(gradient, Node) or primal.name not in parameters:
-            continue
-        rank = trained.get(id(parameters[primal.name]))
-        if rank is None:
+        if not isinstance(gradient, Node) or primal.name not in ranks:
             continue
         value = values.get(position)
-        read = [gradient, primal.node, *([] if value is None else [value])]
+        read = [gradient, primal.node, *(one for one in (value, largest) if one is not None)]
         reads = held_by(read, lowering.storages)
-        found.append((rank, UpdateSite(primal.name, gradient, reads, value)))
+        found.append((ranks[primal.name], UpdateSite(primal.name, gradient, reads, value)))
     found.sort(key=lambda pair: pair[0])
     sites = tuple(site for _, site in found)
-    return StepParts(module, step_call, captured, lowering, Update(), sites, made)
+    return StepParts(
+        module=module,
+        call=step_call,
+        captured=captured,
+        lowering=lowering,
+        update=Update(),
+        sites=sites,
+        fused=made,
+        rules=rules,
+        once=once,
+        mutated=once.mutated,
+        largest=largest,
+    )
+
+
+def _trained_positions(
+    module: StepModule, captured: Captured, ranks: dict[str, int], rules: StepRules
+) -> list[int]:
+    """The positions of the trained primals, in the order of the model's parameters.
+
+    Raises:
+        ValueError: a gradient is to be clipped that no update ends, or unscaled in half precision;
+            or there is none.
+    """
+    pairs = zip(captured.primals, captured.gradients, strict=True)
+    positions = {
+        primal.name: i
+        for i, (primal, gradient) in enumerate(pairs)
+        if isinstance(gradient, Node) and primal.kind == "parameter"
+    }
+    for name in positions:
+        if rules.clip_norm is not None and name not in ranks:
+            raise ValueError(
+                f"clip_norm= is for models whose gradients all end in updates, but the optimizer "
+                f"does not train {name.removeprefix('model.')}: freeze it (requires_grad_(False)), "
+                "or give it to the optimizer"
+            )
+    named = [name for name, _ in module.named_parameters() if name in positions and name in ranks]
+    found = [positions[name] for name in named]
+    if not found:
+        raise ValueError(
+            "clip_norm= and scaler= need gradients: the optimizer trains nothing that the loss "
+            "depends on"
+        )
+    half = [name for name, parameter in module.named_parameters() if parameter.dtype is _HALF]
+    if rules.scaled and half:
+        raise ValueError(
+            f"a GradScaler refuses float16 gradients, as that of {half[0].removeprefix('model.')}: "
+            "keep parameters in float32 and run the step under torch.autocast"
+        )
+    return found
 
 
 def update_name(site: UpdateSite) -> str:
@@ -164,11 +234,12 @@ def with_updates(
     output = fx_graph.output_node()
     for before in fx_graph.find_nodes(op="call_function", target=parts.update):
         fx_graph.erase_node(before)  # of an earlier call, with other costs
+    checked: dict[str, Any] = {} if parts.largest is None else {"largest": parts.largest}
     nodes, operators, storages = [], [], dict(lowering.storages)
     for site in sites:
         with fx_graph.inserting_before(output):
             node = fx_graph.create_node(
-                "call_function", parts.update, site.arguments, name="update"
+                "call_function", parts.update, site.arguments, checked, name="update"
             )
         storages[node] = ()
         nodes.append(node)
@@ -187,7 +258,7 @@ def with_updates(
             )
         )
     graph = lowering.graph
-    remaining = held_by(gradients, lowering.storages)
+    remaining = held_by((*gradients, *captured.ends), lowering.storages)
     graph = replace(graph, operators=(*graph.operators, *operators), gradients=remaining)
     return captured, replace(
         lowering, graph=graph, nodes=(*lowering.nodes, *nodes), storages=storages

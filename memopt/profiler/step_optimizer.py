@@ -22,12 +22,13 @@ from torch import nn
 from memopt.profiler.backend import backend_of
 from memopt.profiler.optimizer_state import PER_PARAMETER
 
-Run: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor | None], None]
+Run: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor | None, torch.Tensor | None], None]
 
 
 class Update:
     """The target of update operators: `update(name, gradient)` updates one parameter;
-    `update(name, gradient, value)` one that the forward has given a value, which it takes first.
+    `update(name, gradient, value)` one that the forward has given a value, which it takes first;
+    with `largest`, it is not updated unless that is finite.
     """
 
     __name__ = "update"
@@ -50,13 +51,17 @@ class Update:
         return None if self._run is None else self._run()
 
     def __call__(
-        self, name: str, gradient: torch.Tensor, value: torch.Tensor | None = None
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        value: torch.Tensor | None = None,
+        largest: torch.Tensor | None = None,
     ) -> None:
         """Update the parameter of that name in the captured step."""
         run = self.run()
         if run is None:
             raise RuntimeError("memopt: a parameter update outside a train step")
-        run(name, gradient, value)
+        run(name, gradient, value, largest)
 
     def __str__(self) -> str:
         return "update"

@@ -13,6 +13,7 @@ from torch import nn
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
 from memopt.models.record import ModelRecord
+from memopt.models.step_rules import PLAIN, StepRules
 from memopt.profiler.backend import backend_of, timed
 from memopt.profiler.baseline import Baseline, Loss, measure_baseline
 from memopt.profiler.compiled.choice import check_kernels, chosen_kernels
@@ -25,6 +26,7 @@ from memopt.profiler.record import record_of
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.session import (
     Profiled,
+    checkpoint_notes,
     forward_only,
     measured_again_if_busy,
     part_of,
@@ -65,6 +67,7 @@ def profile_step(
     progress: Progress | None = None,
     offload_optimizer: bool = False,
     kernels: str = "aten",
+    rules: StepRules = PLAIN,
 ) -> ProfiledStep:
     """Capture forward, loss, backward and updates, and measure what they cost.
 
@@ -81,7 +84,8 @@ def profile_step(
     with state_restored(model, call, *loss.parts):
         report = forward_only(progress)
         chosen = options or MeasureOptions()
-        return _profiled(model, call, loss, optimizer, chosen, report, offload_optimizer, kernels)
+        how = (report, offload_optimizer, kernels, rules)
+        return _profiled(model, call, loss, optimizer, chosen, *how)
 
 
 def _profiled(
@@ -93,6 +97,7 @@ def _profiled(
     report: Progress,
     offload_optimizer: bool,
     kernels: str,
+    rules: StepRules,
 ) -> ProfiledStep:
     check_kernels(kernels)
     device = device_of(model, call)
@@ -102,7 +107,7 @@ def _profiled(
     told = part_of(report, 0.05, 0.2)
     fuse = chosen_kernels(kernels, device, options, backend.block_bytes, told)
     with diagnosed(model, call, loss):
-        parts = capture_step(model, call, loss, optimizer, backend.block_bytes, fuse)
+        parts = capture_step(model, call, loss, optimizer, backend.block_bytes, fuse, rules)
     state = optimizer_state(optimizer, model.parameters(), backend.block_bytes)
     stays_bytes = 0 if offload_optimizer else state.bytes_total
 
@@ -118,7 +123,7 @@ def _profiled(
         report(0.8, "measuring the unplanned step")
         # That step has its state on the device, wherever the plan keeps it.
         resident_bytes = graph.resident_bytes - stays_bytes + state.bytes_total
-        step = measure_baseline(model, call, loss, device, optimizer)
+        step = measure_baseline(model, call, loss, device, optimizer, rules)
         peak_bytes = resident_bytes + step.peak_bytes + step.library_bytes
         step = replace(step, peak_bytes=peak_bytes)
         return with_resident(graph, step.library_bytes), step
@@ -137,7 +142,7 @@ def _profiled(
         parts=parts,
         user_call=call,
         host_state_bytes=state.bytes_total - stays_bytes,
-        notes=(*_where_the_state_is(state, offload_optimizer), *parts.fused.notes, *busy),
+        notes=(*_notes(parts, state, offload_optimizer), *busy),
     )
 
 
@@ -153,14 +158,23 @@ def _record(
         library_bytes=baseline.library_bytes,
         kernels=parts.fused.kernels,
         aten_regions=parts.fused.aten_regions,
+        rules=parts.rules,
     )
 
 
-def _where_the_state_is(state: OptimizerState, hosted: bool) -> tuple[str, ...]:
-    if not hosted or not state.bytes_total:
-        return ()
+def _notes(parts: StepParts, state: OptimizerState, hosted: bool) -> tuple[str, ...]:
+    """What a user should know of a captured step.
+
+    Args:
+        parts: the step.
+        state: the optimizer's.
+        hosted: whether that is on the host between updates.
+    """
     size = format_bytes(state.bytes_total)
-    return (f"On the host between updates: {size} of {state.name} state.",)
+    where = (f"On the host between updates: {size} of {state.name} state.",)
+    # Planning asks the whole graph, whose buffers are changed by the last micro-batch.
+    once = checkpoint_notes(parts.once) if parts.rules.micro_batches > 1 else ()
+    return (*(where if hosted and state.bytes_total else ()), *once, *parts.fused.notes)
 
 
 def update_costs(

@@ -51,6 +51,13 @@ def profiler_looks_on() -> bool:
     return bool(_imported_once("torch.autograd", "_profiler_enabled")())
 
 
+def grouped_by_dtype(tensors: list[torch.Tensor]) -> list[list[int]]:
+    """The positions of tensors of one device by their dtype, the groups in the order in which
+    `torch.nn.utils.clip_grad_norm_` takes them."""
+    grouped = imported("torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype")
+    return [list(indices) for _, indices in grouped([tensors], with_indices=True).values()]
+
+
 def give_back_workspaces() -> None:
     """Let cuBLAS return its workspaces, of all threads and streams, to torch's CUDA allocator."""
     imported("torch._C", "_cuda_clearCublasWorkspaces")()

@@ -195,6 +195,7 @@ class Whole(Subject):
         offloaded: bool,
         strategy: str = "olla",
         wants_input: bool = False,
+        renewed: int = 0,
         **more: Any,
     ) -> None:
         model = built()
@@ -218,17 +219,21 @@ class Whole(Subject):
             model=model,
             optimizer=optimizer,
             step=self.run,
-            eager=lambda one, its: trained(one, its)[:1],
+            eager=self.looped,
             host_bytes=lambda: 0,
             waiting=lambda: 0,
             # The counters of state on the host.
-            renewed_bytes=4 * len([*model.parameters()]) if offloaded else 0,
+            renewed_bytes=4 * (len([*model.parameters()]) if offloaded else renewed),
         )
 
     def run(self) -> list[Tensor]:
         found = [self.train(self.x, targets=(batch()[1],))]
         self.x.grad = None
         return found
+
+    def looped(self, model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+        """The step without a plan."""
+        return trained(model, optimizer)[:1]
 
     def run_with(self, injection: AbstractContextManager[Any]) -> None:
         """A step with a fault in it."""
@@ -246,6 +251,46 @@ class Whole(Subject):
             self.run()
         finally:
             handle.remove()
+
+
+class Accumulating(Whole):
+    """A whole planned step over two micro-batches, clipped, whose parameters and state come from
+    the host."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            undo=True,
+            offloaded=False,
+            strategy="offload-graph",
+            # The counters of ten parameters' state, and the norm.
+            renewed=11,
+            micro_batches=2,
+            clip_norm=0.1,
+            movable="all",
+            budget="min",
+            device=memopt.Device(to_host_bytes_per_s=5e9),
+        )
+        assert self.train.host_bytes
+
+    def run(self) -> list[Tensor]:
+        x, y = batch()
+        return [self.train.accumulate([(x, y), (x + 1, y)])]
+
+    def looped(self, model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+        x, y = batch()
+        losses = []
+        for one in (x, x + 1):
+            losses.append(LOSS(model(one), y))
+            (losses[-1] / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return [torch.stack(losses).detach()]
+
+
+@functools.cache
+def accumulating() -> Accumulating:
+    return Accumulating()
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from memopt.executor import undo as undo_module
 from memopt.profiler.step_optimizer import HostState
 from tests.faults.fault import Part, Room, fault
 from tests.faults.injected import AtAllocation, AtLine, AtOperator, Injected, error_of, failing
-from tests.faults.subjects import Whole, whole
+from tests.faults.subjects import Whole, accumulating, whole
 from tests.step.test_failing_steps import said
 
 _BEFORE = "with `undo=True` all as before"
@@ -23,7 +23,9 @@ KINDS: dict[str, Callable[[], Whole]] = {
     "": lambda: whole(undo=True),
     ", its optimizer's state on the host": lambda: whole(undo=True, offloaded=True),
     ", which computes again": lambda: whole(undo=True, strategy="rotor"),
+    ", of micro-batches, clipped, from the host": accumulating,
 }
+_SLOW = (", which computes again", ", of micro-batches, clipped, from the host")
 
 
 def everywhere(room: Room, make: Callable[[], Whole], injection: Callable[..., Any]) -> int:
@@ -58,7 +60,7 @@ for _kind, _make in KINDS.items():
             Part.WHOLE,
             f"{_what}, in a whole step{_kind}",
             f"{_said}{' ' if _said.endswith('or') else '; '}{_BEFORE}",
-            slow=_kind == ", which computes again",
+            slow=_kind in _SLOW,
         )(partial(everywhere, make=_make, injection=_injection))
 
 

@@ -1,0 +1,130 @@
+"""What a train step refuses before it is made: a model, optimizer or scaler that is not planned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from torch import nn
+
+from memopt.executor.recaptured import with_step
+from memopt.models.budget import format_bytes
+from memopt.models.step_rules import StepRules, scales
+from memopt.profiler.optimizer_state import optimizer_state
+from memopt.profiler.remedies import is_data_parallel
+from memopt.profiler.step_optimizer import check_splittable
+from memopt.profiler.step_session import ProfiledStep
+
+if TYPE_CHECKING:
+    from memopt.plan_record import PlanRecord
+
+
+def other_parameters(profiled: ProfiledStep, optimizer: torch.optim.Optimizer) -> str | None:
+    """The first parameter that an optimizer trains and the planned one does not, or the reverse."""
+    assert profiled.parts is not None
+    planned = {site.name for site in profiled.parts.sites}
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    results = zip(profiled.captured.primals, profiled.captured.gradients, strict=True)
+    kept = {primal.name for primal, gradient in results if gradient is not None}
+    for name, parameter in profiled.parts.module.named_parameters():
+        here = id(parameter) in trained
+        if (name in planned and not here) or (name in kept and here):
+            which = "the planned optimizer trains and this one does not"
+            if here:
+                which = "this optimizer trains and the planned one does not"
+            return f"{name.removeprefix('model.')}: {which}"
+    return None
+
+
+def _check_state(
+    profiled: ProfiledStep, optimizer: torch.optim.Optimizer, model: nn.Module
+) -> None:
+    """Refuse an optimizer that keeps more, or less, than the planned one."""
+    planned = profiled.optimizer
+    assert planned is not None
+    assert profiled.record is not None
+    planned_bytes = planned.bytes_total + profiled.host_state_bytes + profiled.movable_state_bytes
+    state = optimizer_state(optimizer, model.parameters(), profiled.record.block_bytes)
+    if state.bytes_total != planned_bytes:
+        raise ValueError(
+            f"this plan is for {format_bytes(planned_bytes)} of {planned.name} state, and this "
+            f"{state.name} keeps {format_bytes(state.bytes_total)}; plan again with it"
+        )
+
+
+def _check_host(profiled: ProfiledStep, optimizer: torch.optim.Optimizer, left_bytes: int) -> None:
+    """Refuse copies for taking a step back that are beyond the plan's host budget."""
+    planned, parts = profiled.optimizer, profiled.parts
+    assert planned is not None
+    assert parts is not None
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    mutated = [profiled.captured.primals[i].node.meta["val"] for i in parts.mutated]
+    needed_bytes = sum(tensor.nbytes for tensor in (*trained, *mutated))
+    needed_bytes += planned.bytes_total + profiled.host_state_bytes + profiled.movable_state_bytes
+    if needed_bytes > left_bytes:
+        raise ValueError(
+            f"undo=True keeps copies of {format_bytes(needed_bytes)} on the host, of whose budget "
+            f"the plan leaves {format_bytes(max(0, left_bytes))}: plan with a larger host_budget= "
+            "or leave out undo"
+        )
+
+
+def _check_alone(model: nn.Module) -> None:
+    """Refuse a step whose gradients other processes need: it updates parameters inside, before
+    anybody could exchange them, and the processes' parameters would drift apart."""
+    many = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if is_data_parallel(model) or (many and torch.distributed.get_world_size() > 1):
+        raise ValueError(
+            "a whole step exchanges no gradients with other processes: plan without an optimizer "
+            "instance and put DistributedDataParallel around the planned module "
+            "(DistributedDataParallel(memopt.wrap(model, budget=...)))"
+        )
+
+
+def _check_scaler(rules: StepRules, scaler: Any) -> None:
+    """Refuse a GradScaler where none was planned, and its absence where one was."""
+    if scales(scaler) != rules.scaled:
+        raise ValueError(
+            "this plan is for losses that a GradScaler scales: pass scaler="
+            if rules.scaled
+            else "this plan is for losses that are not scaled: plan again with scaler="
+        )
+
+
+def plan_of_step(
+    plan: PlanRecord,
+    model: nn.Module,
+    loss_fn: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    undo: bool,
+    scaler: Any,
+) -> PlanRecord:
+    """The plan with its captured step, if it is of this model, loss, optimizer and scaler.
+
+    Raises:
+        PlanFileError, ValueError: it is not, or there is no room for the copies of `undo`.
+    """
+    _check_alone(model)
+    plan = with_step(plan, model, loss_fn, optimizer)
+    profiled = plan.profiled
+    if not isinstance(profiled, ProfiledStep) or profiled.parts is None:
+        raise ValueError(
+            "this plan is not of a whole step; plan with memopt.plan(model, inputs, loss_fn=..., "
+            "targets=..., optimizer=<torch.optim instance>, whole_step=True) and a strategy for "
+            "chains (rotor), auto, or one that recomputes nothing (olla, store-all, offload-graph)"
+        )
+    planned = profiled.parts.module
+    # Not `is`: a bound method is another object each time that it is named.
+    if planned.model is not model or planned.loss_fn != loss_fn:
+        raise ValueError("a train step runs the model and loss it was planned with; plan again")
+    check_splittable(optimizer, model)
+    differs = other_parameters(profiled, optimizer)
+    if differs is not None:
+        raise ValueError(f"{differs}; plan again")
+    _check_state(profiled, optimizer, model)
+    if undo and plan.host_budget is not None:
+        _check_host(profiled, optimizer, plan.host_budget - plan.host_peak_bytes)
+    _check_scaler(profiled.parts.rules, scaler)
+    return plan

@@ -1,0 +1,51 @@
+"""What a whole step does between its backward and its updates, as plain data for plan files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from memopt.models.codec import SPARSE, Check, Rate
+
+_Count = Annotated[int, Check("a whole number, at least 1", lambda value: value >= 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRules:
+    """How a whole step makes its updates from gradients.
+
+    Attributes:
+        micro_batches: how many batches one step adds up the gradients of, each with its loss
+            divided by their number.
+        clip_norm: the largest global norm of the gradients, to which they are scaled down; None:
+            they are not clipped.
+        norm_type: which norm that is: 2.0, or inf.
+        scaled: whether losses are scaled by a `torch.amp.GradScaler`.
+    """
+
+    micro_batches: _Count = field(default=1, metadata=SPARSE)
+    clip_norm: float | None = field(default=None, metadata=SPARSE)
+    norm_type: Rate = field(default=2.0, metadata=SPARSE)
+    scaled: bool = field(default=False, metadata=SPARSE)
+
+    def __post_init__(self) -> None:
+        if type(self.micro_batches) is not int or self.micro_batches < 1:
+            raise ValueError(f"micro_batches is a number, at least 1, got {self.micro_batches!r}")
+        if self.clip_norm is not None and not (0 < self.clip_norm < math.inf):
+            raise ValueError(f"clip_norm is a positive number, got {self.clip_norm!r}")
+        if not self.norm_type > 0:
+            raise ValueError(f"norm_type is positive, 2.0 or math.inf say, got {self.norm_type!r}")
+
+    def __bool__(self) -> bool:
+        """Whether the step does anything but update by the gradients of one batch."""
+        return self.micro_batches > 1 or self.clip_norm is not None or self.scaled
+
+
+PLAIN = StepRules()
+"""Every parameter is updated as soon as its gradient is there."""
+
+
+def scales(scaler: Any) -> bool:
+    """Whether a GradScaler (None: there is none) scales anything."""
+    return scaler is not None and bool(scaler.is_enabled())
