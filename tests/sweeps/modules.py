@@ -321,7 +321,9 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _bits(value: Tensor) -> Tensor:
-    return value.detach().contiguous().reshape(-1).view(torch.uint8)
+    # A clone: `contiguous()` leaves dimensions of one element any stride, which a view refuses.
+    flat = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8)
 
 
 def sentence(error: BaseException) -> str:
