@@ -1,4 +1,4 @@
-"""Random modules under every strategy; `python -m tests.sweeps.modules` runs more of them."""
+"""Random modules under every strategy; `python -m tests.fuzz sweep` runs more of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 import memopt
 from tests.sweeps.grammar import random_module
-from tests.sweeps.modules import Found, compare, sweep_module
+from tests.sweeps.modules import Found, compare, every_plan, sweep_module
 
 QUICK = ("store-all", "rotor", "olla")
 """One that only keeps, one that recomputes, one that reorders and places."""
@@ -15,7 +15,7 @@ QUICK = ("store-all", "rotor", "olla")
 
 def _check(seed: int, strategies: tuple[str, ...], limit_s: float) -> Found:
     made = random_module(seed)
-    found = sweep_module(made, strategies, limit_s)
+    found = sweep_module(seed, made, every_plan(strategies, limit_s))
     assert not found.wrong, (found.wrong[:5], made.source)
     return found
 
