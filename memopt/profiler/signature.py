@@ -10,23 +10,10 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from memopt.profiler.as_eager.functions import EAGER_BACKWARD, dearest_values
+from memopt.profiler.dearest import make_dearest
 
 ENDS_PROCESS = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
 """Kernels that end the process on data that does not fit."""
-
-
-def _no_empty_bags(arguments: tuple[Any, ...]) -> None:
-    """The gradient of an `embedding_bag` by maxima copies the rows of bags that are not empty."""
-    bag_sizes = arguments[4]
-    bag_sizes.fill_(1)
-
-
-_DEAREST: dict[Any, Callable[[tuple[Any, ...]], None]] = {
-    EAGER_BACKWARD: dearest_values,
-    torch.ops.aten._embedding_bag_backward.default: _no_empty_bags,
-}
-"""Kernel whose values decide what it needs → what changes its stand-in arguments to the dearest."""
 
 REFUSALS = (RuntimeError, IndexError, TypeError, ValueError)
 """Errors of kernels whose arguments do not fit."""
@@ -171,6 +158,5 @@ class StandIns:
         if one.text in self._given:
             return copied(self._given[one.text])
         args, kwargs = pytree.tree_map_only(TensorArgument, self._tensor, (one.args, one.kwargs))
-        if one.target in _DEAREST:
-            _DEAREST[one.target](args)
+        make_dearest(one.target, args)
         return args, kwargs

@@ -76,7 +76,9 @@ def test_workspace_is_what_a_kernel_takes_for_itself() -> None:
 
 def _workspaces(model: nn.Module, given: Tensor) -> dict[str, int]:
     lowering = build(model, capture(model, to_call(given)))
-    return {o.target: o.workspace_bytes for o in measure(lowering, CPU, QUICK).operators}
+    operators = measure(lowering, CPU, QUICK).operators
+    # The first of each kind: a forward's before its backward's.
+    return {o.target: o.workspace_bytes for o in reversed(operators)}
 
 
 def test_results_that_a_step_does_not_ask_for_are_workspace() -> None:
@@ -104,6 +106,27 @@ def test_bags_are_measured_as_if_none_were_empty() -> None:
     found = _workspaces(Bag(), torch.arange(6).reshape(3, 2))
     # Copies of the bags' maxima, which are integers, and of their gradients.
     assert found["aten._embedding_bag_backward.default"] >= 3 * 40 * (8 + 4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 12])
+def test_exponentials_are_measured_for_any_norms(count: int) -> None:
+    class Exponential(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.matrix_exp(x * self.scale)
+
+    found = _workspaces(Exponential(), torch.rand(count, 2, 2))["aten.linalg_matrix_exp.default"]
+    for norms in ((10.0, 1e-4), (0.5, 2.0, 10.0), (1e-3,)):
+        scales = torch.tensor([*norms, *[10.0] * 12][:count]).reshape(-1, 1, 1)
+        given = torch.full((count, 2, 2), 0.5) * scales
+        torch.linalg.matrix_exp(given)
+        with metered(CPU) as use:
+            result = torch.linalg.matrix_exp(given)
+        # To a few indices of matrices.
+        assert use.peak_bytes - result.nbytes <= found + 16
 
 
 def test_cache_saves_the_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
