@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.cells import CELLS, Machine, Row
+from benchmarks.gpu.cells import CELLS, Row
+from benchmarks.gpu.subject import Machine
 
 CELL_S = 240
 """The longest that a cell may take: then it is ended, and said so."""

@@ -355,7 +355,7 @@ def _wrap(
 def _notes(graph: Graph, profiled: Profiled | None) -> tuple[str, ...]:
     if profiled is None:
         return ()
-    from memopt.profiler.session import autocast_notes, checkpoint_notes, loss_notes
+    from memopt.profiler.session import checkpoint_notes, loss_notes
     from memopt.profiler.training_call import call_notes
 
     notes = profiled.notes
@@ -365,7 +365,7 @@ def _notes(graph: Graph, profiled: Profiled | None) -> tuple[str, ...]:
     covered = has_updates(graph) or graph.boundary_bytes > 0
     captured, model = profiled.captured, profiled.captured.model()
     told = () if model is None else call_notes(model, captured.call)
-    told = (*checkpoint_notes(captured), *autocast_notes(profiled), *told)
+    told = (*checkpoint_notes(captured), *told)
     return (*loss_notes(captured, covered=covered), *told, *notes)
 
 

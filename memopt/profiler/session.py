@@ -295,19 +295,6 @@ def checkpoint_notes(captured: Captured) -> tuple[str, ...]:
     )
 
 
-def autocast_notes(profiled: Profiled) -> tuple[str, ...]:
-    """Notes on kernels that autocast rounds inside, where no graph shows it."""
-    bilinear = torch.ops.aten._trilinear.default
-    nodes = profiled.captured.module.graph.nodes
-    cast = profiled.record is not None and any(profiled.record.autocast)
-    if not cast or all(node.target is not bilinear for node in nodes):
-        return ()
-    return (
-        "nn.Bilinear rounds inside its kernel under torch.autocast; planned steps compute it as it "
-        "is, more exactly, and so not with eager's bits.",
-    )
-
-
 _MODULE_ONLY = (
     "The budget covers the module; pass loss_fn= to have the memory of your loss charged too."
 )

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from memopt.profiler.as_eager.functions import EAGER_BACKWARD, dearest_values
+from memopt.profiler.dearest import make_dearest
 
 ENDS_PROCESS = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
 """Kernels that end the process on data that does not fit."""
@@ -158,6 +158,5 @@ class StandIns:
         if one.text in self._given:
             return copied(self._given[one.text])
         args, kwargs = pytree.tree_map_only(TensorArgument, self._tensor, (one.args, one.kwargs))
-        if one.target is EAGER_BACKWARD:
-            dearest_values(args)
+        make_dearest(one.target, args)
         return args, kwargs

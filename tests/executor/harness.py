@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from memopt.executor import random_state
 from memopt.executor.apply import runtime_of
 from memopt.executor.module import PlannedModule, install
 from memopt.executor.out_variants import allocator_owned
@@ -228,6 +230,21 @@ def snapshot(values: list[Any]) -> list[Any]:
 
 def snapshot_named(items: Any) -> list[tuple[str, Any]]:
     return [(name, snapshot([value])[0]) for name, value in items]
+
+
+def is_generator_free() -> bool:
+    """Whether another thread gets the lock of the random generator."""
+    free: list[bool] = []
+
+    def other_thread() -> None:
+        free.append(random_state._lock.acquire(timeout=1.0))
+        if free[0]:
+            random_state._lock.release()
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    thread.join()
+    return free[0]
 
 
 def describe_output(output: Any, call: Call) -> Record:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
+from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt import GuardError, Plan
@@ -246,3 +247,28 @@ def test_kernels_are_measured_as_they_run() -> None:
     products = {op.writes[0] for op in plan.graph.operators if op.target.startswith("aten.mm")}
     assert sorted(plan.graph.tensors[t].size_bytes for t in products)[-1] == 8 * 8 * 4
     assert torch.equal(found, expected)
+
+
+class RoundedInside(nn.Module):
+    """Kernels of products, for which autocast has no rule; where it is on and where it is off, and
+    in a part that is checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bilinear = nn.Bilinear(3, 4, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            exact = self.bilinear(x, y)
+        with torch.no_grad():
+            inverse = torch.linalg.pinv(y).float()
+        z = checkpoint(self.bilinear, x, y, use_reentrant=False)
+        return z * exact.detach() + self.bilinear(inverse.mT[:, :3], y)
+
+
+def test_what_autocast_rounds_inside_kernels() -> None:
+    def inputs() -> tuple[Tensor, ...]:
+        y = torch.linspace(-1, 3, 32).square().cos().reshape(8, 4)  # of full rank
+        return torch.linspace(-2, 2, 24).reshape(8, 3), y
+
+    check(Case(RoundedInside, inputs, context=autocast, steps=1))

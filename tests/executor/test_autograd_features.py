@@ -273,12 +273,3 @@ def test_buffers_updated_in_a_checkpoint_are_updated_once_and_a_note_says_so() -
         wrapped.state_dict().items(), plain.state_dict().values(), strict=True
     ):
         assert torch.equal(found, wanted), name
-
-
-def test_a_note_says_what_autocast_rounds_inside_a_kernel() -> None:
-    model, x = nn.Bilinear(3, 3, 5), torch.randn(8, 3)
-    with torch.autocast("cpu", torch.bfloat16):
-        plan = memopt.plan(model, (x, x), strategy="store-all", progress=False)
-    assert any("nn.Bilinear" in note for note in plan.notes)
-    plan = memopt.plan(model, (x, x), strategy="store-all", progress=False)
-    assert not any("nn.Bilinear" in note for note in plan.notes)

@@ -5,26 +5,24 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt.executor
 from memopt.executor import random_state
 from memopt.executor.apply import runtime_of
-from memopt.executor.arena import Arenas
 from memopt.executor.module import PlannedModule, install
 from memopt.executor.swap import ThreadSwap
 from memopt.executor.worker import Worker
-from tests.executor.harness import PROGRAMS, Prepared, prepare
+from tests.executor.harness import PROGRAMS, Prepared, is_generator_free, prepare
+from tests.faults.injected import AtLine, AtOperator
 
 EXECUTOR = str(Path(memopt.executor.__file__).parent)
 NAMES = ("store_all", "recompute_late", "swap_all", "placed")
@@ -90,68 +88,11 @@ class Planned:
             found.append("host copies")
         if random_state._HERE.moved is not None:
             found.append("a generator back in time")
-        free: list[bool] = []
-
-        def other_thread() -> None:
-            free.append(random_state._lock.acquire(timeout=1.0))
-            if free[0]:
-                random_state._lock.release()
-
-        thread = threading.Thread(target=other_thread)
-        thread.start()
-        thread.join()
-        return found if free[0] else [*found, "the lock"]
+        return found if is_generator_free() else [*found, "the lock"]
 
 
-_KEEPING = (Arenas.keep.__code__, Arenas._drop_others.__code__)
-"""What runs in an arena's finalizer; the second before a step, too."""
-
-
-class AtLine:
-    """KeyboardInterrupt at the k-th line that memopt's executor or its generated code runs."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.seen, self.raised = number, 0, False
-
-    def __enter__(self) -> AtLine:
-        self.before = sys.gettrace()
-        sys.settrace(self.call)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self.before)
-
-    def call(self, frame: FrameType, _event: str, _argument: Any) -> Callable[..., Any] | None:
-        name = frame.f_code.co_filename
-        ours = name.startswith((EXECUTOR, "<memopt plan"))
-        # What is raised in a finalizer Python itself ignores.
-        finalizing = frame.f_code.co_name == "__del__" or frame.f_code in _KEEPING
-        return self.line if ours and not finalizing else None
-
-    def line(self, frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
-        if event == "line":
-            self.seen += 1
-            if self.seen == self.number:
-                self.raised = True
-                raise KeyboardInterrupt
-        return self.line
-
-
-class AtOperator(TorchDispatchMode):
-    """KeyboardInterrupt at the k-th operator."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number, self.seen, self.raised = number, 0, False
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.seen += 1
-        if self.seen == self.number:
-            self.raised = True
-            raise KeyboardInterrupt
-        return function(*args, **(kwargs or {}))
+at_line = partial(AtLine, folder=EXECUTOR)
+at_operator = partial(AtOperator, error=KeyboardInterrupt)
 
 
 def interrupt_everywhere(planned: Planned, kind: Any, most: int) -> int:
@@ -164,11 +105,10 @@ def interrupt_everywhere(planned: Planned, kind: Any, most: int) -> int:
     interrupted = 0
     for number in numbers:
         try:
-            with kind(number) as point:
+            with kind(number):
                 planned.step(planned.module)
         except KeyboardInterrupt:
             interrupted += 1
-        assert point.raised or number > point.seen
         assert planned.left() == [], number
     assert planned.equal()
     return interrupted
@@ -177,20 +117,20 @@ def interrupt_everywhere(planned: Planned, kind: Any, most: int) -> int:
 @pytest.mark.parametrize("program", NAMES)
 def test_nothing_stays_of_a_step_interrupted_at_a_line(program: str) -> None:
     planned = Planned(program)
-    assert interrupt_everywhere(planned, AtLine, 50) > 40
+    assert interrupt_everywhere(planned, at_line, 50) > 40
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", NAMES)
 def test_nothing_stays_of_a_step_interrupted_at_any_line(program: str) -> None:
     planned = Planned(program)
-    assert interrupt_everywhere(planned, AtLine, 10_000) > 200
+    assert interrupt_everywhere(planned, at_line, 10_000) > 200
 
 
 @pytest.mark.parametrize("program", NAMES)
 def test_nothing_stays_of_a_step_interrupted_at_an_operator(program: str) -> None:
     planned = Planned(program)
-    assert interrupt_everywhere(planned, AtOperator, 25) > 15
+    assert interrupt_everywhere(planned, at_operator, 25) > 15
 
 
 def test_a_forward_that_fails_moves_all_or_nothing() -> None:
@@ -200,11 +140,11 @@ def test_a_forward_that_fails_moves_all_or_nothing() -> None:
     def moved() -> list[Tensor]:
         return [*(b.clone() for b in planned.model.buffers()), torch.get_rng_state()]
 
-    with AtOperator(0) as whole:
+    with AtOperator() as whole:
         planned.module(planned.x)
     for number in range(1, whole.seen + 1):
         before = moved()
-        with pytest.raises(KeyboardInterrupt), AtOperator(number):
+        with pytest.raises(KeyboardInterrupt), at_operator(number):
             planned.module(planned.x)
         found = moved()
         same = [torch.equal(a, b) for a, b in zip(found, before, strict=True)]

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
+from memopt.executor.arena import Arenas
 
 PACKAGE = str(Path(memopt.__file__).parent)
 
@@ -70,10 +71,11 @@ def storages(values: Any) -> Iterator[int]:
 
 
 class AtLine:
-    """Ctrl-C, as a signal, at the k-th line that memopt or its generated code runs; 0: none."""
+    """Ctrl-C, as a signal, at the k-th line that memopt, or what is in one of its folders, or the
+    generated code runs; 0: none, to count them."""
 
-    def __init__(self, number: int = 0) -> None:
-        self.number, self.seen = number, 0
+    def __init__(self, number: int = 0, folder: str = PACKAGE) -> None:
+        self.number, self.folder, self.seen = number, folder, 0
 
     def __enter__(self) -> AtLine:
         self.before = sys.gettrace()
@@ -85,7 +87,7 @@ class AtLine:
 
     def call(self, frame: FrameType, _event: str, _argument: Any) -> Callable[..., Any] | None:
         name = frame.f_code.co_filename
-        ours = name.startswith((PACKAGE, "<memopt plan"))
+        ours = name.startswith((self.folder, "<memopt plan"))
         return self.line if ours and not _finalizing(frame) else None
 
     def line(self, frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
@@ -96,10 +98,14 @@ class AtLine:
         return self.line
 
 
+_FINALIZERS = (Arenas.keep.__code__, Arenas._drop_others.__code__)
+"""What runs when an arena is dropped; the second before a step, too."""
+
+
 def _finalizing(frame: FrameType | None) -> bool:
     """Whether a finalizer runs: Python itself ignores what is raised there."""
     while frame is not None:
-        if frame.f_code.co_name == "__del__":
+        if frame.f_code.co_name == "__del__" or frame.f_code in _FINALIZERS:
             return True
         frame = frame.f_back
     return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from memopt.executor import random_state
 from memopt.profiler.memory import metered
+from tests.executor.harness import is_generator_free
 from tests.step.test_train_step import assert_same
 
 CPU = torch.device("cpu")
@@ -166,14 +166,4 @@ class Subject:
         assert self.waiting() == 0
         assert self.host_bytes() == 0
         assert random_state._HERE.moved is None
-        free: list[bool] = []
-
-        def other_thread() -> None:
-            free.append(random_state._lock.acquire(timeout=1.0))
-            if free[0]:
-                random_state._lock.release()
-
-        thread = threading.Thread(target=other_thread)
-        thread.start()
-        thread.join()
-        assert free[0], "the lock is held"
+        assert is_generator_free(), "the lock is held"

@@ -18,22 +18,24 @@ from pathlib import Path
 
 import torch
 
+import memopt
 from tests.fuzz.modules import fuzz_module
 from tests.fuzz.plans import fuzz_plans
+from tests.sweeps.grammar import random_module
+from tests.sweeps.modules import Found, every_plan, sweep_module
 
-COLLECT = 25
-"""Seeds after which what torch compiled is forgotten."""
+REPORT = 25
+"""Seeds between two lines of progress."""
 
 
-def module_line(seed: int) -> str:
-    """A random module's cases."""
-    row = fuzz_module(seed)
-    torch._dynamo.reset()
-    return row.line
+def swept(seed: int) -> Found:
+    """A random module under every strategy."""
+    return sweep_module(seed, random_module(seed), every_plan(tuple(memopt.strategies()), 1.0))
 
 
 KINDS: dict[str, Callable[[int], str]] = {
-    "modules": module_line,
+    "modules": lambda seed: fuzz_module(seed).line,
+    "sweep": lambda seed: swept(seed).line,
     "plans": lambda seed: fuzz_plans(seed).line,
 }
 
@@ -44,9 +46,10 @@ def run(kind: str, seeds: range, out: Path) -> None:
     missing = [seed for seed in seeds if seed not in done]
     for number, seed in enumerate(missing, 1):
         line = KINDS[kind](seed)
+        torch._dynamo.reset()
         with out.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-        if number % COLLECT == 0 or json.loads(line)["wrong"]:
+        if number % REPORT == 0 or json.loads(line)["wrong"]:
             sys.stderr.write(f"{kind}: {number} of {len(missing)} {json.loads(line)['wrong']}\n")
 
 

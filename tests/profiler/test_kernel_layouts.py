@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.profiler.as_eager.layouts import computing_device
@@ -166,6 +167,18 @@ def test_a_product_with_a_zero() -> None:
         assert torch.equal(model.scale.grad, expected)
         model.scale.grad = None
         assert plan.check(model, given).measured_peak_bytes <= plan.peak_bytes
+
+
+def test_a_product_in_a_checkpointed_part() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 30)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda h: self.layer(h).prod(-1), x, use_reentrant=False)
+
+    check(Case(Product, lambda: (torch.linspace(1, 2, 48).reshape(8, 6),), steps=1))
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.0])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memopt
@@ -16,6 +17,7 @@ from memopt.profiler.cache import ProfileCache
 from memopt.profiler.capture import capture
 from memopt.profiler.inputs import to_call
 from memopt.profiler.measure import MeasureOptions, measure
+from memopt.profiler.memory import metered
 from memopt.profiler.session import Profiled, profile_model
 
 CPU = torch.device("cpu")
@@ -70,6 +72,61 @@ def test_workspace_is_what_a_kernel_takes_for_itself() -> None:
     assert workspaces["aten.addmm.default"] == 0
     # The kernel sorts a copy of its input.
     assert workspaces["aten.median.dim"] >= 32 * 64 * 4
+
+
+def _workspaces(model: nn.Module, given: Tensor) -> dict[str, int]:
+    lowering = build(model, capture(model, to_call(given)))
+    operators = measure(lowering, CPU, QUICK).operators
+    # The first of each kind: a forward's before its backward's.
+    return {o.target: o.workspace_bytes for o in reversed(operators)}
+
+
+def test_results_that_a_step_does_not_ask_for_are_workspace() -> None:
+    convolution = nn.Conv2d(4, 4, 2, stride=2)
+    convolution.weight.requires_grad_(False)
+    found = _workspaces(convolution, torch.randn(4, 4, 5, 6))
+    gradient, given = torch.randn(4, 4, 2, 3), torch.randn(4, 4, 5, 6)
+    arguments = ([4], [2, 2], [0, 0], [1, 1], False, [0, 0], 1, [False, False, True])
+    backward = torch.ops.aten.convolution_backward
+    backward(gradient, given, convolution.weight, *arguments)
+    with metered(CPU) as use:
+        bias = backward(gradient, given, convolution.weight, *arguments)[2]
+    assert found["aten.convolution_backward.default"] == use.peak_bytes - bias.nbytes > 0
+
+
+def test_bags_are_measured_as_if_none_were_empty() -> None:
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 40))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.embedding_bag(x, self.weight, mode="max")
+
+    found = _workspaces(Bag(), torch.arange(6).reshape(3, 2))
+    # Copies of the bags' maxima, which are integers, and of their gradients.
+    assert found["aten._embedding_bag_backward.default"] >= 3 * 40 * (8 + 4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 12])
+def test_exponentials_are_measured_for_any_norms(count: int) -> None:
+    class Exponential(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.matrix_exp(x * self.scale)
+
+    found = _workspaces(Exponential(), torch.rand(count, 2, 2))["aten.linalg_matrix_exp.default"]
+    for norms in ((10.0, 1e-4), (0.5, 2.0, 10.0), (1e-3,)):
+        scales = torch.tensor([*norms, *[10.0] * 12][:count]).reshape(-1, 1, 1)
+        given = torch.full((count, 2, 2), 0.5) * scales
+        torch.linalg.matrix_exp(given)
+        with metered(CPU) as use:
+            result = torch.linalg.matrix_exp(given)
+        # To a few indices of matrices.
+        assert use.peak_bytes - result.nbytes <= found + 16
 
 
 def test_cache_saves_the_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,21 @@
-"""Random modules under every strategy: planned steps equal eager's, bit for bit, in memory.
+"""Random modules under plans: planned steps equal eager's, bit for bit, in memory.
 
-    python -m tests.sweeps.modules --first 0 --count 500 --out found.jsonl
-
-plans each module with every strategy at its smallest budget and at one between that and eager's
-peak, plain, placed and reordered; trains three steps of each distinct plan beside eager; compares
+`sweep_module` trains three steps of each distinct plan of a module beside eager, and compares
 outputs, gradients, buffers, parameters and random state bit for bit, the measured peak with
-budget and prediction, and all that the user owns before and after planning.
+budget and prediction, and all that the user owns before and after planning. `every_plan` makes a
+plan of every strategy; `python -m tests.fuzz sweep` runs that on many modules.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import copy
 import json
-import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import memopt
-from memopt.api.planning import plan
 from memopt.executor.check import unmetered_bytes
 from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
 from memopt.profiler.baseline import clear_gradients
@@ -36,7 +32,7 @@ from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.restored_state import state_restored
 from memopt.strategies import Solution, Strategy, resolve
 from memopt.strategies.base import CostModel
-from tests.sweeps.grammar import RandomModule, random_module
+from tests.sweeps.grammar import RandomModule
 
 PASSES: dict[str, dict[str, bool]] = {
     "plain": {},
@@ -51,53 +47,68 @@ class Found:
     """What one module showed.
 
     Attributes:
-        plans: how many were made, and how many of them were distinct and so were run.
+        seed: of the module.
+        cases: how many plans were made.
+        ran: those of them whose program no other case of the module had, and that so were run.
+        by_strategy: strategy → cases.
+        operators: of the captured graph.
         refused: sentence → how often; refusals that memopt says on purpose.
         wrong: what differs, exceeds or crashes: (plan, what).
     """
 
-    plans: int = 0
+    seed: int = 0
+    cases: int = 0
     ran: int = 0
+    by_strategy: collections.Counter[str] = field(default_factory=collections.Counter)
+    operators: int = 0
     refused: collections.Counter[str] = field(default_factory=collections.Counter)
     wrong: list[tuple[str, str]] = field(default_factory=list)
 
+    @property
+    def line(self) -> str:
+        """As JSON."""
+        return json.dumps(vars(self))
 
-def sweep_module(
-    made: RandomModule, strategies: tuple[str, ...], limit_s: float, steps: int = 3
-) -> Found:
-    """Plan and run one module under the strategies."""
-    found = Found()
+
+Cases = Callable[[Profiled, Found], Iterator[tuple[str, memopt.Plan]]]
+"""Makes plans of a module's profile, with names, and notes what is refused."""
+
+
+def sweep_module(seed: int, made: RandomModule, cases: Cases, steps: int = 3) -> Found:
+    """Profile a module, run its plans beside eager, and look at what planning has left."""
+    found = Found(seed)
     model, inputs = made.build(), made.inputs()
     before = owned(model, inputs)
     try:
         profiled = profiled_quickly(made, model, inputs)
-    except (memopt.CaptureError, memopt.ProfileError) as error:
+    except memopt.MemoptError as error:
         found.refused[sentence(error)] += 1
         return found
-    except Exception as error:  # noqa: BLE001  # a crash is what the sweep looks for
+    except Exception as error:  # noqa: BLE001  # a crash is what is looked for
         found.wrong.append(("profile", sentence(error)))
         return found
     finally:
         compare(before, owned(model, inputs), "changed by planning", "profile", found)
+    found.operators = len(profiled.graph.operators)
     start = copy.deepcopy(model.state_dict())
-    known: set[str] = set()
     expected = train(copy.deepcopy(model), None, made, steps)
-    plans = plans_of(profiled, tuple(map(Remembering.of, strategies)), limit_s, found)
-    for label, made_plan in plans:
-        found.plans += 1
-        key = repr((made_plan.program, made_plan.budget))
+    known: set[str] = set()
+    for label, plan in cases(profiled, found):
+        found.cases += 1
+        found.by_strategy[plan.strategy.name] += 1
+        key = repr((plan.program, plan.budget))
         if key in known:
             continue
         known.add(key)
         found.ran += 1
         try:
-            run_one(made_plan, label, model, start, made, expected, steps, found)
+            run_one(plan, label, model, start, made, expected, steps, found)
         except Exception as error:  # noqa: BLE001
             found.wrong.append((label, f"step: {sentence(error)}"))
     model.load_state_dict(start)
     clear_gradients(model, [])
     torch.set_rng_state(before["random state"])
-    compare(before, owned(model, inputs), "changed by planning", "all plans", found)
+    compare(before, owned(model, inputs), "changed by planning", "all cases", found)
     return found
 
 
@@ -147,46 +158,50 @@ class Remembering(Strategy):
         return self.solved[where, budget_bytes]
 
 
-def plans_of(
-    profiled: Profiled, strategies: tuple[Strategy, ...], limit_s: float, found: Found
-) -> Iterator[tuple[str, memopt.Plan]]:
-    """Every strategy × two budgets × three passes; what is refused is counted."""
-    for strategy in strategies:
-        name = strategy.name
-        for kind, extra in PASSES.items():
-            # At addresses a random operator is charged the generator's state beside its results.
-            least: int | None = None
-            for budget in ("min", "between"):
-                label = f"{name} {budget} {kind}"
-                if budget == "between":
-                    if least is None or least >= profiled.baseline.peak_bytes:
-                        continue
-                    wanted: int | str = (least + profiled.baseline.peak_bytes) // 2
-                else:
-                    wanted = "min"
-                try:
-                    made = plan(
-                        profiled,
-                        budget=wanted,
-                        strategy=strategy,
-                        time_limit_s=limit_s,
-                        progress=False,
-                        **extra,
-                    )
-                except (memopt.MemoptError, ValueError) as error:
-                    if (
-                        isinstance(error, ValueError) and "cannot plan this model" not in str(error)
-                    ) or isinstance(error, memopt.InfeasibleBudgetError):
-                        found.wrong.append((label, sentence(error)))
-                    else:
-                        found.refused[f"{name}: {sentence(error)}"] += 1
-                    continue
-                except Exception as error:  # noqa: BLE001
-                    found.wrong.append((label, sentence(error)))
-                    continue
+def every_plan(strategies: tuple[str, ...], limit_s: float) -> Cases:
+    """Every strategy at its smallest budget and at one between that and eager's peak; plain,
+    placed and reordered."""
+
+    def cases(profiled: Profiled, found: Found) -> Iterator[tuple[str, memopt.Plan]]:
+        for strategy in map(Remembering.of, strategies):
+            for kind, extra in PASSES.items():
+                wanted = {"strategy": strategy, "time_limit_s": limit_s, **extra}
+                made = partial(plan_or_refusal, profiled, found, possible=True, **wanted)
+                # The smallest budgets differ: at addresses, random operators are charged more.
+                label = f"{strategy.name} min {kind}"
+                least = made(label, budget="min")
                 if least is None:
-                    least = made.budget
-                yield label, made
+                    continue
+                yield label, least
+                peak = profiled.baseline.peak_bytes
+                if least.budget is None or least.budget >= peak:
+                    continue
+                label = f"{strategy.name} between {kind}"
+                larger = made(label, budget=(least.budget + peak) // 2)
+                if larger is not None:
+                    yield label, larger
+
+    return cases
+
+
+def plan_or_refusal(
+    profiled: Profiled, found: Found, label: str, *, possible: bool, **wanted: Any
+) -> memopt.Plan | None:
+    """A plan; None: refused, which is counted, or wrong, which is noted. `possible`: the budget is
+    large enough."""
+    try:
+        return memopt.plan(profiled, progress=False, **wanted)
+    except (memopt.MemoptError, ValueError) as error:
+        infeasible = isinstance(error, memopt.InfeasibleBudgetError)
+        impossible = isinstance(error, ValueError) and "cannot plan this model" not in str(error)
+        if (infeasible and possible) or impossible:
+            found.wrong.append((label, sentence(error)))
+        else:
+            kind = "the budget is too small" if infeasible else sentence(error)
+            found.refused[f"{label.split()[0]}: {kind}"] += 1
+    except Exception as error:  # noqa: BLE001
+        found.wrong.append((label, sentence(error)))
+    return None
 
 
 def run_one(
@@ -321,7 +336,9 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _bits(value: Tensor) -> Tensor:
-    return value.detach().contiguous().reshape(-1).view(torch.uint8)
+    # A clone: `contiguous()` leaves dimensions of one element any stride, which a view refuses.
+    flat = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8)
 
 
 def sentence(error: BaseException) -> str:
@@ -329,46 +346,3 @@ def sentence(error: BaseException) -> str:
     inside = [f for f in frames if "/memopt/" in f.filename]
     where = f" [{inside[-1].filename.rsplit('/', 1)[-1]}:{inside[-1].lineno}]" if inside else ""
     return f"{type(error).__name__}: {str(error)[:160]}{where}"
-
-
-def main() -> None:
-    """Sweep seeds; one line of JSON for each module, and a summary."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--limit-s", type=float, default=1.0)
-    parser.add_argument("--strategies", default=",".join(memopt.strategies()))
-    parser.add_argument("--out", default="")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    total = collections.Counter[str]()
-    begin = time.perf_counter()
-    for seed in range(given.first, given.first + given.count):
-        made = random_module(seed)
-        found = sweep_module(made, tuple(given.strategies.split(",")), given.limit_s)
-        total.update(
-            modules=1,
-            plans=found.plans,
-            ran=found.ran,
-            wrong=len(found.wrong),
-            modules_wrong=bool(found.wrong),
-            modules_refused=not found.plans,
-        )
-        row = {
-            "seed": seed,
-            "plans": found.plans,
-            "ran": found.ran,
-            "wrong": found.wrong,
-            "refused": dict(found.refused),
-        }
-        if given.out:
-            with open(given.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        elif found.wrong:
-            print(json.dumps(row, indent=1))
-        torch._dynamo.reset()
-    print(dict(total), f"{time.perf_counter() - begin:.0f} s")
-
-
-if __name__ == "__main__":
-    main()

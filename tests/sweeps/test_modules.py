@@ -1,12 +1,13 @@
-"""Random modules under every strategy; `python -m tests.sweeps.modules` runs more of them."""
+"""Random modules under every strategy; `python -m tests.fuzz sweep` runs more of them."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 import memopt
 from tests.sweeps.grammar import random_module
-from tests.sweeps.modules import Found, sweep_module
+from tests.sweeps.modules import Found, compare, every_plan, sweep_module
 
 QUICK = ("store-all", "rotor", "olla")
 """One that only keeps, one that recomputes, one that reorders and places."""
@@ -14,7 +15,7 @@ QUICK = ("store-all", "rotor", "olla")
 
 def _check(seed: int, strategies: tuple[str, ...], limit_s: float) -> Found:
     made = random_module(seed)
-    found = sweep_module(made, strategies, limit_s)
+    found = sweep_module(seed, made, every_plan(strategies, limit_s))
     assert not found.wrong, (found.wrong[:5], made.source)
     return found
 
@@ -34,3 +35,13 @@ def test_random_modules_under_every_strategy(first: int) -> None:
 
 def test_modules_are_equal_for_equal_seeds() -> None:
     assert random_module(3).source == random_module(3).source != random_module(4).source
+
+
+def test_results_of_one_element_are_compared_whatever_their_strides() -> None:
+    one, other = torch.ones(1, 6)[:, :1], torch.zeros(1, 6)[:, :1]
+    strided = torch.ones(4).as_strided((1,), (3,))
+    found = Found()
+    compare({"a": one, "b": strided}, {"a": one.clone(), "b": torch.ones(1)}, "differs", "", found)
+    assert not found.wrong
+    compare({"a": one, "b": strided}, {"a": other, "b": -strided}, "differs", "", found)
+    assert found.wrong == [("", "differs: a by 1.0e+00 (and 1 more)")]

@@ -6,7 +6,7 @@
 - `masks`, around dynamo's trace: their masks that mask nothing, where a call is known to have such;
 - `layouts`, around every trace: fake kernels describe results with other strides than kernels give;
 - `functions`, in dynamo's graph: eager chooses some backwards by the data, a trace cannot, and asks
-  for singular vectors only where a backward wants them;
+  for singular vectors only where a backward wants them; and autocast rounds inside some;
 - `casts`, while the joint graph is traced: autocast casts a parameter once, and nothing in the
   backward;
 - `updates`, while the joint graph is traced: draws and updates in place become ones that change

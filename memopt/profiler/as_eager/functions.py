@@ -8,6 +8,10 @@ the forward and hands back the gradient.
 `linalg.svdvals` and its kin (norms by singular values, condition numbers, ranks) ask LAPACK for the
 vectors, too, only where a backward will want them; asked for values alone it takes another path,
 with other last bits. A tensor that is traced always looks as if it had a backward.
+
+`torch.bilinear` and `torch.linalg.pinv` are one node each, made of products inside; autocast rounds
+these in eager, while a graph's nodes run without autocast. Under autocast they are traced as
+operators of memopt's, which switch it on.
 """
 
 from __future__ import annotations
@@ -47,6 +51,12 @@ _COMPOSED = frozenset(
     }
 )
 """Names of the functions that ask for vectors if there is a backward."""
+
+_ROUNDED_INSIDE: dict[str, Any] = {
+    "bilinear": _ATEN._trilinear.default,
+    "linalg_pinv": _ATEN.linalg_pinv.atol_rtol_tensor,
+}
+"""Function → the operator in it that autocast has no rule for, while it has one for its parts."""
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 """Shape, strides, dtype and device of a tensor."""
@@ -143,13 +153,56 @@ def _without_vectors(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
         return function(*args, **kwargs)
 
 
+@functools.cache
+def _under_autocast(overload: Any) -> Any:
+    """memopt's operator that runs another one under autocast; made once in a process."""
+
+    def kernel(dtype: torch.dtype, given: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(given.device.type, dtype, cache_enabled=False):
+            return overload(given, *args, **kwargs)
+
+    def described(dtype: torch.dtype, given: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = overload(given, *args, **kwargs)
+        # Of a pinverse the last product is the result.
+        last = overload is _ROUNDED_INSIDE["linalg_pinv"] and given.numel() > 0
+        return result.to(dtype) if last else result
+
+    name, _, arguments = str(overload._schema).removeprefix("aten::").partition("(")
+    return define(f"{name}(ScalarType dtype, {arguments}", kernel, described)
+
+
+class _RoundedInside(CallsThrough):  # type: ignore[no-untyped-call]  # torch's own
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _ROUNDED_INSIDE.values():
+            return _under_autocast(func)(self._dtype, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _as_autocast(function: Callable[..., Any], given: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call one of `_ROUNDED_INSIDE`; autocast, where it is on, rounds inside it."""
+    kind = given.device.type
+    if not torch.is_autocast_enabled(kind):
+        return function(given, *args, **kwargs)
+    with _RoundedInside(torch.get_autocast_dtype(kind)):
+        return function(given, *args, **kwargs)
+
+
 def functions_as_eager(traced: GraphModule) -> None:
-    """Let the calls of a dynamo graph that eager runs in another way be run in that way."""
-    found = [(node, call) for node in traced.graph.nodes if (call := _eager_call(node)) is not None]
-    for node, call in found:
-        node.target, node.op = call, "call_function"
-    if found:
-        traced.recompile()
+    """Let the calls of a dynamo graph that eager runs in another way be run in that way, those in
+    parts that are checkpointed, too."""
+    for module in traced.modules():
+        if not isinstance(module, GraphModule):
+            continue
+        nodes = module.graph.nodes
+        found = [(node, call) for node in nodes if (call := _eager_call(node)) is not None]
+        for node, call in found:
+            node.target, node.op = call, "call_function"
+        if found:
+            module.recompile()
 
 
 def _eager_call(node: Node) -> Substitute | None:
@@ -160,6 +213,8 @@ def _eager_call(node: Node) -> Substitute | None:
     # A sub-class's own method, such as a DTensor's to_local(), is none of Tensor's.
     function = getattr(Tensor, str(node.target), None) if method else node.target
     name = getattr(function, "__name__", "")
+    if name in _ROUNDED_INSIDE:
+        return Substitute(function, _as_autocast)
     results = pytree.tree_leaves(node.meta.get("example_value"))
     has_backward = any(isinstance(one, Tensor) and one.requires_grad for one in results)
     if name in _COMPOSED and not has_backward:

@@ -1,0 +1,81 @@
+"""What the cells measure: a family's model, on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from benchmarks.gpu.offload import standing_bytes, stepper
+from benchmarks.steps import clear
+from memopt.profiler import Loss, profile_model
+from memopt.profiler.session import Profiled
+from tests.zoo import Family, get
+from tests.zoo.family import TINY_BATCH
+
+DRY = {"resnet50": "mlp", "vit_b_16": "mlp", "unet": "mlp"}
+"""What stands for a family in a dry run: its lines, not its figures, are what is run there."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it runs, and how large: "paper" on a GPU, "tiny" in a dry run on the CPU."""
+
+    device: torch.device
+    size: Any
+    rounds: int
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether this is the day."""
+        return self.device.type == "cuda"
+
+    def move(self, value: Any) -> Any:
+        """Tensors of a structure, on the device."""
+        to = partial(torch.Tensor.to, device=self.device)
+        return pytree.tree_map(lambda x: to(x) if isinstance(x, Tensor) else x, value)
+
+
+@dataclass
+class Subject:
+    """A family's model on the machine."""
+
+    family: Family
+    model: nn.Module
+    inputs: Any
+    before_bytes: int
+    profiled: Profiled = field(repr=False)
+
+    @classmethod
+    def of(cls, name: str, machine: Machine, batch: int, dropout: bool = True) -> Subject:
+        """Build and profile a family's model, with its dropout or without."""
+        family = get(name if machine.is_cuda else DRY.get(name, name))
+        before_bytes = standing_bytes(machine.device)
+        model = family.build(machine.size).to(machine.device)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout) and not dropout:
+                module.p = 0.0
+        batch = batch if machine.is_cuda else TINY_BATCH
+        inputs = machine.move(family.inputs(machine.size, batch=batch))
+        profiled = profile_model(model, inputs, loss=Loss(family.loss))
+        return cls(family, model, inputs, before_bytes, profiled)
+
+    def step(self, module: nn.Module) -> Callable[[], None]:
+        """One forward, loss and backward of a module around the model."""
+        found: Callable[[], None] = stepper(self.family, module, self.inputs, torch.enable_grad)
+        return found
+
+    def gradients(self, module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients of a step from a state, on the host."""
+        self.model.load_state_dict(state)
+        clear(self.model)
+        torch.manual_seed(0)
+        self.step(module)()
+        found = {k: p.grad.cpu() for k, p in self.model.named_parameters() if p.grad is not None}
+        clear(self.model)
+        return found
