@@ -4,13 +4,21 @@
 
 The published figures are torchtitan's (github.com/pytorch/torchtitan): H100 in
 benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3 (FSDP2 without torch.compile), on H100s
-with 96 GB of HBM2e (2.4 TB/s) at 500 W; A100 in an early docs/performance.md, 64 of them. Sequences
-of 8,192 tokens, AdamW, parameters gathered in bfloat16, gradients averaged in float32, as there.
+with 96 GB of HBM2e (2.4 TB/s) at 500 W; A100 in docs/performance.md of April 2024 (commit
+1ea476e), 64 of them. Sequences of 8,192 tokens, AdamW, parameters gathered in bfloat16, gradients
+averaged in float32, as there; the model's operators are torchtitan's (`benchmarks.cluster_llama`).
 
-A rank is planned by Rotor through the fake process group, its model on `meta`, sharded by
-`memopt.shard`: each row in a process of its own, whose planning time and highest resident size it
-reports. The budget is the memory that was published; else the device's capacity. `--layers` makes
-the models shallower, to try the script.
+Two steps are priced by one cost model: the one that was published (torchtitan's own checkpointing),
+which its figures are beside, and the one that memopt plans with Rotor, within the memory that was
+published, else the device's capacity. Both are one rank's, through the fake process group, its
+model on `meta`, sharded by `memopt.shard`, and to both the optimizer's update is added. Each row
+runs in a process of its own, whose planning time and highest resident size it reports. `--layers`
+makes the models shallower, to try the script.
+
+The rates of torchtitan's H100s are those of torchao's roofline of "Meta's H100 variant" (2.4 TB/s):
+92% of the memory bandwidth, and of 989 tera-operations per second 60% at the commit that the report
+names (torchao/float8/roofline_utils.py at eab345c), 78% since March 2025 (d8af7d7). The first holds
+for the rows; what the second gives is a row of its own.
 """
 
 from __future__ import annotations
@@ -21,34 +29,40 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional
 
 import memopt
+from benchmarks.cluster_llama import SHAPES, Llama, published_step
+from memopt.models.graph import TensorKind
 from memopt.models.presets import find_device
+from memopt.programs.allocator_requests import reserved_by
+from memopt.programs.replay import replay
 
-SEQUENCE, VOCABULARY = 8192, 128256
+SEQUENCE = 8192
 LIMIT_S, LIMIT_BYTES = 600.0, 16 * 2**30
 BEGIN, END = "<!-- cluster: begin -->", "<!-- cluster: end -->"
-SHAPES = {
-    "8B": (32, 4096, 32, 14336),
-    "70B": (80, 8192, 64, 28672),
-    "405B": (126, 16384, 128, 53248),
-}
-"""Layers, width, heads (8 of keys and values), width within the feed-forward layers."""
+UPDATE_BYTES = 96
+"""What clipping and a step of torch's AdamW (`foreach`, its default) read and write for each
+parameter, in float32: the norm 4 and the scaling 8 of gradients; weight decay 8, the moments 12 and
+12, the root, two divisions and an addition 8 each, the change 16, and the second moment's decay 4 +
+4."""
 GRAND_TETON = replace(
     find_device("H100"),
-    name="H100-96GB-HBM2e",
+    name="H100-96GB-500W",
     capacity_bytes=int(93.6 * 2**30),
     memory_bytes_per_s=2400e9,
-    source="torchtitan's description of its machines; rates as of an H100 of 700 W",
+    flops_fraction=0.60,
+    memory_fraction=0.92,
+    source="torchtitan's description of its machines; shares of the rates as in torchao's roofline",
 )
+GRAND_TETON_2025 = replace(GRAND_TETON, name="H100-96GB-500W at 78%", flops_fraction=0.78)
 
 
 @dataclass(frozen=True)
@@ -61,7 +75,9 @@ class Row:
         batch: sequences of a rank.
         device: what they are.
         published: tokens per second and GPU, by torchtitan; None: nobody published one.
-        published_gib: memory, likewise; the budget, where there is one.
+        published_gib: memory that the allocator reserved, likewise; the budget, where there is one.
+        selective: the published step's checkpointing; else full.
+        fused: its norms, see `cluster_llama.Block`.
     """
 
     model: str
@@ -70,11 +86,15 @@ class Row:
     device: memopt.Device
     published: float | None = None
     published_gib: float | None = None
+    selective: bool = True
+    fused: bool = False
 
     @property
     def name(self) -> str:
         """For the command line."""
-        return f"{self.model}-{self.ranks}-{self.device.name.partition('-')[0]}"
+        share = self.device.name.partition(" at ")[2].rstrip("%")
+        parts = (self.model, str(self.ranks), self.device.name.partition("-")[0], share)
+        return "-".join(filter(None, parts))
 
 
 A100 = find_device("A100")
@@ -82,78 +102,47 @@ ROWS = {
     row.name: row
     for row in (
         Row("8B", 8, 2, GRAND_TETON, 5762, 82.4),
+        Row("8B", 8, 2, GRAND_TETON_2025, 5762, 82.4),
         Row("8B", 128, 2, GRAND_TETON, 5605, 67.0),
         Row("8B", 512, 2, GRAND_TETON),
-        Row("8B", 64, 1, A100, 2973),
-        Row("70B", 64, 1, A100, 323),
-        Row("70B", 64, 1, GRAND_TETON),
-        Row("70B", 256, 1, GRAND_TETON),
-        Row("70B", 512, 1, GRAND_TETON),
-        Row("405B", 512, 1, GRAND_TETON),
+        Row("8B", 64, 1, A100, 2973, fused=True),
+        Row("70B", 64, 1, A100, 331, selective=False),
+        Row("70B", 64, 1, GRAND_TETON, selective=False),
+        Row("70B", 256, 1, GRAND_TETON, selective=False),
+        Row("70B", 512, 1, GRAND_TETON, selective=False),
+        Row("405B", 512, 1, GRAND_TETON, selective=False),
     )
 }
 
 
-class Block(nn.Module):
-    """A layer of Llama 3: grouped attention with rotary positions, and a gated feed-forward."""
-
-    def __init__(self, width: int, heads: int, inner: int, groups: int = 8) -> None:
-        super().__init__()
-        self.head, self.repeats = width // heads, heads // groups
-        narrow = groups * self.head
-        self.before, self.between = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(width, narrow, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        y = self.before(x)
-        q, k, v = (self._heads(part(y)) for part in (self.q, self.k, self.v))
-        q, k = (_rotated(part, cosines, sines) for part in (q, k))
-        k, v = (part.repeat_interleave(self.repeats, 1) for part in (k, v))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(mixed.transpose(1, 2).flatten(2))
-        y = self.between(x)
-        added: Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
-        return added
-
-    def _heads(self, value: Tensor) -> Tensor:
-        return value.unflatten(-1, (-1, self.head)).transpose(1, 2)
-
-
-def _rotated(value: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    first, second = value.chunk(2, -1)
-    return value * cosines + torch.cat((-second, first), -1) * sines
-
-
-class Llama(nn.Module):
-    """Llama 3 with its loss."""
-
-    def __init__(self, layers: int, width: int, heads: int, inner: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(Block(width, heads, inner) for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
-        for name in ("cosines", "sines"):
-            angles = torch.zeros(SEQUENCE, width // heads, dtype=torch.bfloat16)
-            self.register_buffer(name, angles)
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.words(ids)
-        for layer in self.layers:
-            x = layer(x, self.cosines, self.sines)
-        logits = self.head(self.norm(x)).flatten(0, 1).float()
-        return functional.cross_entropy(logits, labels.flatten())
+def figures(row: Row, plan: memopt.Plan) -> dict[str, Any]:
+    """What is said of a planned row, and of the step that was published."""
+    graph, device = plan.graph, plan.device
+    sizes = (t.size_bytes for t in graph.tensors if t.kind is TensorKind.PARAMETER)
+    bandwidth = device.memory_bytes_per_s * device.memory_fraction
+    update_s = UPDATE_BYTES * sum(sizes) / 4 / bandwidth
+    published = published_step(graph, device, row.selective)
+    return {
+        "update_s": update_s,
+        "published_s": replay(graph, published, device).time_s + update_s,
+        "published_reserved": reserved_by(graph, published).reserved_peak_bytes,
+        "peak": plan.peak_bytes,
+        "reserved": reserved_by(graph, plan.program).reserved_peak_bytes,
+        "resident": plan.resident_bytes,
+        "store_all": plan.baseline.peak_bytes,
+        "time_s": plan.step_time_s + update_s,
+        "network_s": plan.stats["network_s"],
+        "hidden": plan.stats["network_hidden"],
+    }
 
 
 def planned(row: Row, layers: int | None) -> dict[str, Any]:
     """One row; in a process of its own."""
-    depth, *widths = SHAPES[row.model]
+    depth, width, heads, inner = SHAPES[row.model]
 
     def build(mesh: DeviceMesh) -> nn.Module:
         with torch.device("meta"):
-            model = Llama(layers or depth, *widths)
+            model = Llama(layers or depth, width, heads, inner, SEQUENCE, row.fused)
         return memopt.shard(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     ids = torch.zeros(row.batch, SEQUENCE, dtype=torch.int64, device="meta")
@@ -170,38 +159,40 @@ def planned(row: Row, layers: int | None) -> dict[str, Any]:
             budget=None if row.published_gib is None else f"{row.published_gib}GiB",
             progress=False,
         )
-        found = {
-            "peak": plan.peak_bytes,
-            "resident": plan.resident_bytes,
-            "store_all": plan.baseline.peak_bytes,
-            "time_s": plan.step_time_s,
-            "rate": plan.stats["tokens_per_s_per_rank"],
-            "network_s": plan.stats["network_s"],
-            "hidden": plan.stats["network_hidden"],
-        }
     except memopt.InfeasibleBudgetError as error:
         found = {"refused": str(error)}
+    else:
+        found = figures(row, plan)
     found["planning_s"] = time.perf_counter() - begin[0]
     found["planning_cpu_s"] = time.process_time() - begin[1]
     found["host_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return found
 
 
-HEAD = (
+PUBLISHED_HEAD = (
     "model",
     "GPUs",
     "sequences",
-    "memory, published",
-    "planned peak",
-    "of it never moves",
+    "reserved memory, published",
+    "estimated",
+    "tokens/s per GPU, published",
+    "estimated",
+    "deviation",
+)
+PLANNED_HEAD = (
+    "model",
+    "GPUs",
+    "budget",
+    "peak",
     "as it is",
+    "never moves",
     "step",
     "network",
     "of it hidden",
     "tokens/s per GPU",
-    "published",
-    "deviation",
+    "beside torchtitan's step",
     "planning",
+    "processor",
     "host memory",
 )
 
@@ -211,35 +202,60 @@ def gib(size_bytes: float) -> str:
     return f"{size_bytes / 2**30:.1f} GiB"
 
 
-def cells(row: Row, found: dict[str, Any]) -> list[str]:
-    """The row of the table."""
-    where = [row.model, f"{row.ranks} {row.device.name}", str(row.batch)]
-    memory = "" if row.published_gib is None else f"{row.published_gib} GiB"
-    cost = [f"{found['planning_s']:.0f} s", gib(found["host_bytes"])]
-    if "refused" in found:
-        return [*where, memory, found["refused"], *[""] * 8, *cost]
-    rate, known = found["rate"], row.published
+def where(row: Row) -> list[str]:
+    """The cells that name a row."""
+    return [row.model, f"{row.ranks} {row.device.name}"]
+
+
+def published_cells(row: Row, found: dict[str, Any]) -> list[str]:
+    """The row of the published step, estimated."""
+    estimated, known = row.batch * SEQUENCE / found["published_s"], row.published
     return [
-        *where,
-        memory,
+        *where(row),
+        str(row.batch),
+        "" if row.published_gib is None else f"{row.published_gib} GiB",
+        gib(found["published_reserved"]),
+        "" if known is None else f"{known:,.0f}",
+        f"{estimated:,.0f}",
+        "" if known is None else f"{estimated / known - 1:+.0%}",
+    ]
+
+
+def planned_cells(row: Row, found: dict[str, Any]) -> list[str]:
+    """The row of the planned step."""
+    cost = [f"{found['planning_s']:.0f} s", f"{found['planning_cpu_s']:.0f} s"]
+    cost.append(gib(found["host_bytes"]))
+    if "refused" in found:
+        return [*where(row), found["refused"], *[""] * 8, *cost]
+    capacity = gib(row.device.capacity_bytes or 0)
+    return [
+        *where(row),
+        capacity if row.published_gib is None else f"{row.published_gib} GiB",
         gib(found["peak"]),
-        gib(found["resident"]),
         gib(found["store_all"]),
+        gib(found["resident"]),
         f"{found['time_s']:.2f} s",
         f"{found['network_s']:.2f} s",
         f"{found['hidden']:.0%}",
-        f"{rate:,.0f}",
-        "" if known is None else f"{known:,.0f}",
-        "" if known is None else f"{rate / known - 1:+.0%}",
+        f"{row.batch * SEQUENCE / found['time_s']:,.0f}",
+        f"{found['published_s'] / found['time_s']:.2f}",
         *cost,
     ]
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def table(head: tuple[str, ...], rows: Iterable[list[str]]) -> str:
     """Markdown."""
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
-    lines += ["| " + " | ".join(cells(ROWS[name], row)) + " |" for name, row in found.items()]
-    return "\n".join(lines)
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def tables(found: dict[str, dict[str, Any]]) -> str:
+    """Both tables."""
+    priced = {name: row for name, row in found.items() if "refused" not in row}
+    published = (published_cells(ROWS[name], row) for name, row in priced.items())
+    planned = (planned_cells(ROWS[name], row) for name, row in found.items())
+    first = f"torchtitan's step, estimated:\n\n{table(PUBLISHED_HEAD, published)}"
+    return f"{first}\n\nThe planned step:\n\n{table(PLANNED_HEAD, planned)}"
 
 
 def main() -> None:
@@ -259,7 +275,7 @@ def main() -> None:
         command += ["--layers", str(options.layers)] if options.layers else []
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found[name] = json.loads(done.stdout.splitlines()[-1])
-        print(" | ".join(cells(ROWS[name], found[name])), flush=True)
+        print(tables({name: found[name]}), flush=True)
     for name, row in found.items():
         if row["planning_s"] > LIMIT_S or row["host_bytes"] > LIMIT_BYTES:
             print(f"{name}: beyond {LIMIT_S:.0f} s or {gib(LIMIT_BYTES)} of host memory")
@@ -267,7 +283,7 @@ def main() -> None:
         page = options.out.read_text(encoding="utf-8")
         before, _, rest = page.partition(BEGIN)
         _, _, after = rest.partition(END)
-        text = f"{before}{BEGIN}\n{table(found)}\n{END}{after}"
+        text = f"{before}{BEGIN}\n{tables(found)}\n{END}{after}"
         options.out.write_text(text, encoding="utf-8")
 
 
