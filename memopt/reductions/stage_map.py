@@ -135,9 +135,7 @@ class _Assignment:
         backward = range(self.first_backward, len(graph.operators))
         draws = [i for i in backward if graph.operators[i].random]
         sends = [i for i in backward if graph.operators[i].collective]
-        self.earlier = {
-            late: early for chain in (draws, sends) for early, late in pairwise(chain)
-        }
+        self.earlier = {late: early for chain in (draws, sends) for early, late in pairwise(chain)}
         """Random backward operator → the one before it, which must draw first; collective → the
         one before it, in which ranks must have met."""
         self.later = {early: late for late, early in self.earlier.items()}
