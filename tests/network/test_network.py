@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
 from memopt.models.network import Network, Protocol
 from memopt.models.presets import H100
+from memopt.profiler import ranks
 from memopt.profiler.collectives import is_collective
 from memopt.profiler.estimate import estimate_model
 from memopt.profiler.network_costs import network_costs
@@ -117,3 +119,12 @@ def test_measured_where_a_group_runs() -> None:
     weight = max(costs.values(), key=lambda cost: cost.output_bytes)
     assert weight.output_bytes == (36 * 4,)
     assert all(cost.time_s > 0 for cost in costs.values())
+
+
+def test_groups_go_with_the_default_group() -> None:
+    """Another default group may come to the address of one that was destroyed."""
+    with alone():
+        assert ranks._group((0,)) is ranks._group((0,))
+        assert len(ranks._GROUPS) == 1
+    gc.collect()
+    assert len(ranks._GROUPS) == 0
