@@ -1,6 +1,7 @@
 """Llama on clusters that are not there, beside published figures: docs/results/cluster.md.
 
     python -m benchmarks.cluster [--out docs/results/cluster.md] [--rows NAME ...] [--layers N]
+                                 [--resume FILE.json]
 
 The published figures are torchtitan's (github.com/pytorch/torchtitan): H100 in
 benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3 (FSDP2 without torch.compile), on H100s
@@ -13,7 +14,7 @@ which its figures are beside, and the one that memopt plans with Rotor, within t
 published, else the device's capacity. Both are one rank's, through the fake process group, its
 model on `meta`, sharded by `memopt.shard`, and to both the optimizer's update is added. Each row
 runs in a process of its own, whose planning time and highest resident size it reports. `--layers`
-makes the models shallower, to try the script.
+makes the models shallower, to try the script; `--resume` keeps finished rows.
 
 The rates of torchtitan's H100s are those of torchao's roofline of "Meta's H100 variant" (2.4 TB/s):
 92% of the memory bandwidth, and of 989 tera-operations per second 60% at the commit that the report
@@ -28,6 +29,7 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -40,6 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import memopt
 from benchmarks.cluster_llama import SHAPES, Llama, published_step
+from benchmarks.kept import Kept
 from memopt.models.graph import TensorKind
 from memopt.models.presets import find_device
 from memopt.programs.allocator_requests import reserved_by
@@ -113,6 +116,14 @@ ROWS = {
         Row("405B", 512, 1, GRAND_TETON, selective=False),
     )
 }
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a finished row came to, by its name."""
+
+    name: str
+    figures: dict[str, Any]
 
 
 def figures(row: Row, plan: memopt.Plan) -> dict[str, Any]:
@@ -254,8 +265,10 @@ def tables(found: dict[str, dict[str, Any]]) -> str:
     priced = {name: row for name, row in found.items() if "refused" not in row}
     published = (published_cells(ROWS[name], row) for name, row in priced.items())
     planned = (planned_cells(ROWS[name], row) for name, row in found.items())
-    first = f"torchtitan's step, estimated:\n\n{table(PUBLISHED_HEAD, published)}"
-    return f"{first}\n\nThe planned step:\n\n{table(PLANNED_HEAD, planned)}"
+    return (
+        f"torchtitan's step, estimated:\n\n{table(PUBLISHED_HEAD, published)}\n\n"
+        f"The planned step:\n\n{table(PLANNED_HEAD, planned)}"
+    )
 
 
 def main() -> None:
@@ -265,17 +278,21 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--one", choices=ROWS, help="one row, as JSON")
+    parser.add_argument("--resume", type=Path, help="where finished rows are kept (JSON)")
     options = parser.parse_args()
     if options.one:
         print(json.dumps(planned(ROWS[options.one], options.layers)))
         return
-    found = {}
-    for name in options.rows:
-        command = [sys.executable, "-m", "benchmarks.cluster", "--one", name]
-        command += ["--layers", str(options.layers)] if options.layers else []
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found[name] = json.loads(done.stdout.splitlines()[-1])
-        print(tables({name: found[name]}), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.resume or Path(folder, "rows.json")
+        kept = Kept(path, Found, {"layers": options.layers, "torch": torch.__version__})
+        for name in kept.missing(options.rows, print):
+            command = [sys.executable, "-m", "benchmarks.cluster", "--one", name]
+            command += ["--layers", str(options.layers)] if options.layers else []
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            kept.add(name, [Found(name, json.loads(done.stdout.splitlines()[-1]))])
+            print(tables({name: kept.rows[name][0].figures}), flush=True)
+        found = {one.name: one.figures for one in kept.ordered(options.rows)}
     for name, row in found.items():
         if row["planning_s"] > LIMIT_S or row["host_bytes"] > LIMIT_BYTES:
             print(f"{name}: beyond {LIMIT_S:.0f} s or {gib(LIMIT_BYTES)} of host memory")
