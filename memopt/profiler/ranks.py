@@ -264,11 +264,11 @@ def timeout() -> timedelta | None:
     """How long the default group's collectives wait for a rank; None: torch's own default."""
     world: Any = torch.distributed.group.WORLD
     try:
-        options = world._get_backend(torch.device("cpu")).options
+        options = [world._get_backend(kind).options for kind in world._device_types]
     except (AttributeError, RuntimeError):
         return None
-    found: timedelta | None = getattr(options, "_timeout", None)
-    return found
+    known = (getattr(one, "_timeout", None) for one in options)
+    return next((found for found in known if found is not None), None)
 
 
 def is_of_group(error: Exception) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,3 +130,18 @@ def test_groups_go_with_the_default_group() -> None:
         assert len(ranks._GROUPS) == 1
     gc.collect()
     assert len(ranks._GROUPS) == 0
+
+
+def test_the_timeout_of_a_group_without_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nccl's is: memopt's own group of ranks waits as long, not for torch's half an hour."""
+    backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=7)))
+    kinds = {torch.device("cuda"): backend}
+
+    def found(kind: torch.device) -> SimpleNamespace:
+        if kind not in kinds:
+            raise RuntimeError("No backend type associated with device type cpu")
+        return kinds[kind]
+
+    world = SimpleNamespace(_device_types=list(kinds), _get_backend=found)
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=world))
+    assert ranks.timeout() == timedelta(seconds=7)
