@@ -1,7 +1,7 @@
 """Llama on clusters that are not there, beside published figures: docs/results/cluster.md.
 
     python -m benchmarks.cluster [--out docs/results/cluster.md] [--rows NAME ...] [--layers N]
-                                 [--resume FILE.json]
+                                 [--estimates] [--resume FILE.json]
 
 The published figures are torchtitan's (github.com/pytorch/torchtitan): H100 in
 benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3 (FSDP2 without torch.compile), on H100s
@@ -13,8 +13,9 @@ Two steps are priced by one cost model: the one that was published (torchtitan's
 which its figures are beside, and the one that memopt plans with Rotor, within the memory that was
 published, else the device's capacity. Both are one rank's, through the fake process group, its
 model on `meta`, sharded by `memopt.shard`, and to both the optimizer's update is added. Each row
-runs in a process of its own, whose planning time and highest resident size it reports. `--layers`
-makes the models shallower, to try the script; `--resume` keeps finished rows.
+runs in a process of its own, whose planning time and highest resident size it reports.
+`--estimates` prices the published steps and plans none; `--layers` makes the models shallower, to
+try the script; `--resume` keeps finished rows.
 
 The rates of torchtitan's H100s are those of torchao's roofline of "Meta's H100 variant" (2.4 TB/s):
 92% of the memory bandwidth, and of 989 tera-operations per second 60% at the commit that the report
@@ -49,8 +50,9 @@ from memopt.programs.allocator_requests import reserved_by
 from memopt.programs.replay import replay
 
 SEQUENCE = 8192
+UNLIMITED = "1000TiB"
 LIMIT_S, LIMIT_BYTES = 600.0, 16 * 2**30
-BEGIN, END = "<!-- cluster: begin -->", "<!-- cluster: end -->"
+BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 UPDATE_BYTES = 96
 """What clipping and a step of torch's AdamW (`foreach`, its default) read and write for each
 parameter, in float32: the norm 4 and the scaling 8 of gradients; weight decay 8, the moments 12 and
@@ -127,18 +129,16 @@ class Found:
 
 
 def figures(row: Row, plan: memopt.Plan) -> dict[str, Any]:
-    """What is said of a planned row, and of the step that was published."""
+    """What is said of the step that was published, and of a planned row."""
     graph, device = plan.graph, plan.device
     sizes = (t.size_bytes for t in graph.tensors if t.kind is TensorKind.PARAMETER)
     bandwidth = device.memory_bytes_per_s * device.memory_fraction
     update_s = UPDATE_BYTES * sum(sizes) / 4 / bandwidth
     published = published_step(graph, device, row.selective)
     return {
-        "update_s": update_s,
         "published_s": replay(graph, published, device).time_s + update_s,
         "published_reserved": reserved_by(graph, published).reserved_peak_bytes,
         "peak": plan.peak_bytes,
-        "reserved": reserved_by(graph, plan.program).reserved_peak_bytes,
         "resident": plan.resident_bytes,
         "store_all": plan.baseline.peak_bytes,
         "time_s": plan.step_time_s + update_s,
@@ -147,8 +147,14 @@ def figures(row: Row, plan: memopt.Plan) -> dict[str, Any]:
     }
 
 
-def planned(row: Row, layers: int | None) -> dict[str, Any]:
-    """One row; in a process of its own."""
+def measured(row: Row, layers: int | None, estimate: bool) -> dict[str, Any]:
+    """One row; in a process of its own.
+
+    Args:
+        row: which.
+        layers: fewer than the model has; None: all.
+        estimate: price the published step alone: nothing is planned but the step as it is.
+    """
     depth, width, heads, inner = SHAPES[row.model]
 
     def build(mesh: DeviceMesh) -> nn.Module:
@@ -157,7 +163,7 @@ def planned(row: Row, layers: int | None) -> dict[str, Any]:
         return memopt.shard(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     ids = torch.zeros(row.batch, SEQUENCE, dtype=torch.int64, device="meta")
-    found: dict[str, Any] = {}
+    budget = None if row.published_gib is None else f"{row.published_gib}GiB"
     begin = time.perf_counter(), time.process_time()
     try:
         plan = memopt.plan(
@@ -167,13 +173,15 @@ def planned(row: Row, layers: int | None) -> dict[str, Any]:
             mode="estimate",
             device=row.device,
             optimizer="adamw",
-            budget=None if row.published_gib is None else f"{row.published_gib}GiB",
+            strategy="store-all" if estimate else "rotor",
+            budget=UNLIMITED if estimate else budget,
             progress=False,
         )
     except memopt.InfeasibleBudgetError as error:
-        found = {"refused": str(error)}
+        found: dict[str, Any] = {"refused": str(error)}
     else:
         found = figures(row, plan)
+    found["planned"] = not estimate
     found["planning_s"] = time.perf_counter() - begin[0]
     found["planning_cpu_s"] = time.process_time() - begin[1]
     found["host_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -186,6 +194,7 @@ PUBLISHED_HEAD = (
     "sequences",
     "reserved memory, published",
     "estimated",
+    "deviation",
     "tokens/s per GPU, published",
     "estimated",
     "deviation",
@@ -220,15 +229,17 @@ def where(row: Row) -> list[str]:
 
 def published_cells(row: Row, found: dict[str, Any]) -> list[str]:
     """The row of the published step, estimated."""
-    estimated, known = row.batch * SEQUENCE / found["published_s"], row.published
+    rate, memory = row.batch * SEQUENCE / found["published_s"], found["published_reserved"]
+    known, known_gib = row.published, row.published_gib
     return [
         *where(row),
         str(row.batch),
-        "" if row.published_gib is None else f"{row.published_gib} GiB",
-        gib(found["published_reserved"]),
+        "" if known_gib is None else f"{known_gib} GiB",
+        gib(memory),
+        "" if known_gib is None else f"{memory / known_gib / 2**30 - 1:+.0%}",
         "" if known is None else f"{known:,.0f}",
-        f"{estimated:,.0f}",
-        "" if known is None else f"{estimated / known - 1:+.0%}",
+        f"{rate:,.0f}",
+        "" if known is None else f"{rate / known - 1:+.0%}",
     ]
 
 
@@ -260,15 +271,28 @@ def table(head: tuple[str, ...], rows: Iterable[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def tables(found: dict[str, dict[str, Any]]) -> str:
-    """Both tables."""
-    priced = {name: row for name, row in found.items() if "refused" not in row}
-    published = (published_cells(ROWS[name], row) for name, row in priced.items())
-    planned = (planned_cells(ROWS[name], row) for name, row in found.items())
-    return (
-        f"torchtitan's step, estimated:\n\n{table(PUBLISHED_HEAD, published)}\n\n"
-        f"The planned step:\n\n{table(PLANNED_HEAD, planned)}"
-    )
+def tables(found: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Both tables, by the names of their places on the page; without those that have no rows."""
+    published = [published_cells(ROWS[name], x) for name, x in found.items() if "refused" not in x]
+    planned = [planned_cells(ROWS[name], x) for name, x in found.items() if x["planned"]]
+    made = {"published": (PUBLISHED_HEAD, published), "planned": (PLANNED_HEAD, planned)}
+    return {name: table(head, rows) for name, (head, rows) in made.items() if rows}
+
+
+def rows(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The wanted rows, each measured in a process of its own or kept from an earlier run."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.resume or Path(folder, "rows.json")
+        settings = {name: getattr(options, name) for name in ("layers", "estimates")}
+        kept = Kept(path, Found, {**settings, "torch": torch.__version__})
+        for name in kept.missing(options.rows, print):
+            command = [sys.executable, "-m", "benchmarks.cluster", "--one", name]
+            command += ["--layers", str(options.layers)] if options.layers else []
+            command += ["--estimates"] if options.estimates else []
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            kept.add(name, [Found(name, json.loads(done.stdout.splitlines()[-1]))])
+            print("\n\n".join(tables({name: kept.rows[name][0].figures}).values()), flush=True)
+        return {one.name: one.figures for one in kept.ordered(options.rows)}
 
 
 def main() -> None:
@@ -278,30 +302,23 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--one", choices=ROWS, help="one row, as JSON")
+    parser.add_argument("--estimates", action="store_true", help="plan nothing")
     parser.add_argument("--resume", type=Path, help="where finished rows are kept (JSON)")
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(planned(ROWS[options.one], options.layers)))
+        print(json.dumps(measured(ROWS[options.one], options.layers, options.estimates)))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        path = options.resume or Path(folder, "rows.json")
-        kept = Kept(path, Found, {"layers": options.layers, "torch": torch.__version__})
-        for name in kept.missing(options.rows, print):
-            command = [sys.executable, "-m", "benchmarks.cluster", "--one", name]
-            command += ["--layers", str(options.layers)] if options.layers else []
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            kept.add(name, [Found(name, json.loads(done.stdout.splitlines()[-1]))])
-            print(tables({name: kept.rows[name][0].figures}), flush=True)
-        found = {one.name: one.figures for one in kept.ordered(options.rows)}
+    found = rows(options)
     for name, row in found.items():
         if row["planning_s"] > LIMIT_S or row["host_bytes"] > LIMIT_BYTES:
             print(f"{name}: beyond {LIMIT_S:.0f} s or {gib(LIMIT_BYTES)} of host memory")
     if options.out:
         page = options.out.read_text(encoding="utf-8")
-        before, _, rest = page.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        text = f"{before}{BEGIN}\n{tables(found)}\n{END}{after}"
-        options.out.write_text(text, encoding="utf-8")
+        for name, text in tables(found).items():
+            before, _, rest = page.partition(BEGIN.format(name))
+            _, _, after = rest.partition(END.format(name))
+            page = f"{before}{BEGIN.format(name)}\n{text}\n{END.format(name)}{after}"
+        options.out.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
