@@ -53,11 +53,11 @@ SEQUENCE = 8192
 UNLIMITED = "1000TiB"
 LIMIT_S, LIMIT_BYTES = 600.0, 16 * 2**30
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
-UPDATE_BYTES = 96
+UPDATE_BYTES = 92
 """What clipping and a step of torch's AdamW (`foreach`, its default) read and write for each
-parameter, in float32: the norm 4 and the scaling 8 of gradients; weight decay 8, the moments 12 and
-12, the root, two divisions and an addition 8 each, the change 16, and the second moment's decay 4 +
-4."""
+parameter, in float32: the norm of gradients 4 and their scaling 8; weight decay 8, the first moment
+12, the second's decay 8 and sum 12, its root, the root's division and addition 8 each, the change
+16."""
 GRAND_TETON = replace(
     find_device("H100"),
     name="H100-96GB-500W",
