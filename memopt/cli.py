@@ -1,5 +1,5 @@
-"""The command line: `memopt demo`, `plan`, `compare`, `explore`, `show`, `profile`, `strategies`,
-`device`, `place`, `version`.
+"""The command line: `memopt demo`, `plan`, `fits`, `compare`, `explore`, `show`, `profile`,
+`strategies`, `device`, `place`, `version`.
 
 Exit status: 0 done; 1 failed; 2 wrong usage, wrong values of options included; 3 no plan fits the
 budget, or no placement the capacity; 4 the plan file is damaged or belongs to something else.
@@ -13,6 +13,7 @@ import typer
 
 from memopt.commands.comparing import compare
 from memopt.commands.exploring import explore
+from memopt.commands.fitting import fits
 from memopt.commands.listing import device, strategies, version
 from memopt.commands.options import reporting_failures
 from memopt.commands.placing import place
@@ -53,7 +54,8 @@ def demo() -> None:
     main()
 
 
-for _command in (demo, plan, compare, explore, show, profile, strategies, device, place, version):
+_PLANNING = (demo, plan, fits, compare, explore, show)
+for _command in (*_PLANNING, profile, strategies, device, place, version):
     app.command()(reporting_failures(_command))
 
 

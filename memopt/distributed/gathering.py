@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,11 +65,7 @@ class Sharding:
             name: of the parameter in its module.
             rows: its size along the first dimension; None: it has none, and is on every rank.
         """
-        running = self.running
-        wanted = (self.param_dtype, self.reduce_dtype)
-        groups = [self.mesh.get_group(i).group_name for i in range(self.mesh.ndim)]
-        replicas = (self.mesh.size(0), groups[0]) if self.mesh.ndim == 2 else (1, "")
-        shards = (self.ranks, groups[-1])
+        running, route = self.running, self._route()
 
         def read(module: Any) -> Any:
             parameter = module._parameters[name]
@@ -77,80 +73,84 @@ class Sharding:
                 return parameter
             local = parameter.to_local()
             if rows is None:
-                return _Replicated.apply(local, *shards, *replicas, *wanted)  # type: ignore[no-untyped-call]
-            return _Gathered.apply(local, rows, *shards, *replicas, *wanted)  # type: ignore[no-untyped-call]
+                return _Replicated.apply(local, route)  # type: ignore[no-untyped-call]
+            return _Gathered.apply(local, rows, route)  # type: ignore[no-untyped-call]
 
         return read
+
+    def _route(self) -> _Route:
+        groups = [self.mesh.get_group(i).group_name for i in range(self.mesh.ndim)]
+        replicas = (self.mesh.size(0), groups[0]) if self.mesh.ndim == 2 else (1, "")
+        return _Route(self.ranks, groups[-1], *replicas, self.param_dtype, self.reduce_dtype)
+
+
+class _Route(NamedTuple):
+    """Over which ranks a parameter is gathered and its gradient averaged, in constants that dynamo
+    traces.
+
+    Attributes:
+        ranks, group: that share one copy of the parameters; the group's name.
+        replicas, replica_group: copies of them; 1 and "" if there is one.
+        param_dtype, reduce_dtype: as in `Sharding`.
+    """
+
+    ranks: int
+    group: str
+    replicas: int
+    replica_group: str
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
 
 
 class _Gathered(torch.autograd.Function):
     """A shard of rows → all rows; the gradient of all → the average of the shard's."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        local: Tensor,
-        rows: int,
-        ranks: int,
-        group: str,
-        replicas: int,
-        replica_group: str,
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-    ) -> Tensor:
+    def forward(ctx: Any, local: Tensor, rows: int, route: _Route) -> Tensor:
+        ranks = route.ranks
+        ctx.route, ctx.dtype = route, local.dtype
         ctx.padded, ctx.own = -(-rows // ranks), local.shape[0]
         ctx.uneven = rows % ranks != 0
-        ctx.shards, ctx.replicas = (ranks, group), (replicas, replica_group)
-        ctx.dtypes = (local.dtype, reduce_dtype)
-        shard = local if param_dtype is None else local.to(param_dtype)
+        shard = local if route.param_dtype is None else local.to(route.param_dtype)
         if ctx.uneven:
             # On all ranks, also where there is nothing to add: they run the same operators.
             shard = _with_rows(shard, ctx.padded)
         if ranks == 1:
             return shard.clone()
-        full: Tensor = _OPS.wait_tensor(_OPS.all_gather_into_tensor(shard, ranks, group))
+        full: Tensor = _OPS.wait_tensor(_OPS.all_gather_into_tensor(shard, ranks, route.group))
         return full.narrow(0, 0, rows) if ctx.uneven else full
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = gradients[0].contiguous()
-        own, (ranks, group) = ctx.dtypes[0], ctx.shards
-        if ctx.dtypes[1] is not None:
-            gradient = gradient.to(ctx.dtypes[1])
+        gradient, route = gradients[0].contiguous(), ctx.route
+        if route.reduce_dtype is not None:
+            gradient = gradient.to(route.reduce_dtype)
         if ctx.uneven:
-            gradient = _with_rows(gradient, ctx.padded * ranks)
-        if ranks > 1:
-            gradient = _OPS.wait_tensor(_OPS.reduce_scatter_tensor(gradient, "avg", ranks, group))
-        gradient = _averaged(gradient, *ctx.replicas)
+            gradient = _with_rows(gradient, ctx.padded * route.ranks)
+        if route.ranks > 1:
+            scattered = _OPS.reduce_scatter_tensor(gradient, "avg", route.ranks, route.group)
+            gradient = _OPS.wait_tensor(scattered)
+        gradient = _averaged(gradient, route.replicas, route.replica_group)
         if ctx.uneven:
             gradient = gradient.narrow(0, 0, ctx.own)
-        return gradient.to(own), None, None, None, None, None, None, None
+        return gradient.to(ctx.dtype), None, None
 
 
 class _Replicated(torch.autograd.Function):
     """A parameter without dimensions, which every rank has; its gradient is averaged."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        local: Tensor,
-        ranks: int,
-        group: str,
-        replicas: int,
-        replica_group: str,
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-    ) -> Tensor:
-        ctx.shards, ctx.replicas = (ranks, group), (replicas, replica_group)
-        ctx.dtypes = (local.dtype, reduce_dtype)
-        return local.clone() if param_dtype is None else local.to(param_dtype, copy=True)
+    def forward(ctx: Any, local: Tensor, route: _Route) -> Tensor:
+        ctx.route, ctx.dtype = route, local.dtype
+        return local.to(route.param_dtype or local.dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, (own, wanted) = gradients[0], ctx.dtypes
-        gradient = gradient.clone() if wanted is None else gradient.to(wanted, copy=True)
-        gradient = _averaged(_averaged(gradient, *ctx.shards), *ctx.replicas)
-        return gradient.to(own), None, None, None, None, None, None
+        route = ctx.route
+        gradient = gradients[0].to(route.reduce_dtype or gradients[0].dtype, copy=True)
+        gradient = _averaged(gradient, route.ranks, route.group)
+        gradient = _averaged(gradient, route.replicas, route.replica_group)
+        return gradient.to(ctx.dtype), None
 
 
 def _averaged(gradient: Tensor, ranks: int, group: str) -> Tensor:

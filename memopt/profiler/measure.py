@@ -51,7 +51,6 @@ def silent(_fraction: float, _what: str) -> None:
 _MINIMUM_SAMPLE_S = 100e-6
 _PRECISION = 0.05
 _MINIMUM_ROUNDS = 3
-_COLLECTIVE_ROUNDS = 5
 
 
 @dataclass(frozen=True)

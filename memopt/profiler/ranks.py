@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed
@@ -145,7 +146,9 @@ class Ranks:
 _SAME = "Every rank must run the same script with the same model, arguments and libraries"
 
 _NOW: ContextVar[Ranks | None] = ContextVar("memopt_ranks", default=None)
-_GROUPS: dict[tuple[Any, ...], Any] = {}
+_GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+"""Default group → ranks → their gloo group. A default group that has been destroyed takes them with
+it: another one may come to the same address."""
 
 
 @contextmanager
@@ -249,24 +252,23 @@ def _ranks(members: tuple[int, ...]) -> Ranks | None:
 
 def _group(members: tuple[int, ...]) -> Any:
     """The gloo group of some ranks, made once by all of them."""
-    world = torch.distributed.group.WORLD
-    key = (id(world), *members)
-    if key not in _GROUPS:
-        _GROUPS[key] = torch.distributed.new_group(
+    groups = _GROUPS.setdefault(torch.distributed.group.WORLD, {})
+    if members not in groups:
+        groups[members] = torch.distributed.new_group(
             list(members), timeout=timeout(), backend="gloo", use_local_synchronization=True
         )
-    return _GROUPS[key]
+    return groups[members]
 
 
 def timeout() -> timedelta | None:
     """How long the default group's collectives wait for a rank; None: torch's own default."""
     world: Any = torch.distributed.group.WORLD
     try:
-        options = world._get_backend(torch.device("cpu")).options
+        options = [world._get_backend(kind).options for kind in world._device_types]
     except (AttributeError, RuntimeError):
         return None
-    found: timedelta | None = getattr(options, "_timeout", None)
-    return found
+    known = (getattr(one, "_timeout", None) for one in options)
+    return next((found for found in known if found is not None), None)
 
 
 def is_of_group(error: Exception) -> bool:

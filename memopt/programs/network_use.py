@@ -27,7 +27,10 @@ class NetworkUse:
 
 def network_use(timeline: Timeline) -> NetworkUse:
     """The use of the network in a replayed step."""
-    busy = [(s, e) for s, e in zip(timeline.start_s, timeline.end_s, strict=True) if e > s]
+    # A collective computes nothing: a span of its own is that of one that is waited for at once.
+    sends = {sent.instruction for sent in timeline.collectives}
+    spans = enumerate(zip(timeline.start_s, timeline.end_s, strict=True))
+    busy = [(s, e) for position, (s, e) in spans if e > s and position not in sends]
     hidden_s, place = 0.0, 0
     for sent in timeline.collectives:
         # Both are in the order of time, and neither overlaps itself.

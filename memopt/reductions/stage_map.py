@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from memopt.models.graph import Graph, Phase
 from memopt.reductions.chain_view import ChainView
@@ -93,8 +94,9 @@ def build_stage_map(
 
     A backward operator needs its forward operands from its own stage ℓ (ā^ℓ), from a^{ℓ-1} or
     from the held storages, and runs no earlier than its operands; a random one no earlier than
-    the random ones before it. Where that is impossible, a parameter-free operand becomes a held
-    one; for others the stages in between are merged.
+    the random ones before it, a collective no earlier than the collectives before it. Where that
+    is impossible, a parameter-free operand becomes a held one; for others the stages in between
+    are merged.
 
     Args:
         graph: the training step.
@@ -132,9 +134,11 @@ class _Assignment:
         """Operator → its stage; backward operators follow."""
         backward = range(self.first_backward, len(graph.operators))
         draws = [i for i in backward if graph.operators[i].random]
-        self.earlier_draw = dict(zip(draws[1:], draws, strict=False))
-        """Random backward operator → the one before it, which must draw first."""
-        self.later_draw = {i: j for j, i in self.earlier_draw.items()}
+        sends = [i for i in backward if graph.operators[i].collective]
+        self.earlier = {late: early for chain in (draws, sends) for early, late in pairwise(chain)}
+        """Random backward operator → the one before it, which must draw first; collective → the
+        one before it, in which ranks must have met."""
+        self.later = {early: late for late, early in self.earlier.items()}
         self.conflicts: list[tuple[int, int, list[int]]] = []
         """(low, high, tensors): an operator of stage `low` at most needs some of stage `high`."""
         self._assign_backward()
@@ -155,8 +159,8 @@ class _Assignment:
             for tensor in operators[i].writes:
                 for reader in self.graph.readers[tensor]:
                     low = max(low, self.stage[reader])
-            if i in self.later_draw:
-                low = max(low, self.stage[self.later_draw[i]])
+            if i in self.later:
+                low = max(low, self.stage[self.later[i]])
             self.stage[i] = self._waiting(i, low) if i in early else low
 
     def _wanted(self, backward: range, bounds: dict[int, tuple[int, int]]) -> list[int]:
@@ -165,8 +169,8 @@ class _Assignment:
         wanted: dict[int, int] = {}
         for i in backward:
             low, stage = bounds[i]
-            if i in self.earlier_draw:
-                stage = min(stage, wanted[self.earlier_draw[i]])
+            if i in self.earlier:
+                stage = min(stage, wanted[self.earlier[i]])
             for tensor in self.graph.operators[i].reads:
                 producer = self.graph.producer.get(tensor, -1)
                 if producer >= self.first_backward:
@@ -180,8 +184,8 @@ class _Assignment:
     def _bounds(self, index: int, bounds: dict[int, tuple[int, int]]) -> tuple[int, int]:
         """The lowest and highest stage an operator's operands allow."""
         low, high = 1, self.count
-        if index in self.earlier_draw:
-            high = bounds[self.earlier_draw[index]][1]
+        if index in self.earlier:
+            high = bounds[self.earlier[index]][1]
         needs: list[int] = []
         for tensor in self.graph.operators[index].reads:
             producer = self.graph.producer.get(tensor)

@@ -84,6 +84,22 @@ def test_plan_for_machines() -> None:
     assert figures["baseline"]["measured"]
 
 
+def test_fits_on_a_device_and_on_many() -> None:
+    estimate = ("fits", "mymodels:two", "--mode", "estimate", "--device", "cpu-core")
+    chosen = (*estimate, "--budget", "40KiB", "--strategy", "store-all")
+    alone = run_json(*chosen)
+    assert [(row["strategy"], row["fits"]) for row in alone["rows"]] == [("store-all", False)]
+    shared = run_json(*chosen, "--ranks", "4")
+    assert "Each of 4 ranks (4 data)." in shared["notes"]
+    # Of five layers of 24 x 24 and of their gradients, a rank has a quarter.
+    parameter_bytes = 5 * 25 * 24 * 4
+    sums = [sum(one["standing_bytes"].values()) for one in (alone, shared)]
+    assert sums[0] - sums[1] == 2 * parameter_bytes * 3 // 4
+    wrong = run("fits", "mymodels:two", "--ranks", "4")
+    assert wrong.exit_code == ExitCode.USAGE
+    assert "--ranks: asks about a cluster that is not there" in " ".join(wrong.stderr.split())
+
+
 def test_quiet_prints_nothing() -> None:
     result = run("plan", "mymodels:two", "--quiet", "--out", "p.json", "--budget", "0.9")
     assert result.exit_code == 0

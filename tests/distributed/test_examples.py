@@ -1,15 +1,56 @@
-"""The scripts that the page on distributed training shows, as users start them."""
+"""The scripts that the page on distributed training shows: with two processes, and as users start
+them."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.distributed import processes
 
 ROOT = Path(__file__).parents[2]
+
+
+def examples(rank: int, ranks: int, ports: list[int]) -> list[str]:
+    """What both print, in groups of their own, which torchrun's variables say how to form."""
+    from examples import train_data_parallel, train_sharded
+
+    torch.distributed.destroy_process_group()
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    texts = []
+    for run, port in zip((train_sharded.main, train_data_parallel.main), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            run(steps=2)
+        texts.append(text.getvalue())
+    return texts
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path / "cache"))
+    ports = [free_port(), free_port()]
+    (sharded, parallel), others = processes.results(processes.run(examples, 2, tmp_path, ports))
+    assert re.search(r"gathered again: [1-9]\d* of 16 all-gathers", sharded)
+    assert "2 ranks, loss" in sharded
+    assert "planned=2, original=0" in sharded
+    assert "planned=4, original=0" in parallel
+    # Rank 0 speaks for all.
+    assert others == ["", ""]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
 from memopt.models.network import Network, Protocol
 from memopt.models.presets import H100
+from memopt.profiler import ranks
 from memopt.profiler.collectives import is_collective
 from memopt.profiler.estimate import estimate_model
 from memopt.profiler.network_costs import network_costs
@@ -117,3 +121,27 @@ def test_measured_where_a_group_runs() -> None:
     weight = max(costs.values(), key=lambda cost: cost.output_bytes)
     assert weight.output_bytes == (36 * 4,)
     assert all(cost.time_s > 0 for cost in costs.values())
+
+
+def test_groups_go_with_the_default_group() -> None:
+    """Another default group may come to the address of one that was destroyed."""
+    with alone():
+        assert ranks._group((0,)) is ranks._group((0,))
+        assert len(ranks._GROUPS) == 1
+    gc.collect()
+    assert len(ranks._GROUPS) == 0
+
+
+def test_the_timeout_of_a_group_without_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nccl's is: memopt's own group of ranks waits as long, not for torch's half an hour."""
+    backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=7)))
+    kinds = {torch.device("cuda"): backend}
+
+    def found(kind: torch.device) -> SimpleNamespace:
+        if kind not in kinds:
+            raise RuntimeError("No backend type associated with device type cpu")
+        return kinds[kind]
+
+    world = SimpleNamespace(_device_types=list(kinds), _get_backend=found)
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=world))
+    assert ranks.timeout() == timedelta(seconds=7)

@@ -22,6 +22,7 @@ from memopt.programs.instructions import (
     SwapOut,
 )
 from memopt.programs.liveness import store_all
+from memopt.programs.network_use import network_use
 from memopt.programs.replay import Timeline, replay
 from memopt.programs.validate import ViolationCode, memory_use, validate
 from tests.network.search import graph_with_collectives
@@ -95,6 +96,16 @@ def test_collectives_overlap_what_is_computed_and_queue_behind_each_other() -> N
     assert timeline.time_s == 11
     assert time_lower_bound(GRAPH) == 9 == GRAPH.network_time_s
     assert GRAPH.compute_time_s == 5
+
+
+@pytest.mark.parametrize("workspace_bytes", [0, 5])
+def test_what_computing_hides(workspace_bytes: int) -> None:
+    """Layer 1 hides 3 of the second gather's 4 seconds. Waiting at once for a gather that needs
+    memory of its own hides nothing."""
+    first = replace(GRAPH.operators[0], workspace_bytes=workspace_bytes)
+    graph = replace(GRAPH, operators=(first, *GRAPH.operators[1:]))
+    used = network_use(replay(graph, Program(STARTED_EARLY)))
+    assert (used.time_s, used.exposed_s) == (9.0, 6.0)
 
 
 def test_results_take_memory_from_the_start() -> None:
