@@ -17,7 +17,6 @@ from memopt.models.bounds import (
     choices_of,
     memory_lower_bound,
     needed_operators,
-    relative_gap,
     sure_reads,
     time_lower_bound,
 )
@@ -29,7 +28,7 @@ from memopt.programs.liveness import store_all
 from memopt.programs.moved import changed_by
 from memopt.programs.replay import Timeline, replay
 from memopt.reductions.updates import updates_of, with_early_updates, without_updates
-from memopt.strategies.base import Solution, Status
+from memopt.strategies.base import Solution, Status, solution_of
 from memopt.strategies.moving.stays import MovedBase
 from memopt.strategies.solvers.running import Deadline, Stopped
 
@@ -177,23 +176,14 @@ class _Search:
     def _of(
         self, program: Program, timeline: Timeline, source: str, bound_s: float, began_s: float
     ) -> Solution:
-        bound_s = min(bound_s, timeline.time_s)
-        proved = timeline.time_s <= bound_s * (1 + PROVED)
-        return Solution(
-            Status.OPTIMAL if proved else Status.FEASIBLE,
-            program=program,
-            peak_bytes=timeline.peak_bytes,
-            time_s=timeline.time_s,
-            lower_bound_s=bound_s,
-            gap=relative_gap(timeline.time_s, bound_s),
-            stats={
-                "source": source,
-                "programs_tried": self.tried,
-                "stall_s": timeline.total_stall_s,
-                "host_peak_bytes": timeline.host_peak_bytes,
-                "solve_s": time.monotonic() - began_s,
-            },
-        )
+        stats = {
+            "source": source,
+            "programs_tried": self.tried,
+            "stall_s": timeline.total_stall_s,
+            "host_peak_bytes": timeline.host_peak_bytes,
+            "solve_s": time.monotonic() - began_s,
+        }
+        return solution_of(program, timeline, bound_s, PROVED, stats)
 
 
 def activation_bases(
