@@ -33,7 +33,7 @@ from memopt.profiler.session import Profiled
 from memopt.programs.replay import Direction, replay
 from memopt.programs.validate import validate
 from memopt.strategies.joint.strategy import Joint
-from memopt.strategies.moving.planning import link_bound_s
+from memopt.strategies.moving.bound import link_bound_s
 from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
 
 GH200 = replace(
@@ -181,7 +181,7 @@ HEAD = (
     "`joint` with everything movable. H100: {h100}. GH200: {gh200}. Nothing was run on either."
     "\n\n"
     "The bound is in closed form (`link_bound_s` in "
-    "`memopt/strategies/moving/planning.py`) and holds for every program of the step; "
+    "`memopt/strategies/moving/bound.py`) and holds for every program of the step; "
     "*compute* is every operator once. Shares say how much of the step each stream is busy.\n\n"
 )
 COLUMNS = (

@@ -112,13 +112,14 @@ def solution_of(
 @dataclass(frozen=True)
 class Features:
     """What a strategy's plans use: running operators again, moving tensors to the host and back,
-    another order, addresses, other implementations of operators."""
+    another order, addresses, other implementations of operators, updates that the host runs."""
 
     recompute: bool = False
     offload: bool = False
     order: bool = False
     place: bool = False
     implementations: bool = False
+    host_updates: bool = False
 
 
 class Strategy(ABC):

@@ -16,7 +16,8 @@ from memopt.programs.moved import moved_tensors
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.strategies.base import Status
-from memopt.strategies.moving.planning import fixed_graph, link_bound_s
+from memopt.strategies.moving.bound import link_bound_s
+from memopt.strategies.moving.planning import fixed_graph
 from memopt.strategies.offload.graph import OffloadGraph
 
 

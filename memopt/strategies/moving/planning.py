@@ -2,7 +2,7 @@
 
 `planned_moves` takes base programs (whoever made them: every operator once, activations moved or
 recomputed) and keeps the fastest program that `memopt.strategies.moving.stays` makes of one
-within the budgets. `link_bound_s` is the bound beside it, in closed form.
+within the budgets, with none, some or all of the updates run by the host.
 """
 
 from __future__ import annotations
@@ -13,26 +13,23 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from memopt.errors import InfeasibleBudgetError
-from memopt.models.bounds import (
-    choices_of,
-    memory_lower_bound,
-    needed_operators,
-    sure_reads,
-    time_lower_bound,
-)
+from memopt.models.bounds import memory_lower_bound
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
-from memopt.programs.moved import changed_by
 from memopt.programs.replay import Timeline, replay
 from memopt.reductions.updates import updates_of, with_early_updates, without_updates
 from memopt.strategies.base import Solution, Status, solution_of
-from memopt.strategies.moving.stays import MovedBase
+from memopt.strategies.moving.bound import link_bound_s
+from memopt.strategies.moving.on_host import possible, shares, without_host_updates
+from memopt.strategies.moving.stays import CHOICES, Choice, MovedBase
 from memopt.strategies.solvers.running import Deadline, Stopped
 
 PROVED = 1e-9
+SCOUTS = tuple(one for one in CHOICES if one.reserve == 0.3 and not one.for_returns)
+"""The programs that are made with each share of the updates on the host."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,8 @@ class Limits:
 
 
 def fixed_graph(graph: Graph) -> Graph:
-    """The step without movable tensors: parameters and state are resident."""
-    return replace(graph, movable=())
+    """The step without movable tensors: parameters and state are resident, and updated there."""
+    return replace(without_host_updates(graph), movable=())
 
 
 def early_steps(graph: Graph) -> Iterator[Program]:
@@ -91,7 +88,7 @@ def planned_moves(
         search.offer(known.program, "nothing of the parameters moves")
     try:
         for source, program in bases:
-            search.base(MovedBase(graph, program, device), source)
+            search.base(program, source)
             if limits.deadline.passed(0.5, f"moving parameters: {source}"):
                 break
     except (KeyboardInterrupt, Stopped):
@@ -115,29 +112,54 @@ class _Search:
     def __post_init__(self) -> None:
         self.bound_s = link_bound_s(self.graph, self.limits.device_bytes, self.device)
 
-    def offer(self, program: Program, source: str) -> None:
-        """Keep a program that keeps the budgets, if it is the fastest."""
+    def offer(self, program: Program, source: str) -> float:
+        """Keep a program that keeps the budgets, if it is the fastest; its time, infinite beyond
+        the device's budget."""
         timeline = replay(self.graph, program, self.device)
         self.tried += 1
         if timeline.peak_bytes > self.limits.device_bytes:
-            return
+            return math.inf
         self.least_host_bytes = min(self.least_host_bytes, timeline.host_peak_bytes)
-        if timeline.host_peak_bytes > self.limits.host_bytes:
-            return
-        if self.best is None or timeline.time_s < self.best[1].time_s:
+        within = timeline.host_peak_bytes <= self.limits.host_bytes
+        if within and (self.best is None or timeline.time_s < self.best[1].time_s):
             self.best = program, timeline, source
+        return timeline.time_s
 
-    def base(self, base: MovedBase, source: str) -> None:
-        """Offer what can be made of one base."""
-        if self.least is None or base.floor_bytes < self.least.floor_bytes:
-            self.least = base
-        if base.floor_bytes > self.limits.device_bytes or self._hopeless(base):
-            return
-        for program in base.candidates(self.limits.device_bytes):
-            self.offer(program, source)
-            late = self.best is not None and not self.limits.deadline.left_s
-            if late or self.done:
-                return
+    def base(self, program: Program, source: str) -> None:
+        """Offer what can be made of one base: with each share of the updates on the host a few
+        programs, and all of them with the best of those shares."""
+        updates = possible(self.graph, program)
+        found: list[tuple[float, int, MovedBase]] = []
+        for number, hosted in enumerate(shares(self.graph, updates)):
+            base = MovedBase(self.graph, program, self.device, hosted)
+            if self.least is None or base.floor_bytes < self.least.floor_bytes:
+                self.least = base
+            if base.floor_bytes > self.limits.device_bytes or self._hopeless(base):
+                continue
+            choices = SCOUTS if updates else CHOICES
+            name = f"{source}, {len(hosted)} updates on the host" if hosted else source
+            found.append((self._tried(base, choices, name), number, base))
+        if updates and found and not self.over:
+            base = min(found, key=lambda row: row[:2])[-1]
+            rest = [choice for choice in CHOICES if choice not in SCOUTS]
+            name = f"{source}, {len(base.hosted)} updates on the host" if base.hosted else source
+            self._tried(base, rest, name)
+            if math.isfinite(self.limits.host_bytes) and base.hosted:
+                self._tried(base, [replace(one, drops_at_once=True) for one in CHOICES], name)
+
+    def _tried(self, base: MovedBase, choices: Iterable[Choice], source: str) -> float:
+        """Offer a base's programs; the least time of those within the device's budget."""
+        least_s = math.inf
+        for program in base.candidates(self.limits.device_bytes, choices):
+            least_s = min(least_s, self.offer(program, source))
+            if self.over:
+                break
+        return least_s
+
+    @property
+    def over(self) -> bool:
+        """Whether to return what there is."""
+        return self.done or (self.best is not None and not self.limits.deadline.left_s)
 
     def _hopeless(self, base: MovedBase) -> bool:
         """Whether the base alone, without any stall for moved tensors, is slower than the best."""
@@ -209,48 +231,3 @@ def activation_bases(
         if taken is not None and taken.program is not None:
             source = f"activations within {share:.0%} of the room"
             yield source, with_in_place(graph, taken.program)
-
-
-def link_bound_s(graph: Graph, budget_bytes: int, device: Device) -> float:
-    """No program of a step with movable tensors is faster within a budget, whatever it recomputes.
-
-    What the forward reads and the budget cannot hold is fetched before the loss boundary; what
-    the backward and the updates read and the budget cannot hold is fetched after it, while what
-    updates change and the budget cannot hold goes back. Forward and backward each take at least
-    that long, and as long as their operators. (Latencies are left out; a link without duplex
-    carries both directions one after the other.)
-    """
-    held = budget_bytes - (graph.resident_bytes - graph.movable_bytes)
-    movable = set(graph.movable)
-    early = _before_boundary(graph)
-    compute_s = [0.0, 0.0]
-    read: tuple[set[int], set[int]] = (set(), set())
-    changed: set[int] = set()
-    for index in needed_operators(graph):
-        operator, after = graph.operators[index], index >= graph.first_backward
-        if after or index in early:
-            compute_s[after] += min(choice.time_s for choice in choices_of(operator))
-            read[after].update(movable & sure_reads(operator))
-            changed.update(movable.intersection(changed_by(graph, operator)))
-
-    def excess(tensors: set[int]) -> int:
-        return max(0, sum(graph.tensors[t].size_bytes for t in tensors) - held)
-
-    into, out = device.swap_in_bytes_per_s, device.to_host_bytes_per_s
-    fetched_s, returned_s = excess(read[1]) / into, excess(changed) / out
-    link_s = max(fetched_s, returned_s) if device.duplex else fetched_s + returned_s
-    halves_s = max(compute_s[0], excess(read[0]) / into) + max(compute_s[1], link_s)
-    return max(halves_s, time_lower_bound(graph))
-
-
-def _before_boundary(graph: Graph) -> frozenset[int]:
-    """Forward operators that the outputs depend on: they run before the loss boundary."""
-    found: set[int] = set()
-    waiting = [graph.producer[t] for t in graph.outputs if t in graph.producer]
-    while waiting:
-        index = waiting.pop()
-        if index not in found and index < graph.first_backward:
-            found.add(index)
-            reads = sure_reads(graph.operators[index])
-            waiting += [graph.producer[t] for t in reads if t in graph.producer]
-    return frozenset(found)

@@ -36,6 +36,7 @@ from memopt.strategies.base import (
     stops,
 )
 from memopt.strategies.budget_search import best_that_fits
+from memopt.strategies.moving.on_host import without_host_updates
 from memopt.strategies.moving.planning import (
     Limits,
     activation_bases,
@@ -76,15 +77,18 @@ class OffloadGraph(Strategy):
         host_budget_bytes: the most that may be on the host at once; None: no limit.
         moves: schedules that the local search may try.
         chain: whether `dynprog` and `greedy`, lowered to the graph, are candidates too.
+        exact_only: where parameters move, leave out updates on the host that round otherwise than
+            the device's.
     """
 
     host_budget_bytes: int | None = None
     moves: int = 60
     chain: bool = True
+    exact_only: bool = True
 
     name: ClassVar[str] = "offload-graph"
     needs: ClassVar[str] = "graph"
-    features: ClassVar[Features] = Features(offload=True)
+    features: ClassVar[Features] = Features(offload=True, host_updates=True)
     references: ClassVar[tuple[str, ...]] = (PAPER,)
 
     def __post_init__(self) -> None:
@@ -140,6 +144,7 @@ class OffloadGraph(Strategy):
             return Solution(Status.UNKNOWN)
 
         fixed = fixed_graph(graph)
+        graph = without_host_updates(graph, inexact_only=True) if self.exact_only else graph
         if budget_bytes is None:
             return resident(fixed, None)
         # Its plan of least memory, which there is below that, would be of no use here.
