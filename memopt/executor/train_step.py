@@ -17,6 +17,7 @@ from memopt.errors import ExecutionError, GuardError
 from memopt.executor.differentiated import draws
 from memopt.executor.guard import Guard
 from memopt.executor.homes import Homes, tensors_on
+from memopt.executor.host_updates import update_there
 from memopt.executor.input_gradients import check_behind, pass_on
 from memopt.executor.module import install
 from memopt.executor.random_state import RandomStates
@@ -176,6 +177,8 @@ class TrainStep:
             target.begin(update)
             # The casts are in the graph.
             with ctrl_c_deferred() as begin, torch.no_grad(), autocast_off():
+                there = partial(update_there, self._optimizer, self._parameters, changes, undo)
+                self._homes.begin(begin, there)
                 return self._attempt(call, changes)
         except Exception as error:
             if not changes:
@@ -201,6 +204,7 @@ class TrainStep:
         try:
             return self._step(call, changes)
         except BaseException as error:
+            self._homes.stop()
             if self._undo is not None or not changes.complete:
                 self._take_back(changes, drawn)
             if self._undo is not None:
