@@ -44,8 +44,8 @@ class Homes:
         optimizer: torch.optim.Optimizer,
     ) -> None:
         self._optimizer, self._lowering = optimizer, lowering
-        self._host = HostUpdates(optimizer)
         self._device = parts.captured.device or torch.device("cpu")
+        self._host = HostUpdates(optimizer, self._device)
         self.swap: ThreadSwap | StreamSwap | None = None
         moved = moved_tensors(lowering.graph, program)
         self._named = named = dict(parts.module.named_parameters(remove_duplicate=False))

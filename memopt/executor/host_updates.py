@@ -3,7 +3,9 @@
 Parameter and state are the host copies, which the optimizer's own step changes in place; the
 gradient is the host copy that the plan has made of it. The optimizer that steps there is a shallow
 copy of the user's, with the same state and one parameter, so that updates on the device go on
-meanwhile. After an update that failed those behind it do not run.
+meanwhile. Where the device is not the host itself, which rounds otherwise anyway, it takes torch's
+fused step if there is one, a single pass over memory. After an update that failed those behind it
+do not run.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from memopt.executor.swap import StoredTensor, ThreadSwap
 from memopt.executor.swap_streams import StreamSwap
 from memopt.executor.undo import Changes, Undo
 from memopt.executor.worker import Task, Worker
+from memopt.profiler.backend import backend_of
 from memopt.profiler.build import Lowering
 from memopt.profiler.step_optimizer import Touch, group_of, update_one
 
@@ -30,15 +33,22 @@ RunStep: TypeAlias = Callable[[str, torch.Tensor, Step], None]
 """(a parameter's name, its gradient, what steps it by a gradient): steps it, and notes that."""
 
 
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""What torch has fused steps of on CPU."""
+
+
 class HostUpdates:
     """The thread that runs updates on the host.
 
     Args:
         optimizer: the user's.
+        device: the model's.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
+        fused = type(optimizer) in FUSED and not backend_of(device).on_host
+        self._options = {"fused": True, "foreach": None} if fused else {}
         self._own = copy.copy(optimizer)
         self._worker = Worker("memopt-host")
         self._tasks: dict[int, tuple[Task, torch.Tensor]] = {}
@@ -71,7 +81,7 @@ class HostUpdates:
         """
         tensor, stored = copied
         here = swap.fence(stored)  # type: ignore[arg-type]
-        group = {**group_of(self._optimizer, parameter), "params": [parameter]}
+        group = {**group_of(self._optimizer, parameter), **self._options, "params": [parameter]}
         # As its own step notes for learning-rate schedulers, which warn otherwise.
         vars(self._optimizer)["_opt_called"] = True
 
