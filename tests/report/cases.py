@@ -15,7 +15,12 @@ from memopt.programs.instructions import Program
 from memopt.programs.moved import resident_bytes_under
 from memopt.programs.replay import replay
 from memopt.strategies import Sequential, Status
-from tests.random_programs import random_moves, random_program
+from tests.random_programs import (
+    random_host_updates,
+    random_moves,
+    random_program,
+    with_host_updates,
+)
 
 EVIL = (
     "</script><script>document.title='owned'</script>",
@@ -42,9 +47,9 @@ def moving_plan(seed: int) -> Plan:
     rng = random.Random(seed)
     graph = random_graph(rng, 6, updates=True)
     movable = graph.resident.difference(graph.outputs, graph.gradients)
-    graph = replace(graph, movable=sorted(movable))
+    graph = with_host_updates(rng, replace(graph, movable=sorted(movable)))
     program = random_program(rng, graph, recomputations=2, swaps=2)
-    program = random_moves(rng, graph, program)
+    program = random_moves(rng, graph, random_host_updates(rng, graph, program))
     return plan_of(graph, program, memopt.Device(to_host_bytes_per_s=3.0))
 
 

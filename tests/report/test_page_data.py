@@ -93,7 +93,8 @@ def test_a_step_is_the_replay(seed: int, made: Callable[[int], Plan]) -> None:
     assert steps.index(program["peak"]) == positions.index(peak)
     waited = sum(end - begin for begin, end in program["waits"])
     assert waited == pytest.approx(timeline.total_stall_s)
-    copies = [(x.tensor, x.start_s, x.end_s) for x in timeline.transfers]
+    listed = (*timeline.transfers, *timeline.collectives, *timeline.host_updates)
+    copies = [(x.tensor, x.start_s, x.end_s) for x in listed]
     assert [(t, begin, end) for t, _, begin, end in program["copies"]] == copies
     assert sum(size for _, size in program["resident_parts"]) == plan.resident_bytes
 

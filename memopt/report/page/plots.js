@@ -1,8 +1,8 @@
 "use strict";
 /* Bokeh's figures, filled from the page's data. */
 
-const LANES = ["compute", "to host", "from host", "network"];
-const KINDS = ["to host", "from host", "collectives"];
+const LANES = ["compute", "to host", "from host", "network", "host"];
+const KINDS = ["to host", "from host", "collectives", "updates on the host"];
 
 class Plots {
   constructor(data, models) {

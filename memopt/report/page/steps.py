@@ -23,7 +23,7 @@ WAIT, LOSS, MOVED = -1, -2, 3
 """A wait, the loss, and what moves tensor t: -(MOVED + 3t + c), c = 0 a copy to the host begins,
 1 a copy back begins, 2 a host copy is dropped."""
 
-STREAMS = (Direction.TO_HOST, Direction.FROM_HOST, Direction.NETWORK)
+STREAMS = (Direction.TO_HOST, Direction.FROM_HOST, Direction.NETWORK, Direction.HOST)
 """The streams beside compute, as copies name them."""
 
 TRANSIENT, FETCHED, TAKES_OVER, STAYS, TANGENT = 1, 2, 4, 8, 16
@@ -37,7 +37,8 @@ def packed(tables: GraphTables, program: Program, device: Device) -> dict[str, A
     `waits` are the (begin, end) of each wait in order, seconds; every other moment starts when
     the one before it is over and takes its run's time. `lifetimes` are rows of four integers, one
     after the other: tensor, first moment less that of the row before, number of moments, flags.
-    `copies` are (tensor, number in `STREAMS`, start and end in seconds), collectives among them,
+    `copies` are (tensor, number in `STREAMS`, start and end in seconds), collectives and
+    updates on the host among them,
     and `host` the host copies, rows of tensor, first moment and moment of its end. `resident` are
     the tensors that are on the device during the whole step.
     """
@@ -66,7 +67,7 @@ def packed(tables: GraphTables, program: Program, device: Device) -> dict[str, A
         "resident": sorted(resident_under(tables.graph, program)),
         "copies": [
             [x.tensor, STREAMS.index(x.direction), x.start_s, x.end_s]
-            for x in (*timeline.transfers, *timeline.collectives)
+            for x in (*timeline.transfers, *timeline.collectives, *timeline.host_updates)
         ],
         "peak": None if peak is None else bisect_left(keys, 2 * peak + 1),
         "time_s": timeline.time_s,

@@ -74,11 +74,11 @@ class GraphTables:
                 "op": [op for op, _ in self._runs],
                 "implementation": [how or "" for _, how in self._runs],
                 "time_s": [
-                    # A collective takes the network's time, none of the compute stream's.
-                    0.0 if graph.operators[op].collective else one.time_s
+                    # A collective takes the network's time, an update on the host the host's.
+                    0.0 if graph.operators[op].collective or one.on_host else one.time_s
                     for (op, _), one in zip(self._runs, chosen, strict=True)
                 ],
-                "workspace_bytes": [one.workspace_bytes for one in chosen],
+                "workspace_bytes": [0 if one.on_host else one.workspace_bytes for one in chosen],
                 "reads": [list(dict.fromkeys(one.reads)) for one in chosen],
                 "writes": [list(one.writes) for one in chosen],
             },
