@@ -145,6 +145,7 @@ def test_plans_from_files_schedules_and_groups(tmp_path: Path) -> None:
     made.assert_same()
 
 
+@pytest.mark.slow
 def test_a_host_budget_is_kept() -> None:
     free = made_with(layers(64, 2), 0.6).plan
     budget = free.host_peak_bytes - 1
@@ -154,6 +155,7 @@ def test_a_host_budget_is_kept() -> None:
     made.assert_same()
 
 
+@pytest.mark.slow
 def test_a_device_without_a_rate_of_its_host_updates_itself() -> None:
     made = Made(layers(64, 2), 0.8)
     assert not hosted(made)

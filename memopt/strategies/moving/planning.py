@@ -30,6 +30,8 @@ from memopt.strategies.solvers.running import Deadline, Stopped
 PROVED = 1e-9
 SCOUTS = tuple(one for one in CHOICES if one.reserve == 0.3 and not one.for_returns)
 """The programs that are made with each share of the updates on the host."""
+CLOSE = 1.1
+"""So many times the best time with updates on the host is close to it."""
 
 
 @dataclass(frozen=True)
@@ -114,20 +116,21 @@ class _Search:
 
     def offer(self, program: Program, source: str) -> float:
         """Keep a program that keeps the budgets, if it is the fastest; its time, infinite beyond
-        the device's budget."""
+        them."""
         timeline = replay(self.graph, program, self.device)
         self.tried += 1
         if timeline.peak_bytes > self.limits.device_bytes:
             return math.inf
         self.least_host_bytes = min(self.least_host_bytes, timeline.host_peak_bytes)
-        within = timeline.host_peak_bytes <= self.limits.host_bytes
-        if within and (self.best is None or timeline.time_s < self.best[1].time_s):
+        if timeline.host_peak_bytes > self.limits.host_bytes:
+            return math.inf
+        if self.best is None or timeline.time_s < self.best[1].time_s:
             self.best = program, timeline, source
         return timeline.time_s
 
     def base(self, program: Program, source: str) -> None:
         """Offer what can be made of one base: with each share of the updates on the host a few
-        programs, and all of them with the best of those shares."""
+        programs, and all of them with the best of those shares, and with none if that is close."""
         updates = possible(self.graph, program)
         found: list[tuple[float, int, MovedBase]] = []
         for number, hosted in enumerate(shares(self.graph, updates)):
@@ -136,24 +139,30 @@ class _Search:
                 self.least = base
             if base.floor_bytes > self.limits.device_bytes or self._hopeless(base):
                 continue
-            choices = SCOUTS if updates else CHOICES
-            name = f"{source}, {len(hosted)} updates on the host" if hosted else source
-            found.append((self._tried(base, choices, name), number, base))
-        if updates and found and not self.over:
-            base = min(found, key=lambda row: row[:2])[-1]
-            rest = [choice for choice in CHOICES if choice not in SCOUTS]
-            name = f"{source}, {len(base.hosted)} updates on the host" if base.hosted else source
-            self._tried(base, rest, name)
-            if math.isfinite(self.limits.host_bytes) and base.hosted:
-                self._tried(base, [replace(one, drops_at_once=True) for one in CHOICES], name)
+            choices = self._choices(base, SCOUTS if updates else CHOICES)
+            found.append((self._tried(base, choices, source), number, base))
+        found.sort(key=lambda row: row[:2])
+        for time_s, number, base in found if updates else ():
+            if base is found[0][-1] or (not number and time_s <= CLOSE * found[0][0]):
+                rest = [choice for choice in CHOICES if choice not in SCOUTS]
+                self._tried(base, self._choices(base, rest), source)
+
+    def _choices(self, base: MovedBase, choices: Iterable[Choice]) -> list[Choice]:
+        """These; where host memory is limited, also with gradients that leave it at once."""
+        listed = list(choices)
+        if base.hosted and math.isfinite(self.limits.host_bytes):
+            listed += [replace(one, drops_at_once=True) for one in listed]
+        return listed
 
     def _tried(self, base: MovedBase, choices: Iterable[Choice], source: str) -> float:
-        """Offer a base's programs; the least time of those within the device's budget."""
+        """Offer a base's programs; the least time of those within the budgets."""
+        name = f"{source}, {len(base.hosted)} updates on the host" if base.hosted else source
         least_s = math.inf
-        for program in base.candidates(self.limits.device_bytes, choices):
-            least_s = min(least_s, self.offer(program, source))
-            if self.over:
-                break
+        if not self.over:
+            for program in base.candidates(self.limits.device_bytes, choices):
+                least_s = min(least_s, self.offer(program, name))
+                if self.over:
+                    break
         return least_s
 
     @property
