@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from memopt.models.graph import Graph
 from memopt.models.variants import variant
-from memopt.programs.instructions import Compute, Free, Program, SwapIn, SwapOut
+from memopt.programs.instructions import Program
 
 SHARES = (0.0, 1.0, 0.75, 0.5, 0.25)
 """Of the bytes that updates change, what the host changes."""
@@ -28,14 +28,12 @@ class HostUpdate:
         implementation: the name of the one on the host.
         gradient: the tensor that is copied to the host for it.
         time_s: seconds of the host.
-        freed: the position, in the base without the update, of its gradient's Free.
     """
 
     op: int
     implementation: str
     gradient: int
     time_s: float
-    freed: int = -1
 
 
 def without_host_updates(graph: Graph, *, inexact_only: bool = False) -> Graph:
@@ -51,8 +49,8 @@ def without_host_updates(graph: Graph, *, inexact_only: bool = False) -> Graph:
 def possible(graph: Graph, program: Program) -> list[HostUpdate]:
     """The updates of a program that the host could run, in its order: those whose gradient is one
     tensor, which the program does not move, and frees after them."""
-    moved = {x.tensor for x in program if isinstance(x, SwapIn | SwapOut)}
-    freed = {x.tensor for x in program if isinstance(x, Free)}
+    moved = {t for x in program for t in x.effects(graph).host_begins}
+    freed = set(_frees(graph, program).values())
     found = []
     for _, run in program.computes:
         operator = graph.operators[run.op]
@@ -82,15 +80,21 @@ def shares(graph: Graph, updates: list[HostUpdate]) -> Iterator[tuple[HostUpdate
 
 
 def without(
-    program: Program, updates: tuple[HostUpdate, ...]
+    graph: Graph, program: Program, updates: tuple[HostUpdate, ...]
 ) -> tuple[Program, dict[int, HostUpdate]]:
-    """The program without these updates, and gradient's Free → the update."""
-    gone = {one.op for one in updates}
-    listed = [x for x in program if not (isinstance(x, Compute) and x.op in gone)]
+    """The program without these updates, and the position of a gradient's Free → its update."""
+    if not updates:
+        return program, {}
+    ops = {one.op for one in updates}
+    gone = {position for position, run in program.computes if run.op in ops}
+    rest = Program(x for position, x in enumerate(program) if position not in gone)
     gradients = {one.gradient: one for one in updates}
-    found = {
-        position: replace(gradients[x.tensor], freed=position)
-        for position, x in enumerate(listed)
-        if isinstance(x, Free) and x.tensor in gradients
-    }
-    return Program(listed), found
+    freed = _frees(graph, rest).items()
+    return rest, {i: gradients[tensor] for i, tensor in freed if tensor in gradients}
+
+
+def _frees(graph: Graph, program: Program) -> dict[int, int]:
+    """Position of a Free → its tensor."""
+    runs = dict(program.computes)
+    ends = ((i, x.effects(graph).ends) for i, x in enumerate(program) if i not in runs)
+    return {position: tensors[0] for position, tensors in ends if tensors}
