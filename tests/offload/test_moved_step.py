@@ -114,6 +114,14 @@ def test_random_steps(block):
     assert hosted
 
 
+def test_the_smallest_budget_does_not_depend_on_the_time_there_is():
+    graph, device = layered(6, weight=20, activation=60), Device(to_host_bytes_per_s=100.0)
+    free = OffloadGraph().solve(graph, 0, device=device)
+    hurried = OffloadGraph().solve(graph, 0, device=device, time_limit_s=0.0)
+    assert hurried.smallest_budget_bytes == free.smallest_budget_bytes
+    assert hurried.smallest_budget_bytes < replay(graph, store_all(graph)).peak_bytes // 2
+
+
 def with_host(graph: Graph, time_s: float, scratch: int = 10, exact: bool = True) -> Graph:
     """The graph whose updates the host may run."""
     choice = Implementation("host", time_s, scratch, (), (), exact=exact, on_host=True)

@@ -107,7 +107,7 @@ def test_movable_parameters_are_never_slower_than_resident_ones(name: str) -> No
     moved = with_movable(profiled, optimizer, "all", device)
     strategy = OffloadGraph()
     resident = strategy.solve(profiled.graph, 0, device=device).smallest_budget_bytes
-    least = strategy.solve(moved.graph, 0, device=device, time_limit_s=5.0).smallest_budget_bytes
+    least = strategy.solve(moved.graph, 0, device=device).smallest_budget_bytes
     assert least is not None
     assert resident is not None
     assert least < resident

@@ -21,7 +21,7 @@ from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import Timeline, replay
 from memopt.reductions.updates import updates_of, with_early_updates, without_updates
-from memopt.strategies.base import Solution, Status, solution_of
+from memopt.strategies.base import Solution, Status, solution_of, stops
 from memopt.strategies.moving.bound import link_bound_s
 from memopt.strategies.moving.on_host import possible, shares, without_host_updates
 from memopt.strategies.moving.stays import CHOICES, Choice, MovedBase
@@ -76,7 +76,7 @@ def planned_moves(
     Args:
         graph: a step with movable tensors.
         device: link rates.
-        limits: budgets and deadline. The first base is always tried.
+        limits: budgets and deadline. Until there is a plan, all bases are tried.
         bases: (who made it, program), the movable tensors resident in it.
         name: the strategy's, for messages.
         known: a plan without moves, which the one returned is at least as fast as.
@@ -91,7 +91,8 @@ def planned_moves(
     try:
         for source, program in bases:
             search.base(program, source)
-            if limits.deadline.passed(0.5, f"moving parameters: {source}"):
+            told = stops(limits.deadline.progress, 0.5, f"moving parameters: {source}")
+            if told or (search.best is not None and not limits.deadline.left_s):
                 break
     except (KeyboardInterrupt, Stopped):
         if search.least is None:
