@@ -226,18 +226,25 @@ def test_an_update_on_the_host_by_hand():
     assert validate(HOSTED, program, Budget(24, 47)) is None
     assert validate(HOSTED, program, Budget(None, 46)).code is Code.OVER_HOST_BUDGET
     assert loads(dumps(HOSTED)) == HOSTED
-    late = Program((*ON_HOST[:5], *ON_HOST[6:], Free(W)))
-    assert validate(HOSTED, late).code is Code.UPDATED_IN_BOTH
-    early = Program((*ON_HOST[:6], ON_HOST[7], ON_HOST[6], *ON_HOST[8:]))
-    assert validate(HOSTED, early).code is Code.HOST_READ_ABSENT
-    for wrong in (late, early):
-        with pytest.raises(InvalidProgramError):
-            replay(HOSTED, wrong)
     again = Program((*ON_HOST, SwapIn(W), Free(W)))
     assert replay(HOSTED, again, Device(to_host_bytes_per_s=5)).time_s == 15.0
-    assert validate(HOSTED, Program((*ON_HOST, SwapIn(W), Compute(0, ()), Free(W)))).code is (
-        Code.READ_AFTER_UPDATE
-    )
+
+
+HOST_MUTATIONS = [
+    ((*ON_HOST[:5], *ON_HOST[6:], Free(W)), Code.UPDATED_IN_BOTH, 6),
+    ((*ON_HOST[:6], ON_HOST[7], ON_HOST[6], *ON_HOST[8:]), Code.HOST_READ_ABSENT, 6),
+    ((*ON_HOST, SwapIn(W), Compute(0, ()), Free(W)), Code.READ_AFTER_UPDATE, 11),
+]
+
+
+@pytest.mark.parametrize(("instructions", "code", "position"), HOST_MUTATIONS)
+def test_mutations_of_an_update_on_the_host_are_named(instructions, code, position):
+    program = Program(instructions)
+    violation = validate(HOSTED, program)
+    assert (violation.code, violation.instruction) == (code, position)
+    if code is not Code.READ_AFTER_UPDATE:
+        with pytest.raises(InvalidProgramError):
+            replay(HOSTED, program)
 
 
 def test_only_updates_of_what_may_move_run_on_the_host():
