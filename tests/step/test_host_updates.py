@@ -42,6 +42,7 @@ def test_steps_equal_eager_within_both_budgets(interpreted: bool) -> None:
     assert made.metered_peak() == pytest.approx(made.plan.peak_bytes, rel=0.005)
     if not interpreted:
         assert "homes.update(" in made.step.code
+        assert f"{hosted(made)} updates, " in str(made.plan)
         # All copies that there are at once, and the scratch memory of an update.
         account = made.step._homes.swap.account
         graph = made.plan.graph
