@@ -1,11 +1,12 @@
 """Llama shapes whose parameters and AdamW state do not fit, estimated: docs/results/moved_llama.md.
 
-    python -m benchmarks.moved_llama [8b 70b] [--limit 60] [--out FILE.md]
+    python -m benchmarks.moved_llama [8b 70b] [--limit 50] [--layers N] [--out FILE.md]
 
 bfloat16 parameters and gradients, two float32 moments, tokens in sequences of 2,048. The step is
 captured on fake tensors and priced for the device; an update is priced by the bytes that it reads
-and writes. `joint` plans it with `movable="all"`; the bound is the closed form of
-`link_bound_s`, which holds for every program of the step.
+and writes, on the device or, at the host's rate, on the host. `joint` plans it with
+`movable="all"`, with updates on the host and without. The bound is `link_bound_s`, which holds for
+every program of the step; without updates on the host it is in closed form.
 """
 
 from __future__ import annotations
@@ -24,28 +25,20 @@ from torch.fx import Node
 from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import Budget, format_bytes
 from memopt.models.device import Device, in_blocks
-from memopt.models.graph import Graph, Operator, Phase
-from memopt.models.presets import H100
+from memopt.models.graph import Graph, Implementation, Operator, Phase
+from memopt.models.presets import GH200, H100
 from memopt.profiler.baseline import Loss
 from memopt.profiler.estimate import estimate_model
+from memopt.profiler.host_updates import ON_HOST, with_choices
 from memopt.profiler.movable import movable_graph
 from memopt.profiler.session import Profiled
 from memopt.programs.replay import Direction, replay
 from memopt.programs.validate import validate
 from memopt.strategies.joint.strategy import Joint
-from memopt.strategies.moving.planning import link_bound_s
+from memopt.strategies.moving.bound import link_bound_s
+from memopt.strategies.moving.on_host import without_host_updates
 from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
 
-GH200 = replace(
-    H100,
-    name="GH200-96GB",
-    capacity_bytes=int(94.5 * 2**30),
-    memory_bytes_per_s=4000e9,
-    to_host_bytes_per_s=450e9 * 46.8 / 63,
-    from_host_bytes_per_s=450e9 * 54.8 / 63,
-    source="NVIDIA's GH200 data sheet (NVLink-C2C, 450 GB/s a direction) at the shares of the link "
-    "that are measured on an H100's; the GPU as an H100",
-)
 STATE_BYTES = 8
 """Of AdamW's two float32 moments, for each element."""
 SHAPES: dict[str, tuple[int, dict[str, int]]] = {
@@ -72,11 +65,12 @@ SHAPES: dict[str, tuple[int, dict[str, int]]] = {
 LENGTH = 2048
 
 
-def language_model(name: str) -> tuple[Any, Any]:
-    """The model on meta, and its inputs."""
+def language_model(name: str, layers: int | None = None) -> tuple[Any, Any]:
+    """The model on meta, with all its layers or some, and its inputs."""
     import transformers
 
     batch, shape = SHAPES[name]
+    shape = shape if layers is None else {**shape, "num_hidden_layers": layers}
     config = transformers.LlamaConfig(
         vocab_size=128256,
         num_key_value_heads=8,
@@ -129,7 +123,23 @@ def whole_step(profiled: Profiled, device: Device) -> Graph:
         operators=tuple(operators),
         gradients=tuple(t for t in graph.gradients if t not in results),
     )
-    return movable_graph(step, tuple(sorted(parameters)), states, charged=False)
+    graph = movable_graph(step, tuple(sorted(parameters)), states, charged=False)
+    return with_choices(graph, _on_host(graph, device))
+
+
+def _on_host(graph: Graph, device: Device) -> dict[str, Implementation]:
+    """The same updates by the host."""
+    rate, found = device.host_update_bytes_per_s, {}
+    assert rate is not None
+    for operator in graph.operators:
+        if operator.phase is Phase.UPDATE:
+            sizes = {t: graph.tensors[t].size_bytes for t in operator.reads}
+            held = sum(size for t, size in sizes.items() if t in graph.resident)
+            time_s = (sum(sizes.values()) + held) / rate
+            found[operator.name] = Implementation(
+                ON_HOST, time_s, 0, (), (), exact=False, on_host=True
+            )
+    return found
 
 
 def row(name: str, graph: Graph, device: Device, limit_s: float) -> str:
@@ -137,7 +147,7 @@ def row(name: str, graph: Graph, device: Device, limit_s: float) -> str:
     budget = device.capacity_bytes
     assert budget is not None
     began = time.perf_counter(), time.process_time()
-    found = Joint().solve(graph, budget, device=device, time_limit_s=limit_s)
+    found = Joint(exact_only=False).solve(graph, budget, device=device, time_limit_s=limit_s)
     wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
     tokens = SHAPES[name][0] * LENGTH
     if found.program is None:
@@ -154,8 +164,10 @@ def row(name: str, graph: Graph, device: Device, limit_s: float) -> str:
         "compute": computing_s,
         "link from host": busy[Direction.FROM_HOST],
         "link to host": busy[Direction.TO_HOST],
+        "host": sum(one.end_s - one.start_s for one in timeline.host_updates),
     }
     bound_s = link_bound_s(graph, budget, device)
+    closed_s = link_bound_s(without_host_updates(graph), budget, device)
     shares = ", ".join(f"{what} {busy_s / timeline.time_s:.0%}" for what, busy_s in binds.items())
     cells = (
         name,
@@ -165,6 +177,7 @@ def row(name: str, graph: Graph, device: Device, limit_s: float) -> str:
         f"{timeline.time_s:.2f}",
         f"{tokens / timeline.time_s:,.0f}",
         f"{bound_s:.2f}",
+        f"{closed_s:.2f}",
         f"{timeline.time_s / bound_s:.2f}",
         f"{time_lower_bound(graph):.2f}",
         f"**{max(binds, key=lambda what: binds[what])}** ({shares})",
@@ -178,11 +191,13 @@ def row(name: str, graph: Graph, device: Device, limit_s: float) -> str:
 HEAD = (
     "# Llama shapes that do not fit, estimated\n\n"
     "`{command}`: bfloat16 parameters, two float32 moments of AdamW, sequences of 2,048 tokens, "
-    "`joint` with everything movable. H100: {h100}. GH200: {gh200}. Nothing was run on either."
-    "\n\n"
-    "The bound is in closed form (`link_bound_s` in "
-    "`memopt/strategies/moving/planning.py`) and holds for every program of the step; "
-    "*compute* is every operator once. Shares say how much of the step each stream is busy.\n\n"
+    "`joint` with everything movable, every update on the device or on the host. H100: {h100}. "
+    "GH200: {gh200}. Nothing was run on either.\n\n"
+    "Bounds are `link_bound_s` of `memopt/strategies/moving/bound.py` and hold for every program "
+    "of the step: with updates wherever they are best (a linear program over the host's shares), "
+    "and in closed form with all of them on the device, which the plan may beat. *compute* is "
+    "every operator once. Shares say how much of the step each stream is busy. A GH200 has 480 GB "
+    "of host memory at most: what needs more (*host memory*) would not fit beside one.\n\n"
 )
 COLUMNS = (
     "shape",
@@ -192,6 +207,7 @@ COLUMNS = (
     "step s",
     "tokens/s",
     "bound s",
+    "link bound s, updates on the device",
     "step / bound",
     "compute s",
     "busiest",
@@ -206,6 +222,7 @@ def main(arguments: Iterable[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=", ".join(SHAPES))
     parser.add_argument("--limit", type=float, default=50.0, help="seconds of planning")
+    parser.add_argument("--layers", type=int, help="so many layers only, for a quick look")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args([*arguments])
     sources = {"h100": H100.source, "gh200": GH200.source}
@@ -214,7 +231,7 @@ def main(arguments: Iterable[str]) -> None:
     text += "| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|\n"
     for name in options.shapes or SHAPES:
         for device in (H100, GH200):
-            model, inputs = language_model(name)
+            model, inputs = language_model(name, options.layers)
             began = time.perf_counter()
             profiled = estimate_model(model, inputs, device, loss=Loss(loss_of))
             graph = whole_step(profiled, device)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
-from memopt.models.graph import Graph, Phase
+from memopt.models.graph import Graph, Implementation, Phase
 from memopt.programs.instructions import (
     Compute,
     DropHost,
@@ -57,7 +58,11 @@ def random_moves(rng: Random, graph: Graph, program: Program) -> Program:
             for i, one, x in runs
             if tensor in x.effects(graph).reads
         ]
-        if rng.random() < 0.3 or not reads:
+        hosted = [
+            i for i, x in runs_on_host(graph, program) if tensor in graph.operators[x.op].reads
+        ]
+        last = hosted[0] if hosted else len(program)
+        if (rng.random() < 0.3 and not hosted) or not reads:
             continue
         added: dict[int, list[Instruction]] = {}
         end, there = -1, False
@@ -66,7 +71,7 @@ def random_moves(rng: Random, graph: Graph, program: Program) -> Program:
                 begin = rng.randint(max(end, 0), position)
                 added.setdefault(begin, []).append(SwapIn(tensor))
             later = [i for i, _ in reads[number + 1 :]][:1]
-            out = end = rng.randint(position + 1, later[0] if later else len(program))
+            out = end = rng.randint(position + 1, later[0] if later else last)
             if changes:
                 out = rng.randint(position + 1, end)
                 added.setdefault(out, []).append(SwapOut(tensor))
@@ -79,6 +84,51 @@ def random_moves(rng: Random, graph: Graph, program: Program) -> Program:
             listed += program.instructions[position : position + 1]
         program = Program(listed)
     return program
+
+
+def with_host_updates(rng: Random, graph: Graph) -> Graph:
+    """The graph with some updates that the host may run, where it can."""
+    operators = []
+    for operator in graph.operators:
+        there = [t for t in operator.reads if graph.tensors[t].resident]
+        made = [t for t in operator.reads if t not in there]
+        can = operator.changes_in_place and not operator.random and made
+        can = can and set(there) <= set(graph.movable) and not graph.kept.intersection(made)
+        if can and not set(made) & set(graph.tangents) and rng.random() < 0.8:
+            time_s, scratch = rng.randint(0, 9), rng.randint(0, 9)
+            choice = Implementation("host", time_s, scratch, (), (), on_host=True)
+            operator = replace(operator, implementations=(*operator.implementations, choice))
+        operators.append(operator)
+    return replace(graph, operators=tuple(operators))
+
+
+def random_host_updates(rng: Random, graph: Graph, program: Program) -> Program:
+    """The program with random updates on the host, whose gradients are copied there. Before
+    `random_moves`."""
+    swapped = {x.tensor for x in program if isinstance(x, SwapOut)}
+    listed: list[Instruction] = list(program)
+    for _, run in program.computes:
+        operator = graph.operators[run.op]
+        made = [t for t in operator.reads if not graph.tensors[t].resident]
+        can = any(one.on_host for one in operator.implementations)
+        if not can or swapped.intersection(made) or rng.random() < 0.3:
+            continue
+        at = listed.index(run)
+        listed[at : at + 1] = [*map(SwapOut, made), Compute(run.op, (), "host")]
+        for tensor in made:
+            listed.insert(rng.randint(at + 1 + len(made), len(listed)), DropHost(tensor))
+        swapped.update(made)
+    return Program(listed)
+
+
+def runs_on_host(graph: Graph, program: Program) -> list[tuple[int, Compute]]:
+    """Every Compute that the host runs, with its position."""
+    found = []
+    for position, run in program.computes:
+        choices = graph.operators[run.op].implementations
+        if any(one.on_host and one.name == run.implementation for one in choices):
+            found.append((position, run))
+    return found
 
 
 def random_placement(rng: Random, graph: Graph, program: Program) -> Program:
@@ -165,7 +215,8 @@ def _updates(graph: Graph) -> dict[int, frozenset[int]]:
 
 
 def _any_implementation(rng: Random, graph: Graph, instruction: Compute) -> Compute:
-    names = [choice.name for choice in graph.operators[instruction.op].implementations]
+    choices = graph.operators[instruction.op].implementations
+    names = [choice.name for choice in choices if not choice.on_host]
     return Compute(instruction.op, (), rng.choice([None, *names]))
 
 

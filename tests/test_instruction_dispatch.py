@@ -28,6 +28,8 @@ SOME_KINDS = {
 RUNS_ONLY = {
     "memopt.programs.in_place",
     "memopt.programs.liveness",
+    "memopt.programs.moved",
+    "memopt.programs.validate_moved",
     "memopt.programs.validate_network",
     "memopt.programs.validate_placement",
     "memopt.reductions.coarsen",

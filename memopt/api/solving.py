@@ -114,7 +114,8 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
             if wanted.movable:
                 from memopt.profiler.movable import with_movable
 
-                profiled = with_movable(profiled, wanted.optimizer, wanted.movable)
+                host = target if chosen.features.host_updates else None
+                profiled = with_movable(profiled, wanted.optimizer, wanted.movable, host)
             if wanted.offload_optimizer:
                 host_bytes = left_on_host(host_bytes, profiled, whole_step=whole)
                 chosen = with_host_budget(chosen, host_bytes)

@@ -13,6 +13,7 @@ from torch.fx import Node
 from memopt.errors import InvalidProgramError
 from memopt.executor.arena_code import ArenaWriter
 from memopt.executor.collectives import UnderWay
+from memopt.executor.host_updates import gradient_of
 from memopt.executor.released import released
 from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
 from memopt.models.variants import variant
@@ -34,6 +35,7 @@ class Writer:
         self.variables: dict[int, list[Node]] = {}
         self.swapping_out: set[int] = set()
         self.swapping_in: set[int] = set()
+        self.updating: set[int] = set()
         self.sending = UnderWay(halves.lowering)
         # What collectives on CPU read or wrote, and a thread of the group may still hold.
         self.held: set[int] = set()
@@ -162,6 +164,9 @@ class Writer:
                 self.emit(f"{name} = swap.bring(host_{tensor}{slot})")
                 self.swapping_in.add(tensor)
             case DropHost(tensor):
+                if tensor in self.updating:
+                    self.emit(f"homes.updated({tensor})")
+                    self.updating.discard(tensor)
                 self.arrive(tensor)
                 self.emit(f"del host_{tensor}")
             case _:
@@ -191,7 +196,11 @@ class Writer:
     ) -> None:
         node = self.lowering.node_of(op, implementation)
         operator = self.lowering.graph.operators[op]
-        reads = variant(operator, implementation).reads
+        chosen = variant(operator, implementation)
+        if chosen.on_host:
+            self.update_on_host(op)
+            return
+        reads = chosen.reads
         for tensor in reads:
             if tensor in self.swapping_in:
                 self.arrive(tensor)
@@ -242,6 +251,12 @@ class Writer:
                 self.arena.taken(self, in_place, outputs, operator.name)
             self.held.discard(in_place)
             self.free(in_place)
+
+    def update_on_host(self, op: int) -> None:
+        """The host's update, by the host copy of the gradient."""
+        _, _, gradient = gradient_of(self.lowering, op)
+        self.updating.add(gradient)
+        self.emit(f"homes.update({op}, host_{gradient})  # {self.lowering.nodes[op].args[0]}")
 
     def free(self, tensor: int) -> None:
         self.settle(tensor)

@@ -4,18 +4,19 @@ Between steps a moved parameter's `.data`, and its tensors in `optimizer.state`,
 copies (pinned, or on CPU memory that is not torch's allocator's): `state_dict()`, checkpoints and
 averages read them as they are. A step brings device copies; an update changes those, and its
 result is copied over the host's only when it is complete, so that an update that fails has
-changed nothing.
+changed nothing. An update on the host changes the host copies themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from memopt.executor.host_updates import HostUpdates, RunStep, gradient_of
 from memopt.executor.swap import StoredTensor, ThreadSwap
 from memopt.executor.swap_streams import StreamSwap
 from memopt.profiler.backend import backend_of
@@ -42,11 +43,12 @@ class Homes:
         program: Program,
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._lowering = optimizer, lowering
         self._device = parts.captured.device or torch.device("cpu")
+        self._host = HostUpdates(optimizer, self._device)
         self.swap: ThreadSwap | StreamSwap | None = None
         moved = moved_tensors(lowering.graph, program)
-        named = dict(parts.module.named_parameters(remove_duplicate=False))
+        self._named = named = dict(parts.module.named_parameters(remove_duplicate=False))
         self.parameters: dict[int, nn.Parameter] = {}
         self.states: dict[int, nn.Parameter] = {}
         for primal in parts.captured.primals:
@@ -66,6 +68,9 @@ class Homes:
         """Device copies, of a parameter under the key ""."""
         self._stale: set[int] = set()
         """Tensors whose update is not on its way to the host yet."""
+        self._changed: set[int] = set()
+        """Tensors that the host has updated in this step."""
+        self._begun: Callable[[], None] | None = None
 
     def __bool__(self) -> bool:
         return bool(self.parameters or self.states)
@@ -79,20 +84,40 @@ class Homes:
         """Put on the host what is not there: before the first step, and what has been loaded or
         replaced since."""
         for tensor in (*self.parameters, *self.states):
-            for key, value in self._held(tensor).items():
-                if value is not self._views.get((tensor, key)) and not self._is_home(
-                    tensor, key, value
-                ):
-                    self._store(tensor, key, value)
-                    self._wait(tensor, key)
-            self._show(tensor)
+            self._leave(tensor)
         self._synchronize()
+
+    def begin(self, begun: Callable[[], None], run: RunStep) -> None:
+        """A train step begins. `begun` is called before the first update on the host starts;
+        `run` by its thread, for each."""
+        self._begun = begun
+        self._host.begin(run)
+
+    def update(self, op: int, stored: StoredTensor) -> None:
+        """Let the host run an update, by the copy of its gradient that is on its way there."""
+        assert self._begun is not None
+        self._begun()
+        name, node, gradient = gradient_of(self._lowering, op)
+        parameter = self._named[name]
+        copied = gradient, stored
+        self._host.submit(name, parameter, node.meta["val"], copied, self._swap)
+        for found in (self._tensors, self._state_tensors):
+            self._changed.update(t for key, t in found.items() if key == id(parameter))
+
+    def updated(self, gradient: int) -> None:
+        """Wait for the host's update by a gradient."""
+        self._host.wait(gradient)
+
+    def stop(self) -> None:
+        """Start no more updates on the host in this step, and wait for the one that runs."""
+        self._host.stop()
 
     def bring(self, tensor: int) -> torch.Tensor | None:
         """Start fetching a tensor; a parameter's device copy. State that does not exist yet is
         made by its update."""
         swap, brought = self._swap, dict[str, torch.Tensor]()
         self._there[tensor] = brought
+        self._host.until((self.parameters if tensor in self.parameters else self.states)[tensor])
         for key in self._held(tensor):
             brought[key] = swap.bring(self._copies[tensor, key])  # type: ignore[arg-type]
         return brought.get("")
@@ -151,6 +176,7 @@ class Homes:
     def settle(self) -> None:
         """End a step, however it went: what has been updated is on the host, device copies are
         gone."""
+        self.stop()
         for tensor in list(self._there):
             updated = tensor in self._stale
             for key, value in self._there[tensor].items():
@@ -164,7 +190,18 @@ class Homes:
             self._stale.discard(tensor)
             self._there.pop(tensor)
             self._show(tensor)
+        while self._changed:
+            self._leave(self._changed.pop())
         self._synchronize()
+
+    def _leave(self, tensor: int) -> None:
+        """Put on the host what is not there of a tensor."""
+        for key, value in self._held(tensor).items():
+            known = value is self._views.get((tensor, key))
+            if not known and not self._is_home(tensor, key, value):
+                self._store(tensor, key, value)
+                self._wait(tensor, key)
+        self._show(tensor)
 
     def _synchronize(self) -> None:
         """Wait until what has been copied to the host can be read there."""

@@ -9,7 +9,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from memopt.errors import InvalidProgramError
+from memopt.executor.host_updates import gradient_of
 from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
+from memopt.models.variants import variant
 from memopt.profiler.collectives import waited
 from memopt.profiler.in_place import in_place_call
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
@@ -61,6 +63,9 @@ class _Machine:
         bases = self.lowering.bases
         match instruction:
             case Compute(op, outputs, implementation, in_place):
+                if variant(self.lowering.graph.operators[op], implementation).on_host:
+                    self.homes.update(op, self.host[gradient_of(self.lowering, op)[2]])
+                    return
                 node = self.lowering.node_of(op, implementation)
                 self.compute(op, outputs, node, in_place)
             case Free(tensor) if tensor in self.halves.moved:
@@ -83,6 +88,8 @@ class _Machine:
                 self.values[bases[tensor]] = self.swap.bring(self.host[tensor])
                 self.swap.wait(self.host[tensor])
             case DropHost(tensor):
+                if self.homes is not None:
+                    self.homes.updated(tensor)
                 self.swap.wait(self.host[tensor])
                 del self.host[tensor]
             case _:

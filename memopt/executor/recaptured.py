@@ -35,6 +35,7 @@ from memopt.profiler.build import Lowering
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.capture import Captured
 from memopt.profiler.compiled.choice import planned_kernels
+from memopt.profiler.host_updates import as_planned, lowered
 from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.measure import MeasureOptions, costs_of
@@ -233,6 +234,7 @@ def with_step(
         costs = update_costs(parts, optimizer, device, hosted=hosted_bytes > 0)
         known = [site for site in parts.sites if site.name in costs]
         update_bytes = {update_name(site): costs[site.name][1] for site in known}
+    lowering = lowered(lowering, as_planned(graph))
     lowering = planned_lowering(plan, lowering, captured, device, _OF_A_STEP, update_bytes)
     base = plan.baseline
     profiled = ProfiledStep(

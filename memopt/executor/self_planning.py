@@ -164,11 +164,12 @@ class SelfPlanning:
 
     def _kind(self, call: Call) -> Any:
         """What calls that one plan may serve have in common."""
-        parameters = list(self.model.parameters())
-        trained = tuple(p.requires_grad for p in parameters)
-        holding = any(p.grad is not None for p in parameters)
+        trained, holding = [], False
+        for parameter in self.model.parameters():
+            trained.append(parameter.requires_grad)
+            holding = holding or parameter.grad is not None
         leaves = tuple(map(described, call.leaves))
-        return call.spec, leaves, autocast_state(), call.whole_masks, trained, holding
+        return call.spec, leaves, autocast_state(), call.whole_masks, tuple(trained), holding
 
     def _planned(self, call: Call) -> PlannedModule | None:
         """The model under a plan for calls such as this one, made now if there is none. That

@@ -50,6 +50,15 @@ class StoredTensor:
             **more,
         )
 
+    def on_host(self, like: torch.Tensor) -> torch.Tensor:
+        """The host copy as a tensor of the dtype and the layout of `like`, which shares its memory;
+        to be read once the copy is complete (`fence`)."""
+        held = self.buffer
+        whole = held if isinstance(held, torch.Tensor) else torch.from_numpy(held)
+        typed = whole.view(like.dtype)
+        offset = int(typed.storage_offset()) + int(like.storage_offset())
+        return typed.as_strided(like.size(), like.stride(), offset)
+
     def made(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor again, over a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -144,6 +153,18 @@ class ThreadSwap:
     def host_view(self, copy: HostCopy) -> torch.Tensor:
         """The host copy as a tensor that shares its memory."""
         return copy.made(torch.from_numpy(copy.buffer).untyped_storage())
+
+    def fence(self, copy: HostCopy) -> Callable[[], None]:
+        """What another thread calls to wait until what has been started here for `copy` is over."""
+        pending = copy.pending
+
+        def wait() -> None:
+            if pending is not None:
+                pending.wait()
+                if pending.failed:
+                    raise ExecutionError("a copy to the host failed, and what was to read it")
+
+        return wait
 
     def bring(self, copy: HostCopy, into: torch.Tensor | None = None) -> torch.Tensor:
         """Allocate the device copy (or take the tensor given, which is all of its storage) and

@@ -13,7 +13,7 @@ is tested without a GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,6 +41,9 @@ class Streams(Protocol):
 
     def wait(self, event: Any, home: Any) -> None:
         """Make the compute stream wait for an event, and `home`, where that is another one."""
+
+    def finish(self, event: Any) -> None:
+        """Make the calling thread wait for an event."""
 
     def device_bytes(self, size_bytes: int) -> torch.Tensor:
         """New device memory, allocated on the compute stream."""
@@ -90,6 +93,9 @@ class DeviceStreams:
         here.wait_event(event)
         if home != here:
             home.wait_event(event)
+
+    def finish(self, event: Any) -> None:
+        event.synchronize()
 
     def device_bytes(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
@@ -197,6 +203,18 @@ class StreamSwap:
         """The host copy as a tensor that shares its memory. Only for one with memory of its own,
         and to be read once its transfers are over."""
         return copy.made(copy.buffer.untyped_storage())
+
+    def fence(self, copy: PooledCopy) -> Callable[[], None]:
+        """What another thread calls to wait until `copy` is complete, and all that the compute
+        stream has been given so far: whoever changes host memory after that, changes nothing that
+        is still being copied from there."""
+        events = (copy.stored, self._streams.mark(self._streams.here()))
+
+        def wait() -> None:
+            for event in events:
+                self._streams.finish(event)
+
+        return wait
 
     def bring(self, copy: PooledCopy, into: torch.Tensor | None = None) -> torch.Tensor:
         """Allocate the device copy (or take the tensor given, which is all of its storage) and

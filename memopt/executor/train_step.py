@@ -16,6 +16,7 @@ from memopt.executor.deferred_interrupt import ctrl_c_deferred
 from memopt.executor.differentiated import draws
 from memopt.executor.guard import Guard
 from memopt.executor.homes import Homes, tensors_on
+from memopt.executor.host_updates import update_there
 from memopt.executor.input_gradients import check_behind, pass_on
 from memopt.executor.loss_scaling import LossScaling
 from memopt.executor.module import install
@@ -241,6 +242,8 @@ class TrainStep:
             target.begin(update)
             # The casts are in the graph.
             with ctrl_c_deferred() as begin, torch.no_grad(), autocast_off():
+                there = partial(update_there, self._optimizer, self._parameters, changes, undo)
+                self._homes.begin(begin, there)
                 return self._attempt(call, changes)
         except Exception as error:
             if not changes:
@@ -273,6 +276,7 @@ class TrainStep:
         try:
             return self._step(call, changes)
         except BaseException as error:
+            self._homes.stop()
             if self._undo is not None or not changes.complete:
                 self._take_back(changes, drawn)
             if self._undo is not None:

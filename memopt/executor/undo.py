@@ -84,7 +84,8 @@ class Changes:
     Attributes:
         parameters: how many there are to update.
         mutated: how many buffers and inputs there are to move at the end.
-        updated: how many parameters have been updated.
+        updated: how many parameters the device has updated.
+        on_host: how many the host has, in a thread of its own.
         half: one whose update has failed when it, or its optimizer state, could be changed already.
         buffers: how many buffers and inputs have been moved.
         complete: the step has come to its end.
@@ -95,14 +96,15 @@ class Changes:
     updated: int = 0
     half: str = ""
     buffers: int = 0
+    on_host: int = 0
     complete: bool = False
 
     def clear(self) -> None:
         """All has been taken back."""
-        self.updated, self.half, self.buffers = 0, "", 0
+        self.updated, self.on_host, self.half, self.buffers = 0, 0, "", 0
 
     def __bool__(self) -> bool:
-        return bool(self.updated or self.half or self.buffers)
+        return bool(self.updated or self.on_host or self.half or self.buffers)
 
     def text(self, reason: str) -> str:
         """A sentence for an error."""
@@ -110,7 +112,8 @@ class Changes:
             return f"the step was done before the {reason}: everything is as after it"
         half = f", and {self.half} or its state perhaps in part" if self.half else ""
         buffers = f" and {self.buffers} of {self.mutated} buffers" if self.buffers else ""
+        updated = self.updated + self.on_host
         return (
-            f"the step failed after {self.updated} of {self.parameters} parameters{buffers} had "
+            f"the step failed after {updated} of {self.parameters} parameters{buffers} had "
             f"been updated{half} ({reason}); restore a checkpoint before going on"
         )

@@ -22,6 +22,7 @@ class Task:
         self._running = threading.Lock()
         self._running.acquire()
         self.done = False
+        self.failed = False
 
     def run(self) -> None:
         """Make the call, on the worker's thread."""
@@ -32,6 +33,7 @@ class Task:
         except BaseException as error:  # noqa: BLE001  # raised again where the task is waited for
             # Its traceback holds this frame, which holds the task.
             self._error = error.with_traceback(None)
+            self.failed = True
         finally:
             del call
             self.done = True

@@ -31,12 +31,13 @@ def time_lower_bound(cost_model: Graph | Chain) -> float:
     if isinstance(cost_model, Chain):
         return cost_model.compute_time_s
     needed = [cost_model.operators[index] for index in sorted(needed_operators(cost_model))]
-    compute_s = sum(
-        min(choice.time_s for choice in choices_of(operator))
-        for operator in needed
-        if operator.collective is None
-    )
+    compute_s = sum(compute_time_s(operator) for operator in needed if operator.collective is None)
     return max(compute_s, cost_model.network_time_s)
+
+
+def compute_time_s(operator: Operator) -> float:
+    """Seconds of the compute stream that an operator takes at least; none on the host."""
+    return min(0.0 if choice.on_host else choice.time_s for choice in choices_of(operator))
 
 
 def overlapped_bound(graph: Graph, bound_s: float) -> float:
@@ -66,7 +67,7 @@ def needed_operators(graph: Graph) -> frozenset[int]:
         index = pending.pop()
         if index not in needed:
             needed.add(index)
-            pending += _only_writers(graph, writers, sure_reads(graph.operators[index]))
+            pending += _only_writers(graph, writers, sure_needs(graph.operators[index]))
     return frozenset(needed)
 
 
@@ -107,6 +108,14 @@ def sure_reads(operator: Operator) -> frozenset[int]:
     return frozenset.intersection(*(frozenset(choice.reads) for choice in choices_of(operator)))
 
 
+def sure_needs(operator: Operator) -> frozenset[int]:
+    """Tensors that every implementation needs, on the device or on the host."""
+    choices = choices_of(operator)
+    return frozenset.intersection(
+        *(frozenset(operator.reads if one.on_host else one.reads) for one in choices)
+    )
+
+
 def _graph_working_sets(graph: Graph) -> Iterator[int]:
     """Bytes of what is neither resident nor beside the graph, movable tensors included, at moments
     that no valid program avoids."""
@@ -139,7 +148,7 @@ def _graph_working_sets(graph: Graph) -> Iterator[int]:
             total({*held, *choice.reads} - {*choice.writes})
             + total(choice.writes)
             - (sizes[choice.writes[0]] if choice.in_place else 0)
-            + choice.workspace_bytes
+            + (0 if choice.on_host else choice.workspace_bytes)
             for choice in choices_of(operator)
         )
 

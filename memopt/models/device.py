@@ -30,6 +30,8 @@ class Device:
         memory_fraction: achievable share of the memory bandwidth.
         block_bytes: the allocator's granularity: 512 on CUDA, 1 on CPU.
         source: where the figures come from.
+        host_update_bytes_per_s: parameter, gradient and optimizer state that an update on the host
+            reads and writes in a second; None: unknown, and updates run on the device.
         network: what connects it with the other ranks of a cluster; None: unknown, and
             collectives count as free.
     """
@@ -48,6 +50,7 @@ class Device:
     block_bytes: int = 1
     source: str = ""
     network: Network | None = field(default=None, metadata=SPARSE)
+    host_update_bytes_per_s: Rate | None = field(default=None, metadata=SPARSE)
 
     def __post_init__(self) -> None:
         rates = {
@@ -55,6 +58,9 @@ class Device:
             "from_host_bytes_per_s": self.swap_in_bytes_per_s,
             "memory_bytes_per_s": self.memory_bytes_per_s,
             **{f"flops_per_s[{k!r}]": v for k, v in self.flops_per_s.items()},
+            "host_update_bytes_per_s": 1.0
+            if self.host_update_bytes_per_s is None
+            else self.host_update_bytes_per_s,
         }
         for name, value in rates.items():
             if math.isnan(value) or value <= 0:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import ClassVar
 
 from memopt.models.chain import Chain
 from memopt.models.checks import check_bytes, check_seconds
@@ -84,6 +85,9 @@ class Implementation:
             take over the storage of one of these.
         packed: whether it makes or reads a tensor that only implementations have, an operand in
             few bits (MONeT's intermediate-activated operators).
+        on_host: whether the host runs it, beside the device: an update whose parameter and state
+            live there. It reads the host copies of what the operator reads, so that `reads` is
+            (), and `workspace_bytes` is host memory.
     """
 
     name: str
@@ -94,8 +98,11 @@ class Implementation:
     exact: bool = True
     in_place: tuple[int, ...] = field(default=(), metadata=SPARSE)
     packed: bool = field(default=False, metadata=SPARSE)
+    on_host: bool = field(default=False, metadata=SPARSE)
 
     def __post_init__(self) -> None:
+        if self.on_host and (self.reads != () or self.writes):
+            raise ValueError(f"Implementation {self.name!r}: on the host it reads=(), writes none")
         check_seconds(f"Implementation {self.name!r}", time_s=self.time_s)
         check_bytes(f"Implementation {self.name!r}", workspace_bytes=self.workspace_bytes)
 
@@ -136,6 +143,9 @@ class Operator:
     implementations: tuple[Implementation, ...] = ()
     in_place: tuple[int, ...] = field(default=(), metadata=SPARSE)
     collective: Collective | None = field(default=None, metadata=SPARSE)
+
+    on_host: ClassVar[bool] = False
+    """Of its own implementation, as `Implementation.on_host`."""
 
     def __post_init__(self) -> None:
         owner = f"Operator {self.name!r}"
@@ -290,6 +300,12 @@ class Graph:
             reads = operator.reads if choice.reads is None else choice.reads
             writes = operator.writes if choice.writes is None else choice.writes
             self._check_in_place(owner, choice.in_place, reads, writes)
+            if choice.on_host and not operator.changes_in_place:
+                raise ValueError(f"{owner}: only updates run on the host")
+            for index in operator.reads if choice.on_host else ():
+                if index not in (self.movable if self.tensors[index].resident else self.computed):
+                    name = self.tensors[index].name
+                    raise ValueError(f"{owner}: {name!r} cannot be on the host")
 
     def _check_in_place(
         self, owner: str, in_place: tuple[int, ...], reads: tuple[int, ...], writes: tuple[int, ...]

@@ -22,6 +22,13 @@ Peaks are the makers' data sheets. What of them is achieved comes from public me
   protocols' latencies and shares are those of its own tuner (src/graph/tuning.cc: baseLat, hwLat;
   LL128 hands on 120 of 128 bytes, LL one half, with 141 GB/s at most on Hopper).
 
+- updates on the host: DeepSpeed's CPU-Adam steps 10 billion float32 parameters in 2.57 s on two
+  Xeon 8168 (ZeRO-Offload, arXiv:2101.06840, table 4), which reads and writes 28 bytes for each:
+  109 GB/s, 0.43 of their 256 GB/s (6 × DDR4-2666 each); torch's fused step does the same work in
+  the same single pass. That share is assumed of one socket: 307 GB/s beside an H100 (Xeon 8480C,
+  8 × DDR5-4800), 205 beside an A100 (EPYC 7742, 8 × DDR4-3200), 486 of Grace (STREAM,
+  arXiv:2407.07850).
+
 Where a device has no public figure, that of its successor is assumed, and its `source` says so.
 """
 
@@ -39,6 +46,9 @@ _LAUNCH_LATENCY_S = 5e-6
 with CUDA graphs"), a little more from Python."""
 _TRANSFER_LATENCY_S = 10e-6
 
+
+_UPDATE_SHARE = 0.43
+"""Of the host's memory bandwidth, what an optimizer's step on the host reaches."""
 
 _NCCL = (
     Protocol(8.4e-6, 3.4e-6, 14.0e-6, 1.0),
@@ -67,6 +77,7 @@ def _gpu(
     link_bytes_per_s: tuple[float, float],
     source: str,
     network: Network | None = None,
+    host_memory_bytes_per_s: float | None = None,
 ) -> Device:
     return Device(
         name=name,
@@ -82,6 +93,9 @@ def _gpu(
         block_bytes=512,
         source=source,
         network=network,
+        host_update_bytes_per_s=(
+            None if host_memory_bytes_per_s is None else _UPDATE_SHARE * host_memory_bytes_per_s
+        ),
     )
 
 
@@ -130,6 +144,7 @@ A100 = _gpu(
     "NVIDIA's A100 data sheet; link: PCIe 4.0 ×16 (31.5 GB/s) at the shares measured on an H100; "
     "share of the memory bandwidth as on an H100",
     HGX_A100,
+    204.8e9,
 )
 H100 = _gpu(
     "H100-SXM-80GB",
@@ -151,6 +166,7 @@ H100 = _gpu(
     (46.8e9, 54.8e9),
     "NVIDIA's H100 data sheet; see memopt.models.presets",
     HGX_H100,
+    307.2e9,
 )
 H200 = replace(
     H100,
@@ -170,6 +186,7 @@ GH200 = replace(
     memory_bytes_per_s=4000e9,
     memory_fraction=0.85,
     network=SUPERCHIPS,
+    host_update_bytes_per_s=_UPDATE_SHARE * 486e9,
     source="NVIDIA's GH200 data sheet (96 GB HBM3, NVLink-C2C 450 GB/s each way); of it 297, 375 "
     "GB/s, and 3.4 of 4 TB/s of device memory, as measured by Schieffer et al., arXiv:2407.07850; "
     "rates as on an H100; capacity assumed from the nominal one",
@@ -196,6 +213,7 @@ GB200 = _gpu(
     "NVLink-C2C (450 GB/s each way), at the shares measured on a GH200; shares of the rates as on "
     "an H100, which nobody published for it; capacity assumed from the nominal one",
     NVL72,
+    486e9 / 2,
 )
 H100_PCIE_4 = replace(
     H100,

@@ -18,6 +18,7 @@ class Variant:
         time_s: seconds.
         workspace_bytes: peak during the call minus its outputs, bytes.
         in_place: tensors whose storage its first output may take over.
+        on_host: as of `Implementation`.
     """
 
     reads: tuple[int, ...]
@@ -25,6 +26,7 @@ class Variant:
     time_s: float
     workspace_bytes: int
     in_place: tuple[int, ...] = ()
+    on_host: bool = False
 
     @classmethod
     def of(cls, figures: Operator | Variant) -> Variant:
@@ -35,12 +37,14 @@ class Variant:
             figures.time_s,
             figures.workspace_bytes,
             figures.in_place,
+            figures.on_host,
         )
 
     def as_good_as(self, other: Variant) -> bool:
         """Whether it can stand in for the other at no cost in time or memory."""
         return (
-            set(self.reads) <= set(other.reads)
+            self.on_host == other.on_host
+            and set(self.reads) <= set(other.reads)
             and set(self.writes) == set(other.writes)
             and self.time_s <= other.time_s
             and self.workspace_bytes <= other.workspace_bytes
@@ -66,6 +70,7 @@ def variant(operator: Operator, implementation: str | None) -> Operator | Varian
                 choice.time_s,
                 choice.workspace_bytes,
                 choice.in_place,
+                choice.on_host,
             )
     raise InvalidProgramError(
         f"operator {operator.name!r} has no implementation {implementation!r}"

@@ -49,8 +49,24 @@ def measure_device(device: torch.device | str | None = None) -> Device:
             memory_bytes_per_s=_bandwidth(place),
             launch_latency_s=_launch(place),
             block_bytes=backend_of(place).block_bytes,
+            host_update_bytes_per_s=None if backend_of(place).on_host else host_update_rate(),
             source="measured by memopt.measure_device",
         )
+
+
+def host_update_rate() -> float:
+    """Bytes of parameter, gradient and state that a fused AdamW step on the host reads and writes
+    in a second. (Where the device is the host itself, updates gain nothing from running there.)"""
+    elements = STREAM_ELEMENTS * STREAMS
+    with torch.enable_grad():
+        parameter = torch.nn.Parameter(torch.zeros(elements))
+    parameter.grad = torch.ones(elements)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    held = [parameter, *(value for value in state.values() if value.dim())]
+    moved_bytes: float = parameter.grad.nbytes + 2 * sum(tensor.nbytes for tensor in held)
+    return moved_bytes / best_s(torch.device("cpu"), optimizer.step)
 
 
 def _settle_allocator(place: torch.device) -> None:

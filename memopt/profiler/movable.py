@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from memopt.models.budget import format_bytes
-from memopt.models.device import in_blocks
+from memopt.models.device import Device, in_blocks
 from memopt.models.graph import Graph, Tensor, TensorKind
 from memopt.profiler.build import Lowering
+from memopt.profiler.host_updates import host_updates, lowered, with_choices
 from memopt.profiler.optimizer_state import state_sizes
 from memopt.profiler.session import Profiled
 from memopt.profiler.step_capture import StepParts
@@ -49,10 +50,19 @@ def state_name(parameter: str) -> str:
 
 
 def with_movable(
-    profiled: Profiled | None, optimizer: torch.optim.Optimizer, movable: str | Collection[str]
+    profiled: Profiled | None,
+    optimizer: torch.optim.Optimizer,
+    movable: str | Collection[str],
+    device: Device | None = None,
 ) -> ProfiledStep:
     """The step with tensors that its plan may keep on the host between steps. (Gradients are made
     and freed in a whole step: they may move anyway.)
+
+    Args:
+        profiled: the whole step.
+        optimizer: the one that it updates with.
+        movable: the user's.
+        device: whose host may run updates; None: the device runs them all.
 
     Raises:
         ValueError: it is no whole step, or one whose state is on the host already.
@@ -69,11 +79,15 @@ def with_movable(
     taken = "parameters" in kinds
     parameters = movable_parameters(parts, profiled.lowering) if taken else ()
     graph = movable_graph(profiled.graph, parameters, sizes)
-    lowered = movable_graph(profiled.lowering.graph, parameters, sizes, charged=False)
+    lowering = profiled.lowering
+    lowering = replace(
+        lowering, graph=movable_graph(lowering.graph, parameters, sizes, charged=False)
+    )
     state_total = sum(sizes.values())
     record = profiled.record
     if record is not None:
-        record = replace(record, fingerprint=fingerprint(lowered))
+        record = replace(record, fingerprint=fingerprint(lowering.graph))
+    choices = {} if device is None else host_updates(graph, parts, optimizer, device)
     optimizer_left = profiled.optimizer
     if optimizer_left is not None:
         left_bytes = optimizer_left.bytes_total - state_total
@@ -81,8 +95,8 @@ def with_movable(
     size = format_bytes(graph.movable_bytes)
     return replace(
         profiled,
-        graph=graph,
-        lowering=replace(profiled.lowering, graph=lowered),
+        graph=with_choices(graph, choices),
+        lowering=lowered(lowering, choices),
         optimizer=optimizer_left,
         movable_state_bytes=state_total,
         record=record,

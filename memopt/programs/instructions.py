@@ -75,9 +75,8 @@ class Compute(_Named):
     def effects(self, graph: Graph) -> Effects:
         chosen = variant(graph.operators[self.op], self.implementation)
         ends = () if self.in_place is None else (self.in_place,)
-        return Effects(
-            chosen.reads, chosen.writes, self.outputs, ends, self.in_place, chosen.workspace_bytes
-        )
+        scratch = 0 if chosen.on_host else chosen.workspace_bytes
+        return Effects(chosen.reads, chosen.writes, self.outputs, ends, self.in_place, scratch)
 
 
 @dataclass(frozen=True, slots=True)

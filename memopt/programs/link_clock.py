@@ -32,6 +32,8 @@ class LinkClock:
             compute stream has passed it.
         network_free_s: when the network is free.
         sent_s: when each tensor that a collective reads is sent.
+        host_free_s: when the host's processor is free.
+        updated_s: when the updates on the host that read or change an item are over.
     """
 
     device: Device
@@ -43,6 +45,8 @@ class LinkClock:
     arrival_s: dict[int, float] = field(default_factory=dict)
     network_free_s: float = 0.0
     sent_s: dict[int, float] = field(default_factory=dict)
+    host_free_s: float = 0.0
+    updated_s: dict[int, float] = field(default_factory=dict)
 
     def send(
         self, reads: Iterable[int], writes: Iterable[int], duration_s: float
@@ -67,12 +71,27 @@ class LinkClock:
 
     def copy_back(self, item: int, size_bytes: int) -> tuple[float, float]:
         """Queue a copy from the host, whose device copy has been freed; its start and its end."""
-        start_s = max(self.now_s, self.in_free_s)
+        start_s = max(self.now_s, self.in_free_s, self.updated_s.get(item, 0.0))
         self.in_free_s = end_s = start_s + self.device.swap_in_time_s(size_bytes)
         if not self.device.duplex:
             self.out_free_s = end_s
         self.arrival_s[item] = end_s
         return start_s, end_s
+
+    def on_host(self, items: Iterable[int], duration_s: float) -> tuple[float, float]:
+        """Queue an update on the host, once the host copies that it reads are complete; its start
+        and its end."""
+        stored_s = [self.stored_s.get(item, 0.0) for item in items]
+        start_s = max(self.now_s, self.host_free_s, *stored_s)
+        self.host_free_s = end_s = start_s + duration_s
+        self.updated_s.update(dict.fromkeys(items, end_s))
+        return start_s, end_s
+
+    def drop(self, item: int) -> None:
+        """Wait for the transfers and the updates of an item whose host copy is dropped."""
+        self.wait(
+            self.arrival_s.pop(item, 0.0), self.stored_s.pop(item), self.updated_s.pop(item, 0.0)
+        )
 
     def wait(self, *until_s: float) -> None:
         """Let the compute stream wait for the last of these."""

@@ -2,7 +2,8 @@
 
 One that a Free, SwapIn or SwapOut names begins and ends on the host: a SwapIn brings it before it
 is read, a Free drops the device copy, and after an update has changed it a SwapOut writes the new
-value over the host copy before that. The others are resident, as in a graph without `movable`.
+value over the host copy before that. So does what an update on the host changes: that is not on the
+device meanwhile. The others are resident, as in a graph without `movable`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memopt.models.graph import Graph, Operator, TensorKind
-from memopt.programs.instructions import OfTensor
+from memopt.models.variants import variant
+from memopt.programs.instructions import Compute, OfTensor
 
 CHANGED_KINDS = frozenset({TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE})
 """What an update changes in place."""
@@ -20,8 +22,25 @@ def moved_tensors(graph: Graph, instructions: Iterable[object]) -> frozenset[int
     """The movable tensors that a program moves."""
     if not graph.movable:
         return frozenset()
-    named = {x.tensor for x in instructions if isinstance(x, OfTensor)}
+    listed = list(instructions)
+    named = {x.tensor for x in listed if isinstance(x, OfTensor)}
+    for run in updates_on_host(graph, listed):
+        named.update(graph.operators[run.op].reads)
     return frozenset(named.intersection(graph.movable))
+
+
+def updates_on_host(graph: Graph, instructions: Iterable[object]) -> list[Compute]:
+    """The updates that the host runs."""
+    named = (x for x in instructions if type(x) is Compute and x.implementation is not None)
+    return [x for x in named if variant(graph.operators[x.op], x.implementation).on_host]
+
+
+def host_scratch_bytes(graph: Graph, instructions: Iterable[object]) -> int:
+    """Host memory beside all copies: what the largest update on the host needs, of which there is
+    one at a time."""
+    runs = updates_on_host(graph, instructions)
+    needs = (variant(graph.operators[x.op], x.implementation).workspace_bytes for x in runs)
+    return max(needs, default=0)
 
 
 def resident_under(graph: Graph, instructions: Iterable[object]) -> frozenset[int]:

@@ -13,6 +13,9 @@ network, one at a time, and its result is live from there on. Its first reader w
 does the Free of what it reads or writes.
 A movable tensor that the program moves (`memopt.programs.moved`) has a host copy from beginning to
 end, over which its SwapOut writes.
+A Compute of an update on the host takes no time of the compute stream either: the host runs one at
+a time, each once the copies that it reads are complete. The DropHost of its gradient waits for it.
+Its scratch memory is the host's, for the whole step.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from memopt.programs.instructions import (
 )
 from memopt.programs.lifetimes import bytes_during, lifetimes
 from memopt.programs.link_clock import LinkClock
-from memopt.programs.moved import changed_by, moved_tensors
+from memopt.programs.moved import changed_by, host_scratch_bytes, moved_tensors
 
 
 class Direction(StrEnum):
@@ -45,12 +48,13 @@ class Direction(StrEnum):
     TO_HOST = "to host"
     FROM_HOST = "from host"
     NETWORK = "network"
+    HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """One copy between device and host, or collective, of which `tensor` is the first result (-1:
-    none): on its link from start_s to end_s (half-open)."""
+    none), or update on the host, of which it is the parameter: from start_s to end_s, half-open."""
 
     instruction: int
     tensor: int
@@ -80,6 +84,7 @@ class Timeline:
             tangents, lifetimes without an offset), which an executor that allocates the arena
             once will show; None without a placement.
         collectives: every collective, in the order of the program.
+        host_updates: every update on the host, in the order of the program.
     """
 
     peak_bytes: int
@@ -96,6 +101,7 @@ class Timeline:
     arena_bytes: int | None = None
     placed_peak_bytes: int | None = None
     collectives: tuple[Transfer, ...] = ()
+    host_updates: tuple[Transfer, ...] = ()
 
     @property
     def total_stall_s(self) -> float:
@@ -116,6 +122,8 @@ def replay(graph: Graph, program: Program, device: Device | None = None) -> Time
             absent tensor. Whole-program laws are the validator's.
     """
     state = _Streams(graph, device, moved_tensors(graph, program))
+    if state.moved:
+        state.copied_bytes += host_scratch_bytes(graph, program)
     for position, instruction in enumerate(program.instructions):
         try:
             state.run(position, instruction)
@@ -167,6 +175,7 @@ class _Streams(LinkClock):
         self.during_bytes = self.device_bytes
         self.transfers: list[Transfer] = []
         self.collectives: list[Transfer] = []
+        self.host_updates: list[Transfer] = []
         self.rows: list[tuple[int, int, int, float, float, float]] = []
 
     def run(self, position: int, instruction: object) -> None:
@@ -207,7 +216,13 @@ class _Streams(LinkClock):
             peak_bytes=peak,
             peak_instruction=step_bytes.index(peak) if step_bytes else None,
             host_peak_bytes=max(host_bytes, default=0),  # moved tensors have instructions
-            time_s=max([self.now_s, self.network_free_s, *(x.end_s for x in self.transfers)]),
+            time_s=max(
+                self.now_s,
+                self.network_free_s,
+                self.host_free_s,
+                *(x.end_s for x in self.transfers),
+                0.0,
+            ),
             step_bytes=step_bytes,
             live_bytes=live_bytes,
             host_bytes=host_bytes,
@@ -216,12 +231,15 @@ class _Streams(LinkClock):
             stall_s=stall_s,
             transfers=tuple(self.transfers),
             collectives=tuple(self.collectives),
+            host_updates=tuple(self.host_updates),
         )
 
     def _compute(self, position: int, instruction: Compute) -> float:
         if not 0 <= instruction.op < len(self.graph.operators):
             raise _Invalid("there is no such operator")
         chosen = variant(self.graph.operators[instruction.op], instruction.implementation)
+        if chosen.on_host:
+            return self._update_on_host(position, instruction, chosen)
         for tensor in chosen.reads:
             if tensor not in self.live and tensor not in self.resident:
                 raise _Invalid(f"{self._name(tensor)} is not on the device")
@@ -255,6 +273,23 @@ class _Streams(LinkClock):
         self.collectives.append(Transfer(position, result, Direction.NETWORK, start_s, end_s))
         if len(instruction.outputs) < len(chosen.writes) or chosen.workspace_bytes:
             self.wait(end_s)
+
+    def _update_on_host(
+        self, position: int, instruction: Compute, chosen: Operator | Variant
+    ) -> float:
+        """Start an update by the host."""
+        reads = tuple(dict.fromkeys(self.graph.operators[instruction.op].reads))
+        for tensor in reads:
+            if tensor not in self.host:
+                raise _Invalid(f"{self._name(tensor)} is not on the host")
+            if tensor in self.moved and tensor in self.live:
+                raise _Invalid(f"{self._name(tensor)} is on the device, too")
+        start_s, end_s = self.on_host(reads, chosen.time_s)
+        self.during_bytes = self.device_bytes
+        changed = changed_by(self.graph, self.graph.operators[instruction.op])
+        parameter = changed[0] if changed else -1
+        self.host_updates.append(Transfer(position, parameter, Direction.HOST, start_s, end_s))
+        return self.now_s
 
     def _take_over(self, tensor: int) -> None:
         """The storage of a tensor becomes the output's."""
@@ -313,7 +348,7 @@ class _Streams(LinkClock):
             raise _Invalid(f"{self._name(tensor)} is not on the host")
         if tensor in self.moved:
             raise _Invalid(f"{self._name(tensor)} lives on the host")
-        self.wait(self.arrival_s.pop(tensor, 0.0), self.stored_s.pop(tensor))
+        self.drop(tensor)
         self.host.remove(tensor)
         self.leaving.discard(tensor)
         self.copied_bytes -= self.sizes[tensor]

@@ -28,7 +28,14 @@ from memopt.programs.instructions import (
     Program,
     SwapIn,
 )
-from memopt.programs.validate_moved import MovedHistory, is_changed, is_moved
+from memopt.programs.validate_moved import (
+    HOST_CHANGE,
+    HOST_READ,
+    MovedHistory,
+    is_changed,
+    is_moved,
+    on_host,
+)
 from memopt.programs.validate_network import collectives_in_order
 from memopt.programs.validate_placement import LiveRange, misplaced, tensors_of
 from memopt.programs.violations import Violation as Violation
@@ -107,6 +114,7 @@ def memory_use(graph: Graph, program: Program) -> Use:
     apart_ends = {(x.tensor, x.end) for x in apart}
     moved_bytes = sum(sizes[x.tensor] for x in host if x.begin < 0)
     resident_bytes = graph.resident_bytes - moved_bytes
+    host_scratch = max((on_host(graph, x) or 0 for x in program.instructions), default=0)
     during, outside, copied = [], [], []
     for i, instruction in enumerate(program.instructions):
         produced, scratch = _produced(graph, instruction)
@@ -119,7 +127,7 @@ def memory_use(graph: Graph, program: Program) -> Use:
             during[-1] -= sizes[taken]
             # Where both are placed, the output is in the arena and so was the tensor.
             outside[-1] -= sizes[taken] if (taken, i) in apart_ends else 0
-        copied.append(copies(i + 1, i + 1))
+        copied.append(host_scratch + copies(i + 1, i + 1))
     return Use(max(during, default=resident_bytes), max(copied, default=0), during, copied, outside)
 
 
@@ -139,10 +147,9 @@ class _Covering:
 def _produced(graph: Graph, instruction: Instruction) -> tuple[Sequence[int], int]:
     """Tensors an instruction allocates, and the scratch memory on top while it runs."""
     if isinstance(instruction, Compute):
-        _, writes, workspace = tensors_of(
-            graph.operators[instruction.op], instruction.implementation
-        )
-        return writes, workspace
+        operator = graph.operators[instruction.op]
+        _, writes, workspace = tensors_of(operator, instruction.implementation)
+        return writes, workspace if on_host(graph, instruction) is None else 0
     if isinstance(instruction, SwapIn):
         return (instruction.tensor,), 0
     if isinstance(instruction, LossBoundary):
@@ -221,6 +228,8 @@ def _order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violat
             yield Violation(Code.NOT_RECOMPUTABLE, i, f"{operator.name!r}")
         ran.add(instruction.op)
         reads, _, _ = tensors_of(operator, instruction.implementation)
+        if on_host(graph, instruction) is not None:
+            reads = operator.reads
         parameters = {t for t in reads if graph.tensors[t].kind is TensorKind.PARAMETER}
         if operator.phase is not Phase.UPDATE and parameters & updated:
             yield Violation(Code.READ_AFTER_UPDATE, i, f"{operator.name!r}")
@@ -284,6 +293,10 @@ def _lifetimes(
     for i, instruction in enumerate(instructions):
         if isinstance(instruction, Compute):
             reads, _, _ = tensors_of(graph.operators[instruction.op], instruction.implementation)
+            if on_host(graph, instruction) is not None:
+                for tensor in graph.operators[instruction.op].reads:
+                    resident = graph.tensors[tensor].resident
+                    histories[tensor].append((i, HOST_CHANGE if resident else HOST_READ))
             for tensor in reads:
                 histories[tensor].append((i, "read"))
                 if is_changed(graph, graph.operators[instruction.op], tensor):
@@ -334,6 +347,8 @@ class _History:
         live, copied = self.live_since is not None, self.copied_since is not None
         if event == "read":
             self._need(live, Code.READ_ON_HOST if copied else Code.READ_ABSENT, i)
+        elif event == HOST_READ:
+            self._need(copied, Code.HOST_READ_ABSENT, i)
         elif event == "produce":
             self._need(not live, Code.COMPUTED_WHILE_LIVE, i)
             self.live_since = i

@@ -2,24 +2,38 @@
 
 It shares no code with the replay, nor with `memopt.programs.moved`: a movable tensor's own history
 is followed from the first instruction to the last. Its host copy is there all the time; an update
-leaves it behind, and a SwapOut of the device copy brings it up to date.
+leaves it behind, and a SwapOut of the device copy brings it up to date. An update on the host
+changes the host copy itself, while there is no other.
 """
 
 from __future__ import annotations
 
 from memopt.models.graph import Graph, Operator, Phase, TensorKind
-from memopt.programs.instructions import DropHost, Free, SwapIn, SwapOut
+from memopt.programs.instructions import Compute, DropHost, Free, SwapIn, SwapOut
 from memopt.programs.validate_placement import LiveRange
 from memopt.programs.violations import Violation, ViolationCode
 
 Code = ViolationCode
 
+HOST_CHANGE, HOST_READ = "host change", "host read"
+"""What an update on the host does to its parameter and state, and to its gradient."""
+
 
 def is_moved(graph: Graph, tensor: int, events: list[tuple[int, str]]) -> bool:
     """Whether a tensor begins and ends on the host: the graph allows it, and there are events
     that resident tensors do not have."""
-    own = {Free.__name__, SwapIn.__name__, SwapOut.__name__, DropHost.__name__}
+    own = {Free.__name__, SwapIn.__name__, SwapOut.__name__, DropHost.__name__, HOST_CHANGE}
     return tensor in graph.movable and any(event in own for _, event in events)
+
+
+def on_host(graph: Graph, instruction: object) -> int | None:
+    """The host memory that a Compute needs which the host runs; None: it is no such Compute."""
+    if not isinstance(instruction, Compute) or instruction.implementation is None:
+        return None
+    for choice in graph.operators[instruction.op].implementations:
+        if choice.name == instruction.implementation and choice.on_host:
+            return choice.workspace_bytes
+    return None
 
 
 def is_changed(graph: Graph, operator: Operator, tensor: int) -> bool:
@@ -52,6 +66,8 @@ class MovedHistory:
         elif event == "change":
             self._need(not self.leaving, Code.CHANGED_WHILE_COPIED, i)
             self.stale = True
+        elif event == HOST_CHANGE:
+            self._need(not live, Code.UPDATED_IN_BOTH, i)
         elif event == "SwapIn":
             self._need(not live, Code.SWAP_IN_WHILE_LIVE, i)
             self.live_since, self.leaving = i, False

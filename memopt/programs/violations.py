@@ -38,6 +38,8 @@ class ViolationCode(StrEnum):
     SWAP_IN_WHILE_LIVE = "swaps in a tensor that is live"
     DROP_HOST_ABSENT = "drops a host copy that does not exist"
     HOME_DROPPED = "drops the host copy of a tensor that lives on the host"
+    HOST_READ_ABSENT = "updates on the host by a gradient that has no host copy"
+    UPDATED_IN_BOTH = "updates on the host what is on the device, too"
     CHANGE_LOST = "frees a tensor whose new value is not on the host"
     CHANGED_WHILE_COPIED = "updates a tensor that is being copied to the host"
     RESULT_MISSING = "a result is missing"

@@ -17,7 +17,9 @@ _WORDS = {
 
 
 def fixed_bytes(
-    graph: Graph, optimizer_parts: Iterable[tuple[str, int]] = ()
+    graph: Graph,
+    optimizer_parts: Iterable[tuple[str, int]] = (),
+    moved: frozenset[int] = frozenset(),
 ) -> tuple[tuple[str, int], ...]:
     """(what, bytes) of everything that no plan can free: resident tensors and gradients.
 
@@ -25,9 +27,10 @@ def fixed_bytes(
         graph: the step.
         optimizer_parts: (what, bytes) of optimizer state, which is in the graph's
             `extra_resident_bytes` and is named here.
+        moved: resident tensors that a plan keeps on the host.
     """
     sums: dict[str, int] = {}
-    for index in sorted(graph.resident):
+    for index in sorted(graph.resident - moved):
         tensor = graph.tensors[index]
         word = _WORDS[tensor.kind]
         sums[word] = sums.get(word, 0) + tensor.size_bytes

@@ -1,4 +1,4 @@
-"""The lanes of a step: compute, copies to the host and back, the network, as spans of time.
+"""The lanes of a step: compute, copies to the host and back, network, host, as spans of time.
 
 One form for predicted steps (a replay's `Timeline`) and measured ones, so that a trace shows both
 side by side.
@@ -22,6 +22,7 @@ class Lane(StrEnum):
     OUT = "to host"
     IN = "from host"
     NETWORK = "network"
+    HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,4 +102,6 @@ def _lanes(
         spans.append(Span(lane, tensor_name(transfer.tensor), transfer.start_s, transfer.end_s))
     for sent in timeline.collectives:
         spans.append(Span(Lane.NETWORK, names[sent.instruction], sent.start_s, sent.end_s))
+    for one in timeline.host_updates:
+        spans.append(Span(Lane.HOST, names[one.instruction], one.start_s, one.end_s))
     return StepLanes(title, tuple(spans), tuple(memory))

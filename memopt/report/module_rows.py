@@ -45,8 +45,8 @@ def module_rows(
 ) -> tuple[ModuleRow, ...]:
     """A row for each group of modules.
 
-    `peak_bytes` and the resident bytes add up to the program's peak; the runs and their time to
-    those of `memopt.report.work.recomputed`, the moved bytes to those of `moved`.
+    `peak_bytes` and the bytes that stay on the device add up to the program's peak; the runs and
+    their time to those of `memopt.report.work.recomputed`, the moved bytes to those of `moved`.
 
     Args:
         graph, program, device: the plan's.

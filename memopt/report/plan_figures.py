@@ -44,6 +44,10 @@ def figures(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
         rows.append(("network", text))
     if plan.host_peak_bytes:
         rows.append(("host memory", f"{format_bytes(plan.host_peak_bytes)} for swapped tensors"))
+    on_host = replay(plan.graph, plan.program, plan.device).host_updates
+    if on_host:
+        time_s = sum(one.end_s - one.start_s for one in on_host)
+        rows.append(("on the host", f"{len(on_host)} updates, {format_seconds(time_s)}"))
     return (*rows, *_passes(plan.stats))
 
 

@@ -1,4 +1,4 @@
-"""The streams of a plan: compute, copies to the host, copies back, the network."""
+"""The streams of a plan: compute, copies to the host, copies back, the network, the host."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from memopt.plan_record import PlanRecord
 
-LANES = ("compute", "device → host", "host → device", "network")
+LANES = ("compute", "device → host", "host → device", "network", "host")
 _WAIT, _OUT, _IN, _NETWORK = "waiting", "to host", "from host", "collectives"
+_HOST = "updates on the host"
 COLORS = {
     FORWARD: BLUE,
     AGAIN: VERMILION,
@@ -36,13 +37,15 @@ COLORS = {
     _OUT: ORANGE,
     _IN: SKY,
     _NETWORK: YELLOW,
+    _HOST: PURPLE,
 }
 
 
 def plot_timeline(plan: PlanRecord, ax: Axes | None = None) -> Axes:
-    """Draw the compute stream with its waits, both copy streams and, where there is one, the
-    network."""
+    """Draw the compute stream with its waits, both copy streams and, where there are any, the
+    network and the host's updates."""
     spans = lanes(plan)
+    used = [n for n in range(len(LANES)) if n < 3 or spans[(_NETWORK, _HOST)[n - 3]][1]]
     ax = new_axes(ax, 2.2)
     longest_s = plan.step_time_s
     scale, unit = time_unit(longest_s)
@@ -50,12 +53,12 @@ def plot_timeline(plan: PlanRecord, ax: Axes | None = None) -> Axes:
         if found:
             ax.broken_barh(
                 [(scale * start, scale * duration) for start, duration in found],
-                (lane - 0.38, 0.76),
+                (used.index(lane) - 0.38, 0.76),
                 color=COLORS[kind],
                 linewidth=0,
                 label=kind,
             )
-    drawn = LANES if spans[_NETWORK][1] else LANES[:-1]
+    drawn = [LANES[lane] for lane in used]
     ax.set_yticks(range(len(drawn)), drawn)
     ax.set_ylim(len(drawn) - 0.5, -0.5)
     ax.set_xlim(0, scale * longest_s or 1.0)
@@ -82,4 +85,6 @@ def lanes(plan: PlanRecord) -> dict[str, tuple[int, list[tuple[float, float]]]]:
         lane = out if move.direction is Direction.TO_HOST else back
         lane.append((move.start_s, move.end_s - move.start_s))
     sent = [(x.start_s, x.end_s - x.start_s) for x in timeline.collectives]
-    return {**spans, _WAIT: (0, waits), _OUT: (1, out), _IN: (2, back), _NETWORK: (3, sent)}
+    on_host = [(x.start_s, x.end_s - x.start_s) for x in timeline.host_updates]
+    moved = {_OUT: (1, out), _IN: (2, back), _NETWORK: (3, sent), _HOST: (4, on_host)}
+    return {**spans, _WAIT: (0, waits), **moved}

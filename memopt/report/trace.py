@@ -13,7 +13,7 @@ from pathlib import Path
 
 from memopt.report.lanes import Lane, StepLanes
 
-LANES = (Lane.COMPUTE, Lane.OUT, Lane.IN, Lane.NETWORK)
+LANES = (Lane.COMPUTE, Lane.OUT, Lane.IN, Lane.NETWORK, Lane.HOST)
 MICROSECONDS = 1e6
 
 
@@ -22,9 +22,10 @@ def trace_events(steps: Iterable[StepLanes]) -> list[dict[str, object]]:
     events: list[dict[str, object]] = []
     for process, step in enumerate(steps, start=1):
         names = [(0, "process_name", step.title)]
-        sends = any(span.lane is Lane.NETWORK for span in step.spans)
-        drawn = LANES if sends else LANES[:-1]
-        names += [(i, "thread_name", lane.value) for i, lane in enumerate(drawn, start=1)]
+        drawn = {*LANES[:3], *(span.lane for span in step.spans)}
+        names += [
+            (i, "thread_name", lane.value) for i, lane in enumerate(LANES, start=1) if lane in drawn
+        ]
         for thread, kind, name in names:
             args = {"name": name}
             events.append({"name": kind, "ph": "M", "pid": process, "tid": thread, "args": args})

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, TypeAlias, TypeVar
 
+from memopt.models.bounds import relative_gap
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.steps import ChainStep
 from memopt.programs.instructions import Program
+from memopt.programs.replay import Timeline
 
 CostModel: TypeAlias = Chain | Graph
 Kind = TypeVar("Kind", Chain, Graph)
@@ -77,16 +79,47 @@ class Solution:
         return self.steps is not None or self.program is not None
 
 
+def solution_of(
+    program: Program,
+    timeline: Timeline,
+    bound_s: float,
+    proved: float,
+    stats: Mapping[str, object],
+) -> Solution:
+    """Make the solution of a program: optimal where its gap is at most `proved`.
+
+    Args:
+        program: within the budget.
+        timeline: its replay.
+        bound_s: for the strategy's class; programs outside it may be faster.
+        proved: share of the bound.
+        stats: the solution's.
+    """
+    bound_s = min(timeline.time_s, bound_s)
+    # Not by the gap, which is 0 for a bound of 0.
+    optimal = timeline.time_s <= bound_s * (1 + proved)
+    return Solution(
+        Status.OPTIMAL if optimal else Status.FEASIBLE,
+        program=program,
+        peak_bytes=timeline.peak_bytes,
+        time_s=timeline.time_s,
+        lower_bound_s=bound_s,
+        gap=relative_gap(timeline.time_s, bound_s),
+        stats=stats,
+    )
+
+
 @dataclass(frozen=True)
 class Features:
     """What a strategy's plans use: running operators again, moving tensors to the host and back,
-    another order, addresses, other implementations of operators."""
+    another order, addresses, other implementations of operators, updates that the host runs."""
 
     recompute: bool = False
     offload: bool = False
     order: bool = False
     place: bool = False
     implementations: bool = False
+    host_updates: bool = False
 
 
 class Strategy(ABC):

@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.profiler.device_measure import at_once
+from memopt.profiler.device_measure import at_once, host_update_rate
 
 
 def test_measured_device_estimates() -> None:
     device = memopt.measure_device("cpu")
     assert device.block_bytes == 1
     assert device.capacity_bytes is None
+    assert device.host_update_bytes_per_s is None  # the host is the device
     assert (device.flops_fraction, device.memory_fraction) == (1.0, 1.0)
     assert {"float32", "bfloat16", "float32 convolution", "float32 softmax"} <= set(
         device.flops_per_s
@@ -26,6 +27,10 @@ def test_measured_device_estimates() -> None:
         nn.Linear(64, 64), torch.empty(8, 64), device=device, mode="estimate", progress=False
     )
     assert graph.compute_time_s >= len(graph.operators) * device.launch_latency_s
+
+
+def test_the_rate_of_updates_on_the_host() -> None:
+    assert 1e7 < host_update_rate() < 1e13
 
 
 def test_directions_that_are_used_together() -> None:

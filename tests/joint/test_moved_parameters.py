@@ -9,7 +9,7 @@ from memopt.models.device import Device
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.strategies.joint.strategy import Joint
-from memopt.strategies.moving.planning import link_bound_s
+from memopt.strategies.moving.bound import link_bound_s
 from memopt.strategies.offload.graph import OffloadGraph
 from tests.offload.test_moved_step import layered
 

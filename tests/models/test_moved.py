@@ -5,12 +5,13 @@ from random import Random
 
 import pytest
 
-from memopt.models.bounds import memory_lower_bound
+from memopt.errors import InvalidProgramError
+from memopt.models.bounds import memory_lower_bound, time_lower_bound
 from memopt.models.budget import Budget
 from memopt.models.codec import codec
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
-from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
+from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
 from memopt.models.reader import Reader
 from memopt.programs.instructions import (
     Compute,
@@ -25,9 +26,15 @@ from memopt.programs.lifetimes import lifetimes
 from memopt.programs.liveness import store_all, with_frees
 from memopt.programs.moved import moved_tensors
 from memopt.programs.replay import replay
+from memopt.programs.serialize import dumps, loads
 from memopt.programs.validate import ViolationCode, memory_use, validate
 from memopt.report.memory_profile import program_profile
-from tests.random_programs import random_moves, random_program
+from tests.random_programs import (
+    random_host_updates,
+    random_moves,
+    random_program,
+    with_host_updates,
+)
 
 Code = ViolationCode
 X, W, S, Y, G = range(5)
@@ -149,14 +156,16 @@ def test_only_resident_tensors_are_movable_and_files_keep_them():
 
 @pytest.mark.parametrize("block", range(6))
 def test_replay_and_validator_agree_on_random_moves(block):
-    moved = 0
+    moved = hosted = 0
     for seed in range(block * 25, block * 25 + 25):
         rng = Random(seed)
         graph = random_graph(rng, rng.randint(1, 8), updates=rng.random() < 0.8)
         movable = graph.resident.difference(graph.outputs, graph.gradients)
-        graph = replace(graph, movable=sorted(movable))
-        program = random_moves(rng, graph, random_program(rng, graph, recomputations=2, swaps=2))
+        graph = with_host_updates(rng, replace(graph, movable=sorted(movable)))
+        program = random_program(rng, graph, recomputations=2, swaps=2)
+        program = random_moves(rng, graph, random_host_updates(rng, graph, program))
         moved += len(moved_tensors(graph, program))
+        hosted += len(replay(graph, program).host_updates)
         timeline, use = replay(graph, program), memory_use(graph, program)
         assert timeline.step_bytes == tuple(use.during), seed
         assert timeline.host_bytes == tuple(use.host), seed
@@ -171,3 +180,79 @@ def test_replay_and_validator_agree_on_random_moves(block):
                 rest = [*program.instructions[:position], *program.instructions[position + 1 :]]
                 assert validate(graph, Program(rest)) is not None, (seed, position)
     assert moved > 15
+    assert hosted > 3
+
+
+HOSTED = replace(
+    step(),
+    operators=[
+        *step().operators[:2],
+        replace(
+            step().operators[2],
+            implementations=(Implementation("host", 3.0, 7, (), (), on_host=True),),
+        ),
+    ],
+)
+ON_HOST = (
+    SwapIn(W),
+    Compute(0, (Y,)),
+    LossBoundary(),
+    Compute(1, (G,)),
+    Free(Y),
+    Free(W),
+    SwapOut(G),
+    Compute(2, (), "host"),
+    Free(G),
+    DropHost(G),
+)
+
+
+def test_an_update_on_the_host_by_hand():
+    program = Program(ON_HOST)
+    timeline = replay(HOSTED, program, Device(to_host_bytes_per_s=10, from_host_bytes_per_s=5))
+    assert validate(HOSTED, program) is None
+    assert moved_tensors(HOSTED, program) == {W, S}
+    assert timeline.step_bytes == (11, 14, 14, 24, 24, 21, 11, 11, 11, 1)
+    # 30 of w and s, the host's scratch of 7, and g.
+    assert set(timeline.host_bytes[:6]) == {37}
+    assert timeline.host_bytes[6:] == (47, 47, 47, 37)
+    # w arrives at 2, f ends at 4, b at 8; g is on the host at 9, updated at 12.
+    (update,) = timeline.host_updates
+    assert (update.tensor, update.start_s, update.end_s) == (W, 9.0, 12.0)
+    assert timeline.time_s == 12.0
+    assert timeline.start_s[7:] == (8.0, 9.0, 12.0)
+    assert memory_lower_bound(HOSTED) == 24
+    assert time_lower_bound(HOSTED) == 6.0
+    assert validate(HOSTED, program, Budget(24, 47)) is None
+    assert validate(HOSTED, program, Budget(None, 46)).code is Code.OVER_HOST_BUDGET
+    assert loads(dumps(HOSTED)) == HOSTED
+    again = Program((*ON_HOST, SwapIn(W), Free(W)))
+    assert replay(HOSTED, again, Device(to_host_bytes_per_s=5)).time_s == 15.0
+
+
+HOST_MUTATIONS = [
+    ((*ON_HOST[:5], *ON_HOST[6:], Free(W)), Code.UPDATED_IN_BOTH, 6),
+    ((*ON_HOST[:6], ON_HOST[7], ON_HOST[6], *ON_HOST[8:]), Code.HOST_READ_ABSENT, 6),
+    ((*ON_HOST, SwapIn(W), Compute(0, ()), Free(W)), Code.READ_AFTER_UPDATE, 11),
+]
+
+
+@pytest.mark.parametrize(("instructions", "code", "position"), HOST_MUTATIONS)
+def test_mutations_of_an_update_on_the_host_are_named(instructions, code, position):
+    program = Program(instructions)
+    violation = validate(HOSTED, program)
+    assert (violation.code, violation.instruction) == (code, position)
+    if code is not Code.READ_AFTER_UPDATE:
+        with pytest.raises(InvalidProgramError):
+            replay(HOSTED, program)
+
+
+def test_only_updates_of_what_may_move_run_on_the_host():
+    choice = HOSTED.operators[2].implementations[0]
+    forward = replace(HOSTED.operators[0], implementations=(choice,))
+    with pytest.raises(ValueError, match="only updates run on the host"):
+        replace(HOSTED, operators=(forward, *HOSTED.operators[1:]))
+    with pytest.raises(ValueError, match="'s' cannot be on the host"):
+        replace(HOSTED, movable=(W,))
+    with pytest.raises(ValueError, match="on the host it reads"):
+        replace(choice, reads=None)

@@ -10,14 +10,16 @@ from memopt.errors import InfeasibleBudgetError
 from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
-from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
+from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
 from memopt.programs.liveness import store_all
 from memopt.programs.moved import moved_tensors
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.strategies.base import Status
-from memopt.strategies.moving.planning import fixed_graph, link_bound_s
+from memopt.strategies.moving.bound import link_bound_s
+from memopt.strategies.moving.planning import fixed_graph
 from memopt.strategies.offload.graph import OffloadGraph
+from tests.random_programs import with_host_updates
 
 
 def layered(layers: int, weight: int = 100, activation: int = 30) -> Graph:
@@ -87,12 +89,12 @@ def test_a_slow_link_keeps_what_fits():
 
 @pytest.mark.parametrize("block", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_steps(block):
-    moved = 0
+    moved = hosted = 0
     for seed in range(block * 4, block * 4 + 4):
         rng = Random(seed)
         graph = random_graph(rng, rng.randint(1, 6), updates=True)
         movable = graph.resident.difference(graph.outputs, graph.gradients)
-        graph = replace(graph, movable=sorted(movable))
+        graph = with_host_updates(rng, replace(graph, movable=sorted(movable)))
         device = Device(to_host_bytes_per_s=rng.choice([1.0, 5.0, 50.0]), duplex=rng.random() < 0.5)
         peak = replay(graph, store_all(graph)).peak_bytes
         least = OffloadGraph().solve(graph, 0, device=device)
@@ -107,7 +109,74 @@ def test_random_steps(block):
             if resident.program is not None:
                 assert found.time_s <= resident.time_s, seed
             moved += bool(moved_tensors(graph, found.program))
+            hosted += len(replay(graph, found.program).host_updates)
     assert moved > 1
+    assert hosted
+
+
+def test_the_smallest_budget_does_not_depend_on_the_time_there_is():
+    graph, device = layered(6, weight=20, activation=60), Device(to_host_bytes_per_s=100.0)
+    free = OffloadGraph().solve(graph, 0, device=device)
+    hurried = OffloadGraph().solve(graph, 0, device=device, time_limit_s=0.0)
+    assert hurried.smallest_budget_bytes == free.smallest_budget_bytes
+    assert hurried.smallest_budget_bytes < replay(graph, store_all(graph)).peak_bytes // 2
+
+
+def with_host(graph: Graph, time_s: float, scratch: int = 10, exact: bool = True) -> Graph:
+    """The graph whose updates the host may run."""
+    choice = Implementation("host", time_s, scratch, (), (), exact=exact, on_host=True)
+    operators = (
+        replace(o, implementations=(choice,)) if o.phase is Phase.UPDATE else o
+        for o in graph.operators
+    )
+    return replace(graph, operators=tuple(operators))
+
+
+@pytest.mark.parametrize(
+    ("host_s", "rate"),
+    [
+        (5.0, 60.0),
+        pytest.param(0.1, 60.0, marks=pytest.mark.slow),
+        pytest.param(50.0, 300.0, marks=pytest.mark.slow),
+    ],
+)
+def test_the_host_updates_where_that_is_cheaper(host_s, rate):
+    graph, device = with_host(layered(8), host_s), Device(to_host_bytes_per_s=rate)
+    budget = graph.movable_bytes // 2
+    found = OffloadGraph().solve(graph, budget, device=device)
+    plain = OffloadGraph().solve(layered(8), budget, device=device)
+    timeline = replay(graph, found.program, device)
+    assert validate(graph, found.program, Budget(budget, timeline.host_peak_bytes)) is None
+    assert link_bound_s(graph, budget, device) <= timeline.time_s
+    assert bool(timeline.host_updates) == (host_s < 50)
+    # With and without, shares of the room are rounded otherwise.
+    assert timeline.time_s <= plain.time_s * (0.6 if rate == 60.0 else 1 + 1e-9)
+    rounding = with_host(layered(8), host_s, exact=False)
+    assert OffloadGraph().solve(rounding, budget, device=device).program == plain.program
+
+
+def test_a_host_budget_limits_gradients_there():
+    graph, device = with_host(layered(8), 1.0), Device(to_host_bytes_per_s=60.0)
+    budget = graph.movable_bytes // 2
+    free = OffloadGraph().solve(graph, budget, device=device)
+    needed = replay(graph, free.program).host_peak_bytes
+    kept = OffloadGraph(host_budget_bytes=needed - 1).solve(graph, budget, device=device)
+    timeline = replay(graph, kept.program, device)
+    assert timeline.host_peak_bytes < needed
+    assert timeline.host_updates
+    assert free.time_s <= timeline.time_s
+
+
+def test_the_bound_with_updates_on_the_host_by_hand():
+    # 4 updates: of 100 bytes of gradient each, whose device or host takes 0.1 s or 2 s.
+    graph = with_host(layered(4, activation=1), 2.0)
+    device = Device(to_host_bytes_per_s=10.0, from_host_bytes_per_s=1e9)
+    # After the boundary 1,200 - 300 bytes go back, or with x of the updates on the host
+    # 1,200 (1 - x) - 300 + 400 x, of which 400 x are gradients: 30 s at x = 3/4.
+    assert link_bound_s(graph, 301, device) == pytest.approx(4 + 30, rel=1e-6)
+    # A host that is slow: 80 x seconds; 45 s at x = 9/16.
+    slow = with_host(layered(4, activation=1), 20.0)
+    assert link_bound_s(slow, 301, device) == pytest.approx(4 + 45, rel=1e-6)
 
 
 def test_too_little_of_the_host_is_an_error():

@@ -12,9 +12,15 @@ from memopt.models.graph import Graph
 from memopt.plan_record import BaselineFigures
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
+from memopt.programs.moved import resident_bytes_under
 from memopt.programs.replay import replay
 from memopt.strategies import Sequential, Status
-from tests.random_programs import random_program
+from tests.random_programs import (
+    random_host_updates,
+    random_moves,
+    random_program,
+    with_host_updates,
+)
 
 EVIL = (
     "</script><script>document.title='owned'</script>",
@@ -36,6 +42,17 @@ def random_plan(seed: int) -> Plan:
     return plan_of(graph, program, device)
 
 
+def moving_plan(seed: int) -> Plan:
+    """A plan of a random step whose parameters and state live on the host."""
+    rng = random.Random(seed)
+    graph = random_graph(rng, 6, updates=True)
+    movable = graph.resident.difference(graph.outputs, graph.gradients)
+    graph = with_host_updates(rng, replace(graph, movable=sorted(movable)))
+    program = random_program(rng, graph, recomputations=2, swaps=2)
+    program = random_moves(rng, graph, random_host_updates(rng, graph, program))
+    return plan_of(graph, program, memopt.Device(to_host_bytes_per_s=3.0))
+
+
 def plan_of(graph: Graph, program: Program, device: memopt.Device) -> Plan:
     """A program as a plan whose budget is a few bytes above its peak."""
     timeline = replay(graph, program, device)
@@ -44,7 +61,7 @@ def plan_of(graph: Graph, program: Program, device: memopt.Device) -> Plan:
         strategy=Sequential(),
         budget=timeline.peak_bytes + 5,
         peak_bytes=timeline.peak_bytes,
-        resident_bytes=graph.resident_bytes,
+        resident_bytes=resident_bytes_under(graph, program),
         step_time_s=timeline.time_s,
         lower_bound_s=graph.compute_time_s,
         baseline=BaselineFigures(timeline.peak_bytes * 2, timeline.time_s, False),

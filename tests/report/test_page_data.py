@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ from memopt.programs.lifetimes import lifetimes
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.report.memory_profile import program_profile
+from memopt.report.page import document
 from memopt.report.page.document import json_block
 from memopt.report.page.figures import figure_items
 from memopt.report.page.steps import FETCHED, LOSS, STAYS, TRANSIENT, WAIT
+from memopt.report.timeline_plot import COLORS
 from memopt.report.work import moved, recomputed
+from tests.network.test_replay import two_layers
 from tests.plan.tiny import make, profiled, tight_plan
-from tests.report.cases import EVIL, random_plan, renamed
+from tests.report.cases import EVIL, moving_plan, plan_of, random_plan, renamed
 
 SEEDS = range(12)
 
@@ -52,7 +56,7 @@ def memory(data: dict[str, Any], program: dict[str, Any]) -> list[int]:
     """What memory holds during each moment, added up from the page's lifetimes."""
     graph = data["graphs"][program["graph"]]
     sizes, count = graph["tensors"]["bytes"], len(program["moments"])
-    resident = sum(sizes[t] for t in graph["resident"]) + graph["extra_resident_bytes"]
+    resident = sum(sizes[t] for t in program["resident"]) + graph["extra_resident_bytes"]
     change = [0] * (count + 1)
     rows = program["lifetimes"]
     begins = accumulate(rows[1::4])
@@ -69,9 +73,10 @@ def memory(data: dict[str, Any], program: dict[str, Any]) -> list[int]:
     ]
 
 
+@pytest.mark.parametrize("made", [random_plan, moving_plan])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_step_is_the_replay(seed: int) -> None:
-    plan = random_plan(seed)
+def test_a_step_is_the_replay(seed: int, made: Callable[[int], Plan]) -> None:
+    plan = made(seed)
     data = data_of(plan.report(points=0).html)
     program = data["programs"][data["plans"][data["opened"]]["program"]]
     timeline = replay(plan.graph, plan.program, plan.device)
@@ -88,8 +93,43 @@ def test_a_step_is_the_replay(seed: int) -> None:
     assert steps.index(program["peak"]) == positions.index(peak)
     waited = sum(end - begin for begin, end in program["waits"])
     assert waited == pytest.approx(timeline.total_stall_s)
-    copies = [(x.tensor, x.start_s, x.end_s) for x in timeline.transfers]
+    listed = (*timeline.transfers, *timeline.collectives, *timeline.host_updates)
+    copies = [(x.tensor, x.start_s, x.end_s) for x in listed]
     assert [(t, begin, end) for t, _, begin, end in program["copies"]] == copies
+    assert sum(size for _, size in program["resident_parts"]) == plan.resident_bytes
+
+
+def test_collectives_are_a_stream_of_their_own() -> None:
+    graph = two_layers()
+    plan = plan_of(graph, store_all(graph), memopt.Device())
+    data = data_of(plan.report(points=0).html)
+    program = data["programs"][data["plans"][data["opened"]]["program"]]
+    timeline = replay(plan.graph, plan.program, plan.device)
+    assert timeline.collectives
+    sent = [[x.tensor, 2, x.start_s, x.end_s] for x in timeline.collectives]
+    assert [row for row in program["copies"] if row[1] == 2] == sent
+    steps = [
+        start
+        for start, code in zip(starts(data, program), program["moments"], strict=True)
+        if code != WAIT
+    ]
+    assert steps == [timeline.start_s[p] for p in plan.program.steps]
+
+
+def test_the_pages_kinds_of_spans_are_those_that_have_a_colour() -> None:
+    """A kind without a colour would end the page's script."""
+    folder = Path(document.__file__).parent
+    plots, step = ((folder / name).read_text("utf-8") for name in ("plots.js", "step.js"))
+    listed = re.search(r"const KINDS = \[(.*?)\]", plots)
+    assert listed is not None
+    named = {
+        *re.findall(r'"([^"]+)"', listed[1]),
+        *re.findall(r'WAIT \? "([^"]+)" : runKind', plots),
+    }
+    assert re.findall(r'if \(stall\) found.push\(\["([^"]+)"', plots) == ["waiting"]
+    body = step[step.index("function runKind") :].split("}")[0]
+    named.update(re.findall(r'"(\w+)"', body))
+    assert named == set(COLORS)
 
 
 def test_a_wait_holds_what_is_live_before_what_waits() -> None:

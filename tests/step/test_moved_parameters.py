@@ -55,7 +55,14 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 class Made:
     """A model with its planned step, and eager's twin."""
 
-    def __init__(self, model: nn.Module, share: float, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        share: float,
+        device: memopt.Device = LINK,
+        host_budget: int | None = None,
+        **options: Any,
+    ) -> None:
         self.model, self.twin = model, copy.deepcopy(model)
         self.optimizer, self.eager = self.adamw(model), self.adamw(self.twin)
         self.bytes = sum(p.nbytes for p in model.parameters())
@@ -70,7 +77,8 @@ class Made:
             strategy="offload-graph",
             movable="all",
             budget=int((self.bytes + 3 * self.trained) * share),
-            device=LINK,
+            device=device,
+            host_budget=host_budget,
             progress=False,
         )
         self.step = self.plan.train_step(model, LOSS, self.optimizer, **options)

@@ -15,6 +15,7 @@ from memopt.models.graph import Graph
 from memopt.plan_record import PlanRecord
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
+from memopt.programs.moved import moved_tensors
 from memopt.report.comparison_plot import bounds
 from memopt.report.fixed_bytes import fixed_bytes
 from memopt.report.lanes import StepLanes
@@ -151,17 +152,10 @@ class _Collected:
         return len(self.plans) - 1
 
     def graph_rows(self, number: int) -> dict[str, Any]:
-        """A graph's tables, and the sum of what no plan can free."""
+        """A graph's tables, and the program that runs every operator once."""
         tables = self.tables[number]
         own = self._program(number, store_all(tables.graph), self._subject.opened.device)
-        parts = self._subject.optimizer_parts
-        return {
-            **tables.rows(),
-            "own_program": own,
-            "resident_parts": [
-                list(x) for x in fixed_bytes(tables.graph, parts) if x[0] != GRADIENTS
-            ],
-        }
+        return {**tables.rows(), "own_program": own}
 
     def _graph(self, graph: Graph) -> int:
         if id(graph) not in self._known_graphs:
@@ -182,11 +176,15 @@ class _Collected:
         rows = module_rows(
             tables.graph, program, device, len(tables.groups), of_tensor, of_operator
         )
+        standing = fixed_bytes(
+            tables.graph, self._subject.optimizer_parts, moved_tensors(tables.graph, program)
+        )
         self._known_programs.append((graph, program))
         self.programs.append(
             {
                 "graph": graph,
                 **packed(tables, program, device),
+                "resident_parts": [list(x) for x in standing if x[0] != GRADIENTS],
                 "modules": [list(asdict(row).values()) for row in rows],
             }
         )

@@ -23,7 +23,7 @@ function showFigures(data, plan, step) {
       `${formatSeconds(base.step_time_s)}, ${base.measured ? "measured" : "predicted"}; the plan ` +
       `needs ${fixed(Math.abs(100 * saved), 0)} % ${saved >= 0 ? "less" : "more"} memory`),
     tile("never moves", plan.resident_bytes, formatBytes(plan.resident_bytes),
-      step.graph.resident_parts.map(([what, size]) => `${what} ${formatBytes(size)}`).join(", ")),
+      step.program.resident_parts.map(([what, size]) => `${what} ${formatBytes(size)}`).join(", ")),
     tile("recomputed", plan.recomputations, counted(plan.recomputations, "run"),
       `${formatSeconds(again)} of the step`),
     tile("bound", plan.lower_bound_s, formatSeconds(plan.lower_bound_s),
@@ -100,7 +100,7 @@ function momentRow(data, step, m, row, largest) {
 /** What resident bytes belong to no tensor: optimizer state by its parts, and other. */
 function besideTheGraph(step) {
   const inGraph = new Set(["parameters", "buffers", "inputs", "constants", "optimizer state"]);
-  return step.graph.resident_parts.filter(([what]) => !inGraph.has(what)).map(([what, size]) =>
+  return step.program.resident_parts.filter(([what]) => !inGraph.has(what)).map(([what, size]) =>
     `${what} ${formatBytes(size)}`).join(", ");
 }
 

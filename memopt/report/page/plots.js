@@ -1,7 +1,8 @@
 "use strict";
 /* Bokeh's figures, filled from the page's data. */
 
-const LANES = ["compute", "to host", "from host"];
+const LANES = ["compute", "to host", "from host", "network", "host"];
+const KINDS = ["to host", "from host", "collectives", "updates on the host"];
 
 class Plots {
   constructor(data, models) {
@@ -149,19 +150,19 @@ class Plots {
       that there are. */
   streams(step, x, measured) {
     const kinds = new Map(Object.keys(this.data.colors.spans).map((kind) => [kind, []]));
+    const lanes = lanesOf(step);
     for (let m = 0; m < step.count; m++) {
       if (step.codes[m] < WAIT) continue;
-      const kind = step.codes[m] === WAIT ? "waiting for a copy" : runKind(step, m);
+      const kind = step.codes[m] === WAIT ? "waiting" : runKind(step, m);
       const end = this.units.in_steps ? m + 1 : this.at(step.end[m]);
       if (end > x[m]) kinds.get(kind).push([x[m], end, 0]);
     }
     if (!this.units.in_steps) {
-      for (const [, inward, start, end] of step.program.copies) {
-        kinds.get(inward ? "from host" : "to host").push(
-          [this.at(start), this.at(end), inward ? 2 : 1]);
+      for (const [, stream, start, end] of step.program.copies) {
+        kinds.get(KINDS[stream]).push(
+          [this.at(start), this.at(end), lanes.indexOf(LANES[1 + stream])]);
       }
     }
-    const lanes = step.program.copies.length ? [...LANES] : [LANES[0]];
     if (measured.length) {
       const first = lanes.length;
       const used = LANES.filter((lane) => measured.some((span) => span[0] === lane));
@@ -220,13 +221,20 @@ function boundBoxes(curve, memory, time) {
   return boxes;
 }
 
+/** The streams that a step uses; copies have both of theirs. */
+function lanesOf(step) {
+  const used = new Set([0, ...step.program.copies.map(([, stream]) => 1 + stream)]);
+  if (used.has(1) || used.has(2)) used.add(1).add(2);
+  return LANES.filter((_, number) => used.has(number));
+}
+
 /** A recorded step's spans as [kind, lane, start, end]; what runs for a second time is recomputed,
     and what lies between the halves of the step (the loss, autograd) stays blank. */
 function measuredSpans(step, measured) {
   const numbers = new Map(step.graph.operators.name.map((name, op) => [name, op]));
   const ran = new Set(), found = [];
   for (const [lane, name, start, end, stall] of measured) {
-    if (stall) found.push(["waiting for a copy", lane, start, end]);
+    if (stall) found.push(["waiting", lane, start, end]);
     else if (lane !== LANES[0]) found.push([lane, lane, start, end]);
     else if (numbers.has(name)) {
       const phase = step.graph.operators.phase[numbers.get(name)];

@@ -71,7 +71,7 @@ function stackOf(step, layerOfTensor, layerOfWorkspace, layerOfExtra, layers) {
   const { graph, lives, count } = step;
   const bytes = graph.tensors.bytes;
   const stack = Array.from({ length: layers }, () => new Float64Array(count + 1));
-  for (const tensor of graph.resident) stack[layerOfTensor(tensor)][0] += bytes[tensor];
+  for (const tensor of step.program.resident) stack[layerOfTensor(tensor)][0] += bytes[tensor];
   stack[layerOfExtra()][0] += graph.extra_resident_bytes;
   for (let i = 0; i < lives.tensor.length; i++) {
     const layer = stack[layerOfTensor(lives.tensor[i])], size = bytes[lives.tensor[i]];
@@ -210,7 +210,7 @@ function inMemory(step, m) {
     }
   }
   const kinds = new Map();
-  for (const tensor of graph.resident) {
+  for (const tensor of step.program.resident) {
     const row = kinds.get(kind[tensor]) ?? { bytes: 0, count: 0, resident: kind[tensor] };
     row.bytes += bytes[tensor];
     row.count += 1;

@@ -15,12 +15,16 @@ from typing import Any
 from memopt.models.device import Device
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.lifetimes import Lifetime, lifetimes
+from memopt.programs.moved import resident_under
 from memopt.programs.replay import Direction, Timeline, replay
 from memopt.report.page.tables import GraphTables
 
 WAIT, LOSS, MOVED = -1, -2, 3
 """A wait, the loss, and what moves tensor t: -(MOVED + 3t + c), c = 0 a copy to the host begins,
 1 a copy back begins, 2 a host copy is dropped."""
+
+STREAMS = (Direction.TO_HOST, Direction.FROM_HOST, Direction.NETWORK, Direction.HOST)
+"""The streams beside compute, as copies name them."""
 
 TRANSIENT, FETCHED, TAKES_OVER, STAYS, TANGENT = 1, 2, 4, 8, 16
 """Flags of a lifetime: written and not kept; begun by a copy back; in the storage of another;
@@ -33,8 +37,10 @@ def packed(tables: GraphTables, program: Program, device: Device) -> dict[str, A
     `waits` are the (begin, end) of each wait in order, seconds; every other moment starts when
     the one before it is over and takes its run's time. `lifetimes` are rows of four integers, one
     after the other: tensor, first moment less that of the row before, number of moments, flags.
-    `copies` are (tensor, 0 out or 1 back, start and end in seconds), and `host` the host copies,
-    rows of tensor, first moment and moment of its end.
+    `copies` are (tensor, number in `STREAMS`, start and end in seconds), collectives and
+    updates on the host among them,
+    and `host` the host copies, rows of tensor, first moment and moment of its end. `resident` are
+    the tensors that are on the device during the whole step.
     """
     timeline = replay(tables.graph, program, device)
     keys, moments, waits = _moments(tables, program, timeline)
@@ -58,9 +64,10 @@ def packed(tables: GraphTables, program: Program, device: Device) -> dict[str, A
         "waits": waits,
         "lifetimes": rows,
         "host": host,
+        "resident": sorted(resident_under(tables.graph, program)),
         "copies": [
-            [x.tensor, int(x.direction is Direction.FROM_HOST), x.start_s, x.end_s]
-            for x in timeline.transfers
+            [x.tensor, STREAMS.index(x.direction), x.start_s, x.end_s]
+            for x in (*timeline.transfers, *timeline.collectives, *timeline.host_updates)
         ],
         "peak": None if peak is None else bisect_left(keys, 2 * peak + 1),
         "time_s": timeline.time_s,

@@ -61,7 +61,6 @@ class GraphTables:
                 "text": [self._texts.get(t, "") for t in range(len(graph.tensors))],
                 "producer": [graph.producer.get(t, -1) for t in range(len(graph.tensors))],
             },
-            "resident": sorted(graph.resident),
             "extra_resident_bytes": graph.extra_resident_bytes,
             "boundary_bytes": graph.boundary_bytes,
             "operators": {
@@ -74,8 +73,12 @@ class GraphTables:
             "runs": {
                 "op": [op for op, _ in self._runs],
                 "implementation": [how or "" for _, how in self._runs],
-                "time_s": [one.time_s for one in chosen],
-                "workspace_bytes": [one.workspace_bytes for one in chosen],
+                "time_s": [
+                    # A collective takes the network's time, an update on the host the host's.
+                    0.0 if graph.operators[op].collective or one.on_host else one.time_s
+                    for (op, _), one in zip(self._runs, chosen, strict=True)
+                ],
+                "workspace_bytes": [0 if one.on_host else one.workspace_bytes for one in chosen],
                 "reads": [list(dict.fromkeys(one.reads)) for one in chosen],
                 "writes": [list(one.writes) for one in chosen],
             },

@@ -12,6 +12,7 @@ from memopt.programs.instructions import Program
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.step_linearization import linearize_step
 from memopt.strategies.base import Solution
+from memopt.strategies.moving.on_host import without_host_updates
 from memopt.strategies.moving.planning import Limits, fixed_graph, planned_moves
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.rotor.strategies import Rotor
@@ -27,7 +28,7 @@ def plan_moved(
     graph: Graph,
     budget_bytes: int | None,
     device: Device,
-    host_budget_bytes: int | None,
+    mover: OffloadGraph,
     deadline: Deadline,
     name: str,
 ) -> Solution:
@@ -35,19 +36,21 @@ def plan_moved(
 
     Args:
         graph: a whole step with movable tensors.
-        budget_bytes, device, host_budget_bytes: as of `Strategy.solve` and `Joint`.
+        budget_bytes, device: as of `Strategy.solve`.
+        mover: plans without recomputation; its host budget and its updates are the plan's.
         deadline: of the search.
         name: the strategy's, for messages.
     """
     limit_s = None if math.isinf(deadline.left_s) else OFFLOAD_SHARE * deadline.left_s
-    moved = OffloadGraph(host_budget_bytes).solve(
+    moved = mover.solve(
         graph, budget_bytes, device=device, time_limit_s=limit_s, progress=deadline.progress
     )
     if budget_bytes is None:
         return moved
-    host_bytes = math.inf if host_budget_bytes is None else host_budget_bytes
-    limits = Limits(budget_bytes, host_bytes, deadline)
+    host_budget = mover.host_budget_bytes
+    limits = Limits(budget_bytes, math.inf if host_budget is None else host_budget, deadline)
     bases = (("rotor", program) for program in recomputed(graph, budget_bytes))
+    graph = without_host_updates(graph, inexact_only=True) if mover.exact_only else graph
     first = next(bases, None)
     if first is None:
         return moved

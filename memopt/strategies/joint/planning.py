@@ -13,7 +13,7 @@ from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.strategies.auto.members import Member
-from memopt.strategies.base import Solution, Status
+from memopt.strategies.base import Solution, Status, solution_of
 from memopt.strategies.joint.least_memory import least_memory, program_within, smaller
 from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.moved import Moved, Mover
@@ -127,7 +127,8 @@ class JointPlanning:
             self.offer(least, "least memory")
             if self.best is None:
                 return self._without_plan(least)
-        return self._with_plan(*self.best)
+        program, _, source = self.best
+        return self._with_plan(program, source)
 
     @property
     def _beats_moving(self) -> bool:
@@ -258,9 +259,7 @@ class JointPlanning:
         found = program_within(self.mover, runs, max(least_bytes, self.limit_bytes))
         return smaller(self.mover, [found, *programs])
 
-    def _with_plan(self, program: Program, time_s: float, source: str) -> Solution:
-        bound_s = min(self.bound_s, time_s)
-        gap = (time_s - bound_s) / bound_s if bound_s > 0 else 0.0
+    def _with_plan(self, program: Program, source: str) -> Solution:
         timeline = replay(self.graph, program, self.device)
         stats = {
             "source": source,
@@ -270,22 +269,13 @@ class JointPlanning:
             "host_peak_bytes": timeline.host_peak_bytes,
             "solve_s": time.monotonic() - self.began_s,
         }
-        return Solution(
-            Status.OPTIMAL if gap <= PROVED else Status.FEASIBLE,
-            program=program,
-            peak_bytes=timeline.peak_bytes,
-            time_s=time_s,
-            lower_bound_s=bound_s,
-            gap=gap,
-            stats=stats,
-        )
+        return solution_of(program, timeline, self.bound_s, PROVED, stats)
 
     def _without_plan(self, least: Program) -> Solution:
         """The smallest budget known, and whether a smaller one is proved impossible."""
         proved = memory_lower_bound(self.graph) > self.limit_bytes
-        time_s = replay(self.graph, least, self.device).time_s
         self.bound_s = time_lower_bound(self.graph)
-        named = self._with_plan(least, time_s, "least memory")
+        named = self._with_plan(least, "least memory")
         return Solution(
             Status.INFEASIBLE if proved else Status.UNKNOWN,
             smallest_budget_bytes=named.peak_bytes,

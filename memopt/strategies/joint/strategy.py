@@ -50,7 +50,9 @@ class Joint(Strategy):
 
     name: ClassVar[str] = "joint"
     needs: ClassVar[str] = "graph"
-    features: ClassVar[Features] = Features(recompute=True, offload=True, implementations=True)
+    features: ClassVar[Features] = Features(
+        recompute=True, offload=True, implementations=True, host_updates=True
+    )
     references: ClassVar[tuple[str, ...]] = (
         *OffloadGraph.references,
         *Monet.references,
@@ -85,8 +87,8 @@ class Joint(Strategy):
         host_bytes = math.inf if self.host_budget_bytes is None else self.host_budget_bytes
         if graph.movable:
             deadline = Deadline(begin + limit_s, progress)
-            host = self.host_budget_bytes
-            return plan_moved(graph, budget_bytes, device or Device(), host, deadline, self.name)
+            mover = OffloadGraph(self.host_budget_bytes, exact_only=self.exact_only)
+            return plan_moved(graph, budget_bytes, device or Device(), mover, deadline, self.name)
         planning = JointPlanning(
             graph,
             budget_bytes,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from memopt.models.bounds import needed_operators, relative_gap, time_lower_bound
+from memopt.models.bounds import needed_operators, time_lower_bound
 from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
-from memopt.strategies.base import Solution, Status
+from memopt.strategies.base import Solution, Status, solution_of
 
 
 def counted_exactly(graph: Graph) -> bool:
@@ -30,28 +30,8 @@ def counted_exactly(graph: Graph) -> bool:
 def solution(
     graph: Graph, program: Program, bound_s: float, proved: float, stats: dict[str, object]
 ) -> Solution:
-    """Make the solution of a program: optimal where its gap is at most `proved`.
-
-    Args:
-        graph: the cost model.
-        program: within the budget.
-        bound_s: for the strategy's class; programs outside it may be faster.
-        proved: share of the bound.
-        stats: the solution's.
-    """
-    timeline = replay(graph, program)
-    bound_s = min(timeline.time_s, bound_s)
-    # Not by the gap, which is 0 for a bound of 0.
-    optimal = timeline.time_s <= bound_s * (1 + proved)
-    return Solution(
-        Status.OPTIMAL if optimal else Status.FEASIBLE,
-        program=program,
-        peak_bytes=timeline.peak_bytes,
-        time_s=timeline.time_s,
-        lower_bound_s=bound_s,
-        gap=relative_gap(timeline.time_s, bound_s),
-        stats=stats,
-    )
+    """`solution_of` a program that moves nothing."""
+    return solution_of(program, replay(graph, program), bound_s, proved, stats)
 
 
 def without_plan(

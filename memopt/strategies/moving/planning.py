@@ -2,7 +2,7 @@
 
 `planned_moves` takes base programs (whoever made them: every operator once, activations moved or
 recomputed) and keeps the fastest program that `memopt.strategies.moving.stays` makes of one
-within the budgets. `link_bound_s` is the bound beside it, in closed form.
+within the budgets, with none, some or all of the updates run by the host.
 """
 
 from __future__ import annotations
@@ -13,27 +13,25 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from memopt.errors import InfeasibleBudgetError
-from memopt.models.bounds import (
-    choices_of,
-    memory_lower_bound,
-    needed_operators,
-    relative_gap,
-    sure_reads,
-    time_lower_bound,
-)
+from memopt.models.bounds import memory_lower_bound
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
-from memopt.programs.moved import changed_by
 from memopt.programs.replay import Timeline, replay
 from memopt.reductions.updates import updates_of, with_early_updates, without_updates
-from memopt.strategies.base import Solution, Status
-from memopt.strategies.moving.stays import MovedBase
+from memopt.strategies.base import Solution, Status, solution_of, stops
+from memopt.strategies.moving.bound import link_bound_s
+from memopt.strategies.moving.on_host import possible, shares, without_host_updates
+from memopt.strategies.moving.stays import CHOICES, Choice, MovedBase
 from memopt.strategies.solvers.running import Deadline, Stopped
 
 PROVED = 1e-9
+SCOUTS = tuple(one for one in CHOICES if one.reserve == 0.3 and not one.for_returns)
+"""The programs that are made with each share of the updates on the host."""
+CLOSE = 1.1
+"""So many times the best time with updates on the host is close to it."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,8 @@ class Limits:
 
 
 def fixed_graph(graph: Graph) -> Graph:
-    """The step without movable tensors: parameters and state are resident."""
-    return replace(graph, movable=())
+    """The step without movable tensors: parameters and state are resident, and updated there."""
+    return replace(without_host_updates(graph), movable=())
 
 
 def early_steps(graph: Graph) -> Iterator[Program]:
@@ -78,7 +76,7 @@ def planned_moves(
     Args:
         graph: a step with movable tensors.
         device: link rates.
-        limits: budgets and deadline. The first base is always tried.
+        limits: budgets and deadline. Until there is a plan, all bases are tried.
         bases: (who made it, program), the movable tensors resident in it.
         name: the strategy's, for messages.
         known: a plan without moves, which the one returned is at least as fast as.
@@ -92,8 +90,9 @@ def planned_moves(
         search.offer(known.program, "nothing of the parameters moves")
     try:
         for source, program in bases:
-            search.base(MovedBase(graph, program, device), source)
-            if limits.deadline.passed(0.5, f"moving parameters: {source}"):
+            search.base(program, source)
+            told = stops(limits.deadline.progress, 0.5, f"moving parameters: {source}")
+            if told or (search.best is not None and not limits.deadline.left_s):
                 break
     except (KeyboardInterrupt, Stopped):
         if search.least is None:
@@ -116,29 +115,61 @@ class _Search:
     def __post_init__(self) -> None:
         self.bound_s = link_bound_s(self.graph, self.limits.device_bytes, self.device)
 
-    def offer(self, program: Program, source: str) -> None:
-        """Keep a program that keeps the budgets, if it is the fastest."""
+    def offer(self, program: Program, source: str) -> float:
+        """Keep a program that keeps the budgets, if it is the fastest; its time, infinite beyond
+        them."""
         timeline = replay(self.graph, program, self.device)
         self.tried += 1
         if timeline.peak_bytes > self.limits.device_bytes:
-            return
+            return math.inf
         self.least_host_bytes = min(self.least_host_bytes, timeline.host_peak_bytes)
         if timeline.host_peak_bytes > self.limits.host_bytes:
-            return
+            return math.inf
         if self.best is None or timeline.time_s < self.best[1].time_s:
             self.best = program, timeline, source
+        return timeline.time_s
 
-    def base(self, base: MovedBase, source: str) -> None:
-        """Offer what can be made of one base."""
-        if self.least is None or base.floor_bytes < self.least.floor_bytes:
-            self.least = base
-        if base.floor_bytes > self.limits.device_bytes or self._hopeless(base):
-            return
-        for program in base.candidates(self.limits.device_bytes):
-            self.offer(program, source)
-            late = self.best is not None and not self.limits.deadline.left_s
-            if late or self.done:
-                return
+    def base(self, program: Program, source: str) -> None:
+        """Offer what can be made of one base: with each share of the updates on the host a few
+        programs, and all of them with the best of those shares, and with none if that is close."""
+        updates = possible(self.graph, program)
+        found: list[tuple[float, int, MovedBase]] = []
+        for number, hosted in enumerate(shares(self.graph, updates)):
+            base = MovedBase(self.graph, program, self.device, hosted)
+            if self.least is None or base.floor_bytes < self.least.floor_bytes:
+                self.least = base
+            if base.floor_bytes > self.limits.device_bytes or self._hopeless(base):
+                continue
+            choices = self._choices(base, SCOUTS if updates else CHOICES)
+            found.append((self._tried(base, choices, source), number, base))
+        found.sort(key=lambda row: row[:2])
+        for time_s, number, base in found if updates else ():
+            if base is found[0][-1] or (not number and time_s <= CLOSE * found[0][0]):
+                rest = [choice for choice in CHOICES if choice not in SCOUTS]
+                self._tried(base, self._choices(base, rest), source)
+
+    def _choices(self, base: MovedBase, choices: Iterable[Choice]) -> list[Choice]:
+        """These; where host memory is limited, also with gradients that leave it at once."""
+        listed = list(choices)
+        if base.hosted and math.isfinite(self.limits.host_bytes):
+            listed += [replace(one, drops_at_once=True) for one in listed]
+        return listed
+
+    def _tried(self, base: MovedBase, choices: Iterable[Choice], source: str) -> float:
+        """Offer a base's programs; the least time of those within the budgets."""
+        name = f"{source}, {len(base.hosted)} updates on the host" if base.hosted else source
+        least_s = math.inf
+        if not self.over:
+            for program in base.candidates(self.limits.device_bytes, choices):
+                least_s = min(least_s, self.offer(program, name))
+                if self.over:
+                    break
+        return least_s
+
+    @property
+    def over(self) -> bool:
+        """Whether to return what there is."""
+        return self.done or (self.best is not None and not self.limits.deadline.left_s)
 
     def _hopeless(self, base: MovedBase) -> bool:
         """Whether the base alone, without any stall for moved tensors, is slower than the best."""
@@ -177,23 +208,14 @@ class _Search:
     def _of(
         self, program: Program, timeline: Timeline, source: str, bound_s: float, began_s: float
     ) -> Solution:
-        bound_s = min(bound_s, timeline.time_s)
-        proved = timeline.time_s <= bound_s * (1 + PROVED)
-        return Solution(
-            Status.OPTIMAL if proved else Status.FEASIBLE,
-            program=program,
-            peak_bytes=timeline.peak_bytes,
-            time_s=timeline.time_s,
-            lower_bound_s=bound_s,
-            gap=relative_gap(timeline.time_s, bound_s),
-            stats={
-                "source": source,
-                "programs_tried": self.tried,
-                "stall_s": timeline.total_stall_s,
-                "host_peak_bytes": timeline.host_peak_bytes,
-                "solve_s": time.monotonic() - began_s,
-            },
-        )
+        stats = {
+            "source": source,
+            "programs_tried": self.tried,
+            "stall_s": timeline.total_stall_s,
+            "host_peak_bytes": timeline.host_peak_bytes,
+            "solve_s": time.monotonic() - began_s,
+        }
+        return solution_of(program, timeline, bound_s, PROVED, stats)
 
 
 def activation_bases(
@@ -219,48 +241,3 @@ def activation_bases(
         if taken is not None and taken.program is not None:
             source = f"activations within {share:.0%} of the room"
             yield source, with_in_place(graph, taken.program)
-
-
-def link_bound_s(graph: Graph, budget_bytes: int, device: Device) -> float:
-    """No program of a step with movable tensors is faster within a budget, whatever it recomputes.
-
-    What the forward reads and the budget cannot hold is fetched before the loss boundary; what
-    the backward and the updates read and the budget cannot hold is fetched after it, while what
-    updates change and the budget cannot hold goes back. Forward and backward each take at least
-    that long, and as long as their operators. (Latencies are left out; a link without duplex
-    carries both directions one after the other.)
-    """
-    held = budget_bytes - (graph.resident_bytes - graph.movable_bytes)
-    movable = set(graph.movable)
-    early = _before_boundary(graph)
-    compute_s = [0.0, 0.0]
-    read: tuple[set[int], set[int]] = (set(), set())
-    changed: set[int] = set()
-    for index in needed_operators(graph):
-        operator, after = graph.operators[index], index >= graph.first_backward
-        if after or index in early:
-            compute_s[after] += min(choice.time_s for choice in choices_of(operator))
-            read[after].update(movable & sure_reads(operator))
-            changed.update(movable.intersection(changed_by(graph, operator)))
-
-    def excess(tensors: set[int]) -> int:
-        return max(0, sum(graph.tensors[t].size_bytes for t in tensors) - held)
-
-    into, out = device.swap_in_bytes_per_s, device.to_host_bytes_per_s
-    fetched_s, returned_s = excess(read[1]) / into, excess(changed) / out
-    link_s = max(fetched_s, returned_s) if device.duplex else fetched_s + returned_s
-    halves_s = max(compute_s[0], excess(read[0]) / into) + max(compute_s[1], link_s)
-    return max(halves_s, time_lower_bound(graph))
-
-
-def _before_boundary(graph: Graph) -> frozenset[int]:
-    """Forward operators that the outputs depend on: they run before the loss boundary."""
-    found: set[int] = set()
-    waiting = [graph.producer[t] for t in graph.outputs if t in graph.producer]
-    while waiting:
-        index = waiting.pop()
-        if index not in found and index < graph.first_backward:
-            found.add(index)
-            reads = sure_reads(graph.operators[index])
-            waiting += [graph.producer[t] for t in reads if t in graph.producer]
-    return frozenset(found)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -23,9 +23,18 @@ import numpy.typing as npt
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.programs.instructions import Free, Instruction, Program, SwapIn, SwapOut
+from memopt.programs.instructions import (
+    Compute,
+    DropHost,
+    Free,
+    Instruction,
+    Program,
+    SwapIn,
+    SwapOut,
+)
 from memopt.programs.moved import changed_by
 from memopt.programs.replay import Timeline, replay
+from memopt.strategies.moving.on_host import HostUpdate, without
 
 Ints = npt.NDArray[np.int64]
 
@@ -63,11 +72,14 @@ class Choice:
             readers.
         reserve: see `RESERVES`.
         for_returns: the share of the reserve that copies to the host have for themselves.
+        drops_at_once: whether a gradient's host copy goes as soon as its device copy has, for
+            which the compute stream waits, not when its update on the host should be over.
     """
 
     whole_first: bool
     reserve: float
     for_returns: float = 0.0
+    drops_at_once: bool = False
 
 
 CHOICES = tuple(
@@ -84,13 +96,20 @@ class MovedBase:
 
     Attributes:
         graph: with movable tensors.
-        program: treats them as resident.
+        whole: treats them as resident.
         device: link rates.
+        hosted: updates that the host runs.
+        program: `whole` without those.
+        gradients: position of the Free of such an update's gradient → the update.
     """
 
     graph: Graph
-    program: Program
+    whole: Program
     device: Device
+    hosted: tuple[HostUpdate, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.program, self.gradients = without(self.graph, self.whole, self.hosted)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -117,10 +136,16 @@ class MovedBase:
         return found
 
     @cached_property
+    def of_host(self) -> frozenset[int]:
+        """What the host updates."""
+        reads = (t for one in self.hosted for t in self.graph.operators[one.op].reads)
+        return frozenset(reads) & frozenset(self.graph.movable)
+
+    @cached_property
     def least_bytes(self) -> Ints:
         """Memory during each instruction when tensors are there only while they are read."""
         need = np.array(self.timeline.step_bytes, dtype=np.int64)
-        need -= sum(map(self.size, self.touched))  # what nothing reads stays
+        need -= sum(map(self.size, self.of_host.union(self.touched)))  # what nothing reads stays
         for tensor, positions in self.touched.items():
             need[positions] += self.size(tensor)
         return need
@@ -134,9 +159,11 @@ class MovedBase:
         """Bytes of a tensor."""
         return self.graph.tensors[tensor].size_bytes
 
-    def candidates(self, budget_bytes: int) -> Iterator[Program]:
+    def candidates(
+        self, budget_bytes: int, choices: Iterable[Choice] = CHOICES
+    ) -> Iterator[Program]:
         """Programs within a budget of at least `floor_bytes`: one base, several choices."""
-        for choice in CHOICES:
+        for choice in choices:
             plan = _Room(self, budget_bytes, choice)
             plan.keep()
             starts_s = np.array(self.timeline.start_s)
@@ -160,6 +187,8 @@ class _Room:
         self.used = self.base.least_bytes.copy()
         for tensor, positions in self.base.touched.items():
             self.stays[tensor] = [Stay(tensor, i, i) for i in positions]
+        self.drops: dict[int, list[int]] = {}
+        """Position → gradients whose host copy is dropped after it."""
 
     @property
     def reserve_bytes(self) -> int:
@@ -185,7 +214,7 @@ class _Room:
         def saved(tensor: int) -> tuple[float, int]:
             return -len(self.stays[tensor]) - (tensor in base.changed), -base.size(tensor)
 
-        for tensor in sorted(self.stays, key=lambda t: (saved(t), t)):
+        for tensor in sorted(self.stays.keys() - base.of_host, key=lambda t: (saved(t), t)):
             size, free = base.size(tensor), np.ones(len(self.used), dtype=bool)
             for stay in self.stays[tensor]:
                 free[stay.begin : stay.end + 1] = False
@@ -221,12 +250,13 @@ class _Room:
             for first, second in pairwise(one):
                 second.before = first
         stays = [stay for one in each for stay in one]
+        copied = [Stay(one.gradient, i, i) for i, one in self.base.gradients.items()]
         for key, outward, stay in sorted(
-            (*self._fetches(stays, starts_s), *self._returns(stays, starts_s)),
+            (*self._fetches(stays, starts_s), *self._returns([*stays, *copied], starts_s)),
             key=lambda row: (row[0], row[1], row[2].begin, row[2].tensor),
         ):
             self._widen(used, stay, key, outward)
-        return self._written(stays)
+        return self._written(stays, copied)
 
     def _fetches(
         self, stays: list[Stay], starts_s: npt.NDArray[np.float64]
@@ -243,16 +273,26 @@ class _Room:
         self, stays: list[Stay], starts_s: npt.NDArray[np.float64]
     ) -> Iterator[tuple[int, int, Stay]]:
         """(the update, the instruction before which its copy to the host should be over, stay)."""
-        free_s, graph = 0.0, self.base.graph
+        free_s, host_s, graph = 0.0, 0.0, self.base.graph
         operators = dict(self.base.program.computes)
+        self.drops = {}
         for stay in sorted(stays, key=lambda s: (s.end, s.tensor)):
-            update = self.base.changed.get(stay.tensor)
-            if update is None or not stay.begin <= update <= stay.end:
-                continue
-            time_s = graph.operators[operators[update].op].time_s
+            host = self.base.gradients.get(stay.begin)
+            if host is not None and host.gradient == stay.tensor:
+                update, time_s = stay.begin, 0.0
+            else:
+                host, update = None, self.base.changed.get(stay.tensor, -1)
+                if not stay.begin <= update <= stay.end:
+                    continue
+                time_s = graph.operators[operators[update].op].time_s
             free_s = max(free_s, float(starts_s[update]) + time_s)
             free_s += self.base.device.swap_out_time_s(self.base.size(stay.tensor))
-            yield update, bisect_left(starts_s, free_s), stay
+            until = bisect_left(starts_s, free_s)
+            if host is not None:
+                host_s = max(host_s, free_s) + host.time_s
+                drop = stay.end if self.choice.drops_at_once else bisect_left(starts_s, host_s)
+                self.drops.setdefault(max(drop, update), []).append(stay.tensor)
+            yield update, until, stay
 
     def _widen(self, used: Ints, stay: Stay, key: int, until: int) -> None:
         """Let a stay begin earlier, towards `key`, or (with `until`) end later, where that fits."""
@@ -272,7 +312,7 @@ class _Room:
             stay.begin = inside.start
         used[inside] += size
 
-    def _written(self, stays: list[Stay]) -> tuple[Program, list[int]]:
+    def _written(self, stays: list[Stay], copied: list[Stay]) -> tuple[Program, list[int]]:
         begins: dict[int, list[Stay]] = {}
         ends: dict[int, list[Stay]] = {}
         for stay in sorted(stays, key=lambda s: (self._first_use(s), s.tensor)):
@@ -288,12 +328,24 @@ class _Room:
                 outs.setdefault(update, []).append(tensor)
         listed: list[Instruction] = []
         positions: list[int] = []
+        left: dict[int, list[int]] = {}
+        for stay in copied:
+            left.setdefault(stay.end, []).append(stay.tensor)
+        length = len(self.base.program)
         for position, instruction in enumerate(self.base.program):
             listed += (SwapIn(stay.tensor) for stay in begins.get(position, ()))
             positions.append(len(listed))
-            listed.append(instruction)
+            host = self.base.gradients.get(position)
+            if host is None:
+                listed.append(instruction)
+            else:
+                listed += (SwapOut(host.gradient), Compute(host.op, (), host.implementation))
             listed += map(SwapOut, outs.get(position, ()))
+            listed += map(Free, left.get(position, ()))
             listed += (Free(stay.tensor) for stay in ends.get(position, ()))
+            listed += map(DropHost, self.drops.get(position, ()))
+        late = (t for i, tensors in sorted(self.drops.items()) if i >= length for t in tensors)
+        listed += map(DropHost, late)
         return Program(listed), positions
 
     def _first_use(self, stay: Stay) -> int:

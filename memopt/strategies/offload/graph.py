@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from memopt.errors import InfeasibleBudgetError
-from memopt.models.bounds import memory_lower_bound, relative_gap
+from memopt.models.bounds import memory_lower_bound
 from memopt.models.budget import Budget
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
@@ -25,8 +25,18 @@ from memopt.programs.replay import Timeline, replay
 from memopt.programs.validate import validate
 from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
-from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy, stops
+from memopt.strategies.base import (
+    CostModel,
+    Features,
+    Progress,
+    Solution,
+    Status,
+    Strategy,
+    solution_of,
+    stops,
+)
 from memopt.strategies.budget_search import best_that_fits
+from memopt.strategies.moving.on_host import without_host_updates
 from memopt.strategies.moving.planning import (
     Limits,
     activation_bases,
@@ -47,6 +57,8 @@ TIMINGS = tuple(
     for at_once in (False, True)
 )
 
+PROVED = 1e-12
+"""Gap at which a plan is optimal: sums of floats in another order."""
 SHARES = (0.8, 0.5, 0.25)
 """Of the room, what activations may take where parameters move, too."""
 
@@ -65,15 +77,18 @@ class OffloadGraph(Strategy):
         host_budget_bytes: the most that may be on the host at once; None: no limit.
         moves: schedules that the local search may try.
         chain: whether `dynprog` and `greedy`, lowered to the graph, are candidates too.
+        exact_only: where parameters move, leave out updates on the host that round otherwise than
+            the device's.
     """
 
     host_budget_bytes: int | None = None
     moves: int = 60
     chain: bool = True
+    exact_only: bool = True
 
     name: ClassVar[str] = "offload-graph"
     needs: ClassVar[str] = "graph"
-    features: ClassVar[Features] = Features(offload=True)
+    features: ClassVar[Features] = Features(offload=True, host_updates=True)
     references: ClassVar[tuple[str, ...]] = (PAPER,)
 
     def __post_init__(self) -> None:
@@ -128,9 +143,13 @@ class OffloadGraph(Strategy):
 
             return Solution(Status.UNKNOWN)
 
-        known = resident(fixed_graph(graph), budget_bytes)
+        fixed = fixed_graph(graph)
+        graph = without_host_updates(graph, inexact_only=True) if self.exact_only else graph
         if budget_bytes is None:
-            return known
+            return resident(fixed, None)
+        # Its plan of least memory, which there is below that, would be of no use here.
+        fits = budget_bytes >= graph_problem(fixed, linked(self, device)).floor_bytes
+        known = resident(fixed, budget_bytes) if fits else None
         limits = Limits(budget_bytes, self._host_bytes, Deadline(end_s, progress))
         bases = itertools.chain(
             (("every operator once", base) for base in early_steps(graph)),
@@ -200,7 +219,7 @@ class _Candidates:
     @property
     def done(self) -> bool:
         """Whether nothing can be faster."""
-        return self.best is not None and self.best[1].time_s <= self.bound_s * (1 + 1e-12)
+        return self.best is not None and self.best[1].time_s <= self.bound_s * (1 + PROVED)
 
     @property
     def late(self) -> bool:
@@ -288,22 +307,14 @@ class _Candidates:
                 None,
             )
         program, timeline, source = self.best
-        bound_s = min(self.bound_s, timeline.time_s)
-        return Solution(
-            Status.OPTIMAL if self.done else Status.FEASIBLE,
-            program=program,
-            peak_bytes=timeline.peak_bytes,
-            time_s=timeline.time_s,
-            lower_bound_s=bound_s,
-            gap=relative_gap(timeline.time_s, bound_s),
-            stats={
-                "source": source,
-                "gaps": len(self.problem.absences),
-                "stall_s": timeline.total_stall_s,
-                "host_peak_bytes": timeline.host_peak_bytes,
-                "solve_s": time.monotonic() - started,
-            },
-        )
+        stats = {
+            "source": source,
+            "gaps": len(self.problem.absences),
+            "stall_s": timeline.total_stall_s,
+            "host_peak_bytes": timeline.host_peak_bytes,
+            "solve_s": time.monotonic() - started,
+        }
+        return solution_of(program, timeline, self.bound_s, PROVED, stats)
 
 
 def covers(problem: GraphProblem, budget_bytes: int) -> Iterator[tuple[Absence, ...]]:

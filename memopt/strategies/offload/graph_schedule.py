@@ -60,8 +60,8 @@ class _Pass:
     absences: tuple[Absence, ...]
     instructions: list[Instruction] = field(default_factory=list)
     off_bytes: int = 0
-    open: list[Absence] = field(default_factory=list)
-    """Absences that have started, their tensor still on the device."""
+    open: dict[int, Absence] = field(default_factory=dict)
+    """Tensor → its absence that has started, the tensor still on the device."""
     away: list[Absence] = field(default_factory=list)
     """Absences whose tensor is on the host only, by their end."""
     used: list[Absence] = field(default_factory=list)
@@ -72,6 +72,7 @@ class _Pass:
         self.least_bytes = self.problem.need_bytes - self.problem.relieved_bytes(self.absences)
         self.copies: dict[int, list[int]] = {}
         self.starts: dict[int, list[Absence]] = {}
+        self.ends: dict[int, list[Absence]] = {}
         self.last: dict[int, int] = {}
         for absence in self.absences:
             first = absence.tensor not in self.last
@@ -81,12 +82,14 @@ class _Pass:
                 self.copies.setdefault(point, []).append(absence.tensor)
             self.last[absence.tensor] = absence.before
             self.starts.setdefault(absence.after, []).append(absence)
+            self.ends.setdefault(absence.before, []).append(absence)
 
     def run(self) -> None:
         """Fill in instructions, time and the absences used."""
         for point, operator in enumerate(self.problem.operators):
             due = [absence for absence in self.away if absence.before == point]
-            self.open = [absence for absence in self.open if absence.before > point]
+            for absence in self.ends.get(point, ()):
+                self.open.pop(absence.tensor, None)
             early = self._early(point, due)
             fetched = sum(self.problem.size_bytes(absence) for absence in (*due, *early))
             self._release(point, self.off_bytes - fetched)
@@ -107,7 +110,8 @@ class _Pass:
         for tensor in self.copies.get(point, ()):
             self.clock.copy_out(tensor, self.problem.graph.tensors[tensor].size_bytes)
             self.instructions.append(SwapOut(tensor))
-        self.open += self.starts.get(point, [])
+        for absence in self.starts.get(point, ()):
+            self.open[absence.tensor] = absence
 
     def _release(self, point: int, off_bytes: int) -> None:
         """Free what must be off the device at a point."""
@@ -115,11 +119,12 @@ class _Pass:
         if lacking <= 0:
             return
         for absence in sorted(
-            self.open, key=lambda absence: (self.clock.stored_s[absence.tensor], -absence.before)
+            self.open.values(),
+            key=lambda absence: (self.clock.stored_s[absence.tensor], -absence.before),
         ):
             if lacking <= 0:
                 return
-            self.open.remove(absence)
+            del self.open[absence.tensor]
             self.instructions.append(Free(absence.tensor))
             self.clock.free(absence.tensor)
             self.off_bytes += self.problem.size_bytes(absence)
