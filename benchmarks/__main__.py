@@ -28,6 +28,7 @@ CPU = (
     "joint_deep",
     "joint_pictures",
     "partitioner",
+    "compiled_planning",
     "monet_menus",
     "monet_scale",
     "monet_windows",
