@@ -29,6 +29,7 @@ CPU = (
     "joint_pictures",
     "partitioner",
     "compiled_planning",
+    "published_steps",
     "monet_menus",
     "monet_scale",
     "monet_windows",

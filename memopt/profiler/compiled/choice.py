@@ -11,8 +11,9 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
 from memopt.models.record import KERNELS, ModelRecord
-from memopt.profiler.build import Lowering
+from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured
+from memopt.profiler.compiled.channels_last import in_channels_last
 from memopt.profiler.compiled.fuse import Found, Fused, Progress, fused, kernel_of
 from memopt.profiler.compiled.subgraph import Subgraph
 from memopt.profiler.measure import MeasureOptions, costs_of, silent
@@ -52,6 +53,7 @@ def chosen_kernels(
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
         if kernels == "aten":
             return Fused(captured, lowering)
+        captured, lowering = _laid_out(model, captured, lowering, block_bytes)
         measured = partial(_slower, lowering, device, options, progress)
         return fused(
             model,
@@ -79,6 +81,7 @@ def planned_kernels(record: ModelRecord | None, device: torch.device, block_byte
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
         if record is None or record.kernels == "aten":
             return Fused(captured, lowering)
+        captured, lowering = _laid_out(model, captured, lowering, block_bytes)
         return fused(
             model,
             captured,
@@ -90,6 +93,16 @@ def planned_kernels(record: ModelRecord | None, device: torch.device, block_byte
         )
 
     return fuse
+
+
+def _laid_out(
+    model: nn.Module, captured: Captured, lowering: Lowering, block_bytes: int
+) -> tuple[Captured, Lowering]:
+    """The step with its images in the order in which compiled steps have them."""
+    found = in_channels_last(captured)
+    if found is None:
+        return captured, lowering
+    return found, build(model, found, block_bytes)
 
 
 def _slower(
