@@ -62,7 +62,7 @@ class Published:
     tokens_per_s: float
 
 
-def _gpt2(dropout: float) -> Callable[[int], nn.Module]:
+def _gpt2(dropout: float, *, tied: bool) -> Callable[[int], nn.Module]:
     def make(vocabulary: int) -> nn.Module:
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -72,7 +72,7 @@ def _gpt2(dropout: float) -> Callable[[int], nn.Module]:
             use_cache=False,
             activation_function="gelu_pytorch_tanh",
             attn_implementation="sdpa",
-            tie_word_embeddings=dropout == 0,
+            tie_word_embeddings=tied,
             **rates,
         )
         return GPT2LMHeadModel(config)
@@ -109,15 +109,31 @@ H100_HBM2E = replace(
 _SMALL = "GPT-2 124M, {batch} x 1024, bf16"
 PUBLISHED: dict[str, Published] = {
     "raschka-eager": Published(
-        _SMALL.format(batch=8), RASCHKA, _gpt2(0.1), 8, 1024, 50257, A100, "aten", 91_901
+        _SMALL.format(batch=8),
+        RASCHKA,
+        _gpt2(0.1, tied=False),
+        8,
+        1024,
+        50257,
+        A100,
+        "aten",
+        91_901,
     ),
     "raschka": Published(
-        _SMALL.format(batch=8), RASCHKA, _gpt2(0.1), 8, 1024, 50257, A100, "compiled", 112_046
+        _SMALL.format(batch=8),
+        RASCHKA,
+        _gpt2(0.1, tied=False),
+        8,
+        1024,
+        50257,
+        A100,
+        "compiled",
+        112_046,
     ),
     "raschka-padded": Published(
         _SMALL.format(batch=8) + ", vocabulary padded to 50,304",
         RASCHKA,
-        _gpt2(0.1),
+        _gpt2(0.1, tied=False),
         8,
         1024,
         50304,
@@ -128,7 +144,7 @@ PUBLISHED: dict[str, Published] = {
     "raschka-large": Published(
         _SMALL.format(batch=32) + ", padded",
         RASCHKA,
-        _gpt2(0.1),
+        _gpt2(0.1, tied=False),
         32,
         1024,
         50304,
@@ -137,7 +153,15 @@ PUBLISHED: dict[str, Published] = {
         142_156,
     ),
     "llm.c": Published(
-        _SMALL.format(batch=32), LLM_C, _gpt2(0.0), 32, 1024, 50257, A100_PCIE, "compiled", 118_000
+        _SMALL.format(batch=32),
+        LLM_C,
+        _gpt2(0.0, tied=True),
+        32,
+        1024,
+        50257,
+        A100_PCIE,
+        "compiled",
+        118_000,
     ),
     "torchtitan-eager": Published(
         "Llama 3.1 8B, 2 x 8192, bf16",

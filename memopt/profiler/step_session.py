@@ -153,6 +153,7 @@ def _record(
         library_bytes=baseline.library_bytes,
         kernels=parts.fused.kernels,
         aten_regions=parts.fused.aten_regions,
+        channels_last=parts.fused.channels_last,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch.fx import Interpreter
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+import memopt
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.compiled.channels_last import in_channels_last
 from memopt.profiler.inputs import Call
@@ -92,3 +95,27 @@ def test_other_steps_are_left_as_they_are(model: nn.Module) -> None:
     before = str(step.module.graph)
     assert in_channels_last(step) is None
     assert str(step.module.graph) == before
+
+
+@pytest.mark.slow
+def test_compiled_steps_are_eagers_and_every_plan_has_their_bits(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Images(), torch.randn(*IMAGE)
+    twin = copy.deepcopy(model)
+
+    def gradients(run: nn.Module, of: nn.Module) -> list[Tensor]:
+        state = copy.deepcopy(of.state_dict())
+        run(x).square().sum().backward()
+        found = [p.grad.clone() for p in of.parameters() if p.grad is not None]
+        of.zero_grad(set_to_none=True)
+        of.load_state_dict(state)
+        return found
+
+    first = memopt.plan(model, x, strategy="store-all", kernels="compiled", progress=False)
+    expected, kept = gradients(model, model), gradients(first.apply(model), model)
+    for old, new in zip(expected, kept, strict=True):
+        assert old.stride() == new.stride()
+        torch.testing.assert_close(new, old, rtol=1e-3, atol=1e-4)
+    memopt.plan(first.profiled, budget="min", progress=False).save(tmp_path / "plan.json")
+    loaded = memopt.load(tmp_path / "plan.json").apply(twin, x)
+    assert all(map(torch.equal, gradients(loaded, twin), kept))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -53,9 +54,11 @@ def chosen_kernels(
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
         if kernels == "aten":
             return Fused(captured, lowering)
-        captured, lowering = _laid_out(model, captured, lowering, block_bytes)
+        images = in_channels_last(captured)
+        if images is not None:
+            captured, lowering = images, build(model, images, block_bytes)
         measured = partial(_slower, lowering, device, options, progress)
-        return fused(
+        made = fused(
             model,
             captured,
             lowering,
@@ -65,6 +68,7 @@ def chosen_kernels(
             block_bytes=block_bytes,
             progress=progress,
         )
+        return replace(made, channels_last=images is not None)
 
     return fuse
 
@@ -81,7 +85,9 @@ def planned_kernels(record: ModelRecord | None, device: torch.device, block_byte
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
         if record is None or record.kernels == "aten":
             return Fused(captured, lowering)
-        captured, lowering = _laid_out(model, captured, lowering, block_bytes)
+        if record.channels_last:
+            captured = in_channels_last(captured) or captured
+            lowering = build(model, captured, block_bytes)
         return fused(
             model,
             captured,
@@ -93,16 +99,6 @@ def planned_kernels(record: ModelRecord | None, device: torch.device, block_byte
         )
 
     return fuse
-
-
-def _laid_out(
-    model: nn.Module, captured: Captured, lowering: Lowering, block_bytes: int
-) -> tuple[Captured, Lowering]:
-    """The step with its images in the order in which compiled steps have them."""
-    found = in_channels_last(captured)
-    if found is None:
-        return captured, lowering
-    return found, build(model, found, block_bytes)
 
 
 def _slower(
