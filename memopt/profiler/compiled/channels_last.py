@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.profiler.as_eager.layouts import layouts_of_kernels
 from memopt.profiler.capture import Captured
+from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.signature import REFUSALS
 
 _ATEN = torch.ops.aten
@@ -143,7 +144,7 @@ class _Layouts:
         """The results of the step that are laid out otherwise now, and as they were before."""
         for one in self.captured.module.graph.output_node().all_input_nodes:
             before, after = one.meta.get("val"), self.values[one]
-            if isinstance(before, torch.Tensor) and before.stride() != after.stride():
+            if isinstance(before, torch.Tensor) and not same_strides(before, after.stride()):
                 yield one, before
 
     def applied(self) -> Captured:
