@@ -28,6 +28,8 @@ CPU = (
     "joint_deep",
     "joint_pictures",
     "partitioner",
+    "compiled_planning",
+    "published_steps",
     "monet_menus",
     "monet_scale",
     "monet_windows",

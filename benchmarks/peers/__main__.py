@@ -1,13 +1,15 @@
 """Peers' measured peaks and step times, and memopt's best plan at each of these peaks.
 
     python -m benchmarks.peers [--only NAME ...] [--rounds 7] [--threads 1] [--compile 1.0 0.5]
-        [--kernels aten compiled auto] [--limit SECONDS] [--out FILE] [--resume FILE] [--fresh]
+        [--kernels aten compiled auto] [--own-random] [--limit SECONDS] [--out FILE]
+        [--resume FILE] [--fresh]
 
 Peaks exclude what is resident (parameters, inputs). All steps of a model are timed interleaved.
 Compiled peers run fused kernels: where memopt has ATen's alone (--kernels aten), each is compared
 by its overhead over its own store-all (`torch.compile` with budget 1.0), memopt's by its overhead
 over memopt's store-all. With other kernels too, memopt's plan is the fastest of all, and step times
-are compared as they are, in units of eager's.
+are compared as they are, in units of eager's. `torch.compile` draws random numbers as eager does,
+which takes time; with --own-random, as it does by default.
 
 A finished model's rows are kept in a JSON file (--resume; in out/ by default) and not measured
 again: a run cut short, Ctrl-C included, writes what it has and is taken up.
@@ -97,6 +99,7 @@ def contest_rows(
     budgets: tuple[float, ...],
     kernels: Sequence[str] = ATEN,
     limit_s: float = math.inf,
+    own_random: bool = False,
 ) -> list[Row]:
     """Measure one model's peers, then memopt at each of their peaks. After so many seconds no
     further peer is begun."""
@@ -122,7 +125,8 @@ def contest_rows(
             print(f"{contest.name}: the limit ends it before torch.compile {budget:g}")
             break
         peer = COMPILED.format(budget=budget)
-        group = measured(contest, firsts, base, {peer: compiled(contest, budget)}, rounds, noise)
+        step = compiled(contest, budget, own_random=own_random)
+        group = measured(contest, firsts, base, {peer: step}, rounds, noise)
         over_eager = ratio(group.times, peer, "eager")
         if tuple(kernels) != ATEN:
             rows.append(_row(contest.name, peer, group, over_eager))
@@ -238,8 +242,10 @@ _OVERHEADS = (
 )
 
 
-def _base(rows: list[Row]) -> str:
+def _base(rows: list[Row], own_random: bool) -> str:
     drawn = "which draws its random numbers as eager does (`fallback_random`)"
+    if own_random:
+        drawn = "which draws its random numbers in its own way, so that answers differ"
     if any(row.kernels != "aten" for row in rows):
         return (
             f"eager, beside `torch.compile`, {drawn}. memopt's compiled kernels draw their own, so "
@@ -260,7 +266,7 @@ def fused(row: Row) -> str:
     return "" if row.over_eager is None else f" ({row.over_eager:.2f} of eager)"
 
 
-def page(rows: list[Row], command: str, threads: int, rounds: int) -> str:
+def page(rows: list[Row], command: str, threads: int, rounds: int, own_random: bool = False) -> str:
     """The results page."""
     absolute = any(row.kernels != "aten" for row in rows)
     won = [row for row in rows if row.ours_over_peer < 1]
@@ -275,7 +281,7 @@ def page(rows: list[Row], command: str, threads: int, rounds: int) -> str:
             "",
             f"`{command}`: torch {torch.__version__}, CPU, {threads} threads, {rounds} interleaved "
             "rounds. Peaks are above what is resident. Times are medians of paired ratios: to "
-            f"{_base(rows)}. "
+            f"{_base(rows, own_random)}. "
             '"equal": gradients and buffers are eager\'s bit for bit; "close": within '
             "1e-3 of each tensor's largest value, gradients also ten times what one rounding of "
             "the parameters, or eager's kernels without oneDNN, change in eager itself.",
@@ -300,6 +306,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", type=float, nargs="*", default=[1.0, 0.5])
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(ATEN))
+    parser.add_argument("--own-random", action="store_true", help="torch.compile draws its own")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds for each model")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", type=Path, default=Path("out/peers.json"), help="finished rows")
@@ -314,12 +321,13 @@ def main() -> int:
     settings = {
         "torch": torch.__version__,
         **{name: getattr(options, name) for name in ("rounds", "threads", "compile", "kernels")},
+        **({"own_random": True} if options.own_random else {}),
     }
     kept = Kept(options.resume, Row, settings, fresh=options.fresh)
     try:
         for name in kept.missing(options.only, print):
             budgets = tuple(options.compile)
-            how = (options.rounds, budgets, options.kernels, options.limit)
+            how = (options.rounds, budgets, options.kernels, options.limit, options.own_random)
             kept.add(name, contest_rows(build(name), *how))
             print(table(kept.rows[name]), flush=True)
             write(kept.ordered(CONTESTS), options)
@@ -341,8 +349,10 @@ def write(rows: list[Row], options: argparse.Namespace) -> None:
     command = f"python -m benchmarks.peers {shown}" + " ".join(map(str, options.compile))
     if tuple(options.kernels) != ATEN:
         command += " --kernels " + " ".join(options.kernels)
+    command += " --own-random" * options.own_random
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(page(rows, command, options.threads, options.rounds), encoding="utf-8")
+    text = page(rows, command, options.threads, options.rounds, options.own_random)
+    options.out.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -120,12 +120,12 @@ def _language(name: str, model: nn.Module, layers: Any, vocabulary: int = VOCABU
     return _contest(name, model, loss, {"input_ids": ids}, list(layers))
 
 
-def gpt2(vocabulary: int = VOCABULARY) -> Contest:
+def gpt2(vocabulary: int = VOCABULARY, layers: int = 12) -> Contest:
     """Hugging Face's GPT-2: 12 layers, d = 256, 4 x 128, dropout 0.1."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=12,
+        n_layer=layers,
         n_embd=256,
         n_head=8,
         n_positions=128,
@@ -135,7 +135,7 @@ def gpt2(vocabulary: int = VOCABULARY) -> Contest:
         eos_token_id=0,
     )
     model = GPT2LMHeadModel(config)
-    name = "GPT-2, 12 layers, d=256, 4 x 128"
+    name = f"GPT-2, {layers} layers, d=256, 4 x 128"
     if vocabulary != VOCABULARY:
         name += f", vocabulary {vocabulary}"
     return _language(name, model, model.transformer.h, vocabulary)

@@ -76,9 +76,9 @@ def segmented(contest: Contest, count: int) -> Step:
     return step
 
 
-def compiled(contest: Contest, budget: float) -> Step:
+def compiled(contest: Contest, budget: float, *, own_random: bool = False) -> Step:
     """`torch.compile` with an activation memory budget; 1.0 stores all. What was compiled before
-    is forgotten; random numbers are drawn as eager draws them."""
+    is forgotten; random numbers are drawn as eager draws them, or as Inductor does by default."""
     torch._dynamo.reset()
     fast = torch.compile(contest.module, fullgraph=True, dynamic=False)
 
@@ -86,7 +86,7 @@ def compiled(contest: Contest, budget: float) -> Step:
         # Read when the step is first compiled; later calls find the compiled code.
         with (
             torch._functorch.config.patch(activation_memory_budget=budget),
-            torch._inductor.config.patch(fallback_random=True),
+            torch._inductor.config.patch(fallback_random=not own_random),
         ):
             contest.step(fast)
 

@@ -251,7 +251,8 @@ class Partitioner(CustomPartitionerFn):
             backward(output, loss)
             return output
 
-        with state_restored(model, call, *(loss.parts if loss else ())):
+        with state_restored(model, call, *(loss.parts if loss else ())) as kept:
+            kept.keep_all()
             clear_gradients(model, call.tensors())
             try:
                 # What is found in AOTAutograd's cache is divided already; Inductor's own is used.

@@ -96,6 +96,7 @@ class ModelRecord:
         kernels: what its operators run, see `memopt.plan`.
         aten_regions: keys of the regions that stay ATen's although kernels are compiled.
         rules: what a whole step does between its backward and its updates.
+        channels_last: whether its images are in channels-last order, as compiled kernels have them.
         repeated: (position, earlier position) of each flat argument that is the same tensor as an
             earlier one.
     """
@@ -119,6 +120,7 @@ class ModelRecord:
     library_bytes: Natural = field(default=0, metadata=SPARSE)
     kernels: _Kernels = field(default="aten", metadata=SPARSE)
     aten_regions: tuple[Line, ...] = field(default=(), metadata=SPARSE)
+    channels_last: bool = field(default=False, metadata=SPARSE)
     accumulated_bytes: Natural = field(default=0, metadata=SPARSE)
     ranks: Natural = field(default=1, metadata=SPARSE)
     rules: StepRules = field(default=PLAIN, metadata=SPARSE)

@@ -36,6 +36,7 @@ def record_of(
     kernels: str = "aten",
     aten_regions: tuple[str, ...] = (),
     rules: StepRules = PLAIN,
+    channels_last: bool = False,
 ) -> ModelRecord:
     """The record of a model in its present mode, and of its example call.
 
@@ -46,7 +47,8 @@ def record_of(
         block_bytes: the allocator's granularity in the captured graph.
         graphs: as captured and as priced, if it was captured.
         output_gradients: what the captured loss does with the model's output.
-        loss_bytes, library_bytes, kernels, aten_regions, rules: see `ModelRecord`.
+        loss_bytes, library_bytes, kernels, aten_regions, rules, channels_last: see
+            `ModelRecord`.
     """
     named = (*model.named_parameters(), *model.named_buffers())
     return ModelRecord(
@@ -69,6 +71,7 @@ def record_of(
         library_bytes=library_bytes,
         kernels=kernels,
         aten_regions=aten_regions,
+        channels_last=channels_last,
         ranks=max(1, len(members_of(model))),
         rules=rules,
     )

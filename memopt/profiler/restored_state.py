@@ -53,8 +53,13 @@ class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = _storage(tensor)
         key = 0 if storage is None else int(storage._cdata)
         if key in self._storages and key not in self._copies:
-            on_host = storage.device.type == "cpu"
-            self._copies[key] = storage.clone() if on_host else storage.cpu()
+            self._copies[key] = _copied(storage)
+
+    def keep_all(self) -> None:
+        """Copy all of them now: compiled code, which runs next, cannot be watched."""
+        for key, storage in self._storages.items():
+            if key not in self._copies:
+                self._copies[key] = _copied(storage)
 
     def put_back(self) -> None:
         """Give the storages the values that they had."""
@@ -90,6 +95,11 @@ def _storage(tensor: Any) -> Any:
     if not plain or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
     return tensor.untyped_storage()
+
+
+def _copied(storage: Any) -> Any:
+    """A storage's copy on the host."""
+    return storage.clone() if storage.device.type == "cpu" else storage.cpu()
 
 
 class _Reached:
@@ -190,7 +200,8 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
         others: a loss, its targets, an optimizer: whatever else runs or is read.
 
     Yields:
-        What copies values: the first run inside is to be `first_run()`.
+        What copies values: the first run inside is to be `first_run()`, or, where compiled code
+        runs, after `keep_all()`.
     """
     reached = _Reached((model, call.args, call.kwargs, *others))
     kept = StorageCopies(reached.tensors)

@@ -168,6 +168,7 @@ def _profiled(
         library_bytes=step.library_bytes,
         kernels=made.kernels,
         aten_regions=made.aten_regions,
+        channels_last=made.channels_last,
     )
     more_bytes = state.bytes_total + step.library_bytes + backend.step_scalars_bytes + loss_bytes
     graph = with_resident(graph, more_bytes, used().boundary_bytes)

@@ -159,6 +159,7 @@ def _record(
         kernels=parts.fused.kernels,
         aten_regions=parts.fused.aten_regions,
         rules=parts.rules,
+        channels_last=parts.fused.channels_last,
     )
 
 

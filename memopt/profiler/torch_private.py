@@ -253,7 +253,7 @@ def kernels_kept_whole() -> Iterator[None]:
     """Trace with the operators that eager runs, not with Python decompositions of them."""
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     found = [
-        getattr(getattr(torch.ops.aten, packet), form, None)
+        getattr(getattr(torch.ops.aten, packet, None), form, None)  # not every torch has all
         for packet, _, form in (name.partition(".") for name in _TAKEN_APART)
     ]
     overloads = [overload for overload in found if overload is not None]

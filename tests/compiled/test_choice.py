@@ -94,6 +94,17 @@ def test_auto_measures() -> None:
     assert 0 < len(fused(plan)) <= len(fused(everything))
 
 
+def test_code_on_disk_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    for _ in range(2):
+        monkeypatch.setattr(fuse, "_RUNS", {})
+        torch._dynamo.utils.counters.clear()
+        memopt.plan(model, inputs(), strategy="store-all", kernels="compiled", progress=False)
+    counted = torch._dynamo.utils.counters["inductor"]
+    assert counted["fxgraph_cache_hit"] == len(fuse._RUNS) > 0
+    assert not counted["fxgraph_cache_miss"] + counted["fxgraph_cache_bypass"]
+
+
 def test_compilation_can_be_interrupted(nothing_compiled: None) -> None:
     def stop(_fraction: float, what: str) -> None:
         if what.startswith("compiling region 2"):

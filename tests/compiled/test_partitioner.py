@@ -10,6 +10,7 @@ from torch.nn import functional
 import memopt
 from benchmarks.steps import peak_of
 from memopt.errors import InfeasibleBudgetError, MemoptError
+from memopt.integrations import partitioner
 from memopt.models.presets import find_device
 
 WIDTH = 48
@@ -69,6 +70,38 @@ def test_a_measured_step_keeps_the_budget_and_nothing_is_changed() -> None:
     model(x).square().sum().backward()
     for p, value in zip(model.parameters(), found, strict=True):
         torch.testing.assert_close(value, p.grad, rtol=1e-4, atol=1e-3)
+
+
+class Counting(nn.Module):
+    """Changes its input, a parameter and a plain tensor of its own in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, 1), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x.add_(1.0)
+            self.linear.bias.mul_(0.5)
+            self.calls.add_(1.0)
+        y: Tensor = self.linear(x)
+        return y
+
+
+@pytest.mark.parametrize(
+    "compiles", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
+def test_what_a_measured_step_writes_to_is_put_back(
+    compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled code writes without telling anyone."""
+    if not compiles:
+        monkeypatch.setattr(partitioner, "_compiled", lambda model, *_: model)
+    model, x = Counting(), torch.randn(4, WIDTH)
+    before = [t.detach().clone() for t in (x, *model.parameters(), model.calls)]
+    memopt.partitioner(1.0, "rotor", DEVICE).compile(model, x)
+    for value, now in zip(before, (x, *model.parameters(), model.calls), strict=True):
+        assert torch.equal(value, now)
 
 
 def test_what_moves_tensors_is_refused() -> None:

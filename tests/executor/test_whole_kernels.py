@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memopt
+from memopt.profiler import torch_private
 from memopt.profiler.torch_private import kernels_kept_whole
 from tests.executor.harness import Case, check
 
@@ -84,6 +85,16 @@ def test_the_decompositions_are_back_afterwards() -> None:
     with kernels_kept_whole():
         assert before != overload.py_kernels
     assert before == overload.py_kernels
+
+
+def test_an_operator_that_a_torch_does_not_have_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch 2.11 has no lanczos interpolation: nothing could be captured."""
+    names = (*torch_private._TAKEN_APART, "no_such_operator.default")
+    monkeypatch.setattr(torch_private, "_TAKEN_APART", names)
+    with kernels_kept_whole():
+        pass
 
 
 class Recurrent(nn.Module):

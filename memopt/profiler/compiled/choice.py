@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,8 +12,9 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
 from memopt.models.record import KERNELS, ModelRecord
-from memopt.profiler.build import Lowering
+from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured
+from memopt.profiler.compiled.channels_last import in_channels_last
 from memopt.profiler.compiled.fuse import Found, Fused, Progress, fused, kernel_of
 from memopt.profiler.compiled.subgraph import Subgraph
 from memopt.profiler.measure import MeasureOptions, costs_of, silent
@@ -52,8 +54,11 @@ def chosen_kernels(
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
         if kernels == "aten":
             return Fused(captured, lowering)
+        images = in_channels_last(captured)
+        if images is not None:
+            captured, lowering = images, build(model, images, block_bytes)
         measured = partial(_slower, lowering, device, options, progress)
-        return fused(
+        made = fused(
             model,
             captured,
             lowering,
@@ -63,6 +68,7 @@ def chosen_kernels(
             block_bytes=block_bytes,
             progress=progress,
         )
+        return replace(made, channels_last=images is not None)
 
     return fuse
 
@@ -79,6 +85,9 @@ def planned_kernels(record: ModelRecord | None, device: torch.device, block_byte
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
         if record is None or record.kernels == "aten":
             return Fused(captured, lowering)
+        if record.channels_last:
+            captured = in_channels_last(captured) or captured
+            lowering = build(model, captured, block_bytes)
         return fused(
             model,
             captured,

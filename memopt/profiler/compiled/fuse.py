@@ -44,6 +44,7 @@ class Fused:
         notes: what a user should know.
         kernels: what its operators run, as asked for.
         aten_regions: keys of the regions that stay ATen's, sorted.
+        channels_last: whether its images were put in channels-last order.
     """
 
     captured: Captured
@@ -51,6 +52,7 @@ class Fused:
     notes: tuple[str, ...] = ()
     kernels: str = "aten"
     aten_regions: tuple[str, ...] = ()
+    channels_last: bool = False
 
 
 _RUNS: dict[str, Run | str] = {}

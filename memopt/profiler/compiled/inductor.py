@@ -119,7 +119,10 @@ def _waits_put_off(put_off: list[Callable[[], None]]) -> Iterator[None]:
 
 
 def _compile(one: Subgraph) -> Run:
-    fake_mode = imported("torch._subclasses.fake_tensor", "FakeTensorMode")()
+    shapes = imported("torch.fx.experimental.symbolic_shapes", "ShapeEnv")()
+    # Inductor finds no code on disk for what has no shape environment.
+    fake = imported("torch._subclasses.fake_tensor", "FakeTensorMode")
+    fake_mode = fake(shape_env=shapes, static_shapes=True)
     compile_ = imported("torch._inductor.compile_fx", "compile_fx_inner")
     decompositions = imported("torch._inductor.decomposition", "select_decomp_table")()
     config: Any = imported("torch._inductor", "config")

@@ -1,0 +1,185 @@
+"""Images of a captured step in channels-last order, in which convolutions are faster on the CPU.
+
+Inductor does the same to a whole graph (`GraphLowering.decide_layout_opt`: on the CPU wherever
+oneDNN is); a region that is compiled alone leaves the order to what surrounds it. So here an image
+that a convolution reads is copied into that order unless it is in it, and all that follows is laid
+out as its kernels then lay it out. What the step returns keeps its layout, and what cannot look
+into an image in that order (a view) reads a copy in the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from memopt.profiler.as_eager.layouts import layouts_of_kernels
+from memopt.profiler.capture import Captured
+from memopt.profiler.memory_layout import same_strides
+from memopt.profiler.signature import REFUSALS
+
+_ATEN = torch.ops.aten
+_CONVOLUTIONS = {_ATEN.convolution.default: 1, _ATEN.convolution_backward.default: 2}
+"""With how many of their first arguments are images: the input; its gradient and the input."""
+_BOUND_TO_STRIDES = frozenset(
+    {"aten.as_strided.default", "aten.as_strided_scatter.default", "aten.view_as_real.default"}
+)
+_ROW_MAJOR, _CHANNELS_LAST = torch.contiguous_format, torch.channels_last
+
+
+def in_channels_last(captured: Captured) -> Captured | None:
+    """The step with its images in channels-last order; None, and nothing is changed, where it has
+    no convolution of images on the CPU, is not to be computed, or relies on strides.
+
+    Args:
+        captured: the step; its graph is changed in place.
+    """
+    graph = captured.module.graph
+    images = [node for node in graph.nodes if node.target in _CONVOLUTIONS and _reads_image(node)]
+    on_host = captured.device is not None and captured.device.type == "cpu"
+    usable = torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
+    if not images or not on_host or not usable:
+        return None
+    if any(str(node.target) in _BOUND_TO_STRIDES for node in graph.nodes):
+        return None
+    found = _Layouts(captured)
+    try:
+        found.follow()
+    except REFUSALS:  # of an operator that takes its operands in one order only
+        return None
+    return found.applied() if found.can_return() else None
+
+
+def _reads_image(node: Node) -> bool:
+    return all(value.dim() == 4 for value in _tensors(node.args[:1]))
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for one in pytree.tree_leaves(values):
+        held = pytree.tree_leaves(one.meta["val"]) if isinstance(one, Node) else [one]
+        yield from (value for value in held if isinstance(value, torch.Tensor))
+
+
+@dataclass
+class _Layouts:
+    """The values of a graph's nodes as they are laid out now, and the copies that takes.
+
+    Attributes:
+        captured: the step.
+        values: of each node.
+        copies: by the node that is copied and the order of the copy: the copy's value.
+        reads: the nodes that read copies, with the order in which.
+    """
+
+    captured: Captured
+    values: dict[Node, Any] = field(default_factory=dict)
+    copies: dict[tuple[Node, torch.memory_format], torch.Tensor] = field(default_factory=dict)
+    reads: dict[Node, torch.memory_format] = field(default_factory=dict)
+
+    def follow(self) -> None:
+        """Find every node's value, in the order of the graph."""
+        graph = self.captured.module.graph
+        with layouts_of_kernels(self.captured.device):
+            for node in graph.nodes:
+                if node.op == "call_function":
+                    self.values[node] = self._value(node)
+                else:
+                    self.values[node] = node.meta.get("val")
+
+    def _value(self, node: Node) -> Any:
+        if node.target in _CONVOLUTIONS and _reads_image(node):
+            return self._result(node, _CHANNELS_LAST)
+        if all(self.values[one] is one.meta["val"] for one in node.all_input_nodes):
+            return node.meta["val"]
+        try:
+            return self._result(node, None)
+        except REFUSALS:
+            return self._result(node, _ROW_MAJOR)
+
+    def _result(self, node: Node, order: torch.memory_format | None) -> Any:
+        """What a call gives whose images are in an order; None: in that which they have."""
+        if order is not None:
+            self.reads[node] = order
+
+        def given(one: Node) -> Any:
+            return self.values[one] if order is None else self._ordered(node, one, order)
+
+        args, kwargs = map_arg((node.args, node.kwargs), given)
+        if order is _ROW_MAJOR:
+            return node.meta["val"]
+        fake = next((v.fake_mode for v in _tensors(node)), None)  # type: ignore[attr-defined]
+        if fake is None:
+            return node.meta["val"]
+        with fake:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _ordered(self, reader: Node, one: Node, order: torch.memory_format) -> Any:
+        value = self.values[one]
+        if not self._is_copied(reader, one, order):
+            return value
+        if (one, order) not in self.copies:
+            with value.fake_mode:
+                self.copies[one, order] = _ATEN.clone.default(value, memory_format=order)
+        return self.copies[one, order]
+
+    def _is_copied(self, reader: Node, one: Node, order: torch.memory_format) -> bool:
+        """Whether a node reads a copy of another: convolutions of the image and its gradient,
+        others of what was row-major before."""
+        value = self.values[one]
+        if order is _ROW_MAJOR:
+            return value is not one.meta["val"] and isinstance(value, torch.Tensor)
+        is_image = one in reader.args[: _CONVOLUTIONS[reader.target]]
+        return is_image and not value.is_contiguous(memory_format=_CHANNELS_LAST)
+
+    def can_return(self) -> bool:
+        """Whether each result of the step is laid out as before, or was row-major."""
+        return all(before.is_contiguous() for _, before in self._returned())
+
+    def _returned(self) -> Iterator[tuple[Node, torch.Tensor]]:
+        """The results of the step that are laid out otherwise now, and as they were before."""
+        for one in self.captured.module.graph.output_node().all_input_nodes:
+            before, after = one.meta.get("val"), self.values[one]
+            if isinstance(before, torch.Tensor) and not same_strides(before, after.stride()):
+                yield one, before
+
+    def applied(self) -> Captured:
+        """Change the graph."""
+        graph = self.captured.module.graph
+        output = graph.output_node()
+        returned = list(self._returned())
+        made: dict[tuple[Node, torch.memory_format], Node] = {}
+        for reader, order in self.reads.items():
+            for one in reader.all_input_nodes:
+                if self._is_copied(reader, one, order):
+                    if (one, order) not in made:
+                        made[one, order] = self._copy(reader, one, order)
+                    reader.replace_input_with(one, made[one, order])
+        for node, value in self.values.items():
+            if node.op == "call_function":
+                node.meta["val"] = value
+        renamed = {}
+        for one, before in returned:
+            self.copies[one, _ROW_MAJOR] = before
+            renamed[one] = self._copy(one.next, one, _ROW_MAJOR)
+            output.replace_input_with(one, renamed[one])
+
+        def new(one: Any) -> Any:
+            return renamed.get(one, one) if isinstance(one, Node) else one
+
+        return replace(
+            self.captured,
+            forward_outputs=tuple(map(new, self.captured.forward_outputs)),
+            gradients=tuple(map(new, self.captured.gradients)),
+        )
+
+    def _copy(self, before: Node, one: Node, order: torch.memory_format) -> Node:
+        graph = self.captured.module.graph
+        with graph.inserting_before(before):
+            copy = graph.call_function(_ATEN.clone.default, (one,), {"memory_format": order})
+        copy.meta = {**one.meta, "val": self.copies[one, order]}
+        return copy

@@ -1,0 +1,123 @@
+"""Images in channels-last order: what convolutions read, and what a step returns all the same."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Interpreter
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+import memopt
+from memopt.profiler.capture import Captured, capture
+from memopt.profiler.compiled.channels_last import in_channels_last
+from memopt.profiler.inputs import Call
+from memopt.profiler.memory_layout import same_strides
+
+IMAGE = (2, 3, 8, 8)
+
+
+class Images(nn.Module):
+    """Convolutions with a skip between them; at the end a view that is bound to an order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm, self.up = nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.point = nn.Conv2d(4, 4, 1)
+        self.last = nn.Linear(8 * 64, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        y = self.up(functional.max_pool2d(self.point(self.second(x)), 2))
+        z: Tensor = self.last(torch.cat([x, y], dim=1).flatten(1))
+        return z
+
+
+class Strided(nn.Module):
+    """Relies on where the elements of an image are in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).as_strided((2, 4), (256, 64))
+
+
+def captured(model: nn.Module, *shape: int) -> Captured:
+    return capture(model, Call((torch.randn(*shape),), {}))
+
+
+def returned(model: nn.Module, step: Captured) -> list[Tensor]:
+    """Results of the captured graph on the model's parameters and inputs, and on ones."""
+    given: list[Any] = [primal.value(model, step.call.leaves) for primal in step.primals]
+    given += [torch.ones(tuple(node.meta["val"].shape)) for node in step.tangents]
+    with torch.no_grad():
+        results = Interpreter(step.module).run(*given, enable_io_processing=False)
+    return [value for value in pytree.tree_leaves(results) if isinstance(value, Tensor)]
+
+
+def test_convolutions_read_channels_last_and_results_are_as_before() -> None:
+    torch.manual_seed(0)
+    model = Images()
+    step = captured(model, *IMAGE)
+    before = returned(model, step)
+    changed = in_channels_last(step)
+    assert changed is not None
+    graph = step.module.graph
+    graph.lint()
+    for node in graph.nodes:
+        for place in {"aten.convolution": (0,), "aten.convolution_backward": (0, 1)}.get(
+            str(node.target).removesuffix(".default"), ()
+        ):
+            value = node.args[place].meta["val"]
+            assert value.is_contiguous(memory_format=torch.channels_last), node
+    after = returned(model, changed)
+    assert len(before) == len(after)
+    for old, new in zip(before, after, strict=True):
+        assert same_strides(old, new.stride())
+        torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-4)
+    output = graph.output_node()
+    nodes = (one for one in (*changed.forward_outputs, *changed.gradients) if one is not None)
+    assert set(nodes) <= set(output.all_input_nodes)
+    # What lies between two convolutions stays in the order: an image is copied once at most.
+    copies = [n for n in graph.nodes if n.kwargs.get("memory_format") is torch.channels_last]
+    assert len({n.args[0] for n in copies}) == len(copies) <= 3
+
+
+@pytest.mark.parametrize("model", [Strided(), nn.Sequential(nn.Flatten(), nn.Linear(192, 2))])
+def test_other_steps_are_left_as_they_are(model: nn.Module) -> None:
+    step = captured(model, *IMAGE)
+    before = str(step.module.graph)
+    assert in_channels_last(step) is None
+    assert str(step.module.graph) == before
+
+
+@pytest.mark.slow
+def test_compiled_steps_are_eagers_and_every_plan_has_their_bits(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Images(), torch.randn(*IMAGE)
+    twin = copy.deepcopy(model)
+
+    def gradients(run: nn.Module, of: nn.Module) -> list[Tensor]:
+        state = copy.deepcopy(of.state_dict())
+        run(x).square().sum().backward()
+        found = [p.grad.clone() for p in of.parameters() if p.grad is not None]
+        of.zero_grad(set_to_none=True)
+        of.load_state_dict(state)
+        return found
+
+    first = memopt.plan(model, x, strategy="store-all", kernels="compiled", progress=False)
+    expected, kept = gradients(model, model), gradients(first.apply(model), model)
+    for old, new in zip(expected, kept, strict=True):
+        assert same_strides(old, new.stride())
+        torch.testing.assert_close(new, old, rtol=1e-3, atol=1e-4)
+    memopt.plan(first.profiled, budget="min", progress=False).save(tmp_path / "plan.json")
+    loaded = memopt.load(tmp_path / "plan.json").apply(twin, x)
+    assert all(map(torch.equal, gradients(loaded, twin), kept))
