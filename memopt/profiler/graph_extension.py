@@ -38,9 +38,9 @@ class Extension:
         self.storages = dict(lowering.storages)
         self.views = set(lowering.views)
         self.bases = dict(lowering.bases)
-        self._rows: list[tuple[float, int, Operator, Node]] = []
+        self._rows: list[tuple[int, int, Operator, Node]] = []
         """(when, how many before it, operator, its node)"""
-        self._made_at: dict[int, float] = {}
+        self._made_at: dict[int, int] = {}
         self._over: dict[Node, tuple[Node | None, frozenset[Node]]] = {}
         for position, (one, node) in enumerate(zip(graph.operators, lowering.nodes, strict=True)):
             self.add_operator(one, node, position)
@@ -49,7 +49,7 @@ class Extension:
     @property
     def length(self) -> int:
         """Where the next operator after all that there are would come."""
-        return 1 + int(max((row[0] for row in self._rows), default=-1))
+        return 1 + max((row[0] for row in self._rows), default=-1)
 
     def add_tensor(self, name: str, value: torch.Tensor, kind: TensorKind) -> int:
         """A storage that nothing else has."""
@@ -57,7 +57,7 @@ class Extension:
         self.tensors.append(Tensor(name, size_bytes, kind))
         return len(self.tensors) - 1
 
-    def add_operator(self, one: Operator, node: Node, position: float) -> None:
+    def add_operator(self, one: Operator, node: Node, position: int) -> None:
         """An operator that runs at a position, after those that were added there before."""
         self._rows.append((position, len(self._rows), one, node))
         self._made_at.update(dict.fromkeys(one.writes, position))
@@ -120,7 +120,12 @@ class Extension:
         return found
 
     def finish(
-        self, kept: Sequence[int], *, more_bytes: int = 0, **changed: tuple[int, ...]
+        self,
+        kept: Sequence[int],
+        *,
+        more_bytes: int = 0,
+        outputs: Sequence[int] | None = None,
+        tangents: Sequence[int] | None = None,
     ) -> Lowering:
         """The step with all that was added.
 
@@ -128,11 +133,11 @@ class Extension:
             kept: tensors that outlive the step beside the graph's outputs, which nothing may
                 overwrite.
             more_bytes: resident ones that belong to no tensor.
-            changed: the graph's outputs and tangents, where they are others.
+            outputs, tangents: the graph's, where they are others than before.
         """
         graph = self.lowering.graph
-        outputs = changed.get("outputs", graph.outputs)
-        tangents = changed.get("tangents", graph.tangents)
+        outputs = graph.outputs if outputs is None else outputs
+        tangents = graph.tangents if tangents is None else tangents
         rows = sorted(self._rows, key=lambda row: row[:2])
         fixed = {*kept, *outputs, *tangents}
         readers: dict[int, set[Node]] = {}
@@ -144,9 +149,9 @@ class Extension:
             graph,
             tensors=tuple(self.tensors),
             operators=tuple(operators),
-            outputs=outputs,
+            outputs=tuple(outputs),
             gradients=tuple(dict.fromkeys(kept)),
-            tangents=tangents,
+            tangents=tuple(tangents),
             extra_resident_bytes=graph.extra_resident_bytes + more_bytes,
         )
         return replace(

@@ -20,6 +20,7 @@ COUNT, CLIP_NORM = 4, 1.0
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("moved", [False, True], ids=["resident", "a quarter"])
 @pytest.mark.parametrize("name", [family.name for family in zoo.FAMILIES])
 def test_two_steps_equal_the_loop_within_the_planned_peak(name: str, moved: bool) -> None:
