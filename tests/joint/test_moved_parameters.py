@@ -30,6 +30,16 @@ def test_never_slower_than_offload_graph(rate: float) -> None:
     assert moved.time_s is None or time_s <= moved.time_s
 
 
+def test_recomputing_is_tried_however_late_it_is() -> None:
+    graph = layered(6, weight=20, activation=60)
+    operators = (replace(o, recomputable=o.phase != "update") for o in graph.operators)
+    graph = replace(graph, operators=tuple(operators))
+    device = Device(to_host_bytes_per_s=1.0)
+    found = Joint().solve(graph, 560, device=device, time_limit_s=0.0)
+    assert found.program is not None
+    assert str(found.stats["source"]).startswith("rotor")
+
+
 @pytest.mark.slow
 def test_the_host_budget_is_kept() -> None:
     graph = layered(6)

@@ -15,7 +15,7 @@ from memopt.models.graph import Graph
 from memopt.models.variants import variant
 from memopt.programs.instructions import Program
 
-SHARES = (0.0, 1.0, 0.75, 0.5, 0.25)
+SHARES = (1.0, 0.0, 0.75, 0.5, 0.25)
 """Of the bytes that updates change, what the host changes."""
 
 
@@ -64,7 +64,7 @@ def possible(graph: Graph, program: Program) -> list[HostUpdate]:
 
 
 def shares(graph: Graph, updates: list[HostUpdate]) -> Iterator[tuple[HostUpdate, ...]]:
-    """The first of the updates, up to each of `SHARES`; none first."""
+    """The first of the updates, up to each of `SHARES`; all of them first."""
     sizes = [
         sum(graph.tensors[t].size_bytes for t in graph.operators[one.op].reads) for one in updates
     ]

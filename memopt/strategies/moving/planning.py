@@ -131,7 +131,8 @@ class _Search:
 
     def base(self, program: Program, source: str) -> None:
         """Offer what can be made of one base: with each share of the updates on the host a few
-        programs, and all of them with the best of those shares, and with none if that is close."""
+        programs, and all of them with the best of those shares, and with none if that is close.
+        However late it is, one program is made of it."""
         updates = possible(self.graph, program)
         found: list[tuple[float, int, MovedBase]] = []
         for number, hosted in enumerate(shares(self.graph, updates)):
@@ -140,11 +141,15 @@ class _Search:
                 self.least = base
             if base.floor_bytes > self.limits.device_bytes or self._hopeless(base):
                 continue
+            if found and self.over:
+                break
             choices = self._choices(base, SCOUTS if updates else CHOICES)
             found.append((self._tried(base, choices, source), number, base))
         found.sort(key=lambda row: row[:2])
-        for time_s, number, base in found if updates else ():
-            if base is found[0][-1] or (not number and time_s <= CLOSE * found[0][0]):
+        for time_s, _, base in found if updates else ():
+            if self.over:
+                break
+            if base is found[0][-1] or (not base.hosted and time_s <= CLOSE * found[0][0]):
                 rest = [choice for choice in CHOICES if choice not in SCOUTS]
                 self._tried(base, self._choices(base, rest), source)
 
@@ -159,11 +164,10 @@ class _Search:
         """Offer a base's programs; the least time of those within the budgets."""
         name = f"{source}, {len(base.hosted)} updates on the host" if base.hosted else source
         least_s = math.inf
-        if not self.over:
-            for program in base.candidates(self.limits.device_bytes, choices):
-                least_s = min(least_s, self.offer(program, name))
-                if self.over:
-                    break
+        for program in base.candidates(self.limits.device_bytes, choices):
+            least_s = min(least_s, self.offer(program, name))
+            if self.over:
+                break
         return least_s
 
     @property
