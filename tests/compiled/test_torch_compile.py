@@ -122,6 +122,25 @@ def test_calls_without_gradients_run_as_they_are() -> None:
         assert run(x).shape == (8, 1)
 
 
+def test_a_plan_made_before_torch_compile_was_used_still_runs() -> None:
+    """Dynamo replaces `nn.Module.__init__`, which a forward that makes a module calls."""
+
+    class Making(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = nn.Softplus()(super().forward(x))
+            return y
+
+    model, x, init = Making(4, 1), torch.randn(2, 4), nn.Module.__init__
+    planned = memopt.plan(model, x, progress=False).apply(model)
+
+    def tagging(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+
+    with mock.patch.object(nn.Module, "__init__", tagging):
+        planned(x).sum().backward()
+    assert planned.calls.planned == 1
+
+
 def test_two_forwards_before_their_backwards() -> None:
     model = Net(True)
     run = compiled(model, budget="100MiB")

@@ -24,7 +24,10 @@ from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.signature import REFUSALS
 
 _ATEN = torch.ops.aten
-_CONVOLUTIONS = {_ATEN.convolution.default: 1, _ATEN.convolution_backward.default: 2}
+_CONVOLUTIONS: dict[Any, int] = {
+    _ATEN.convolution.default: 1,
+    _ATEN.convolution_backward.default: 2,
+}
 """With how many of their first arguments are images: the input; its gradient and the input."""
 _BOUND_TO_STRIDES = frozenset(
     {"aten.as_strided.default", "aten.as_strided_scatter.default", "aten.view_as_real.default"}
@@ -42,8 +45,7 @@ def in_channels_last(captured: Captured) -> Captured | None:
     graph = captured.module.graph
     images = [node for node in graph.nodes if node.target in _CONVOLUTIONS and _reads_image(node)]
     on_host = captured.device is not None and captured.device.type == "cpu"
-    usable = torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
-    if not images or not on_host or not usable:
+    if not images or not on_host or not torch.backends.mkldnn.enabled:
         return None
     if any(str(node.target) in _BOUND_TO_STRIDES for node in graph.nodes):
         return None

@@ -16,6 +16,9 @@ from memopt.profiler.dependencies.dynamo_guards import ROOT, DynamoGuard, TraceG
 HOOKS = re.compile(r"\._(?:global_)?((?:forward|backward)(?:_pre)?)_hooks$")
 """An expression that reads the hooks of a module, or of all."""
 
+_DYNAMOS_OWN = ("__init__", "__setstate__")
+"""Functions of nn.Module that dynamo replaces by its own when torch.compile is first used."""
+
 
 class Gone:
     """Stands for a value that cannot be read any more."""
@@ -286,6 +289,8 @@ class TraceReader:
         owners = {base for one in classes for base in one.__mro__ if base is not object}
         for owner in sorted(owners, key=lambda one: one.__qualname__):
             for name, value in list(vars(owner).items()):
+                if owner is torch.nn.Module and name in _DYNAMOS_OWN:
+                    continue
                 function = getattr(value, "__func__", getattr(value, "fget", value))
                 if getattr(function, "__code__", None) in self._guards.code:
                     source = f"{self._bound(owner)}.__dict__[{name!r}]"
