@@ -21,10 +21,15 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
 
 import functools
 import gc
+import signal
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# A shell's background jobs ignore Ctrl-C, and what they start does, too: tests send themselves one.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No wall-clock limits per example (machines differ), and the same examples in every run. To look
 # for new ones: HYPOTHESIS_PROFILE=explore.

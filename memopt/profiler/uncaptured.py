@@ -191,8 +191,12 @@ def _assigned_buffers(model: nn.Module, call: Call) -> list[str]:
             buffers.update(pytree.tree_map_only(Tensor, mode.from_tensor, buffers))
         given = [dict(buffers) for _, buffers in modules]
         faked = call.with_tensors(mode.from_tensor)
-        with mode:
-            model(*faked.args, **faked.kwargs)
+        try:
+            with mode:
+                model(*faked.args, **faked.kwargs)
+        finally:
+            # Autocast keeps casts of parameters; these are fake, the parameters are not.
+            torch.clear_autocast_cache()
         return [
             ".".join(filter(None, ("model", path, name)))
             for (path, buffers), old in zip(modules, given, strict=True)

@@ -272,3 +272,26 @@ def test_what_autocast_rounds_inside_kernels() -> None:
         return torch.linspace(-2, 2, 24).reshape(8, 3), y
 
     check(Case(RoundedInside, inputs, context=autocast, steps=1))
+
+
+class Counting(nn.Module):
+    """Updates a buffer, which has the forward run on fake tensors once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.layer(x)
+
+
+def test_no_fake_casts_are_left_while_a_loss_is_measured() -> None:
+    """They were another model's outputs, of no bytes: the loss was charged nothing."""
+    model, x = Counting(), torch.randn(6, 8)
+    loss = lambda output: output.float().square().sum()  # noqa: E731
+    with autocast():
+        plan = memopt.plan(model, x, loss_fn=loss, strategy="store-all", progress=False)
+    # Of bfloat16 a float32 copy, kept for its square, and the square.
+    assert plan.graph.boundary_bytes >= 2 * 6 * 8 * 4 - 6 * 8 * 2
