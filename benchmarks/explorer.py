@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import memopt
+from benchmarks.llamas import llama
 from tests.browser.chromium import chromium
 from tests.zoo import get, torchvision_shim  # noqa: F401 (before transformers)
 
@@ -48,21 +49,8 @@ def family(name: str, batch: int) -> Callable[[], Made]:
 
 def llama_8b() -> Made:
     """The shape of Llama 3 8B in bfloat16: 32 layers, 8 key-value heads; 2,048 tokens."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        model = llama("llama-3-8b").to(torch.bfloat16)
         tokens = torch.zeros(4, 2048, dtype=torch.long)
     return model, {"input_ids": tokens, "labels": tokens}, "adamw-8bit"
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from benchmarks.joint_tables import Pace
 from benchmarks.kept import Kept
+from benchmarks.llamas import llama
 from memopt.api.planning import solve
 from memopt.errors import MemoptError
 from memopt.implementations import with_implementations
@@ -71,18 +72,7 @@ def made(name: str, layers: int) -> nn.Module:
             n_layer=layers, use_cache=False, attn_implementation="sdpa"
         )
         return transformers.GPT2LMHeadModel(config).train()
-    config = transformers.LlamaConfig(
-        vocab_size=32000,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=layers,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        max_position_embeddings=4096,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    return transformers.LlamaForCausalLM(config).train()
+    return llama("llama-2-70b", layers=layers).train()
 
 
 class LossOnly(nn.Module):

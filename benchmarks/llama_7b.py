@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import memopt
+from benchmarks.llamas import llama
 from memopt.report.texts import format_seconds
 from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
 
@@ -33,21 +34,9 @@ BEGIN, END = "<!-- llama_7b: begin -->", "<!-- llama_7b: end -->"
 
 def planned(optimizer: str, layers: int) -> dict[str, Any]:
     """One row; in a process of its own."""
-    import transformers
-
     begin = time.perf_counter()
-    config = transformers.LlamaConfig(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        max_position_embeddings=4096,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        model = llama("llama-2-7b", layers=layers).to(torch.bfloat16)
         tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
     row: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     try:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from benchmarks.llamas import llama
 from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import Budget, format_bytes
 from memopt.models.device import Device, in_blocks
@@ -41,47 +42,16 @@ from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
 
 STATE_BYTES = 8
 """Of AdamW's two float32 moments, for each element."""
-SHAPES: dict[str, tuple[int, dict[str, int]]] = {
-    "8b": (
-        8,
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-        },
-    ),
-    "70b": (
-        4,
-        {
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-        },
-    ),
-}
-"""Name → (sequences of 2,048 tokens, the configuration)."""
+BATCHES = {"8b": 8, "70b": 4}
+"""Shape of Llama 3 → sequences of 2,048 tokens."""
 LENGTH = 2048
 
 
 def language_model(name: str, layers: int | None = None) -> tuple[Any, Any]:
     """The model on meta, with all its layers or some, and its inputs."""
-    import transformers
-
-    batch, shape = SHAPES[name]
-    shape = shape if layers is None else {**shape, "num_hidden_layers": layers}
-    config = transformers.LlamaConfig(
-        vocab_size=128256,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        use_cache=False,
-        attn_implementation="sdpa",
-        **shape,
-    )
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-        tokens = torch.zeros(batch, LENGTH, dtype=torch.long)
+        model = llama(f"llama-3-{name}", layers=layers).to(torch.bfloat16)
+        tokens = torch.zeros(BATCHES[name], LENGTH, dtype=torch.long)
     return model, {"input_ids": tokens, "labels": tokens}
 
 
@@ -149,7 +119,7 @@ def row(name: str, graph: Graph, device: Device, limit_s: float) -> str:
     began = time.perf_counter(), time.process_time()
     found = Joint(exact_only=False).solve(graph, budget, device=device, time_limit_s=limit_s)
     wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
-    tokens = SHAPES[name][0] * LENGTH
+    tokens = BATCHES[name] * LENGTH
     if found.program is None:
         least = format_bytes(found.smallest_budget_bytes or 0)
         return f"| {name} | {device.name} | no plan; the smallest budget known is {least} |"
@@ -220,7 +190,7 @@ COLUMNS = (
 def main(arguments: Iterable[str]) -> None:
     """Plan what is named."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=", ".join(SHAPES))
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=", ".join(BATCHES))
     parser.add_argument("--limit", type=float, default=50.0, help="seconds of planning")
     parser.add_argument("--layers", type=int, help="so many layers only, for a quick look")
     parser.add_argument("--out", type=Path)
@@ -229,7 +199,7 @@ def main(arguments: Iterable[str]) -> None:
     command = "python -m benchmarks.moved_llama --out docs/results/moved_llama.md"
     text = HEAD.format(command=command, **sources)
     text += "| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|\n"
-    for name in options.shapes or SHAPES:
+    for name in options.shapes or BATCHES:
         for device in (H100, GH200):
             model, inputs = language_model(name, options.layers)
             began = time.perf_counter()

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 import memopt
+from benchmarks.llamas import llama
 from memopt.models.device import Device
 from memopt.models.presets import find_device
 from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
@@ -81,20 +82,7 @@ def _gpt2(dropout: float, *, tied: bool) -> Callable[[int], nn.Module]:
 
 
 def _llama(vocabulary: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config)
+    return llama("llama-3-8b", vocab_size=vocabulary)
 
 
 A100 = find_device("A100")
