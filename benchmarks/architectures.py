@@ -10,15 +10,25 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn import functional
 
+from benchmarks.architecture_inputs import (
+    VOCABULARY,
+    Inputs,
+    captioned,
+    class_loss,
+    pictures,
+    replaced_loss,
+    replaced_tokens,
+    segmented,
+    spectra,
+    spoken_loss,
+    tokens,
+    waves,
+    without_labels,
+)
 from tests.zoo import torchvision_shim  # noqa: F401 (before timm)
 
 import timm  # isort: skip
-
-VOCABULARY = 128
-
-Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -67,71 +77,6 @@ SEQUENCES = {
     "eos_token_id": 2,
     "decoder_start_token_id": 2,
 }
-
-
-def tokens(labels: str = "tokens") -> Inputs:
-    """Padded texts, with a label for each token or for each text."""
-    ids = torch.randint(3, VOCABULARY, (2, 16))
-    mask = torch.ones_like(ids)
-    mask[-1, -4:] = 0
-    wanted = ids.masked_fill(mask == 0, -100) if labels == "tokens" else torch.randint(2, (2,))
-    return {"input_ids": ids, "attention_mask": mask, "labels": wanted}
-
-
-def replaced_tokens() -> Inputs:
-    """What ELECTRA discriminates: for each token, whether it was replaced."""
-    return tokens() | {"labels": torch.randint(2, (2, 16))}
-
-
-def pictures() -> Inputs:
-    """Images, each with its class."""
-    return {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.randint(2, (2,))}
-
-
-def waves() -> Inputs:
-    """Sounds, with the tokens that are spoken."""
-    return {"input_values": torch.randn(2, 4000), "labels": torch.randint(1, 32, (2, 4))}
-
-
-def spectra() -> Inputs:
-    """Spectrograms, with the tokens that are spoken."""
-    return {
-        "input_features": torch.randn(2, 80, 64),
-        "labels": torch.randint(3, VOCABULARY, (2, 8)),
-    }
-
-
-def captioned() -> Inputs:
-    """Images with texts."""
-    return without_labels(tokens()) | without_labels(pictures()) | {"return_loss": True}
-
-
-def without_labels(inputs: Inputs) -> Inputs:
-    """The inputs of a model whose loss is computed outside."""
-    return {name: value for name, value in inputs.items() if name != "labels"}
-
-
-def class_loss(output: Tensor) -> Tensor:
-    """Cross entropy with random classes."""
-    return functional.cross_entropy(output, torch.randint(output.shape[-1], output.shape[:1]))
-
-
-def replaced_loss(output: Any) -> Tensor:
-    """ELECTRA's loss, of texts as `tokens` pads them."""
-    logits = output.logits
-    losses = functional.binary_cross_entropy_with_logits(
-        logits, torch.randint(2, logits.shape).float(), reduction="none"
-    )
-    kept = tokens()["attention_mask"]
-    return (losses * kept).sum() / kept.sum()
-
-
-def spoken_loss(output: Any) -> Tensor:
-    """Wav2Vec2's loss, of texts of four tokens."""
-    steps = output.logits.log_softmax(-1).transpose(0, 1)
-    spoken = torch.randint(1, 32, (2, 4))
-    lengths = torch.full((2,), len(steps)), torch.full((2,), 4)
-    return functional.ctc_loss(steps, spoken, *lengths)
 
 
 def made(config: str, model: str, **sizes: Any) -> nn.Module:
@@ -312,6 +257,70 @@ TRANSFORMERS = (
         spectra,
     ),
     Architecture("CLIP", "vision and text", _clip, captioned),
+    _language(
+        "Mamba",
+        "decoder",
+        "Mamba",
+        "CausalLM",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=8,
+    ),
+    _language(
+        "Mixtral",
+        "decoder",
+        "Mixtral",
+        "CausalLM",
+        **DECODER,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    _language("ModernBERT", "encoder", "ModernBert", "MaskedLM", **TINY, cls_token_id=1),
+    Architecture(
+        "Swin",
+        "vision",
+        partial(
+            made,
+            "SwinConfig",
+            "SwinForImageClassification",
+            image_size=32,
+            patch_size=4,
+            embed_dim=16,
+            depths=[1, 1],
+            num_heads=[2, 2],
+            window_size=4,
+        ),
+        pictures,
+    ),
+    Architecture(
+        "SegFormer",
+        "vision",
+        partial(
+            made,
+            "SegformerConfig",
+            "SegformerForSemanticSegmentation",
+            hidden_sizes=[8, 16, 16, 16],
+            depths=[1, 1, 1, 1],
+            num_attention_heads=[1, 2, 2, 2],
+            decoder_hidden_size=16,
+            num_labels=2,
+        ),
+        segmented,
+    ),
+    Architecture(
+        "FocalNet",
+        "vision",
+        partial(
+            made,
+            "FocalNetConfig",
+            "FocalNetForImageClassification",
+            image_size=32,
+            embed_dim=8,
+            depths=[1, 1, 1, 1],
+        ),
+        pictures,
+    ),
 )
 """Two layers each, 32 wide; all else as in the default configuration."""
 
