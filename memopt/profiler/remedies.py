@@ -94,19 +94,6 @@ def _inputs_require_gradients(model: nn.Module, _text: str) -> str | None:
     )
 
 
-def _records_outputs(model: nn.Module, _text: str) -> str | None:
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        for name in ("output_hidden_states", "output_attentions"):
-            if getattr(config, name, False) is True:
-                return (
-                    f"the model is configured with {name}=True, which it keeps by hooks, and which "
-                    f"would hold every layer's results: set model.config.{name} = False, or take "
-                    "the ones you need from the layers in a forward of your own"
-                )
-    return None
-
-
 def _differentiates(_model: nn.Module, text: str) -> str | None:
     if not any(words in text for words in _GRAD):
         return None
@@ -145,7 +132,6 @@ _CAUSES: tuple[Callable[[nn.Module, str], str | None], ...] = (
     _wrapped,
     _checkpointed,
     _inputs_require_gradients,
-    _records_outputs,
     _differentiates,
     _drawn_in_python,
 )

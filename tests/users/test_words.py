@@ -125,12 +125,20 @@ def test_the_same_of_an_adapted_model() -> None:
 
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-def test_recorded_outputs_are_to_be_switched_off(name: str) -> None:
-    model = gpt2(**{name: True})
-    with pytest.raises(CaptureError, match=f"set model.config.{name} = False"):
-        plan(model, TEXT)
-    setattr(model.config, name, False)
-    plan(model, TEXT)
+def test_recorded_outputs_are_as_in_eager(name: str) -> None:
+    """Their hooks are set when the model is captured, as its first call would set them."""
+    without = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = gpt2(**{name: True}, attn_implementation="eager", **without)
+    planned = plan(model, TEXT).apply(model)
+    found, expected = planned(**TEXT), model(**TEXT)
+    recorded = name.removeprefix("output_")
+    assert len(found[recorded]) == len(expected[recorded]) > 0
+    assert all(map(torch.equal, found[recorded], expected[recorded]))
+    gradients = []
+    for output in (found, expected):
+        loss = output.loss + output[recorded][0].square().mean()
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert all(map(torch.equal, *gradients))
 
 
 def test_keys_and_values_are_left_out_with_a_notice() -> None:
