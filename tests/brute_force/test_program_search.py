@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
+
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.programs.in_place import with_in_place
@@ -79,6 +81,7 @@ def test_no_random_program_needs_less() -> None:
             assert reordered.least_time(timeline.peak_bytes) <= timeline.time_s
 
 
+@pytest.mark.slow
 def test_the_smallest_peak_is_most_often_that_of_a_program() -> None:
     attained = 0
     for seed in range(40):

@@ -114,7 +114,7 @@ def test_is_the_minimum_on_graphs(seed: int) -> None:
     assert check_minimum(graph, MEMBERS, Device()) > 0
 
 
-@pytest.mark.parametrize("name", ["mlp", "convolutions"])
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.slow), "convolutions"])
 def test_is_the_minimum_on_models(name: str) -> None:
     one = profiled(make(name))
     assert check_minimum(one.graph, MEMBERS, Device()) > 1

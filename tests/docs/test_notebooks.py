@@ -31,7 +31,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     ).execute()
 
 
-LONG = {"other-gpu", "offload-bandwidth", "olla-step"}
+LONG = {"other-gpu", "offload-bandwidth", "olla-step", "three-models"}
 """Half a minute each on two cores; make test-all runs them."""
 ALL = [
     pytest.param(name, marks=pytest.mark.slow) if name in LONG else name

@@ -16,8 +16,8 @@ SHARES = (0.0, 0.25, 0.5, 0.75)
 KINDS = [get(name) for name in ("resnet50", "mobilenet_v2", "unet", "gpt2", "llama", "mlp")]
 
 
-LONGEST = ("densenet121", "efficientnet_b0", "inception_v3")
-"""A minute together at their floors, which the slow test below has, too."""
+LONGEST = ("densenet121", "efficientnet_b0", "googlenet", "inception_v3")
+"""More than a minute together at their floors, which the slow test below has, too."""
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if str(f) not in LONGEST], ids=str)
@@ -34,6 +34,7 @@ def test_rotor_interpreted(family: Family) -> None:
     check(one, floor_plan(one, "rotor"), interpreted=True)
 
 
+@pytest.mark.slow  # test_every_budget
 @pytest.mark.parametrize("family", KINDS, ids=str)
 def test_rotor_half(family: Family) -> None:
     one = subject(family)

@@ -15,6 +15,9 @@ from memopt.strategies import STRATEGIES, Strategy
 from tests.plan.apply_saved import applied_elsewhere, program_digest, step_digest, subject
 from tests.plan.tiny import MODELS, make, profiled, tight_plan
 
+pytestmark = pytest.mark.xdist_group("round_trip")
+"""In one worker: the plans of all strategies are made once."""
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, tuple[str, Plan, str]]:

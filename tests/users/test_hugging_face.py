@@ -134,7 +134,10 @@ def trained(
     return model
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name == "lora" else name for name in TASKS],
+)
 def test_fifty_steps_as_without_memopt_and_resumed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
