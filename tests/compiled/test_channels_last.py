@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 import memopt
 from memopt.profiler.capture import Captured, capture
+from memopt.profiler.compiled import choice
 from memopt.profiler.compiled.channels_last import in_channels_last
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory_layout import same_strides
@@ -63,14 +64,35 @@ def returned(model: nn.Module, step: Captured) -> list[Tensor]:
     return [value for value in pytree.tree_leaves(results) if isinstance(value, Tensor)]
 
 
+def all_strides(graph: torch.fx.Graph) -> list[tuple[int, ...]]:
+    """How the tensors of a graph are laid out."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    return [tuple(value.stride()) for value in values if isinstance(value, Tensor)]
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_the_faster_order_is_taken(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever was measured; compiled kernels run in both."""
+    seconds = iter((2.0, 1.0) if faster else (1.0, 2.0))
+    monkeypatch.setattr(choice, "_images_s", lambda *_: next(seconds))
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(*IMAGE)
+    plan = memopt.plan(model, x, strategy="store-all", kernels="compiled", progress=False)
+    assert plan.record is not None
+    assert plan.record.channels_last is faster
+    torch.testing.assert_close(plan.apply(model)(x), model(x), rtol=1e-4, atol=1e-4)
+
+
 def test_convolutions_read_channels_last_and_results_are_as_before() -> None:
     torch.manual_seed(0)
     model = Images()
     step = captured(model, *IMAGE)
     before = returned(model, step)
-    changed = in_channels_last(step)
-    assert changed is not None
     graph = step.module.graph
+    text, strides = str(graph), all_strides(graph)
+    put = in_channels_last(step)
+    assert put is not None
+    changed = put.captured
     graph.lint()
     for node in graph.nodes:
         for place in {"aten.convolution": (0,), "aten.convolution_backward": (0, 1)}.get(
@@ -89,6 +111,11 @@ def test_convolutions_read_channels_last_and_results_are_as_before() -> None:
     # What lies between two convolutions stays in the order: an image is copied once at most.
     copies = [n for n in graph.nodes if n.kwargs.get("memory_format") is torch.channels_last]
     assert len({n.args[0] for n in copies}) == len(copies) <= 3
+    assert all_strides(graph) != strides
+    put.undo()
+    graph.lint()
+    assert str(graph) == text
+    assert all_strides(graph) == strides
 
 
 @pytest.mark.parametrize("model", [Strided(), nn.Sequential(nn.Flatten(), nn.Linear(192, 2))])

@@ -14,7 +14,7 @@ from torch.fx import Node
 from memopt.models.record import KERNELS, ModelRecord
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured
-from memopt.profiler.compiled.channels_last import in_channels_last
+from memopt.profiler.compiled.channels_last import in_channels_last, is_of_images
 from memopt.profiler.compiled.fuse import Found, Fused, Progress, fused, kernel_of
 from memopt.profiler.compiled.subgraph import Subgraph
 from memopt.profiler.measure import MeasureOptions, costs_of, silent
@@ -54,9 +54,15 @@ def chosen_kernels(
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
         if kernels == "aten":
             return Fused(captured, lowering)
+        rows_s = _images_s(lowering, device, options, progress)
         images = in_channels_last(captured)
         if images is not None:
-            captured, lowering = images, build(model, images, block_bytes)
+            last = build(model, images.captured, block_bytes)
+            if _images_s(last, device, options, progress) < rows_s:
+                captured, lowering = images.captured, last
+            else:
+                images.undo()
+                images = None
         measured = partial(_slower, lowering, device, options, progress)
         made = fused(
             model,
@@ -86,8 +92,9 @@ def planned_kernels(record: ModelRecord | None, device: torch.device, block_byte
         if record is None or record.kernels == "aten":
             return Fused(captured, lowering)
         if record.channels_last:
-            captured = in_channels_last(captured) or captured
-            lowering = build(model, captured, block_bytes)
+            images = in_channels_last(captured)
+            if images is not None:
+                captured, lowering = images.captured, build(model, images.captured, block_bytes)
         return fused(
             model,
             captured,
@@ -99,6 +106,15 @@ def planned_kernels(record: ModelRecord | None, device: torch.device, block_byte
         )
 
     return fuse
+
+
+def _images_s(
+    lowering: Lowering, device: torch.device, options: MeasureOptions, progress: Progress
+) -> float:
+    """The seconds that convolutions of images take, measured, and copies into another order."""
+    calls = zip(lowering.nodes, lowering.signatures, strict=True)
+    images = [call for node, call in calls if is_of_images(node)]
+    return sum(cost.time_s for cost in costs_of(images, device, options, progress))
 
 
 def _slower(
