@@ -125,8 +125,16 @@ class Plan(PlanRecord):
         """
         from memopt.executor.train_step import train_step
 
-        how = {"interpreted": interpreted, "checked": checked, "undo": undo, "scaler": scaler}
-        return train_step(self, model, loss_fn, optimizer, **how)
+        return train_step(
+            self,
+            model,
+            loss_fn,
+            optimizer,
+            interpreted=interpreted,
+            checked=checked,
+            undo=undo,
+            scaler=scaler,
+        )
 
     def _plan_again(self, model: nn.Module, call: Call) -> nn.Module:
         """The model under a plan for another call, within the same budget."""

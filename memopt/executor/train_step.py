@@ -370,5 +370,11 @@ def train_step(
 ) -> TrainStep:
     """See `Plan.train_step`."""
     plan = plan_of_step(plan, model, loss_fn, optimizer, undo=undo, scaler=scaler)
-    how = {"interpreted": interpreted, "checked": checked, "undo": undo}
-    return TrainStep(plan, optimizer, **how, scaler=scaler if scales(scaler) else None)
+    return TrainStep(
+        plan,
+        optimizer,
+        interpreted=interpreted,
+        checked=checked,
+        undo=undo,
+        scaler=scaler if scales(scaler) else None,
+    )

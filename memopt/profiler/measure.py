@@ -223,10 +223,14 @@ def _output_sizes(
 def _ready(one: Signature, stand_ins: StandIns) -> Callable[[], object]:
     """The call with its arguments made, ready to run."""
     args, kwargs = stand_ins.arguments(one)
+    mask = _output_mask(one)
 
     def run() -> object:
         try:
-            return _asked_for(one, one.target(*args, **kwargs))
+            result = one.target(*args, **kwargs)
+            if mask is None:
+                return result
+            return tuple(v if asked else None for v, asked in zip(result, mask, strict=True))
         except REFUSALS as error:
             message = f"{one.text} cannot be measured on stand-in data: {error}"
             raise ProfileError(message) from error
@@ -234,16 +238,15 @@ def _ready(one: Signature, stand_ins: StandIns) -> Callable[[], object]:
     return run
 
 
-def _asked_for(one: Signature, result: Any) -> Any:
-    """The results that a call's `output_mask` asks for. oneDNN's backward of a convolution makes
-    the weight's gradient for the bias's, too, which a step drops at once: it is workspace."""
+def _output_mask(one: Signature) -> Sequence[bool] | None:
+    """Which results a call's `output_mask` asks for; None: it has none, and all count. oneDNN's
+    backward of a convolution makes the weight's gradient for the bias's, too, which a step drops at
+    once: it is workspace."""
     schema = getattr(one.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     position = names.index("output_mask") if "output_mask" in names else len(one.args)
-    if position >= len(one.args):
-        return result
-    mask = one.args[position]
-    return tuple(value if asked else None for value, asked in zip(result, mask, strict=True))
+    mask: Sequence[bool] | None = one.args[position] if position < len(one.args) else None
+    return mask
 
 
 def _output_bytes(result: object, device: torch.device) -> tuple[int, ...]:

@@ -231,6 +231,23 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
             raise
 
 
+@contextmanager
+def forward_restored(
+    model: nn.Module, call: Call, way: Callable[..., Any] | None = None
+) -> Iterator[Any]:
+    """Run a forward without gradients; everything is put back at the end of the block.
+
+    Args:
+        model, call: the user's model, and what it is called with.
+        way: what runs for the model; None: itself.
+
+    Yields:
+        What it returns.
+    """
+    with state_restored(model, call) as kept, kept.first_run(), torch.no_grad():
+        yield (way or model)(*call.args, **call.kwargs)
+
+
 def _other_generators() -> Callable[[], None]:
     """Puts back the random states of Python, and of numpy where it is in use."""
     python = random.getstate()

@@ -84,8 +84,9 @@ def profile_step(
     with state_restored(model, call, *loss.parts):
         report = forward_only(progress)
         chosen = options or MeasureOptions()
-        how = (report, offload_optimizer, kernels, rules)
-        return _profiled(model, call, loss, optimizer, chosen, *how)
+        return _profiled(
+            model, call, loss, optimizer, chosen, report, offload_optimizer, kernels, rules
+        )
 
 
 def _profiled(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from memopt.models.budget import format_bytes
+from memopt.programs.moved import updates_on_host
 from memopt.programs.network_use import network_use
 from memopt.programs.replay import replay
 from memopt.report.texts import format_seconds
@@ -39,16 +40,23 @@ def figures(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
         ("bound", f"{format_seconds(plan.lower_bound_s)}, gap {plan.gap:.2%}"),
     ]
     if plan.graph.network_time_s:
-        used = network_use(replay(plan.graph, plan.program, plan.device))
-        text = f"{format_seconds(used.time_s)} of collectives, {used.hidden:.0%} hidden"
-        rows.append(("network", text))
+        rows.append(_network(plan))
     if plan.host_peak_bytes:
         rows.append(("host memory", f"{format_bytes(plan.host_peak_bytes)} for swapped tensors"))
-    on_host = replay(plan.graph, plan.program, plan.device).host_updates
-    if on_host:
-        time_s = sum(one.end_s - one.start_s for one in on_host)
-        rows.append(("on the host", f"{len(on_host)} updates, {format_seconds(time_s)}"))
+    if updates_on_host(plan.graph, plan.program):
+        rows.append(_on_host(plan))
     return (*rows, *_passes(plan.stats))
+
+
+def _network(plan: PlanRecord) -> tuple[str, str]:
+    used = network_use(replay(plan.graph, plan.program, plan.device))
+    return "network", f"{format_seconds(used.time_s)} of collectives, {used.hidden:.0%} hidden"
+
+
+def _on_host(plan: PlanRecord) -> tuple[str, str]:
+    updates = replay(plan.graph, plan.program, plan.device).host_updates
+    time_s = sum(one.end_s - one.start_s for one in updates)
+    return "on the host", f"{len(updates)} updates, {format_seconds(time_s)}"
 
 
 def _reserved(plan: PlanRecord) -> list[tuple[str, str]]:

@@ -73,8 +73,8 @@ def all_strides(graph: torch.fx.Graph) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("faster", [True, False])
 def test_the_faster_order_is_taken(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever was measured; compiled kernels run in both."""
-    seconds = iter((2.0, 1.0) if faster else (1.0, 2.0))
-    monkeypatch.setattr(choice, "_images_s", lambda *_: next(seconds))
+    seconds = iter((1.0, 2.0) if faster else (2.0, 1.0))  # in channels-last order, row-major
+    monkeypatch.setattr(choice, "_total_s", lambda *_, **__: next(seconds))
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(*IMAGE)
     plan = memopt.plan(model, x, strategy="store-all", kernels="compiled", progress=False)

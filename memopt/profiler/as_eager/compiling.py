@@ -16,21 +16,21 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
+from memopt.profiler.as_eager.layouts import computing_device
+from memopt.profiler.dependencies.dependencies import Dependencies, digest
 from memopt.profiler.inputs import Call
-from memopt.profiler.restored_state import state_restored
+from memopt.profiler.restored_state import forward_restored
 from memopt.profiler.torch_private import ONE_TRACE_AT_A_TIME, imported
 from memopt.profiler.trial import equal_bytes
 
 _LOG = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _FRAMES = 3
 """So many of the innermost frames tell one place from another that asks by the same helpers."""
@@ -42,6 +42,7 @@ _KNOWN_ALIKE = ("transformers/masking_utils.py",)
 """What looks whether a mask masks anything: `memopt.profiler.as_eager.masks` is about these."""
 
 Place = tuple[tuple[str, int], ...]
+Trace = tuple[Any, Dependencies]
 
 
 @dataclass
@@ -73,14 +74,12 @@ class _Answers:
         return next((p for p in reversed(self.asked) if told is not None and p not in told), None)
 
 
-def traced_as_eager(
-    model: nn.Module, call: Call, trace: Callable[[], tuple[Any, T]]
-) -> tuple[Any, T]:
+def traced_as_eager(model: nn.Module, call: Call, trace: Callable[[], Trace]) -> Trace:
     """Trace a model as what it computes when it is not compiled, where that can be traced.
 
     Args:
         model, call: what is traced.
-        trace: gives the traced module, which takes the call's arguments, and something about it.
+        trace: gives the traced module, which takes the call's arguments, and what it depends on.
 
     Returns:
         What `trace` gave.
@@ -101,14 +100,19 @@ def traced_as_eager(
     if not answers.asked:
         return compiled
     uncompiled = _uncompiled(trace)
-    if uncompiled is None or _code(uncompiled[0]) == _code(compiled[0]):
+    if uncompiled is None or _digest(model, uncompiled) == _digest(model, compiled):
         return compiled
-    return (
-        compiled if _only_compiled_is_right(model, call, compiled[0], uncompiled[0]) else uncompiled
-    )
+    if _only_compiled_is_right(model, call, compiled[0], uncompiled[0]):
+        return compiled
+    return uncompiled
 
 
-def _uncompiled(trace: Callable[[], tuple[Any, T]]) -> tuple[Any, T] | None:
+def _digest(model: nn.Module, trace: Trace) -> str:
+    traced, dependencies = trace
+    return digest(traced, model, dependencies)
+
+
+def _uncompiled(trace: Callable[[], Trace]) -> Trace | None:
     """The trace of a model that is told that it is not compiled; None where there is none."""
     told: set[Place] = set()
     while len(told) <= _MOST_PLACES:
@@ -125,14 +129,9 @@ def _uncompiled(trace: Callable[[], tuple[Any, T]]) -> tuple[Any, T] | None:
     return None
 
 
-def _code(traced: Any) -> list[str]:
-    return [m.code for m in traced.modules() if isinstance(m, torch.fx.GraphModule)]
-
-
 def _only_compiled_is_right(model: nn.Module, call: Call, compiled: Any, uncompiled: Any) -> bool:
     """Whether the compiled trace gives eager's results, bit for bit, and the other does not."""
-    tensors = (*call.tensors(), *model.parameters(), *model.buffers())
-    if any(isinstance(t, FakeTensor) or t.device.type == "meta" for t in tensors):
+    if computing_device(model, call) is None:
         return False
     for traced in (compiled, uncompiled):
         traced.recompile()  # dynamo has renamed what its code reads
@@ -143,8 +142,8 @@ def _only_compiled_is_right(model: nn.Module, call: Call, compiled: Any, uncompi
 
 
 def _results(model: nn.Module, way: Callable[..., Any], call: Call) -> list[Any]:
-    with state_restored(model, call) as kept, kept.first_run(), torch.no_grad():
-        results = pytree.tree_leaves(way(*call.args, **call.kwargs))
+    with forward_restored(model, call, way) as output:
+        results = pytree.tree_leaves(output)
         return [one.clone() if isinstance(one, torch.Tensor) else one for one in results]
 
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
 from memopt.profiler.inputs import Call
-from memopt.profiler.restored_state import state_restored
+from memopt.profiler.restored_state import forward_restored
 
 _PLAIN = (bool, int, float, str, type(None))
 Values = dict[str, Any]
@@ -55,8 +54,7 @@ def settles(
 def _set_by_a_call(model: nn.Module, call: Call, owners: list[nn.Module]) -> list[Values] | None:
     """The plain attributes of modules after a call; None if it sets others."""
     others = [_others(owner) for owner in owners]
-    with state_restored(model, call) as kept, kept.first_run(), torch.no_grad():
-        model(*call.args, **call.kwargs)
+    with forward_restored(model, call):
         after = [_plain(owner) for owner in owners]
         same = others == [_others(owner) for owner in owners]
     return after if same else None

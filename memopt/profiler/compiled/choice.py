@@ -18,7 +18,7 @@ from memopt.profiler.compiled.channels_last import in_channels_last, is_of_image
 from memopt.profiler.compiled.fuse import Found, Fused, Progress, fused, kernel_of
 from memopt.profiler.compiled.subgraph import Subgraph
 from memopt.profiler.measure import MeasureOptions, costs_of, silent
-from memopt.profiler.signature import signature
+from memopt.profiler.signature import Signature, signature
 
 Fuse = Callable[[nn.Module, Captured, Lowering], Fused]
 """Gives a captured step its kernels."""
@@ -54,11 +54,12 @@ def chosen_kernels(
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
         if kernels == "aten":
             return Fused(captured, lowering)
-        rows_s = _images_s(lowering, device, options, progress)
+        rows = _of_images(lowering)
         images = in_channels_last(captured)
         if images is not None:
             last = build(model, images.captured, block_bytes)
-            if _images_s(last, device, options, progress) < rows_s:
+            timed = partial(_total_s, device=device, options=options, progress=progress)
+            if timed(_of_images(last)) < timed(rows):
                 captured, lowering = images.captured, last
             else:
                 images.undo()
@@ -108,13 +109,17 @@ def planned_kernels(record: ModelRecord | None, device: torch.device, block_byte
     return fuse
 
 
-def _images_s(
-    lowering: Lowering, device: torch.device, options: MeasureOptions, progress: Progress
-) -> float:
-    """The seconds that convolutions of images take, measured, and copies into another order."""
+def _of_images(lowering: Lowering) -> list[Signature]:
+    """The calls that convolve images, or copy one into another order."""
     calls = zip(lowering.nodes, lowering.signatures, strict=True)
-    images = [call for node, call in calls if is_of_images(node)]
-    return sum(cost.time_s for cost in costs_of(images, device, options, progress))
+    return [call for node, call in calls if is_of_images(node)]
+
+
+def _total_s(
+    calls: list[Signature], device: torch.device, options: MeasureOptions, progress: Progress
+) -> float:
+    """The seconds that calls take, measured."""
+    return sum(cost.time_s for cost in costs_of(calls, device, options, progress))
 
 
 def _slower(
