@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -95,84 +96,45 @@ H100_HBM2E = replace(
 )
 
 _SMALL = "GPT-2 124M, {batch} x 1024, bf16"
+_small = partial(Published, sequence=1024, vocabulary=50257, device=A100, kernels="compiled")
+_raschka = partial(_small, source=RASCHKA, model=_gpt2(0.1, tied=False))
+_torchtitan = partial(
+    Published,
+    what="Llama 3.1 8B, 2 x 8192, bf16",
+    source=TORCHTITAN,
+    model=_llama,
+    batch=2,
+    sequence=8192,
+    vocabulary=128256,
+    device=H100_HBM2E,
+)
 PUBLISHED: dict[str, Published] = {
-    "raschka-eager": Published(
-        _SMALL.format(batch=8),
-        RASCHKA,
-        _gpt2(0.1, tied=False),
-        8,
-        1024,
-        50257,
-        A100,
-        "aten",
-        91_901,
+    "raschka-eager": _raschka(
+        what=_SMALL.format(batch=8), batch=8, kernels="aten", tokens_per_s=91_901
     ),
-    "raschka": Published(
-        _SMALL.format(batch=8),
-        RASCHKA,
-        _gpt2(0.1, tied=False),
-        8,
-        1024,
-        50257,
-        A100,
-        "compiled",
-        112_046,
+    "raschka": _raschka(what=_SMALL.format(batch=8), batch=8, tokens_per_s=112_046),
+    "raschka-padded": _raschka(
+        what=_SMALL.format(batch=8) + ", vocabulary padded to 50,304",
+        batch=8,
+        vocabulary=50304,
+        tokens_per_s=127_345,
     ),
-    "raschka-padded": Published(
-        _SMALL.format(batch=8) + ", vocabulary padded to 50,304",
-        RASCHKA,
-        _gpt2(0.1, tied=False),
-        8,
-        1024,
-        50304,
-        A100,
-        "compiled",
-        127_345,
+    "raschka-large": _raschka(
+        what=_SMALL.format(batch=32) + ", padded",
+        batch=32,
+        vocabulary=50304,
+        tokens_per_s=142_156,
     ),
-    "raschka-large": Published(
-        _SMALL.format(batch=32) + ", padded",
-        RASCHKA,
-        _gpt2(0.1, tied=False),
-        32,
-        1024,
-        50304,
-        A100,
-        "compiled",
-        142_156,
+    "llm.c": _small(
+        what=_SMALL.format(batch=32),
+        source=LLM_C,
+        model=_gpt2(0.0, tied=True),
+        batch=32,
+        device=A100_PCIE,
+        tokens_per_s=118_000,
     ),
-    "llm.c": Published(
-        _SMALL.format(batch=32),
-        LLM_C,
-        _gpt2(0.0, tied=True),
-        32,
-        1024,
-        50257,
-        A100_PCIE,
-        "compiled",
-        118_000,
-    ),
-    "torchtitan-eager": Published(
-        "Llama 3.1 8B, 2 x 8192, bf16",
-        TORCHTITAN,
-        _llama,
-        2,
-        8192,
-        128256,
-        H100_HBM2E,
-        "aten",
-        5_762,
-    ),
-    "torchtitan": Published(
-        "Llama 3.1 8B, 2 x 8192, bf16",
-        TORCHTITAN,
-        _llama,
-        2,
-        8192,
-        128256,
-        H100_HBM2E,
-        "compiled",
-        6_667,
-    ),
+    "torchtitan-eager": _torchtitan(kernels="aten", tokens_per_s=5_762),
+    "torchtitan": _torchtitan(kernels="compiled", tokens_per_s=6_667),
 }
 
 

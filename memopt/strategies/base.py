@@ -15,6 +15,7 @@ from memopt.models.graph import Graph
 from memopt.models.steps import ChainStep
 from memopt.programs.instructions import Program
 from memopt.programs.replay import Timeline
+from memopt.reductions.chain_replay import ChainTimeline
 
 CostModel: TypeAlias = Chain | Graph
 Kind = TypeVar("Kind", Chain, Graph)
@@ -80,18 +81,18 @@ class Solution:
 
 
 def solution_of(
-    program: Program,
-    timeline: Timeline,
+    plan: Program | tuple[ChainStep, ...],
+    timeline: Timeline | ChainTimeline,
     bound_s: float,
     proved: float,
     stats: Mapping[str, object],
 ) -> Solution:
-    """Make the solution of a program: optimal where its gap is at most `proved`.
+    """Make the solution of a plan: optimal where its gap is at most `proved`.
 
     Args:
-        program: within the budget.
+        plan: a program, or a chain's steps, within the budget.
         timeline: its replay.
-        bound_s: for the strategy's class; programs outside it may be faster.
+        bound_s: for the strategy's class; plans outside it may be faster.
         proved: share of the bound.
         stats: the solution's.
     """
@@ -100,7 +101,8 @@ def solution_of(
     optimal = timeline.time_s <= bound_s * (1 + proved)
     return Solution(
         Status.OPTIMAL if optimal else Status.FEASIBLE,
-        program=program,
+        steps=plan if isinstance(plan, tuple) else None,
+        program=None if isinstance(plan, tuple) else plan,
         peak_bytes=timeline.peak_bytes,
         time_s=timeline.time_s,
         lower_bound_s=bound_s,

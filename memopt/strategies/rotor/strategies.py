@@ -13,12 +13,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from memopt.models.bounds import relative_gap
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.quantize import SlotScale, slot_scale
 from memopt.reductions.chain_replay import replay_chain
-from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
+from memopt.strategies.base import (
+    CostModel,
+    Features,
+    Progress,
+    Solution,
+    Status,
+    Strategy,
+    solution_of,
+)
 from memopt.strategies.rotor.plan_sets import CurvePoint, PlanSet, RecentPlanSets, merged
 from memopt.strategies.rotor.schedules import SolveLimits, TooLarge, steps_of
 from memopt.strategies.solvers.running import Deadline, Stopped
@@ -87,19 +94,9 @@ def _solution(chain: Chain, plans: PlanSet, chosen: int, stats: Mapping[str, obj
     """The schedule of a plan set's point."""
     steps = steps_of(plans.codes[chosen])
     timeline = replay_chain(chain, steps)
-    least = chain.compute_time_s
-    bound = timeline.time_s if plans.optimal else min(least, timeline.time_s)
+    bound_s = timeline.time_s if plans.optimal else chain.compute_time_s
     # Sums of floats in another order: a plan without recomputation is optimal all the same.
-    optimal = plans.optimal or timeline.time_s <= least * (1 + 1e-12)
-    return Solution(
-        Status.OPTIMAL if optimal else Status.FEASIBLE,
-        steps=steps,
-        peak_bytes=timeline.peak_bytes,
-        time_s=timeline.time_s,
-        lower_bound_s=bound,
-        gap=relative_gap(timeline.time_s, bound),
-        stats=stats,
-    )
+    return solution_of(steps, timeline, bound_s, 1e-12, stats)
 
 
 @dataclass(frozen=True)
