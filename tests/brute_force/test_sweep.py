@@ -10,7 +10,9 @@ BLOCK = 50
 BLOCKS = [range(seed, seed + BLOCK) for seed in range(0, 2000, BLOCK)]
 
 
-@pytest.mark.parametrize("seed", [*range(6), 11, 20, 605, 777, 1046, 1805])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(0, marks=pytest.mark.slow), *range(1, 6), 11, 20, 605, 777, 1046, 1805]
+)
 def test_graphs(seed: int) -> None:
     found = check_graph(seed)
     assert not found.wrong, "\n".join(found.wrong)

@@ -124,7 +124,9 @@ def test_the_same_of_an_adapted_model() -> None:
     plan(model, TEXT).apply(model)(**TEXT)
 
 
-@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+@pytest.mark.parametrize(
+    "name", ["output_hidden_states", pytest.param("output_attentions", marks=pytest.mark.slow)]
+)
 def test_recorded_outputs_are_as_in_eager(name: str) -> None:
     """Their hooks are set when the model is captured, as its first call would set them."""
     without = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -159,8 +161,10 @@ def test_keys_and_values_are_left_out_with_a_notice() -> None:
 @pytest.mark.parametrize(
     ("classes", "labels", "kind"),
     [
-        (3, torch.tensor([0, 1]), "single_label_classification"),
-        (1, torch.tensor([0.5, 1.0]), "regression"),
+        pytest.param(
+            3, torch.tensor([0, 1]), "single_label_classification", marks=pytest.mark.slow
+        ),
+        pytest.param(1, torch.tensor([0.5, 1.0]), "regression", marks=pytest.mark.slow),
         (3, torch.eye(3)[:2], "multi_label_classification"),
     ],
 )
