@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SMALL = "tests/mutation/small_cases.py"
-EDGES = "tests/mutation/test_survivors.py"
+EDGES = ("tests/mutation/test_survivors.py", "tests/mutation/test_edges.py")
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,19 @@ _IN_PLACE = (
     "tests/models/test_in_place.py",
     "--deselect=tests/models/test_in_place.py::test_laws_on_random_programs",
 )
-_VALIDATOR = (EDGES, "tests/models/test_validate.py", *_IN_PLACE, *_AT_RANDOM)
+_BESIDE = (
+    "tests/network/test_replay.py",
+    "tests/models/test_moved.py",
+    "--deselect=tests/network/test_replay.py::test_memory_is_the_validators",
+    "--deselect=tests/models/test_moved.py::test_replay_and_validator_agree_on_random_moves",
+)
+"""Collectives, and what is moved or updated on the host."""
+_VALIDATOR = (*EDGES, "tests/models/test_validate.py", *_IN_PLACE, *_BESIDE, *_AT_RANDOM)
 _REPLAY = (
-    EDGES,
+    *EDGES,
     "tests/models/test_replay.py",
     *_IN_PLACE,
+    *_BESIDE,
     *_AT_RANDOM,
     "tests/offload/test_replay.py::test_by_hand",
 )
@@ -81,7 +89,7 @@ TARGETS = (
     Target("replay", "memopt.programs.link_clock", _REPLAY),
     Target("replay", "memopt.programs.lifetimes", _REPLAY),
     Target("replay", "memopt.reductions.chain_replay", _CHAIN),
-    Target("bounds", "memopt.models.bounds", (EDGES, "tests/models/test_bounds.py")),
+    Target("bounds", "memopt.models.bounds", (*EDGES, "tests/models/test_bounds.py")),
     Target("lowering", "memopt.reductions.lower", _LOWER),
     Target("lowering", "memopt.reductions.chain_to_graph", _TO_GRAPH),
     Target("dynamic programs", "memopt.strategies.rotor.persistent_kernels", _ROTOR),
