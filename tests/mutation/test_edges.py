@@ -3,14 +3,22 @@ what runs beside the compute stream, edges of placements and of what replay refu
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from memopt.errors import InvalidProgramError
-from memopt.models.bounds import memory_lower_bound, overlapped_bound, time_lower_bound
+from memopt.models.bounds import (
+    memory_lower_bound,
+    overlapped_bound,
+    relative_gap,
+    time_lower_bound,
+)
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
-from memopt.models.graph import Graph, Operator, Tensor, TensorKind
-from memopt.programs.instructions import Compute, Free, Program
+from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
+from memopt.programs.instructions import Compute, DropHost, Free, Program, SwapIn, SwapOut
+from memopt.programs.lifetimes import HostLifetime, lifetimes
 from memopt.programs.link_clock import LinkClock
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
@@ -154,3 +162,79 @@ def test_what_computes_in_place_by_position() -> None:
     plain = store_all(graph)
     assert validate(graph, plain) is None
     assert memory_use(graph, plain).peak == replay(graph, plain).peak_bytes
+
+
+def test_two_results_one_of_them_in_place() -> None:
+    """g writes b and c, and b takes over a: c, larger, does not. A copy of b is dropped."""
+    sizes = (("a", 8), ("b", 8), ("c", 20), ("d", 1))
+    tensors = [Tensor("x", 5, TensorKind.INPUT), *(Tensor(*pair) for pair in sizes)]
+    operators = [
+        Operator("f", (0,), (1,), 1.0),
+        Operator("g", (1,), (2, 3), 1.0, 0, in_place=(1,)),
+        Operator("h", (2,), (4,), 1.0),
+    ]
+    graph = Graph(tensors, operators, outputs=(4,))
+    program = Program(
+        (
+            Compute(0, (1,)),
+            Compute(1, (2,), None, 1),
+            SwapOut(2),
+            Free(2),
+            SwapIn(2),
+            DropHost(2),
+            Compute(2, (4,)),
+            Free(2),
+        )
+    )
+    assert validate(graph, program) is None
+    assert memory_lower_bound(graph) == 5 + 8 + 20
+    assert replay(graph, program).step_bytes[1] == 5 + 8 + 20
+    a, b, c, again, _ = lifetimes(graph, program).device
+    assert (a.overwritten, a.stays, a.freed) == (True, False, False)
+    assert (b.overwrites, b.copied, b.freed, b.readers) == (a, True, True, [2])
+    assert (c.overwrites, c.transient, c.stays, c.end) == (None, True, False, 2)
+    assert (again.begin, again.end, again.copied, again.readers) == (4, 7, False, [6])
+    assert lifetimes(graph, program).host == [HostLifetime(2, 2, 5)]
+
+
+def test_what_the_host_runs_takes_no_time_of_the_device() -> None:
+    """An update of 4 s, of which the device needs none where the host runs it."""
+    there = Implementation("there", 100.0, 0, reads=(), on_host=True)
+    update = Operator("u", (1, 0), (), 4.0, 0, Phase.UPDATE, False, implementations=(there,))
+    tensors = [Tensor("w", 10, TensorKind.PARAMETER), Tensor("g", 10, TensorKind.GRADIENT)]
+    backward = Operator("b", (0,), (1,), 0.25, 0, Phase.BACKWARD)
+    graph = Graph(tensors, [backward, update], movable=(0,))
+    assert time_lower_bound(graph) == 0.25
+    plain = replace(graph, operators=(backward, replace(update, implementations=())))
+    assert time_lower_bound(plain) == 4.25
+    assert relative_gap(1.5, 0.5) == 2.0
+
+
+def test_the_boundary_of_a_step_without_tangents() -> None:
+    """The loss takes 50 bytes where the backward begins, whatever arrives there."""
+    tensors = [Tensor("w", 10, TensorKind.PARAMETER), Tensor("y", 2), Tensor("g", 3)]
+    operators = [
+        Operator("f", (0,), (1,), 1.0),
+        Operator("b", (0,), (2,), 1.0, 0, Phase.BACKWARD),
+    ]
+    graph = Graph(tensors, operators, outputs=(1,), gradients=(2,), boundary_bytes=50)
+    assert memory_lower_bound(graph) == 10 + 2 + 50
+    forward = replace(graph, operators=operators[:1], gradients=(), tensors=tensors[:2])
+    assert memory_lower_bound(forward) == 10 + 2
+
+
+@pytest.mark.parametrize(
+    ("unplaced", "code"),
+    [
+        (((0, 1),), None),
+        (((0, 1), (1, 1)), STRAY),
+        (((0, 1), (1, 3)), STRAY),
+        ((), ViolationCode.OFFSET_MISSING),
+    ],
+    ids=("apart", "of no instruction", "apart and placed", "neither"),
+)
+def test_what_is_apart(unplaced: tuple[tuple[int, int], ...], code: ViolationCode | None) -> None:
+    instructions = (Compute(0, (1,)), Compute(1, (3,)), Free(1))
+    program = Program(instructions, offsets=((1, 3, 16),), unplaced=unplaced)
+    found = validate(two_results(), program)
+    assert (None if found is None else found.code) is code
