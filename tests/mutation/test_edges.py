@@ -17,7 +17,15 @@ from memopt.models.bounds import (
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
-from memopt.programs.instructions import Compute, DropHost, Free, Program, SwapIn, SwapOut
+from memopt.programs.instructions import (
+    Compute,
+    DropHost,
+    Free,
+    LossBoundary,
+    Program,
+    SwapIn,
+    SwapOut,
+)
 from memopt.programs.lifetimes import HostLifetime, lifetimes
 from memopt.programs.link_clock import LinkClock
 from memopt.programs.liveness import store_all
@@ -238,3 +246,38 @@ def test_what_is_apart(unplaced: tuple[tuple[int, int], ...], code: ViolationCod
     program = Program(instructions, offsets=((1, 3, 16),), unplaced=unplaced)
     found = validate(two_results(), program)
     assert (None if found is None else found.code) is code
+
+
+def test_replay_of_nothing() -> None:
+    found = replay(two_results(), Program(()))
+    assert (found.peak_bytes, found.host_peak_bytes, found.time_s) == (8, 0, 0.0)
+    assert found.peak_instruction is None
+
+
+def test_a_collective_without_results_names_no_tensor() -> None:
+    send = Collective(CollectiveKind.REDUCE_SCATTER, 8, 100)
+    operator = Operator("send", (0,), (), 2.0, collective=send)
+    graph = Graph([Tensor("w", 10, TensorKind.PARAMETER)], [operator])
+    program = Program((Compute(0, ()),))
+    assert validate(graph, program) is None
+    (found,) = replay(graph, program).collectives
+    assert (found.tensor, found.start_s, found.end_s) == (-1, 0.0, 2.0)
+
+
+def test_an_update_by_the_host_names_what_it_changes() -> None:
+    there = Implementation("there", 100.0, 7, reads=(), on_host=True)
+    tensors = [
+        Tensor("g", 10, TensorKind.GRADIENT),
+        Tensor("w", 10, TensorKind.PARAMETER),
+        Tensor("s", 10, TensorKind.OPTIMIZER_STATE),
+    ]
+    backward = Operator("b", (), (0,), 0.25, 0, Phase.BACKWARD)
+    update = Operator("u", (0, 1, 2), (), 4.0, 0, Phase.UPDATE, False, implementations=(there,))
+    graph = Graph(tensors, [backward, update], movable=(1, 2))
+    steps = (Compute(0, (0,)), SwapOut(0), Free(0), Compute(1, (), "there"), DropHost(0))
+    program = Program((LossBoundary(), *steps))
+    assert validate(graph, program) is None
+    found = replay(graph, program)
+    assert [(x.tensor, x.start_s, x.end_s) for x in found.host_updates] == [(1, 0.25, 100.25)]
+    assert found.host_bytes == (27, 27, 37, 37, 37, 27)
+    assert found.step_bytes == (0, 10, 10, 10, 0, 0)

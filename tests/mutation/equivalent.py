@@ -1,0 +1,97 @@
+"""Mutants that survive because they compute the same: why, by module and change.
+
+Each is a pattern of the changed line, as `Mutant.shown` writes it. A mutant that a test could
+notice has no place here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """Changes that make no difference.
+
+    Attributes:
+        module: the module's last name; "": any.
+        change: what `Mutant.shown` must contain, a regular expression.
+        reason: why no run differs.
+    """
+
+    module: str
+    change: str
+    reason: str
+
+
+EQUIVALENTS = (
+    Equivalent(
+        "",
+        r"slots=True\)  ->  .*slots=False\)",
+        "the same class, in more memory",
+    ),
+    Equivalent(
+        "link_clock",
+        r"(out_free_s|in_free_s|network_free_s|host_free_s): float = 0.0  ->  .* -1.0",
+        "what is free before the step is free at its start: the clock is never below 0",
+    ),
+    Equivalent(
+        "link_clock",
+        r"(pop|get)\(item, 0.0\).*  ->  .*(pop|get)\(item, -1.0\)",
+        "a time before the step is not waited for, as the step's start is not",
+    ),
+    Equivalent(
+        "link_clock",
+        r"if wait_s > 0:  ->  if wait_s >= 0:",
+        "to wait for 0 s changes nothing",
+    ),
+    Equivalent(
+        "lifetimes",
+        r"reshape\(-1, 3\)\.T  ->  .*reshape\((~1| -2|- ?2), 3\)\.T",
+        "NumPy takes any negative extent for the one to be found",
+    ),
+    Equivalent(
+        "bounds",
+        r"early \| \(set\(graph.tangents\) & graph.kept\)  ->  .* early \^ ",
+        "tangents come from outside, so that no forward operator has written one",
+    ),
+    Equivalent(
+        ".replay",
+        r"len\(instruction.outputs\) < len\(chosen.writes\)  ?.*->  .*outputs\) != len",
+        "a valid program keeps some of what is written, each once",
+    ),
+    Equivalent(
+        ".replay",
+        r"changed\[0\] if changed else -1  ->  .*else",
+        "the host runs only updates, which change something",
+    ),
+    Equivalent(
+        "chain_replay",
+        r"step.move is Move.BACKWARD:  ->  .*step.move <= Move.BACKWARD",
+        "its letter comes before those of all moves that are not forward",
+    ),
+    Equivalent(
+        "validate",
+        r"i < boundaries\[0\]:  ->  .* i <= boundaries\[0\]:",
+        "a Compute is not the boundary",
+    ),
+    Equivalent(
+        "validate",
+        r"elif event == \"(\w+)\":  ->  elif event (<=|>=) ",
+        "the other events on that side in the alphabet have branches before this one",
+    ),
+    Equivalent(
+        "validate",
+        r"is Phase.UPDATE( and|:).*  ->  .*phase >= Phase.UPDATE",
+        "the update is the last phase, by name too",
+    ),
+)
+
+
+def reason_of(module: str, change: str) -> str | None:
+    """Why a surviving mutant is equivalent; None: nothing says that it is."""
+    for one in EQUIVALENTS:
+        if module.endswith(one.module) and re.search(one.change, change):
+            return one.reason
+    return None
