@@ -72,6 +72,36 @@ EQUIVALENTS = (
         "its letter comes before those of all moves that are not forward",
     ),
     Equivalent(
+        "lower",
+        r"step.move is Move.BACKWARD:  ->  .*step.move <= Move.BACKWARD",
+        "its letter comes before those of all moves that are not forward",
+    ),
+    Equivalent(
+        "persistent_kernels",
+        r"np.(zeros|full)\(\(n \+ 2, n \+ 2\).*  ->  .*\(n \* 2",
+        "an array that is larger than it need be, or as large as it must",
+    ),
+    Equivalent(
+        "steps_kernels",
+        r"least \+ tolerance:  ->  .*least - tolerance",
+        "the search that is not cut short finds nothing lower",
+    ),
+    Equivalent(
+        "steps_kernels",
+        r"[ij] \+= next_[ab] == at  ->  .* <= at",
+        "`at` is the lesser of the two",
+    ),
+    Equivalent(
+        "schedule_cost_kernels",
+        r"peak = -\(2\*\*62\)  ->  ",
+        "a schedule has forward steps, which need 0 bytes or more",
+    ),
+    Equivalent(
+        "schedule_cost_kernels",
+        r"if move == FORWARD_NO_SAVE:  ->  .* <= FORWARD_NO_SAVE",
+        "its code is the lowest",
+    ),
+    Equivalent(
         "validate",
         r"i < boundaries\[0\]:  ->  .* i <= boundaries\[0\]:",
         "a Compute is not the boundary",

@@ -62,6 +62,7 @@ _LOWER = (
     *(f"{_LOWERED}schedules_with_transfers[{i}]" for i in range(40)),
     *(f"{_LOWERED}random_operators_draw_in_the_graphs_order[{i}]" for i in range(10)),
     f"{_LOWERED}a_moved_stage_by_hand",
+    f"{_LOWERED}a_moved_stage_whose_activation_stays",
     f"{_LOWERED}store_all_is_the_frameworks_own_step",
     f"{_LOWERED}a_rerun_stops_before_what_nobody_reads",
     f"{_LOWERED}results_are_written_once",
@@ -79,7 +80,11 @@ _TO_GRAPH = (
     f"{_CHAINS}schedules_with_transfers",
     f"{_CHAINS}the_frameworks_own_order_is_the_papers_baseline",
 )
-_ROTOR = (f"{SMALL}::test_rotor", f"{SMALL}::test_rotor_slots")
+_ROTOR = (
+    "tests/rotor/test_tables.py",
+    f"{SMALL}::test_rotor",
+    f"{SMALL}::test_rotor_slots",
+)
 _OFFLOAD = (f"{SMALL}::test_dynprog", f"{SMALL}::test_ordered")
 
 TARGETS = (
