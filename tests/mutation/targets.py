@@ -85,6 +85,7 @@ _ROTOR = (
     f"{SMALL}::test_rotor",
     f"{SMALL}::test_rotor_slots",
 )
+_FLOATING = ("tests/rotor/test_floating_tables.py", *_ROTOR)
 _OFFLOAD = (f"{SMALL}::test_dynprog", f"{SMALL}::test_ordered")
 
 TARGETS = (
@@ -99,10 +100,10 @@ TARGETS = (
     Target("lowering", "memopt.reductions.chain_to_graph", _TO_GRAPH),
     Target("dynamic programs", "memopt.strategies.rotor.persistent_kernels", _ROTOR),
     Target("dynamic programs", "memopt.strategies.rotor.persistent_trace_kernels", _ROTOR),
-    Target("dynamic programs", "memopt.strategies.rotor.steps_kernels", _ROTOR),
+    Target("dynamic programs", "memopt.strategies.rotor.steps_kernels", _FLOATING),
     Target("dynamic programs", "memopt.strategies.rotor.schedule_cost_kernels", _ROTOR),
-    Target("dynamic programs", "memopt.strategies.rotor.floating_kernels", _ROTOR),
-    Target("dynamic programs", "memopt.strategies.rotor.floating_trace_kernels", _ROTOR),
+    Target("dynamic programs", "memopt.strategies.rotor.floating_kernels", _FLOATING),
+    Target("dynamic programs", "memopt.strategies.rotor.floating_trace_kernels", _FLOATING),
     Target("dynamic programs", "memopt.strategies.offload.dynprog_kernels", _OFFLOAD),
     Target("dynamic programs", "memopt.strategies.offload.ordered_kernels", _OFFLOAD),
 )
