@@ -102,6 +102,36 @@ EQUIVALENTS = (
         "its code is the lowest",
     ),
     Equivalent(
+        "kernels",
+        r"@njit\(cache=True\)  ->  ",
+        "kept on disk or not, the machine code is the same",
+    ),
+    Equivalent(
+        "dynprog_kernels",
+        r"np.empty\(1024, .*  ->  .*np.empty\( ?102[35], ",
+        "room that grows when it is used up",
+    ),
+    Equivalent(
+        "floating_kernels",
+        r"with_room\(now, 0, above.length.* \+ 2\)  ->  .* \* 2\)",
+        "there is room for 256, and for twice as many as there are",
+    ),
+    Equivalent(
+        "floating_trace_kernels",
+        r"if s < last:  ->  if s != last:",
+        "s is at most the last stage",
+    ),
+    Equivalent(
+        "floating_trace_kernels",
+        r"best = \(-1, 0, 0\)  ->  best = \(- ?2, 0, 0\)",
+        "any route below 0 says that nothing fits",
+    ),
+    Equivalent(
+        "floating_trace_kernels",
+        r"if best_unknown == 0 and target_unknown == 0 and best_value <= target:  ->  ",
+        "the search that is not cut short finds nothing better",
+    ),
+    Equivalent(
         "validate",
         r"i < boundaries\[0\]:  ->  .* i <= boundaries\[0\]:",
         "a Compute is not the boundary",
