@@ -82,6 +82,11 @@ EQUIVALENTS = (
         "an array that is larger than it need be, or as large as it must",
     ),
     Equivalent(
+        "persistent_kernels",
+        r"max\(s1, t0 \+ 1\), t \+ 1\)  ->  .*max\(s1, t0 - 1\), t \+ 1\)",
+        "a split that is tried twice",
+    ),
+    Equivalent(
         "steps_kernels",
         r"least \+ tolerance:  ->  .*least - tolerance",
         "the search that is not cut short finds nothing lower",
