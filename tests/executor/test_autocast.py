@@ -311,6 +311,4 @@ class Products(nn.Module):
 
 def test_the_gradient_of_a_product_is_rounded_as_in_eager() -> None:
     """Its backward repeats the forward outside of autocast."""
-    torch.manual_seed(0)
-    inputs = (torch.randn(6, 8),)
-    check(Case(Products, lambda: inputs, context=autocast, steps=2))
+    check(Case(Products, lambda: (torch.randn(6, 8),), context=autocast, steps=1))
