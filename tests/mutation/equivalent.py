@@ -122,6 +122,41 @@ EQUIVALENTS = (
         "there is room for 256, and for twice as many as there are",
     ),
     Equivalent(
+        "floating_kernels",
+        r"kind == 3 and t == last\) or .*  ->  .*kind == 3 and t > last",
+        "of kind 3 nothing is computed at the last stage: what it reads has no steps",
+    ),
+    Equivalent(
+        "floating_kernels",
+        r"moved, shift, zero, -FAR, need, .*  ->  .*moved, shift, zero, not FAR, need",
+        "a function that is 0 everywhere is the same wherever it is shifted",
+    ),
+    Equivalent(
+        "dynprog_kernels",
+        r"if out <= 0 and back <= 0:  ->  if out <= 0 and back == 0:",
+        "where nothing is late, no operation has waited for room",
+    ),
+    Equivalent(
+        "dynprog_kernels",
+        r"while end < count and .*  ->  .*while end is not count",
+        "small numbers are one object",
+    ),
+    Equivalent(
+        "dynprog_kernels",
+        r"keeping >= count or .*  ->  .*keeping > count",
+        "those that offload are done before those that keep",
+    ),
+    Equivalent(
+        "dynprog_kernels",
+        r"best, best_idle = 0, np.inf  ->  best, best_idle = ",
+        "there is a label, of which the first is taken",
+    ),
+    Equivalent(
+        "ordered_kernels",
+        r"gone = j < i and .*  ->  .*gone = j <= i",
+        "x_i is there while F_i and B_i read it",
+    ),
+    Equivalent(
         "floating_trace_kernels",
         r"if s < last:  ->  if s != last:",
         "s is at most the last stage",

@@ -73,6 +73,34 @@ def test_the_least_of_all_sets_is_found(limited: bool) -> None:
     assert some > 80
 
 
+def test_bounds_and_dominance_by_hand() -> None:
+    """Labels of kept data, what is to leave, what is to come back, idle time; 4 s are left, and a
+    byte takes twice as long back."""
+    excess, left = np.array([3.0, -5.0]), np.array([4.0, 4.0])
+    for state, i, bound in (
+        ((5.0, 2.0, 1.0, 9.0), 0, 10 + 2 * 9 - 4),
+        ((5.0, -2.0, -1.0, 9.0), 0, 8 + 2 * 8 - 4),
+        ((1.0, -3.0, 7.0, 0.0), 1, -3 + 2 * 7 - 4),
+        ((1.0, -3.0, 3.0, 0.0), 1, 0),
+    ):
+        assert kernels.remaining(np.array(state), i, excess, left, 2.0) == bound
+    one, other = np.array([1.0, 4.0, 3.0, 2.0]), np.array([1.0, 2.0, 1.0, 8.0])
+    none = kernels.NO_LAST
+    for a, last_a, b, last_b, exact, tolerance, expected in (
+        (one, none, other, none, True, 0.0, True),  # follows in 2 + 2 · 2 = 6 s of 6
+        (one, none, other, 3, True, 0.0, True),
+        (one, 2, other, 3, True, 0.0, False),
+        (one, 3, other, 3, True, 0.0, True),
+        (one, 2, other, 3, False, 0.0, True),
+        (other, none, one, none, True, 9.0, False),
+        (one, none, other - np.array([0, 0, 0, 1.0]), none, True, 0.5, False),
+        (one, none, other - np.array([0, 0, 0, 1.0]), none, True, 1.0, True),
+        (one, none, one - np.array([0, 0, 0, 0.5]), none, False, 1.0, False),
+    ):
+        found = kernels.dominates(a, last_a, b, last_b, 2.0, exact, tolerance)
+        assert found is expected
+
+
 def test_slots_are_nearly_the_least() -> None:
     """Where not all labels are compared, and few are kept, what is found is a set's idle time or
     above the least."""
@@ -152,7 +180,7 @@ def test_no_exchange_improves_what_the_local_search_returns() -> None:
     for number in range(60):
         problem = random_problem(rng, rng.randint(3, 7))
         data, sizes = problem.arrays, problem.sizes
-        host = float(rng.randint(int(problem.excess_bytes), int(sizes.sum())))
+        host = float(problem.excess_bytes + rng.randint(0, 3))
         host = np.inf if number % 2 else host
         begin = np.zeros(len(sizes), np.bool_)
         begin[problem.movable & (np.cumsum(sizes) <= host)] = True

@@ -16,7 +16,7 @@ from memopt.strategies.rotor.schedules import steps_of
 from memopt.strategies.rotor.steps_kernels import Steps, evaluate
 from memopt.strategies.rotor.tables import _tables
 from tests.rotor.chains import random_chain
-from tests.rotor.test_tables import INF, LIMITS, arrays
+from tests.rotor.test_tables import INF, LIMITS, arrays, costly_forwards
 
 
 class Recurrences:
@@ -104,12 +104,31 @@ def test_tables_by_recursion(slot: int, kinds: int) -> None:
 
 
 @pytest.mark.parametrize("kinds", [1, 4])
+def test_the_least_memory_of_every_part(kinds: int) -> None:
+    """Recurrences without time, beside the tables' first steps."""
+    finite = 0
+    for seed in range(16):
+        chain = costly_forwards(seed, random_chain(900 + seed, most_stages=9))
+        c = arrays(chain, 1)
+        n = c.length
+        whole = _tables(c, kinds, LIMITS, 2**30)
+        for s in range(1, n + 1):
+            for t in range(s, n + 1 if s > 1 else 2):
+                for last in range(t, n + 1):
+                    for kind in range(kinds):
+                        at = known(whole, kind, s, t, last).at
+                        assert whole.floor[kind, s, t, last] == (at[0] if at.size else 2**61)
+                        finite += at.size > 0
+    assert finite > 300
+
+
+@pytest.mark.parametrize("kinds", [1, 4])
 @pytest.mark.parametrize("slot", [1, 3])
 def test_schedules_at_every_memory(slot: int, kinds: int) -> None:
     """What a table promises, its schedules keep: within the memory, in no more time."""
     longest = 0
     for seed in range(8):
-        chain = random_chain(800 + seed, most_stages=11)
+        chain = costly_forwards(seed, random_chain(800 + seed, most_stages=11))
         c = arrays(chain, slot)
         n = c.length
         whole = _tables(c, kinds, LIMITS, 2**30)
