@@ -158,6 +158,11 @@ EQUIVALENTS = (
     ),
     Equivalent(
         "floating_trace_kernels",
+        r"if s \+ 1 < u:  ->  .*if s \+ 1 == u:",
+        "to run on is to keep and then to move on, which needs no more memory",
+    ),
+    Equivalent(
+        "floating_trace_kernels",
         r"if s < last:  ->  if s != last:",
         "s is at most the last stage",
     ),
