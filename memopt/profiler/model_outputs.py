@@ -46,6 +46,7 @@ class TracedOutputs:
         beside: (position, bytes) of gradients that autograd takes past the planned backward: of
             differentiable inputs and parameters that are outputs themselves, and of views of an
             input that the model updates in place; and of what it holds beside all gradients.
+        given: outputs that are an input or a parameter itself, as it came: handed out as such.
         shared: differentiable outputs that share elements with another one or with an input:
             autograd could not tell the other of a change in place.
         gradients: what was known of the loss when they were traced.
@@ -56,6 +57,7 @@ class TracedOutputs:
     copied: tuple[int, ...] = ()
     repeated: tuple[tuple[int, int], ...] = ()
     beside: tuple[tuple[int, int], ...] = ()
+    given: frozenset[int] = frozenset()
     shared: frozenset[int] = frozenset()
     gradients: OutputGradients = ANY_LOSS
 
@@ -98,7 +100,7 @@ def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedO
                 # Not None, which some outputs leave out with its name.
                 leaves[position] = 0
                 continue
-            if position in gradients.unused:
+            if position in gradients.unused and position not in outputs.given:
                 leaf = traced.graph.call_method("detach", (leaf,))
             if position in outputs.copied:
                 leaf = _copy(traced, leaf, outputs.values[position], strides.get(position))
@@ -177,7 +179,7 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
     first: dict[int, int] = {}
     repeated, beside, copied = [], [], []
     members: defaultdict[int, list[int]] = defaultdict(list)
-    shared = set()
+    given, shared = set(), set()
     for position, value in enumerate(values):
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             continue
@@ -192,6 +194,8 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
             own = any(value is one for one in inputs)
             # Of what is updated in place, and of what has no gradient, AOTAutograd makes views
             # again from the input itself.
+            if own and not source._version:
+                given.add(position)
             if own or source._version or not differentiable:
                 if differentiable and not (own and source._version):
                     view = 0 if own else 2 * source.untyped_storage().nbytes()
@@ -214,6 +218,7 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
         copied=tuple(copied),
         repeated=tuple(repeated),
         beside=tuple(beside),
+        given=frozenset(given),
         shared=frozenset(shared),
         gradients=gradients,
     )
@@ -328,13 +333,16 @@ class _Refusing(torch.autograd.Function):
 
 
 def refusing_gradients(output: Any, positions: tuple[int, ...]) -> Any:
-    """A planned model's output; its leaves at `positions` raise ExecutionError in a backward."""
+    """A planned model's output; its leaves at `positions` raise ExecutionError in a backward, but
+    for those that are inputs themselves, whose gradient is theirs."""
     if not positions or not torch.is_grad_enabled():
         return output
     leaves, spec = pytree.tree_flatten(output)
     made: dict[int, torch.Tensor] = {}
     for position in positions:
         value = leaves[position]
+        if value.requires_grad:
+            continue
         if id(value) not in made:
             reached = torch.empty(0, requires_grad=True)
             made[id(value)] = _Refusing.apply(value, reached)  # type: ignore[no-untyped-call]

@@ -154,4 +154,5 @@ def equal_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def _bytes(value: Tensor) -> Tensor:
-    return value.contiguous().view(-1).view(torch.uint8)
+    # A tensor of one element is contiguous with any stride, but only 1 can be viewed.
+    return value.contiguous().as_strided((value.numel(),), (1,)).view(torch.uint8)

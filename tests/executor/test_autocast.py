@@ -295,3 +295,20 @@ def test_no_fake_casts_are_left_while_a_loss_is_measured() -> None:
         plan = memopt.plan(model, x, loss_fn=loss, strategy="store-all", progress=False)
     # Of bfloat16 a float32 copy, kept for its square, and the square.
     assert plan.graph.boundary_bytes >= 2 * 6 * 8 * 4 - 6 * 8 * 2
+
+
+class Products(nn.Module):
+    """Products, which autocast computes in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) * 2
+        return y.prod(-1, keepdim=True) + y.cumprod(0) + y.prod() * 1e-9
+
+
+def test_the_gradient_of_a_product_is_rounded_as_in_eager() -> None:
+    """Its backward repeats the forward outside of autocast."""
+    check(Case(Products, lambda: (torch.randn(6, 8),), context=autocast, steps=1))

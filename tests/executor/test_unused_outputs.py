@@ -123,3 +123,37 @@ class Generating(nn.Module):
 def test_a_returned_cache_is_refused_with_its_remedy() -> None:
     with pytest.raises(CaptureError, match=r"set model\.config\.use_cache = False"):
         memopt.plan(Generating(), torch.randn(2, 4), cache=False, progress=False)
+
+
+class Carrying(nn.Module):
+    """Returns what it is given and a parameter of its own beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.linear(x), x, self.linear.weight, x
+
+
+def test_inputs_and_parameters_that_are_returned_are_themselves() -> None:
+    """Although the loss does not use them; a gradient of theirs is theirs, as in eager."""
+    torch.manual_seed(0)
+    model, x = Carrying(), torch.randn(4, 6, requires_grad=True)
+    plan = memopt.plan(
+        model, x, loss_fn=lambda out: out[0].square().mean(), cache=False, progress=False
+    )
+    found = []
+    for module in (copy.deepcopy(model), plan.apply(copy.deepcopy(model))):
+        given = x.detach().clone().requires_grad_()
+        out = module(given)
+        weight = module.get_parameter("linear.weight")
+        assert out[1] is given
+        assert out[2] is weight
+        assert out[3] is given
+        (out[0].square().mean() + out[1].sum() + out[2].sum()).backward()
+        found.append((given.grad, weight.grad))
+    for eager, own in zip(*found, strict=True):
+        assert eager is not None
+        assert own is not None
+        assert torch.equal(eager, own)

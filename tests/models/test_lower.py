@@ -141,15 +141,38 @@ def test_a_moved_stage_by_hand() -> None:
     assert figures.time_s == pytest.approx(lin.graph.compute_time_s)
 
 
-def blocks(count: int) -> Linearization:
-    """Blocks of two matrix products, the second of which saves its input only."""
+@pytest.mark.parametrize(
+    ("words", "moved", "back"),
+    [
+        ("B4 B3 prefetch2 B2 B1", {4}, {4}),
+        ("B4 prefetch2 B3 B2 B1", {4, 7}, {4}),
+        ("B4 B3 prefetch2 Fck3 B2 B1", {4, 7}, {4, 7}),
+    ],
+    ids=("read before", "read after", "dropped, then read"),
+)
+def test_a_moved_stage_whose_activation_stays(words: str, moved: set[int], back: set[int]) -> None:
+    """x_2 = {a, a^2} leaves while a^2 stays on its own, until B^3 drops it."""
+    lin = blocks(3, saves=(0,))
+    assert (lin.stages[1].saved, lin.stages[1].output) == ({4, 7}, 7)
+    early = "Fall1 Fall2 Fck2 offload2 release2 Fall3 Fall4 Fall5 B5"
+    steps = tuple(ChainStep(Move(w[:-1]), int(w[-1])) for w in f"{early} {words}".split())
+    program = lower_steps(lin, steps, keep_unread=True)
+    assert validate(lin.graph, program) is None
+    assert {x.tensor for x in program if isinstance(x, SwapOut)} == moved
+    assert {x.tensor for x in program if isinstance(x, SwapIn)} == back
+    assert {x.tensor for x in program if isinstance(x, DropHost)} == moved
+
+
+def blocks(count: int, saves: tuple[int, ...] = ()) -> Linearization:
+    """Blocks of two matrix products, the second of which saves its input only; `saves` is (0,)
+    where a block's sum saves its result."""
     build = Builder()
     x = build.tensor("input", 10, TensorKind.INPUT)
     (x,) = build.layer("stem", (x, build.parameter()), (10,), (0,))
     for i in range(count):
         (a,) = build.layer(f"up{i}", (x, build.parameter()), (40,), (0,))
         (b,) = build.layer(f"down{i}", (a, build.parameter()), (10,), (0,))
-        (x,) = build.layer(f"sum{i}", (x, b), (10,))
+        (x,) = build.layer(f"sum{i}", (x, b), (10,), (), saves)
     build.outputs.append(x)
     build.backward()
     return linearize(build.graph())

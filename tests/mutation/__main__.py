@@ -25,12 +25,14 @@ import scipy.optimize  # noqa: F401
 from ortools.sat.python import cp_model  # noqa: F401
 
 from tests.layers import ROOT
+from tests.mutation.equivalent import reason_of
 from tests.mutation.mutants import Mutant, sampled
 from tests.mutation.running import Outcome, load, passes, patch, run
 from tests.mutation.targets import TARGETS, Target
 
 Rows: TypeAlias = dict[str, dict[str, object]]
 LEAST_LIMIT_S = 8
+EQUAL = "equivalent"
 SLOWER = 3
 """A mutant may take that many times what its module's tests take unchanged."""
 
@@ -116,26 +118,35 @@ def _quickly(target: Target, original: str, left: dict[str, Mutant], results: Pa
 
 
 def report(known: Rows) -> str:
-    """The table of modules, and the survivors."""
+    """The table of modules, and the survivors: why, if they compute the same."""
     counts: dict[tuple[object, object], Counter[object]] = defaultdict(Counter)
+    survivors: dict[str, str | None] = {}
     for row in known.values():
-        counts[row["group"], row["module"]][row["outcome"]] += 1
+        found = counts[row["group"], row["module"]]
+        found[row["outcome"]] += 1
+        if row["outcome"] == Outcome.SURVIVED.value:
+            reason = reason_of(str(row["module"]), str(row["change"]))
+            survivors[f"`{row['module']}` `{row['change']}`"] = reason
+            found[EQUAL] += reason is not None
     lines = [
-        "| part | module | mutants | killed | out of time | survived |",
-        "|---|---|---|---|---|---|",
+        "| part | module | mutants | killed | out of time | survived | of these equivalent |",
+        "|---|---|---:|---:|---:|---:|---:|",
     ]
     total: Counter[object] = Counter()
     for (group, module), found in counts.items():
         total += found
-        cells = (group, f"`{module}`", sum(found.values()), *(found[o.value] for o in Outcome))
+        figures = [found[outcome.value] for outcome in Outcome]
+        cells = (group, f"`{module}`", sum(figures), *figures, found[EQUAL])
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    every = sum(total.values())
-    noticed = every - total[Outcome.SURVIVED.value]
-    share = noticed / every if every else 0.0
-    lines.append(f"\n{noticed} of {every} noticed ({share:.1%}). Survivors:\n")
-    for row in known.values():
-        if row["outcome"] == Outcome.SURVIVED.value:
-            lines.append(f"- `{row['module']}` {row['change']}")
+    every = sum(total[outcome.value] for outcome in Outcome)
+    noticed, differ = every - total[Outcome.SURVIVED.value], every - total[EQUAL]
+    lines += [
+        "",
+        f"{noticed} of {every} noticed ({noticed / max(1, every):.1%}), of those that differ "
+        f"{noticed} of {differ} ({noticed / max(1, differ):.1%}). Survivors:",
+        "",
+    ]
+    lines += [f"- {name}: {reason or 'NOT NOTICED'}" for name, reason in survivors.items()]
     return "\n".join(lines)
 
 

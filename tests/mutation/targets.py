@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SMALL = "tests/mutation/small_cases.py"
-EDGES = "tests/mutation/test_survivors.py"
+EDGES = ("tests/mutation/test_survivors.py", "tests/mutation/test_edges.py")
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,19 @@ _IN_PLACE = (
     "tests/models/test_in_place.py",
     "--deselect=tests/models/test_in_place.py::test_laws_on_random_programs",
 )
-_VALIDATOR = (EDGES, "tests/models/test_validate.py", *_IN_PLACE, *_AT_RANDOM)
+_BESIDE = (
+    "tests/network/test_replay.py",
+    "tests/models/test_moved.py",
+    "--deselect=tests/network/test_replay.py::test_memory_is_the_validators",
+    "--deselect=tests/models/test_moved.py::test_replay_and_validator_agree_on_random_moves",
+)
+"""Collectives, and what is moved or updated on the host."""
+_VALIDATOR = (*EDGES, "tests/models/test_validate.py", *_IN_PLACE, *_BESIDE, *_AT_RANDOM)
 _REPLAY = (
-    EDGES,
+    *EDGES,
     "tests/models/test_replay.py",
     *_IN_PLACE,
+    *_BESIDE,
     *_AT_RANDOM,
     "tests/offload/test_replay.py::test_by_hand",
 )
@@ -54,6 +62,7 @@ _LOWER = (
     *(f"{_LOWERED}schedules_with_transfers[{i}]" for i in range(40)),
     *(f"{_LOWERED}random_operators_draw_in_the_graphs_order[{i}]" for i in range(10)),
     f"{_LOWERED}a_moved_stage_by_hand",
+    f"{_LOWERED}a_moved_stage_whose_activation_stays",
     f"{_LOWERED}store_all_is_the_frameworks_own_step",
     f"{_LOWERED}a_rerun_stops_before_what_nobody_reads",
     f"{_LOWERED}results_are_written_once",
@@ -71,8 +80,13 @@ _TO_GRAPH = (
     f"{_CHAINS}schedules_with_transfers",
     f"{_CHAINS}the_frameworks_own_order_is_the_papers_baseline",
 )
-_ROTOR = (f"{SMALL}::test_rotor", f"{SMALL}::test_rotor_slots")
-_OFFLOAD = (f"{SMALL}::test_dynprog", f"{SMALL}::test_ordered")
+_ROTOR = (
+    "tests/rotor/test_tables.py",
+    f"{SMALL}::test_rotor",
+    f"{SMALL}::test_rotor_slots",
+)
+_FLOATING = ("tests/rotor/test_floating_tables.py", *_ROTOR)
+_OFFLOAD = ("tests/offload/test_recurrences.py", f"{SMALL}::test_dynprog", f"{SMALL}::test_ordered")
 
 TARGETS = (
     Target("validator", "memopt.programs.validate", _VALIDATOR),
@@ -81,15 +95,15 @@ TARGETS = (
     Target("replay", "memopt.programs.link_clock", _REPLAY),
     Target("replay", "memopt.programs.lifetimes", _REPLAY),
     Target("replay", "memopt.reductions.chain_replay", _CHAIN),
-    Target("bounds", "memopt.models.bounds", (EDGES, "tests/models/test_bounds.py")),
+    Target("bounds", "memopt.models.bounds", (*EDGES, "tests/models/test_bounds.py")),
     Target("lowering", "memopt.reductions.lower", _LOWER),
     Target("lowering", "memopt.reductions.chain_to_graph", _TO_GRAPH),
     Target("dynamic programs", "memopt.strategies.rotor.persistent_kernels", _ROTOR),
     Target("dynamic programs", "memopt.strategies.rotor.persistent_trace_kernels", _ROTOR),
-    Target("dynamic programs", "memopt.strategies.rotor.steps_kernels", _ROTOR),
+    Target("dynamic programs", "memopt.strategies.rotor.steps_kernels", _FLOATING),
     Target("dynamic programs", "memopt.strategies.rotor.schedule_cost_kernels", _ROTOR),
-    Target("dynamic programs", "memopt.strategies.rotor.floating_kernels", _ROTOR),
-    Target("dynamic programs", "memopt.strategies.rotor.floating_trace_kernels", _ROTOR),
+    Target("dynamic programs", "memopt.strategies.rotor.floating_kernels", _FLOATING),
+    Target("dynamic programs", "memopt.strategies.rotor.floating_trace_kernels", _FLOATING),
     Target("dynamic programs", "memopt.strategies.offload.dynprog_kernels", _OFFLOAD),
     Target("dynamic programs", "memopt.strategies.offload.ordered_kernels", _OFFLOAD),
 )

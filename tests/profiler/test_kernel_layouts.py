@@ -18,6 +18,7 @@ from memopt.profiler.capture import capture
 from memopt.profiler.fake import Fakes
 from memopt.profiler.inputs import to_call
 from memopt.profiler.memory import metered
+from memopt.profiler.trial import equal_bytes
 from tests.executor.harness import Case, check
 
 
@@ -233,3 +234,12 @@ def test_images_of_one_pixel_take_the_kernels_of_eager() -> None:
     with metered(torch.device("cpu")) as use:
         planned(x).sum().backward()
     assert use.peak_bytes == pytest.approx(plan.peak_bytes - plan.resident_bytes, rel=0.01)
+
+
+def test_one_element_has_the_same_bytes_with_any_stride() -> None:
+    """Such as the pivots of a factorisation of one row: they are contiguous, with stride 2."""
+    pivots = torch.tensor([7, 8, 9], dtype=torch.int32).as_strided((1,), (2,))
+    assert equal_bytes(pivots, torch.tensor([7], dtype=torch.int32))
+    assert not equal_bytes(pivots, torch.tensor([8], dtype=torch.int32))
+    columns = torch.arange(6.0).reshape(2, 3)
+    assert equal_bytes(columns.t().contiguous().t(), columns)

@@ -338,6 +338,12 @@ def _equal(a: Any, b: Any) -> bool:
 def _bits(value: Tensor) -> Tensor:
     # A clone: `contiguous()` leaves dimensions of one element any stride, which a view refuses.
     flat = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    if flat.is_floating_point():
+        # Which of two operands' not-a-numbers a sum hands on, with its sign, IEEE 754 leaves open:
+        # a + b and b + a are the same numbers, but not the same bits there.
+        flat.masked_fill_(flat.isnan(), torch.nan)
     return flat.view(torch.uint8)
 
 

@@ -45,3 +45,15 @@ def test_results_of_one_element_are_compared_whatever_their_strides() -> None:
     assert not found.wrong
     compare({"a": one, "b": strided}, {"a": other, "b": -strided}, "differs", "", found)
     assert found.wrong == [("", "differs: a by 1.0e+00 (and 1 more)")]
+
+
+def test_not_a_number_is_compared_without_its_sign() -> None:
+    """IEEE 754 leaves it open; where it stands, and all else, is compared."""
+    nan, found = torch.tensor([torch.nan, 1.0]), Found()
+    for other in (-nan + torch.tensor([0.0, 2.0]), torch.tensor([-torch.nan, 1.0])):
+        assert other.isnan()[0]
+        compare({"a": nan, "b": nan * 1j}, {"a": other, "b": other * 1j}, "differs", "", found)
+    assert not found.wrong
+    compare({"a": nan}, {"a": nan.flip(0)}, "differs", "", found)
+    compare({"a": nan}, {"a": torch.tensor([torch.nan, -1.0])}, "differs", "", found)
+    assert len(found.wrong) == 2

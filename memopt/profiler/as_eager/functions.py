@@ -75,9 +75,12 @@ def _backward(function: str, arguments: str, gradient: Tensor, given: Tensor) ->
 
 def _gradient(function: str, arguments: str, gradient: Tensor, given: Tensor) -> Tensor:
     """As eager's autograd makes it, in the memory layout that it has there."""
-    args, kwargs = json.loads(arguments)
+    args, kwargs, rounded = json.loads(arguments)
+    kind = given.device.type
+    dtype = None if rounded is None else getattr(torch, rounded)
+    autocast = torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=False)
     # Below a dispatch mode autograd is switched off, not only gradients.
-    with autograd_in_kernels(), torch.enable_grad():
+    with autograd_in_kernels(), torch.enable_grad(), autocast:
         leaf = given.detach().requires_grad_()
         result = _FUNCTIONS[function](leaf, *args, **kwargs)
     (found,) = torch.autograd.grad(result, leaf, gradient)
@@ -120,7 +123,7 @@ class _AsEager(torch.autograd.Function):
     def forward(ctx: Any, given: Tensor, function: str, arguments: str) -> Tensor:
         ctx.save_for_backward(given)
         ctx.call = (function, arguments)
-        args, kwargs = json.loads(arguments)
+        args, kwargs, _ = json.loads(arguments)
         result: Tensor = _FUNCTIONS[function](given, *args, **kwargs)
         return result
 
@@ -133,8 +136,12 @@ class _AsEager(torch.autograd.Function):
 def _with_eager_backward(
     function: Callable[..., Tensor], given: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Call one of `_FUNCTIONS` with eager's backward."""
-    arguments = json.dumps((args, kwargs))
+    """Call one of `_FUNCTIONS` with eager's backward, whose forward autocast rounds as it does
+    here."""
+    kind = given.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    rounded = None if dtype is None else str(dtype).removeprefix("torch.")
+    arguments = json.dumps((args, kwargs, rounded))
     result: Tensor = _AsEager.apply(given, function.__name__, arguments)  # type: ignore[no-untyped-call]
     return result
 

@@ -153,15 +153,18 @@ def thin(
 
 @njit(cache=True)
 def select(
-    states: Floats, lasts: Ints, links: Links, count: int, width: int, exact: bool, ratio: float
-) -> tuple[int, int]:
+    states: Floats, lasts: Ints, links: Links, count: int, width: int, exact: bool, ratio: float,
+    free_kept: float,
+) -> tuple[int, int]:  # fmt: skip
     """Drop dominated labels in place; return how many are left and how many `width` cost.
 
-    The labels are sorted by kept data. When not exact, only labels of equal kept data are
-    compared (and the last offloaded index is ignored); if more than `width` of them are left,
-    those that nearly are dominated go, too, so that what stays is spread over the front.
+    The labels are sorted by kept data. One that keeps less has more on the host: it can follow
+    one that keeps more only if it keeps at least `free_kept`, so that all the rest may leave, too.
+    When not exact, only labels of equal kept data are compared (and the last offloaded index is
+    ignored); if more than `width` of them are left, those that nearly are dominated go, too, so
+    that what stays is spread over the front.
     """
-    left, cut, position = 0, 0, 0
+    left, cut, position, free = 0, 0, 0, 0
     while position < count:
         end = position
         while end < count and states[end, KEPT] == states[position, KEPT]:
@@ -171,8 +174,9 @@ def select(
         moved, moved_lasts, moved_links = states[order], lasts[order], links[order]
         states[group : group + size] = moved
         lasts[group : group + size], links[group : group + size] = moved_lasts, moved_links
-        start = 0 if exact else group
-        left = thin(states, lasts, links, start, group, group + size, exact, ratio, 0.0)
+        while free < group and (not exact or states[free, KEPT] < free_kept):
+            free += 1
+        left = thin(states, lasts, links, free, group, group + size, exact, ratio, 0.0)
         tolerance = 1.0
         while not exact and left - group > width:
             before = left
@@ -245,15 +249,15 @@ def solve(
 ) -> tuple[Bools, float, int, int]:
     """The set of offloads with the least idle time.
 
-    Returns (offloaded, idle time, labels made, labels cut off by `width`); the idle time is
-    infinite if there is no schedule within `limit` and `host`.
+    Labels that cannot come below `limit` are not followed. Returns (offloaded, idle time, labels
+    made, labels cut off by `width`); the idle time is infinite if no label is left.
     """
     n = len(data.sizes)
     excess, left = future(data)
     states, lasts, count = np.zeros((1, 4)), np.full(1, NO_LAST), 1
     links = np.empty(1024, np.int32)
     offsets = np.zeros(n + 1, np.int64)
-    seen, total_cut = 0.0, 0
+    seen, every, total_cut = 0.0, data.sizes.sum(), 0
     for i in range(n):
         new_states = np.empty((2 * count, 4))
         new_lasts = np.empty(2 * count, np.int64)
@@ -263,7 +267,9 @@ def solve(
             data, i, states, lasts, count, excess, left, limit, seen - host,
             new_states, new_lasts, new_links,
         )  # fmt: skip
-        count, cut = select(new_states, new_lasts, new_links, size, width, exact, data.ratio)
+        count, cut = select(
+            new_states, new_lasts, new_links, size, width, exact, data.ratio, every - host
+        )
         total_cut += cut
         if count == 0:
             return np.zeros(n, np.bool_), np.inf, offsets[i], total_cut

@@ -1,0 +1,202 @@
+"""Mutants that survive because they compute the same: why, by module and change.
+
+Each is a pattern of the changed line, as `Mutant.shown` writes it. A mutant that a test could
+notice has no place here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """Changes that make no difference.
+
+    Attributes:
+        module: the module's last name; "": any.
+        change: what `Mutant.shown` must contain, a regular expression.
+        reason: why no run differs.
+    """
+
+    module: str
+    change: str
+    reason: str
+
+
+EQUIVALENTS = (
+    Equivalent(
+        "",
+        r"slots=True\)  ->  .*slots=False\)",
+        "the same class, in more memory",
+    ),
+    Equivalent(
+        "link_clock",
+        r"(out_free_s|in_free_s|network_free_s|host_free_s): float = 0.0  ->  .* -1.0",
+        "what is free before the step is free at its start: the clock is never below 0",
+    ),
+    Equivalent(
+        "link_clock",
+        r"(pop|get)\(item, 0.0\).*  ->  .*(pop|get)\(item, -1.0\)",
+        "a time before the step is not waited for, as the step's start is not",
+    ),
+    Equivalent(
+        "link_clock",
+        r"if wait_s > 0:  ->  if wait_s >= 0:",
+        "to wait for 0 s changes nothing",
+    ),
+    Equivalent(
+        "lifetimes",
+        r"reshape\(-1, 3\)\.T  ->  .*reshape\((~1| -2|- ?2), 3\)\.T",
+        "NumPy takes any negative extent for the one to be found",
+    ),
+    Equivalent(
+        "bounds",
+        r"early \| \(set\(graph.tangents\) & graph.kept\)  ->  .* early \^ ",
+        "tangents come from outside, so that no forward operator has written one",
+    ),
+    Equivalent(
+        ".replay",
+        r"len\(instruction.outputs\) < len\(chosen.writes\)  ?.*->  .*outputs\) != len",
+        "a valid program keeps some of what is written, each once",
+    ),
+    Equivalent(
+        ".replay",
+        r"changed\[0\] if changed else -1  ->  .*else",
+        "the host runs only updates, which change something",
+    ),
+    Equivalent(
+        "chain_replay",
+        r"step.move is Move.BACKWARD:  ->  .*step.move <= Move.BACKWARD",
+        "its letter comes before those of all moves that are not forward",
+    ),
+    Equivalent(
+        "lower",
+        r"step.move is Move.BACKWARD:  ->  .*step.move <= Move.BACKWARD",
+        "its letter comes before those of all moves that are not forward",
+    ),
+    Equivalent(
+        "persistent_kernels",
+        r"np.(zeros|full)\(\(n \+ 2, n \+ 2\).*  ->  .*\(n \* 2",
+        "an array that is larger than it need be, or as large as it must",
+    ),
+    Equivalent(
+        "persistent_kernels",
+        r"max\(s1, t0 \+ 1\), t \+ 1\)  ->  .*max\(s1, t0 - 1\), t \+ 1\)",
+        "a split that is tried twice",
+    ),
+    Equivalent(
+        "steps_kernels",
+        r"least \+ tolerance:  ->  .*least - tolerance",
+        "the search that is not cut short finds nothing lower",
+    ),
+    Equivalent(
+        "steps_kernels",
+        r"[ij] \+= next_[ab] == at  ->  .* <= at",
+        "`at` is the lesser of the two",
+    ),
+    Equivalent(
+        "schedule_cost_kernels",
+        r"peak = -\(2\*\*62\)  ->  ",
+        "a schedule has forward steps, which need 0 bytes or more",
+    ),
+    Equivalent(
+        "schedule_cost_kernels",
+        r"if move == FORWARD_NO_SAVE:  ->  .* <= FORWARD_NO_SAVE",
+        "its code is the lowest",
+    ),
+    Equivalent(
+        "kernels",
+        r"@njit\(cache=True\)  ->  ",
+        "kept on disk or not, the machine code is the same",
+    ),
+    Equivalent(
+        "dynprog_kernels",
+        r"np.empty\(1024, .*  ->  .*np.empty\( ?102[35], ",
+        "room that grows when it is used up",
+    ),
+    Equivalent(
+        "floating_kernels",
+        r"with_room\(now, 0, above.length.* \+ 2\)  ->  .* \* 2\)",
+        "there is room for 256, and for twice as many as there are",
+    ),
+    Equivalent(
+        "floating_kernels",
+        r"kind == 3 and t == last\) or .*  ->  .*kind == 3 and t > last",
+        "of kind 3 nothing is computed at the last stage: what it reads has no steps",
+    ),
+    Equivalent(
+        "floating_kernels",
+        r"moved, shift, zero, -FAR, need, .*  ->  .*moved, shift, zero, not FAR, need",
+        "a function that is 0 everywhere is the same wherever it is shifted",
+    ),
+    Equivalent(
+        "dynprog_kernels",
+        r"if out <= 0 and back <= 0:  ->  if out <= 0 and back == 0:",
+        "where nothing is late, no operation has waited for room",
+    ),
+    Equivalent(
+        "dynprog_kernels",
+        r"while end < count and .*  ->  .*while end is not count",
+        "small numbers are one object",
+    ),
+    Equivalent(
+        "dynprog_kernels",
+        r"keeping >= count or .*  ->  .*keeping > count",
+        "those that offload are done before those that keep",
+    ),
+    Equivalent(
+        "dynprog_kernels",
+        r"best, best_idle = 0, np.inf  ->  best, best_idle = ",
+        "there is a label, of which the first is taken",
+    ),
+    Equivalent(
+        "ordered_kernels",
+        r"gone = j < i and .*  ->  .*gone = j <= i",
+        "x_i is there while F_i and B_i read it",
+    ),
+    Equivalent(
+        "floating_trace_kernels",
+        r"if s \+ 1 < u:  ->  .*if s \+ 1 == u:",
+        "to run on is to keep and then to move on, which needs no more memory",
+    ),
+    Equivalent(
+        "floating_trace_kernels",
+        r"if s < last:  ->  if s != last:",
+        "s is at most the last stage",
+    ),
+    Equivalent(
+        "floating_trace_kernels",
+        r"best = \(-1, 0, 0\)  ->  best = \(- ?2, 0, 0\)",
+        "any route below 0 says that nothing fits",
+    ),
+    Equivalent(
+        "floating_trace_kernels",
+        r"if best_unknown == 0 and target_unknown == 0 and best_value <= target:  ->  ",
+        "the search that is not cut short finds nothing better",
+    ),
+    Equivalent(
+        "validate",
+        r"i < boundaries\[0\]:  ->  .* i <= boundaries\[0\]:",
+        "a Compute is not the boundary",
+    ),
+    Equivalent(
+        "validate",
+        r"elif event == \"(\w+)\":  ->  elif event (<=|>=) ",
+        "the other events on that side in the alphabet have branches before this one",
+    ),
+    Equivalent(
+        "validate",
+        r"is Phase.UPDATE( and|:).*  ->  .*phase >= Phase.UPDATE",
+        "the update is the last phase, by name too",
+    ),
+)
+
+
+def reason_of(module: str, change: str) -> str | None:
+    """Why a surviving mutant is equivalent; None: nothing says that it is."""
+    for one in EQUIVALENTS:
+        if module.endswith(one.module) and re.search(one.change, change):
+            return one.reason
+    return None
