@@ -30,6 +30,9 @@ from memopt.strategies.solvers.running import Deadline, Stopped
 PROVED = 1e-9
 SCOUTS = tuple(one for one in CHOICES if one.reserve == 0.3 and not one.for_returns)
 """The programs that are made with each share of the updates on the host."""
+CARRIED = (0.15, 0.4, 0.8)
+"""Shares of the room that may stay on the device from one step to the next, where the step is
+repeated; none is tried, too."""
 CLOSE = 1.1
 """So many times the best time with updates on the host is close to it."""
 
@@ -156,6 +159,8 @@ class _Search:
     def _choices(self, base: MovedBase, choices: Iterable[Choice]) -> list[Choice]:
         """These; where host memory is limited, also with gradients that leave it at once."""
         listed = list(choices)
+        if self.graph.repeated:
+            listed += [replace(one, carried=share) for share in CARRIED for one in listed]
         if base.hosted and math.isfinite(self.limits.host_bytes):
             listed += [replace(one, drops_at_once=True) for one in listed]
         return listed
