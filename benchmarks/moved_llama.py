@@ -6,8 +6,8 @@ bfloat16 parameters and gradients, two float32 moments, tokens in sequences of 2
 captured on fake tensors and priced for the device; an update is priced by the bytes that it reads
 and writes, on the device or, at the host's rate, on the host. `joint` plans it with
 `movable="all"`, with updates on the host and without, once as a step that ends with everything on
-the host and once as one that is repeated (`steady_state=True`). The bound is `link_bound_s`, which holds for
-every program of the step; without updates on the host it is in closed form.
+the host and once as one that is repeated (`steady_state=True`). The bound is `link_bound_s`, which
+holds for every program of the step; without updates on the host it is in closed form.
 """
 
 from __future__ import annotations

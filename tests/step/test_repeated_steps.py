@@ -19,11 +19,13 @@ from tests.step.test_failing_steps import Fault, FaultAt
 from tests.step.test_moved_parameters import LOSS, Made, batch, everything, layers, lora
 from tests.step.test_train_step import assert_same
 
-HOST = memopt.Device(to_host_bytes_per_s=5e8, host_update_bytes_per_s=5e9)
+SLOW = memopt.Device(to_host_bytes_per_s=5e7)
+"""So slow that it always pays to leave something on the device."""
+HOST = memopt.Device(to_host_bytes_per_s=5e7, host_update_bytes_per_s=5e9)
 
 
 def repeated(model: nn.Module, share: float, **options: Any) -> Made:
-    made = Made(model, share, repeated=True, **options)
+    made = Made(model, share, **{"device": SLOW, "repeated": True, **options})
     assert carried(made)
     return made
 
@@ -37,18 +39,18 @@ def check_peak(made: Made) -> None:
     peak = made.metered_peak(2)
     assert peak <= made.plan.budget
     assert peak == pytest.approx(made.plan.peak_bytes, rel=0.005)
+    put(made, everything(made))
 
 
 @pytest.fixture(scope="module")
 def small() -> Made:
-    return repeated(layers(64, 3), 0.5)
+    return repeated(layers(64, 3), 0.65)
 
 
 def test_steps_equal_eager_within_the_budgets(small: Made) -> None:
     small.run(0, 3)
     small.assert_same()
     check_peak(small)
-    assert small.step.host_bytes == small.plan.host_peak_bytes
     assert small.step._homes.swap.account.peak_bytes == small.plan.host_peak_bytes
     assert f"homes.resume({carried(small)[0]})" in small.step.code
     text = " ".join(str(small.plan).split())
@@ -91,7 +93,7 @@ def test_a_failing_transfer(
 ) -> None:
     """Whatever has failed, no update of the step before is lost; the first transfer is the copy of
     what the step begins with on the device."""
-    made = small if not undo else repeated(layers(64, 3), 0.5, undo=True)
+    made = small if not undo else repeated(layers(64, 3), 0.65, undo=True)
     made.run(0, 2)
     x, y = batch(1)
     for number in (1, 2, 5):
@@ -136,7 +138,7 @@ def put(made: Made, before: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("undo", [False, True])
 def test_a_failing_operator(undo: bool) -> None:
-    made = repeated(layers(64, 3), 0.5, undo=undo)
+    made = repeated(layers(64, 3), 0.65, undo=undo)
     made.run(0, 2)
     before = everything(made)
     x, y = batch(1)
@@ -162,7 +164,7 @@ def test_a_failing_operator(undo: bool) -> None:
 
 @pytest.mark.slow
 def test_plans_from_files_run(small: Made, tmp_path: Path) -> None:
-    made = repeated(layers(64, 3), 0.5)
+    made = repeated(layers(64, 3), 0.65)
     made.plan.save(tmp_path / "plan.json")
     loaded = memopt.load(tmp_path / "plan.json")
     assert loaded.step_time_s == made.plan.step_time_s
@@ -179,7 +181,7 @@ def test_plans_from_files_run(small: Made, tmp_path: Path) -> None:
     [
         (lambda: layers(192, 9), 0.25, {}),
         (lambda: layers(192, 9), 0.25, {"device": HOST}),
-        (lambda: layers(64, 3), 0.5, {"interpreted": True}),
+        (lambda: layers(64, 3), 0.65, {"interpreted": True}),
         (lora, 0.4, {}),
     ],
     ids=["four times the budget", "updates on the host", "interpreted", "frozen base"],

@@ -30,7 +30,7 @@ from memopt.strategies.solvers.running import Deadline, Stopped
 PROVED = 1e-9
 SCOUTS = tuple(one for one in CHOICES if one.reserve == 0.3 and not one.for_returns)
 """The programs that are made with each share of the updates on the host."""
-CARRIED = (0.15, 0.4, 0.8)
+CARRIED = (0.2, 0.5, 1.0)
 """Shares of the room that may stay on the device from one step to the next, where the step is
 repeated; none is tried, too."""
 CLOSE = 1.1

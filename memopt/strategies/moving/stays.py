@@ -228,9 +228,7 @@ class _Room:
             starts_s: when each instruction of the base starts, if the moves go as expected.
         """
         used = self.used.copy()
-        each = {
-            t: [Stay(t, stay.begin, stay.end) for stay in one] for t, one in self.stays.items()
-        }
+        each = {t: [Stay(t, stay.begin, stay.end) for stay in one] for t, one in self.stays.items()}
         busy_s = 0.0
         if self.choice.carried:
             busy_s = self._seam(starts_s).carry(each, used)
