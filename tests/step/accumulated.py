@@ -111,7 +111,7 @@ class Pair:
         self.states_bytes = 4 * sum(p.nbytes for p in self.model.parameters())
         if share is not None:
             options |= {"movable": "all", "budget": int(share * self.states_bytes)}
-            options |= {"strategy": "offload-graph", "device": LINK}
+            options = {"strategy": "offload-graph", "device": LINK, **options}
         x, y = batches(0, 1)[0]
         self.plan = memopt.plan(
             self.model,

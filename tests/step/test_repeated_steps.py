@@ -195,9 +195,8 @@ def test_twenty_steps(model: Any, share: float, options: dict[str, Any]) -> None
 
 @pytest.mark.slow
 def test_micro_batches_clipped_and_scaled() -> None:
-    pair = Pair(
-        4, 0.1, scale=2.0**12, make=deep, batches=rows, share=0.3, steady_state=True
-    )  # fmt: skip
+    options = {"share": 0.3, "device": SLOW, "steady_state": True}
+    pair = Pair(4, 0.1, scale=2.0**12, make=deep, batches=rows, **options)
     assert pair.step._homes.carried
     pair.check_steps(range(20))
 
