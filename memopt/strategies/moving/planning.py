@@ -139,11 +139,10 @@ class _Search:
     def base(self, program: Program, source: str) -> None:
         """Offer what can be made of one base: with each share of the updates on the host a few
         programs, and all of them with the best of those shares, and with none if that is close;
-        where the step is repeated, likewise those that leave something on the device. However late
-        it is, one program is made of it."""
+        where the step is repeated, also those that leave something on the device. However late it
+        is, one program is made of it."""
         updates = possible(self.graph, program)
         found: list[Tried] = []
-        left: list[Tried] = []
         for number, hosted in enumerate(shares(self.graph, updates)):
             base = MovedBase(self.graph, program, self.device, hosted)
             if self.least is None or base.floor_bytes < self.least.floor_bytes:
@@ -154,16 +153,18 @@ class _Search:
                 break
             choices = SCOUTS if updates else CHOICES
             found.append((self._tried(base, choices, source), number, base))
-            if self.graph.repeated and not self.over:
-                left.append((self._tried(base, _leaving(SCOUTS), source), number, base))
+        found.sort(key=lambda row: row[:2])
         rest = [choice for choice in CHOICES if choice not in SCOUTS]
-        self._thorough(found if updates else [], rest, source)
-        self._thorough(left, _leaving(rest), source)
+        if self.graph.repeated:
+            self._thorough(found, _leaving(SCOUTS), source)
+        if updates:
+            self._thorough(found, rest, source)
+        if self.graph.repeated:
+            self._thorough(found, _leaving(rest), source)
 
     def _thorough(self, rows: list[Tried], choices: Sequence[Choice], source: str) -> None:
-        """Offer more programs of the best of some bases, and of that without updates on the host
-        if it is close."""
-        rows.sort(key=lambda row: row[:2])
+        """Offer more programs of the best of some bases, the first of them, and of that without
+        updates on the host if it is close."""
         for time_s, _, base in rows:
             if self.over:
                 break
