@@ -50,7 +50,7 @@ CASES: tuple[tuple[str, Callable[[int], Case]], ...] = (
     ("ten linear layers, AdamW", made(lambda: layers(192, 9), 0.25)),
     ("the same, updates on the host", made(lambda: layers(192, 9), 0.25, device=HOST)),
     ("the same, repeated", made(lambda: layers(192, 9), 0.25, repeated=True)),
-    ("LoRA, its frozen base on the host", made(lambda: lora(192), 0.35)),
+    ("LoRA, its frozen base on the host", made(lora, 0.4)),
     ("four micro-batches, clipped", accumulated),
     ("the same, repeated", lambda steps: accumulated(steps, steady_state=True)),
 )
