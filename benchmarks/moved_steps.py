@@ -58,7 +58,9 @@ HEAD = (
     "# Steps of models that do not fit\n\n"
     "`python -m benchmarks.moved_steps --out docs/results/moved_steps.md`: {steps} steps of each "
     "on the CPU, device and host accounted apart, losses of each step and parameters and state "
-    "after the last equal to eager's, bit for bit. The peak is measured over two steps in a row. "
+    "after the last equal to eager's, bit for bit. The peak is measured over two steps in a row; "
+    "some bytes above the prediction are the optimizer's counters, 4 bytes each, which the first "
+    "of them renews and which are counted as resident. "
     "Times are the plan's, with copies at 0.5 GB/s each way (updates on the host at 5 GB/s); "
     "operators were measured anew for each plan.\n\n"
 )

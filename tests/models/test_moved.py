@@ -230,7 +230,8 @@ def test_only_resident_tensors_are_movable_and_files_keep_them():
         replace(graph, movable=(Y,))
     made = codec(Graph)
     assert made.read(Reader(made.encode(graph), "graph")) == graph
-    assert "movable" not in made.encode(replace(graph, movable=()))
+    assert made.read(Reader(made.encode(REPEATED), "graph")).repeated
+    assert not {"movable", "repeated"} & made.encode(replace(graph, movable=())).keys()
 
 
 @pytest.mark.parametrize("block", range(6))
