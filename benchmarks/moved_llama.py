@@ -5,8 +5,9 @@
 bfloat16 parameters and gradients, two float32 moments, tokens in sequences of 2,048. The step is
 captured on fake tensors and priced for the device; an update is priced by the bytes that it reads
 and writes, on the device or, at the host's rate, on the host. `joint` plans it with
-`movable="all"`, with updates on the host and without. The bound is `link_bound_s`, which holds for
-every program of the step; without updates on the host it is in closed form.
+`movable="all"`, with updates on the host and without, once as a step that ends with everything on
+the host and once as one that is repeated (`steady_state=True`). The bound is `link_bound_s`, which
+holds for every program of the step; without updates on the host it is in closed form.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from memopt.profiler.estimate import estimate_model
 from memopt.profiler.host_updates import ON_HOST, with_choices
 from memopt.profiler.movable import movable_graph
 from memopt.profiler.session import Profiled
+from memopt.programs.moved import carried_over
 from memopt.programs.replay import Direction, replay
 from memopt.programs.validate import validate
 from memopt.strategies.joint.strategy import Joint
@@ -139,12 +141,13 @@ def row(name: str, graph: Graph, device: Device, limit_s: float) -> str:
     bound_s = link_bound_s(graph, budget, device)
     closed_s = link_bound_s(without_host_updates(graph), budget, device)
     shares = ", ".join(f"{what} {busy_s / timeline.time_s:.0%}" for what, busy_s in binds.items())
+    left = carried_over(graph, found.program)
     cells = (
-        name,
+        f"{name}, repeated" if graph.repeated else name,
         device.name,
         f"{tokens:,}",
         format_bytes(graph.movable_bytes),
-        f"{timeline.time_s:.2f}",
+        f"**{timeline.time_s:.2f}**",
         f"{tokens / timeline.time_s:,.0f}",
         f"{bound_s:.2f}",
         f"{closed_s:.2f}",
@@ -152,6 +155,7 @@ def row(name: str, graph: Graph, device: Device, limit_s: float) -> str:
         f"{time_lower_bound(graph):.2f}",
         f"**{max(binds, key=lambda what: binds[what])}** ({shares})",
         format_bytes(timeline.host_peak_bytes),
+        format_bytes(sum(graph.tensors[t].size_bytes for t in left)) if left else "-",
         str(found.stats.get("source")),
         f"{wall_s:.0f} / {cpu_s:.0f}",
     )
@@ -167,7 +171,8 @@ HEAD = (
     "of the step: with updates wherever they are best (a linear program over the host's shares), "
     "and in closed form with all of them on the device, which the plan may beat. *compute* is "
     "every operator once. Shares say how much of the step each stream is busy. A GH200 has 480 GB "
-    "of host memory at most: what needs more (*host memory*) would not fit beside one.\n\n"
+    "of host memory at most: what needs more (*host memory*) would not fit beside one. *repeated*: "
+    "planned with `steady_state=True`; the time is from one step to the next.\n\n"
 )
 COLUMNS = (
     "shape",
@@ -182,6 +187,7 @@ COLUMNS = (
     "compute s",
     "busiest",
     "host memory",
+    "stays between steps",
     "made from",
     "planning s (wall / CPU)",
 )
@@ -193,6 +199,7 @@ def main(arguments: Iterable[str]) -> None:
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=", ".join(BATCHES))
     parser.add_argument("--limit", type=float, default=50.0, help="seconds of planning")
     parser.add_argument("--layers", type=int, help="so many layers only, for a quick look")
+    parser.add_argument("--device", default="", help="on this one only, by its name")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args([*arguments])
     sources = {"h100": H100.source, "gh200": GH200.source}
@@ -201,15 +208,18 @@ def main(arguments: Iterable[str]) -> None:
     text += "| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|\n"
     for name in options.shapes or BATCHES:
         for device in (H100, GH200):
+            if options.device not in ("", device.name):
+                continue
             model, inputs = language_model(name, options.layers)
             began = time.perf_counter()
             profiled = estimate_model(model, inputs, device, loss=Loss(loss_of))
             graph = whole_step(profiled, device)
             size = len(graph.operators)
             print(f"{name}: {size} operators in {time.perf_counter() - began:.0f} s", flush=True)
-            line = row(name, graph, device, options.limit)
-            print(line, flush=True)
-            text += line + "\n"
+            for repeated in (False, True):
+                line = row(name, replace(graph, repeated=repeated), device, options.limit)
+                print(line, flush=True)
+                text += line + "\n"
     if options.out:
         options.out.write_text(text)
 

@@ -1,6 +1,6 @@
 """A model whose parameters, gradients and AdamW state are four times the budget.
 
-python -m examples.train_what_does_not_fit [--picture FILE.png]
+python -m examples.train_what_does_not_fit [--repeated] [--picture FILE.png]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 import memopt
 
 
-def main(steps: int = 3, picture: Path | None = None) -> memopt.Plan:
+def main(steps: int = 3, picture: Path | None = None, *, repeated: bool = False) -> memopt.Plan:
     """Train a few steps and evaluate; the plan."""
     torch.manual_seed(0)
     hidden = [nn.Sequential(nn.Linear(192, 192), nn.Tanh()) for _ in range(9)]
@@ -32,6 +32,7 @@ def main(steps: int = 3, picture: Path | None = None) -> memopt.Plan:
         optimizer=optimizer,
         strategy="offload-graph",
         movable="all",
+        steady_state=repeated,  # the last copies to the host overlap the next step's forward
         budget=parameters,
         device=memopt.Device(to_host_bytes_per_s=2e9),  # or memopt.measure_device()
         progress=False,
@@ -51,5 +52,7 @@ def main(steps: int = 3, picture: Path | None = None) -> memopt.Plan:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeated", action="store_true", help="plan a step that is repeated")
     parser.add_argument("--picture", type=Path, help="draw the step's three streams")
-    main(picture=parser.parse_args().picture)
+    options = parser.parse_args()
+    main(picture=options.picture, repeated=options.repeated)

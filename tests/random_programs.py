@@ -50,7 +50,8 @@ def random_program(
 
 
 def random_moves(rng: Random, graph: Graph, program: Program) -> Program:
-    """The program with random movable tensors fetched before they are read and dropped after."""
+    """The program with random movable tensors fetched before they are read and dropped after, or,
+    where the step is repeated, left on the device by their updates."""
     for tensor in graph.movable:
         runs = [(i, graph.operators[x.op], x) for i, x in program.computes]
         reads = [
@@ -66,16 +67,28 @@ def random_moves(rng: Random, graph: Graph, program: Program) -> Program:
             continue
         added: dict[int, list[Instruction]] = {}
         end, there = -1, False
+        changed_last = [changes for _, changes in reads] == [False] * (len(reads) - 1) + [True]
+        carried = graph.repeated and changed_last and not hosted and rng.random() < 0.6
+        if carried:
+            there = len(reads) > 1 and rng.random() < 0.5
+            end = rng.randint(0, reads[0][0])
+            added.setdefault(end, []).append(SwapOut(tensor))
+            if not there:
+                end = rng.randint(end, reads[0][0])
+                added.setdefault(end, []).append(Free(tensor))
         for number, (position, changes) in enumerate(reads):
             if not there:
                 begin = rng.randint(max(end, 0), position)
                 added.setdefault(begin, []).append(SwapIn(tensor))
             later = [i for i, _ in reads[number + 1 :]][:1]
             out = end = rng.randint(position + 1, later[0] if later else last)
+            if changes and carried:
+                break
             if changes:
                 out = rng.randint(position + 1, end)
                 added.setdefault(out, []).append(SwapOut(tensor))
-            there = bool(later) and rng.random() < 0.4
+            # What begins on the device goes before its update.
+            there = bool(later) and rng.random() < 0.4 and not (carried and number == 0)
             if not there:
                 added.setdefault(end, []).append(Free(tensor))
         listed: list[Instruction] = []

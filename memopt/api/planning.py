@@ -44,6 +44,7 @@ def plan(
     whole_step: bool | None = None,
     offload_optimizer: bool = False,
     movable: str | tuple[str, ...] = (),
+    steady_state: bool = False,
     accumulate: bool = False,
     micro_batches: int = 1,
     clip_norm: float | None = None,
@@ -88,6 +89,8 @@ def plan(
         movable: what of a whole step may live on the host between its uses: "parameters",
             "gradients", "optimizer", several of them in a tuple, or "all". The plan keeps on the
             device what it has room for. For strategies that move tensors of a graph.
+        steady_state: with `movable`, plan a step that is repeated: tensors may stay on the device
+            from their update into the next step, whose forward hides their copies to the host.
         accumulate: charge gradients that are there when a step begins: those of the micro-batches
             before, or zeroed ones that were not set to None.
         micro_batches: of a whole step: how many batches such as `inputs` and `targets` one step
@@ -133,6 +136,7 @@ def plan(
         whole_step=whole_step,
         offload_optimizer=offload_optimizer,
         movable=movable,
+        steady_state=steady_state,
         accumulate=accumulate,
         rules=StepRules(micro_batches, clip_norm, norm_type, scales(scaler)),
         returns=returns,

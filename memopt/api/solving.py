@@ -69,6 +69,7 @@ class PlanRequest:
     whole_step: bool | None = None
     offload_optimizer: bool = False
     movable: str | tuple[str, ...] = ()
+    steady_state: bool = False
     accumulate: bool = False
     rules: StepRules = PLAIN
     time_limit_s: float | None = None
@@ -93,7 +94,7 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     """Profile a model, if it is one, and plan its step; see `memopt.plan`."""
     host_bytes = parse_host_budget(wanted.host_budget)
     chosen = with_host_budget(resolve(wanted.strategy), host_bytes)
-    if wanted.movable:
+    if wanted.movable or wanted.steady_state:
         check_movable(wanted, chosen)
     check_budget(wanted.budget)
     with reporting_on(wanted.progress) as report:
@@ -115,7 +116,9 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
                 from memopt.profiler.movable import with_movable
 
                 host = target if chosen.features.host_updates else None
-                profiled = with_movable(profiled, wanted.optimizer, wanted.movable, host)
+                profiled = with_movable(
+                    profiled, wanted.optimizer, wanted.movable, host, repeated=wanted.steady_state
+                )
             if wanted.offload_optimizer:
                 host_bytes = left_on_host(host_bytes, profiled, whole_step=whole)
                 chosen = with_host_budget(chosen, host_bytes)

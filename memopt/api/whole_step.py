@@ -55,6 +55,11 @@ def check_movable(wanted: Any, strategy: Strategy) -> None:
     from memopt.profiler.movable import parse_movable
 
     parse_movable(wanted.movable)
+    if not wanted.movable:
+        raise ValueError(
+            'steady_state=True is for steps that move parameters or state: pass movable="all" too, '
+            "or leave it out (a step whose tensors stay on the device ends with nothing under way)"
+        )
     if wanted.offload_optimizer or wanted.order or wanted.place:
         raise ValueError(
             "movable= goes without offload_optimizer (movable='optimizer' is more), order and place"

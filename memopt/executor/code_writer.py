@@ -282,6 +282,13 @@ class Writer:
         nodes = [p.node for p in self.halves.captured.primals]
         self.unpack([None if node in homes else node for node in nodes], "primals")
 
+    def resume(self) -> None:
+        """Bind what is on the device from the step before."""
+        for tensor in self.halves.from_before:
+            node = self.lowering.bases.get(tensor)
+            target = "" if node is None else f"{self.bind(node)} = "
+            self.emit(f"{target}homes.resume({tensor})")
+
     def unpack(self, nodes: Iterable[Node | None], source: str) -> None:
         names = [self.bind(n) if n is not None else "_" for n in nodes]
         if names:

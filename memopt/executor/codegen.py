@@ -40,6 +40,7 @@ def _forward(
     writer = Writer(halves, names, globals_)
     writer.arena = arena
     writer.primals()
+    writer.resume()
     if halves.host_placement.offsets:
         writer.emit("lease = swap.lease()")
     if arena is not None:

@@ -5,6 +5,10 @@ copies (pinned, or on CPU memory that is not torch's allocator's): `state_dict()
 averages read them as they are. A step brings device copies; an update changes those, and its
 result is copied over the host's only when it is complete, so that an update that fails has
 changed nothing. An update on the host changes the host copies themselves.
+
+What a plan for repeated steps leaves on the device between steps is the model's (or the
+optimizer's) device copy until the next step has written it over the host's: between steps nothing
+is under way, and whatever is read or changed then is the one value there is.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from memopt.profiler.build import Lowering
 from memopt.profiler.movable import state_name
 from memopt.profiler.step_capture import StepParts
 from memopt.programs.instructions import Program
-from memopt.programs.moved import moved_tensors
+from memopt.programs.moved import carried_over, moved_tensors
 
 
 class Homes:
@@ -34,6 +38,7 @@ class Homes:
         parameters: moved parameter's tensor → the parameter.
         states: moved state's tensor → the parameter whose state it is.
         swap: how copies are made; set when the program is installed.
+        carried: tensors that stay on the device from one step to the next.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class Homes:
         self._host = HostUpdates(optimizer, self._device)
         self.swap: ThreadSwap | StreamSwap | None = None
         moved = moved_tensors(lowering.graph, program)
+        self.carried = carried_over(lowering.graph, program)
         self._named = named = dict(parts.module.named_parameters(remove_duplicate=False))
         self.parameters: dict[int, nn.Parameter] = {}
         self.states: dict[int, nn.Parameter] = {}
@@ -67,7 +73,7 @@ class Homes:
         self._there: dict[int, dict[str, torch.Tensor]] = {}
         """Device copies, of a parameter under the key ""."""
         self._stale: set[int] = set()
-        """Tensors whose update is not on its way to the host yet."""
+        """Tensors whose new value is not complete on the host."""
         self._changed: set[int] = set()
         """Tensors that the host has updated in this step."""
         self._begun: Callable[[], None] | None = None
@@ -80,12 +86,17 @@ class Homes:
         """Bytes that are on the host now."""
         return sum(view.untyped_storage().nbytes() for view in self._views.values())
 
-    def leave(self) -> None:
+    def leave(self, *, carried: bool = False) -> None:
         """Put on the host what is not there: before the first step, and what has been loaded or
-        replaced since."""
+        replaced since. With `carried` also what the step would begin with on the device."""
         for tensor in (*self.parameters, *self.states):
-            self._leave(tensor)
+            if carried or tensor not in self.carried:
+                self._leave(tensor)
         self._synchronize()
+
+    def moves(self, parameter: torch.Tensor) -> bool:
+        """Whether steps move a parameter."""
+        return id(parameter) in self._tensors
 
     def begin(self, begun: Callable[[], None], run: RunStep) -> None:
         """A train step begins. `begun` is called before the first update on the host starts;
@@ -112,6 +123,18 @@ class Homes:
         """Start no more updates on the host in this step, and wait for the one that runs."""
         self._host.stop()
 
+    def resume(self, tensor: int) -> torch.Tensor | None:
+        """A step begins with a tensor on the device: the model's value, which is fetched if it is
+        on the host (before the first step, or after one that failed); a parameter's device copy."""
+        there = self._there[tensor] = dict[str, torch.Tensor]()
+        for key, value in self._held(tensor).items():
+            home = self._is_home(tensor, key, value)
+            copy = self._copies[tensor, key] if home else None
+            there[key] = value.to(self._device) if copy is None else self._swap.bring(copy)  # type: ignore[arg-type]
+        self._stale.add(tensor)
+        self.wait(tensor)
+        return there.get("")
+
     def bring(self, tensor: int) -> torch.Tensor | None:
         """Start fetching a tensor; a parameter's device copy. State that does not exist yet is
         made by its update."""
@@ -131,12 +154,12 @@ class Homes:
         """Start copying the new values over the host's."""
         for key, value in self._there[tensor].items():
             self._store(tensor, key, value)
-        self._stale.discard(tensor)
 
     def drop(self, tensor: int) -> None:
         """Let go of the device copy."""
         self.wait(tensor)
         self._there.pop(tensor, None)
+        self._stale.discard(tensor)
         self._show(tensor)
 
     @contextmanager
@@ -173,10 +196,13 @@ class Homes:
         own = id(parameter) in self._tensors
         return own and (id(parameter) in self._state_tensors or not has_state)
 
-    def settle(self) -> None:
+    def settle(self, *, complete: bool = False) -> None:
         """End a step, however it went: what has been updated is on the host, device copies are
-        gone."""
+        gone, but for those that the next step begins with, where this one is complete."""
         self.stop()
+        for tensor in self.carried if complete else ():
+            self._there.pop(tensor, None)
+            self._stale.discard(tensor)
         for tensor in list(self._there):
             updated = tensor in self._stale
             for key, value in self._there[tensor].items():

@@ -59,6 +59,13 @@ class _Machine:
             if primal.node not in homes:
                 self.values[primal.node] = value
 
+    def resume(self) -> None:
+        """Take what is on the device from the step before."""
+        for tensor in self.halves.from_before:
+            there = self.homes.resume(tensor)
+            if there is not None:
+                self.values[self.lowering.bases[tensor]] = there
+
     def step(self, instruction: Instruction) -> None:
         bases = self.lowering.bases
         match instruction:
@@ -121,6 +128,7 @@ def interpret(halves: Halves, swap: Any, random: Any, homes: Any = None) -> tupl
     def forward(primals: list[Any]) -> tuple[list[Any], list[Any]]:
         machine = _Machine(halves, swap, random, homes)
         machine.given(primals)
+        machine.resume()
         for instruction in halves.forward:
             machine.step(instruction)
         outputs = [map_arg(o, machine.read) for o in captured.forward_outputs]

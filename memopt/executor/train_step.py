@@ -83,7 +83,7 @@ class TrainStep:
             checked=checked,
             homes=self._homes,
         )
-        self._homes.leave()
+        self._homes.leave(carried=True)
         planned = profiled.record.autocast if profiled.record is not None else autocast_state()
         with autocast_as(planned):
             self._guard = Guard.of(
@@ -255,7 +255,7 @@ class TrainStep:
             raise
         finally:
             target.end()
-            self._homes.settle()
+            self._homes.settle(complete=changes.complete)
             if host_state is not None:
                 host_state.settle()
 
@@ -353,6 +353,8 @@ class TrainStep:
         values = []
         for primal in self._captured.primals:
             value = primal.value(module, leaves)
+            if isinstance(value, nn.Parameter) and self._homes.moves(value):
+                value = None  # The program lets go of its device copy.
             values.append(value.detach() if isinstance(value, torch.Tensor) else value)
         return values
 

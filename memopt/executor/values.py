@@ -18,7 +18,7 @@ from memopt.profiler.capture import Captured
 from memopt.profiler.in_place import overwritable
 from memopt.programs.instructions import Instruction, Program
 from memopt.programs.lifetimes import Lifetimes, lifetimes
-from memopt.programs.moved import moved_tensors
+from memopt.programs.moved import carried_over, moved_tensors
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ class Halves:
     def moved(self) -> frozenset[int]:
         """Tensors that live on the host between steps (`memopt.executor.homes`)."""
         return moved_tensors(self.lowering.graph, self.program)
+
+    @cached_property
+    def from_before(self) -> tuple[int, ...]:
+        """Those that are on the device when a step begins."""
+        return carried_over(self.lowering.graph, self.program)
 
     @cached_property
     def repeated_random(self) -> frozenset[int]:

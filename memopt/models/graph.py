@@ -191,6 +191,7 @@ class Graph:
         movable: resident tensors that a program may keep on the host between steps and bring
             where they are read (whole steps; `memopt.programs.moved`). Not one that an operator
             writes by another name.
+        repeated: whether movable tensors may stay on the device from one step to the next.
     """
 
     tensors: tuple[Tensor, ...]
@@ -203,6 +204,7 @@ class Graph:
     extra_resident_bytes: int = 0
     allocator_owned: tuple[int, ...] = field(default=(), metadata={**SPARSE, NAME: "outside"})
     movable: tuple[int, ...] = field(default=(), metadata=SPARSE)
+    repeated: bool = field(default=False, metadata=SPARSE)
 
     def __init__(
         self,
@@ -216,6 +218,7 @@ class Graph:
         extra_resident_bytes: int = 0,
         allocator_owned: Iterable[int] = (),
         movable: Iterable[int] = (),
+        repeated: bool = False,
     ) -> None:
         for name, value in (
             ("tensors", tuple(tensors)),
@@ -228,6 +231,7 @@ class Graph:
             ("extra_resident_bytes", extra_resident_bytes),
             ("allocator_owned", tuple(allocator_owned)),
             ("movable", tuple(movable)),
+            ("repeated", bool(repeated)),
         ):
             object.__setattr__(self, name, value)
         check_bytes(

@@ -54,6 +54,8 @@ def with_movable(
     optimizer: torch.optim.Optimizer,
     movable: str | Collection[str],
     device: Device | None = None,
+    *,
+    repeated: bool = False,
 ) -> ProfiledStep:
     """The step with tensors that its plan may keep on the host between steps. (Gradients are made
     and freed in a whole step: they may move anyway.)
@@ -63,6 +65,7 @@ def with_movable(
         optimizer: the one that it updates with.
         movable: the user's.
         device: whose host may run updates; None: the device runs them all.
+        repeated: whether some may stay on the device from one step to the next (`Graph.repeated`).
 
     Raises:
         ValueError: it is no whole step, or one whose state is on the host already.
@@ -79,10 +82,10 @@ def with_movable(
     taken = "parameters" in kinds
     parameters = movable_parameters(parts, profiled.lowering) if taken else ()
     graph = movable_graph(profiled.graph, parameters, sizes)
+    graph = replace(graph, repeated=repeated)
     lowering = profiled.lowering
-    lowering = replace(
-        lowering, graph=movable_graph(lowering.graph, parameters, sizes, charged=False)
-    )
+    plain = movable_graph(lowering.graph, parameters, sizes, charged=False)
+    lowering = replace(lowering, graph=replace(plain, repeated=repeated))
     state_total = sum(sizes.values())
     record = profiled.record
     if record is not None:
@@ -119,7 +122,7 @@ def movable_as_planned(
     if TensorKind.PARAMETER in kinds:
         parameters = movable_parameters(parts, lowering)
     graph = movable_graph(lowering.graph, parameters, states, charged=False)
-    return replace(lowering, graph=graph)
+    return replace(lowering, graph=replace(graph, repeated=planned.repeated))
 
 
 def state_bytes(graph: Graph) -> int:

@@ -10,6 +10,7 @@ from memopt.models.graph import Graph
 from memopt.programs.allocator_settings import AllocatorSettings
 from memopt.programs.caching_allocator import CachingAllocator
 from memopt.programs.instructions import Program
+from memopt.programs.moved import carried_over, resident_under
 
 STEPS = 2
 """Steps that are replayed: a second one finds the cache as the first has left it."""
@@ -91,20 +92,20 @@ def reserved_by(
 def allocation_trace(graph: Graph, program: Program, steps: int = 1) -> Iterator[Event]:
     """List the requests of a valid program to the allocator, instruction by instruction.
 
-    Resident tensors come first, and what is resident without a tensor (`extra_resident_bytes`) in
-    one block; a Compute allocates what it writes, then its workspace, and frees that and its
-    transient outputs when it ends. Placed lifetimes are in one block of the arena's size, asked
-    for where a step begins. All requests are the compute stream's: reloads take their memory
-    there, too, and copies wait for it. What a step leaves is freed before the next one.
+    Resident tensors come first, without those that the program moves, and what is resident without
+    a tensor (`extra_resident_bytes`) in one block; a Compute allocates what it writes, then its
+    workspace, and frees that and its transient outputs when it ends. Placed lifetimes are in one
+    block of the arena's size, asked for where a step begins, and so is what stays on the device
+    from the step before. All requests are the compute stream's: reloads take their memory there,
+    too, and copies wait for it. What a step leaves is freed before the next one.
 
     Args:
         graph: the cost model of the program.
         program: valid.
         steps: how often it runs.
     """
-    for tensor, value in enumerate(graph.tensors):
-        if value.resident:
-            yield Allocate(("resident", tensor), value.size_bytes)
+    for tensor in sorted(resident_under(graph, program)):
+        yield Allocate(("resident", tensor), graph.tensors[tensor].size_bytes)
     yield Allocate("resident", graph.extra_resident_bytes)
     for _ in range(steps):
         yield from _step(graph, program)
@@ -117,6 +118,9 @@ def _step(graph: Graph, program: Program) -> Iterator[Event]:
         yield Allocate("arena", max(sizes, default=0))
     block: dict[int, tuple[int, int]] = {}
     """Live tensor → its block: the instruction and the tensor that it was asked for."""
+    for tensor in carried_over(graph, program):
+        block[tensor] = (-1, tensor)
+        yield Allocate((-1, tensor), graph.tensors[tensor].size_bytes)
     for position, instruction in enumerate(program):
         effects = instruction.effects(graph)
         taken = effects.overwrites

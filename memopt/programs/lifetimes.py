@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
+from memopt.programs.moved import carried_over
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -23,7 +24,8 @@ class Lifetime:
     """One tensor on the device, from the instruction `begin` until before `end`.
 
     Attributes:
-        begin: the Compute, SwapIn or LossBoundary that makes it.
+        begin: the Compute, SwapIn or LossBoundary that makes it; -1: it is there from the step
+            before (`memopt.programs.moved.carried_over`).
         tensor: the tensor.
         end: its Free, or the Compute that overwrites it; the length of the program if it stays.
         transient: whether its operator writes it and the program does not keep it.
@@ -86,6 +88,9 @@ def lifetimes(graph: Graph, program: Program) -> Lifetimes:
     found = Lifetimes([], [])
     live: dict[int, Lifetime] = {}
     hosted: dict[int, int] = {}
+    for tensor in carried_over(graph, program):
+        live[tensor] = Lifetime(-1, tensor, len(program))
+        found.device.append(live[tensor])
     for position, instruction in enumerate(program):
         reads, writes, begins, ends, overwrites, _, copies, drops = instruction.effects(graph)
         for tensor in dict.fromkeys(reads):
@@ -126,7 +131,7 @@ def live_bytes(lower: Ints, upper: Ints, size: Ints, points: int) -> Ints:
 def bytes_during(graph: Graph, listed: Iterable[Lifetime], points: int) -> list[int]:
     """Bytes that lifetimes take while each of `points` instructions runs, as `replay` counts them:
     a Free gives back when it is over, and what computes in place takes over what it overwrites."""
-    rows = [(x.begin, x.until, graph.tensors[x.tensor].size_bytes) for x in listed]
+    rows = [(max(0, x.begin), x.until, graph.tensors[x.tensor].size_bytes) for x in listed]
     lower, upper, size = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     found: list[int] = live_bytes(lower, upper, size, points).tolist()
     return found

@@ -4,6 +4,11 @@ One that a Free, SwapIn or SwapOut names begins and ends on the host: a SwapIn b
 is read, a Free drops the device copy, and after an update has changed it a SwapOut writes the new
 value over the host copy before that. So does what an update on the host changes: that is not on the
 device meanwhile. The others are resident, as in a graph without `movable`.
+
+Where the graph's step is repeated (`Graph.repeated`), one whose first such instruction is a SwapOut
+begins on the device: its update in the step before has changed it there, and only this step's
+SwapOut writes the new value over the host copy. It ends on the device again, changed. So nothing
+is under way between two steps, and the model has one value of each tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from collections.abc import Iterable
 
 from memopt.models.graph import Graph, Operator, TensorKind
 from memopt.models.variants import variant
-from memopt.programs.instructions import Compute, OfTensor
+from memopt.programs.instructions import Compute, OfTensor, SwapOut
 
 CHANGED_KINDS = frozenset({TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE})
 """What an update changes in place."""
@@ -27,6 +32,18 @@ def moved_tensors(graph: Graph, instructions: Iterable[object]) -> frozenset[int
     for run in updates_on_host(graph, listed):
         named.update(graph.operators[run.op].reads)
     return frozenset(named.intersection(graph.movable))
+
+
+def carried_over(graph: Graph, instructions: Iterable[object]) -> tuple[int, ...]:
+    """The moved tensors that are on the device from the update of one step into the next step,
+    ascending."""
+    if not graph.repeated:
+        return ()
+    first: dict[int, object] = {}
+    for instruction in instructions:
+        if isinstance(instruction, OfTensor):
+            first.setdefault(instruction.tensor, instruction)
+    return tuple(t for t in sorted(graph.movable) if type(first.get(t)) is SwapOut)
 
 
 def updates_on_host(graph: Graph, instructions: Iterable[object]) -> list[Compute]:

@@ -12,7 +12,9 @@ A Compute of a collective takes no time of the compute stream: it starts the col
 network, one at a time, and its result is live from there on. Its first reader waits for it, and so
 does the Free of what it reads or writes.
 A movable tensor that the program moves (`memopt.programs.moved`) has a host copy from beginning to
-end, over which its SwapOut writes.
+end, over which its SwapOut writes. One that stays on the device between steps is there when the
+first instruction runs and after the last; no transfer is under way then, so that the time of a
+step is also the time from one to the next.
 A Compute of an update on the host takes no time of the compute stream either: the host runs one at
 a time, each once the copies that it reads are complete. The DropHost of its gradient waits for it.
 Its scratch memory is the host's, for the whole step.
@@ -21,6 +23,7 @@ Its scratch memory is the host's, for the whole step.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -39,7 +42,7 @@ from memopt.programs.instructions import (
 )
 from memopt.programs.lifetimes import bytes_during, lifetimes
 from memopt.programs.link_clock import LinkClock
-from memopt.programs.moved import changed_by, host_scratch_bytes, moved_tensors
+from memopt.programs.moved import carried_over, changed_by, host_scratch_bytes, moved_tensors
 
 
 class Direction(StrEnum):
@@ -122,6 +125,7 @@ def replay(graph: Graph, program: Program, device: Device | None = None) -> Time
             absent tensor. Whole-program laws are the validator's.
     """
     state = _Streams(graph, device, moved_tensors(graph, program))
+    state.begin_with(carried_over(graph, program))
     if state.moved:
         state.copied_bytes += host_scratch_bytes(graph, program)
     for position, instruction in enumerate(program.instructions):
@@ -177,6 +181,13 @@ class _Streams(LinkClock):
         self.collectives: list[Transfer] = []
         self.host_updates: list[Transfer] = []
         self.rows: list[tuple[int, int, int, float, float, float]] = []
+
+    def begin_with(self, tensors: Iterable[int]) -> None:
+        """Moved tensors are on the device from the step before, which has changed them."""
+        for tensor in tensors:
+            self._appear(tensor)
+            self.stale.add(tensor)
+        self.during_bytes = self.device_bytes
 
     def run(self, position: int, instruction: object) -> None:
         """Advance by one instruction and record its row."""

@@ -31,9 +31,8 @@ from memopt.programs.instructions import (
 from memopt.programs.validate_moved import (
     HOST_CHANGE,
     HOST_READ,
-    MovedHistory,
     is_changed,
-    is_moved,
+    moved_history,
     on_host,
 )
 from memopt.programs.validate_network import collectives_in_order
@@ -314,10 +313,9 @@ def _lifetimes(
     host: list[LiveRange] = []
     found: list[Violation] = []
     for tensor, history in enumerate(histories):
-        moved = is_moved(graph, tensor, history)
+        moved = moved_history(graph, tensor, history, len(instructions))
         if moved or not graph.tensors[tensor].resident:
-            kind = MovedHistory if moved else _History
-            life = kind(graph, tensor, len(instructions))
+            life = moved or _History(graph, tensor, len(instructions))
             for i, event in history:
                 life.step(i, event)
             life.finish()

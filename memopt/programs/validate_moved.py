@@ -3,7 +3,9 @@
 It shares no code with the replay, nor with `memopt.programs.moved`: a movable tensor's own history
 is followed from the first instruction to the last. Its host copy is there all the time; an update
 leaves it behind, and a SwapOut of the device copy brings it up to date. An update on the host
-changes the host copy itself, while there is no other.
+changes the host copy itself, while there is no other. Where the step is repeated, a tensor whose
+first copy is one to the host must begin the step on the device, left behind by its host copy, and
+end it so.
 """
 
 from __future__ import annotations
@@ -19,11 +21,21 @@ HOST_CHANGE, HOST_READ = "host change", "host read"
 """What an update on the host does to its parameter and state, and to its gradient."""
 
 
-def is_moved(graph: Graph, tensor: int, events: list[tuple[int, str]]) -> bool:
-    """Whether a tensor begins and ends on the host: the graph allows it, and there are events
-    that resident tensors do not have."""
-    own = {Free.__name__, SwapIn.__name__, SwapOut.__name__, DropHost.__name__, HOST_CHANGE}
-    return tensor in graph.movable and any(event in own for _, event in events)
+OWN = {Free.__name__, SwapIn.__name__, SwapOut.__name__, DropHost.__name__, HOST_CHANGE}
+"""Events that resident tensors do not have."""
+
+
+def moved_history(
+    graph: Graph, tensor: int, events: list[tuple[int, str]], length: int
+) -> MovedHistory | None:
+    """The history of a tensor that lives on the host between steps, or on the device with a value
+    that the host has not; None: it is another tensor."""
+    own = [event for _, event in events if event in OWN]
+    if tensor not in graph.movable or not own:
+        return None
+    return MovedHistory(
+        graph, tensor, length, from_before=graph.repeated and own[0] == SwapOut.__name__
+    )
 
 
 def on_host(graph: Graph, instruction: object) -> int | None:
@@ -47,15 +59,18 @@ def is_changed(graph: Graph, operator: Operator, tensor: int) -> bool:
 class MovedHistory:
     """One moved tensor, from the program's first instruction to its last."""
 
-    def __init__(self, graph: Graph, tensor: int, length: int) -> None:
+    def __init__(
+        self, graph: Graph, tensor: int, length: int, *, from_before: bool = False
+    ) -> None:
         self.name = graph.tensors[tensor].name
         self.tensor = tensor
         self.length = length
         self.device: list[LiveRange] = []
         self.host = [LiveRange(tensor, -1, length)]
         self.found: list[Violation] = []
-        self.live_since: int | None = None
-        self.stale = False
+        self.from_before = from_before
+        self.live_since = -1 if from_before else None
+        self.stale = from_before
         self.leaving = False
 
     def step(self, i: int, event: str) -> None:
@@ -84,7 +99,10 @@ class MovedHistory:
 
     def finish(self) -> None:
         """Check what is left at the end of the program."""
-        self._need(self.live_since is None, Code.LEFT_ON_DEVICE, self.length)
+        if self.from_before:
+            self._need(self.live_since is not None and self.stale, Code.NOT_LEFT, self.length)
+        else:
+            self._need(self.live_since is None, Code.LEFT_ON_DEVICE, self.length)
         self._end(self.length)
 
     def _need(self, condition: bool, code: ViolationCode, i: int) -> None:

@@ -44,6 +44,7 @@ class ViolationCode(StrEnum):
     CHANGED_WHILE_COPIED = "updates a tensor that is being copied to the host"
     RESULT_MISSING = "a result is missing"
     LEFT_ON_DEVICE = "a tensor is left on the device"
+    NOT_LEFT = "a tensor is on the device with a new value when the step begins, not when it ends"
     LEFT_ON_HOST = "a host copy is left"
     UNFINISHED = "the schedule ends too early"
     OVER_BUDGET = "device memory exceeds the budget"

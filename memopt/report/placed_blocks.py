@@ -38,8 +38,8 @@ class Rectangle(NamedTuple):
 
 
 def blocks(graph: Graph, program: Program) -> tuple[Rectangle, ...]:
-    """Every lifetime of a valid program that begins at a Compute or SwapIn, transient ones where
-    they have a place, by their beginnings."""
+    """Every lifetime of a valid program that begins at a Compute or SwapIn or is there from the
+    step before, transient ones where they have a place, by their beginnings."""
     places = {(i, tensor): offset for i, tensor, offset in program.offsets or ()}
     runs, steps = dict(program.computes), program.steps_before
     found: list[Rectangle] = []
@@ -52,13 +52,13 @@ def blocks(graph: Graph, program: Program) -> tuple[Rectangle, ...]:
         label, colour = str(kind), KIND_COLOURS.get(kind, BLUE)
         if lifetime.transient:
             label, colour = "transient", TRANSIENT_COLOUR
-        elif lifetime.begin not in runs:
+        elif lifetime.begin >= 0 and lifetime.begin not in runs:
             label, colour = "back from the host", RELOADED_COLOUR
         elif tensor in seen:
             label, colour = "computed again", RELOADED_COLOUR
         else:
             seen.add(tensor)
-        begin, end = steps[lifetime.begin], steps[lifetime.end]
+        begin, end = steps[max(0, lifetime.begin)], steps[lifetime.end]
         size = graph.tensors[tensor].size_bytes
         found.append(Rectangle(tensor, begin, end, offset, size, label, colour))
     return tuple(sorted(found, key=lambda block: (block.begin, block.tensor)))

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from memopt.models.budget import format_bytes
-from memopt.programs.moved import updates_on_host
+from memopt.programs.moved import carried_over, updates_on_host
 from memopt.programs.network_use import network_use
 from memopt.programs.replay import replay
-from memopt.report.texts import format_seconds
+from memopt.report.texts import counted, format_seconds
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -45,6 +45,8 @@ def figures(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
         rows.append(("host memory", f"{format_bytes(plan.host_peak_bytes)} for swapped tensors"))
     if updates_on_host(plan.graph, plan.program):
         rows.append(_on_host(plan))
+    if plan.graph.repeated:
+        rows.append(_repeated(plan))
     return (*rows, *_passes(plan.stats))
 
 
@@ -57,6 +59,13 @@ def _on_host(plan: PlanRecord) -> tuple[str, str]:
     updates = replay(plan.graph, plan.program, plan.device).host_updates
     time_s = sum(one.end_s - one.start_s for one in updates)
     return "on the host", f"{len(updates)} updates, {format_seconds(time_s)}"
+
+
+def _repeated(plan: PlanRecord) -> tuple[str, str]:
+    tensors = carried_over(plan.graph, plan.program)
+    size = format_bytes(sum(plan.graph.tensors[t].size_bytes for t in tensors))
+    count = counted(len(tensors), "updated tensor")
+    return "repeated", f"{count}, {size}, on the device from one step to the next"
 
 
 def _reserved(plan: PlanRecord) -> list[tuple[str, str]]:

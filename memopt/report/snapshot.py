@@ -71,7 +71,7 @@ class _Snapshot:
             begins.setdefault(lifetime.begin, []).append(lifetime)
             if lifetime.freed or lifetime.overwritten:
                 ends.setdefault(lifetime.end, []).append(lifetime)
-        where: dict[tuple[int, int], int] = {}
+        where = {one.key: self._allocate(0, one) for one in begins.get(-1, ())}
         for position, instruction in enumerate(self.program):
             for lifetime in ends.get(position, ()):
                 self._free(position, where.pop(lifetime.key))

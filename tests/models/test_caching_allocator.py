@@ -34,6 +34,7 @@ from memopt.programs.caching_allocator import CachingAllocator
 from memopt.programs.liveness import store_all
 from memopt.programs.validate import validate
 from memopt.strategies.olla import place_program
+from tests.report.cases import moving_plan
 
 MIB = 2**20
 
@@ -232,6 +233,20 @@ def test_a_second_step_finds_the_first_ones_cache() -> None:
     program = store_all(graph)
     once = replay_allocations(allocation_trace(graph, program)).reserved_peak_bytes
     assert once <= reserved_by(graph, program).reserved_peak_bytes <= 1.2 * once
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_moves_is_not_resident(seed: int) -> None:
+    plan = moving_plan(seed)
+    live, peak = dict[object, int](), 0
+    for event in allocation_trace(plan.graph, plan.program, steps=2):
+        if isinstance(event, Allocate):
+            assert event.id not in live
+            live[event.id] = event.size_bytes
+        else:
+            del live[event.id]
+        peak = max(peak, sum(live.values()))
+    assert peak == plan.peak_bytes
 
 
 def test_traces_of_store_all_and_of_its_placement() -> None:

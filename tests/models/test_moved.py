@@ -24,7 +24,7 @@ from memopt.programs.instructions import (
 )
 from memopt.programs.lifetimes import lifetimes
 from memopt.programs.liveness import store_all, with_frees
-from memopt.programs.moved import moved_tensors
+from memopt.programs.moved import carried_over, moved_tensors
 from memopt.programs.replay import replay
 from memopt.programs.serialize import dumps, loads
 from memopt.programs.validate import ViolationCode, memory_use, validate
@@ -116,6 +116,85 @@ def put(position: int, instruction: object) -> tuple[object, ...]:
 AGAIN = Operator("again", (G, W), (), 1.0, phase=Phase.UPDATE, recomputable=False)
 TWICE_UPDATED = replace(step(), operators=(*step().operators, AGAIN))
 
+REPEATED = replace(step(), repeated=True)
+CARRIED = (
+    SwapOut(W),
+    SwapOut(S),
+    Compute(0, (Y,)),
+    Free(S),
+    Free(W),
+    LossBoundary(),
+    SwapIn(W),
+    Compute(1, (G,)),
+    Free(Y),
+    SwapIn(S),
+    Compute(2, ()),
+    Free(G),
+)
+
+
+def test_a_repeated_step_by_hand():
+    program = Program(CARRIED)
+    timeline = replay(REPEATED, program, Device(to_host_bytes_per_s=10, from_host_bytes_per_s=5))
+    assert validate(REPEATED, program) is None
+    assert carried_over(REPEATED, program) == (W, S)
+    assert timeline.step_bytes == (31, 31, 34, 34, 14, 4, 14, 24, 24, 41, 41, 41)
+    assert set(timeline.host_bytes) == {30}
+    # f runs while w (until 1) and s (until 3) go; w comes from 3 to 5, b ends at 9; s comes by 13.
+    assert timeline.stall_s == (0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 4, 0)
+    assert timeline.time_s == 14.0
+    assert memory_use(REPEATED, program).during == list(timeline.step_bytes)
+    assert [x.key for x in lifetimes(REPEATED, program).device if x.tensor == W] == [
+        (-1, W),
+        (6, W),
+    ]
+    # A step that is not repeated begins with nothing on the device.
+    assert validate(step(), program).code is Code.SWAP_OUT_ABSENT
+    with pytest.raises(InvalidProgramError):
+        replay(step(), program)
+
+
+@pytest.mark.parametrize(
+    ("instructions", "code", "position"),
+    [
+        ((*CARRIED, SwapOut(W)), Code.NOT_LEFT, 13),
+        ((*CARRIED, SwapOut(W), Free(W)), Code.NOT_LEFT, 14),
+        ((*CARRIED[:4], *CARRIED[5:]), Code.SWAP_IN_WHILE_LIVE, 5),
+        (CARRIED[1:], Code.READ_ON_HOST, 1),
+        ((CARRIED[1], Free(W), *CARRIED[2:]), Code.FREED_ABSENT, 1),
+        ((*CARRIED[:2], SwapIn(W), *CARRIED[2:]), Code.SWAP_IN_WHILE_LIVE, 2),
+    ],
+)
+def test_mutations_of_a_repeated_step_are_named(instructions, code, position):
+    violation = validate(REPEATED, Program(instructions))
+    assert (violation.code, violation.instruction) == (code, position)
+
+
+def test_the_time_of_a_step_is_the_time_between_repeated_ones():
+    carried = 0
+    for seed in range(60):
+        rng = Random(seed)
+        graph = random_graph(rng, rng.randint(1, 8), updates=True)
+        movable = graph.resident.difference(graph.outputs, graph.gradients)
+        graph = replace(graph, movable=sorted(movable), repeated=True)
+        graph = with_host_updates(rng, graph)
+        program = random_program(rng, graph, recomputations=2, swaps=2)
+        program = random_moves(rng, graph, random_host_updates(rng, graph, program))
+        carried += len(carried_over(graph, program))
+        device = Device(to_host_bytes_per_s=rng.choice([1.0, 5.0]), duplex=rng.random() < 0.5)
+        one = replay(graph, program, device)
+        results = tuple(map(Free, sorted(graph.kept)))
+        steps = Program((*program, *results) * 3)
+        three = replay(graph, steps, device)
+        assert three.time_s == pytest.approx(3 * one.time_s), seed
+        length = len(program) + len(results)
+        for first in (0, length, 2 * length):
+            part = slice(first, first + len(program))
+            assert three.step_bytes[part] == one.step_bytes, seed
+            assert three.host_bytes[part] == one.host_bytes, seed
+    assert carried > 15
+
+
 MUTATIONS = [
     (without(0), Code.READ_ON_HOST, 0),
     (put(1, SwapIn(W)), Code.SWAP_IN_WHILE_LIVE, 1),
@@ -151,20 +230,23 @@ def test_only_resident_tensors_are_movable_and_files_keep_them():
         replace(graph, movable=(Y,))
     made = codec(Graph)
     assert made.read(Reader(made.encode(graph), "graph")) == graph
-    assert "movable" not in made.encode(replace(graph, movable=()))
+    assert made.read(Reader(made.encode(REPEATED), "graph")).repeated
+    assert not {"movable", "repeated"} & made.encode(replace(graph, movable=())).keys()
 
 
 @pytest.mark.parametrize("block", range(6))
 def test_replay_and_validator_agree_on_random_moves(block):
-    moved = hosted = 0
+    moved = hosted = carried = 0
     for seed in range(block * 25, block * 25 + 25):
         rng = Random(seed)
         graph = random_graph(rng, rng.randint(1, 8), updates=rng.random() < 0.8)
         movable = graph.resident.difference(graph.outputs, graph.gradients)
-        graph = with_host_updates(rng, replace(graph, movable=sorted(movable)))
+        graph = replace(graph, movable=sorted(movable), repeated=seed % 2 == 1)
+        graph = with_host_updates(rng, graph)
         program = random_program(rng, graph, recomputations=2, swaps=2)
         program = random_moves(rng, graph, random_host_updates(rng, graph, program))
         moved += len(moved_tensors(graph, program))
+        carried += len(carried_over(graph, program))
         hosted += len(replay(graph, program).host_updates)
         timeline, use = replay(graph, program), memory_use(graph, program)
         assert timeline.step_bytes == tuple(use.during), seed
@@ -180,6 +262,7 @@ def test_replay_and_validator_agree_on_random_moves(block):
                 rest = [*program.instructions[:position], *program.instructions[position + 1 :]]
                 assert validate(graph, Program(rest)) is not None, (seed, position)
     assert moved > 15
+    assert carried > 1
     assert hosted > 3
 
 

@@ -12,7 +12,7 @@ from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
 from memopt.programs.liveness import store_all
-from memopt.programs.moved import moved_tensors
+from memopt.programs.moved import carried_over, moved_tensors
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.strategies.base import Status
@@ -64,6 +64,19 @@ def test_plans_keep_the_budgets_and_the_bound(rate, share, duplex):
     assert bool(moved_tensors(graph, found.program)) == (share < 1.2)
 
 
+@pytest.mark.parametrize("share", [0.5, pytest.param(0.35, marks=pytest.mark.slow)])
+def test_repeated_steps_hide_their_last_copies(share):
+    graph, device = layered(8), Device(to_host_bytes_per_s=60.0)
+    budget = int(share * graph.movable_bytes)
+    once = OffloadGraph().solve(graph, budget, device=device)
+    graph = replace(graph, repeated=True)
+    found = OffloadGraph().solve(graph, budget, device=device)
+    assert validate(graph, found.program, Budget(budget)) is None
+    assert carried_over(graph, found.program)
+    assert found.time_s == replay(graph, found.program, device).time_s < 0.97 * once.time_s
+    assert found.time_s >= link_bound_s(graph, budget, device)
+
+
 def test_the_link_bound_by_hand():
     graph = layered(4, activation=1)
     # 400 of weights, 800 of state; all but 1 + 300 bytes must come.
@@ -105,6 +118,12 @@ def test_random_steps(block):
             found = OffloadGraph().solve(graph, budget, device=device)
             assert validate(graph, found.program, Budget(budget)) is None, seed
             assert found.lower_bound_s <= found.time_s + 1e-12, seed
+            if floor < budget < peak:
+                repeated = replace(graph, repeated=True)
+                again = OffloadGraph().solve(repeated, budget, device=device)
+                assert validate(repeated, again.program, Budget(budget)) is None, seed
+                assert again.lower_bound_s <= again.time_s + 1e-12, seed
+                assert again.time_s <= found.time_s, seed
             resident = OffloadGraph().solve(fixed_graph(graph), budget, device=device)
             if resident.program is not None:
                 assert found.time_s <= resident.time_s, seed

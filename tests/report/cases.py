@@ -43,11 +43,12 @@ def random_plan(seed: int) -> Plan:
 
 
 def moving_plan(seed: int) -> Plan:
-    """A plan of a random step whose parameters and state live on the host."""
+    """A plan of a random step, every other one repeated, whose parameters and state live on the
+    host."""
     rng = random.Random(seed)
     graph = random_graph(rng, 6, updates=True)
     movable = graph.resident.difference(graph.outputs, graph.gradients)
-    graph = with_host_updates(rng, replace(graph, movable=sorted(movable)))
+    graph = with_host_updates(rng, replace(graph, movable=sorted(movable), repeated=seed % 2 == 1))
     program = random_program(rng, graph, recomputations=2, swaps=2)
     program = random_moves(rng, graph, random_host_updates(rng, graph, program))
     return plan_of(graph, program, memopt.Device(to_host_bytes_per_s=3.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 from torch.cuda import _memory_viz
 
 import memopt
+from memopt.api.plan import Plan
 from memopt.programs.replay import replay
 from memopt.report.snapshot import ARENA, memory_snapshot
 from tests.plan.tiny import make, profiled, tight_plan
-from tests.report.cases import random_plan
+from tests.report.cases import moving_plan, random_plan
 
 SIGNS = {"alloc": 1, "free_completed": -1, "free_requested": 0}
 
@@ -28,9 +30,10 @@ def allocated(snapshot: dict[str, Any]) -> int:
     return sum(_memory_viz.calc_active(segment) for segment in snapshot["segments"])
 
 
+@pytest.mark.parametrize("made", [random_plan, moving_plan])
 @pytest.mark.parametrize("seed", range(12))
-def test_totals_are_the_replay(seed: int) -> None:
-    plan = random_plan(seed)
+def test_totals_are_the_replay(made: Callable[[int], Plan], seed: int) -> None:
+    plan = made(seed)
     snapshot = memory_snapshot(plan.graph, plan.program, plan.device)
     timeline = replay(plan.graph, plan.program, plan.device)
     assert plan.resident_bytes + max(totals(snapshot)) == timeline.peak_bytes

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.bounds import memory_lower_bound
@@ -30,8 +31,14 @@ from memopt.strategies.solvers.running import Deadline, Stopped
 PROVED = 1e-9
 SCOUTS = tuple(one for one in CHOICES if one.reserve == 0.3 and not one.for_returns)
 """The programs that are made with each share of the updates on the host."""
+CARRIED = (0.2, 0.5, 1.0)
+"""Shares of the room that may stay on the device from one step to the next, where the step is
+repeated; none is tried, too."""
 CLOSE = 1.1
 """So many times the best time with updates on the host is close to it."""
+
+Tried: TypeAlias = tuple[float, int, MovedBase]
+"""The least time of a base's programs, its number, the base."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +138,11 @@ class _Search:
 
     def base(self, program: Program, source: str) -> None:
         """Offer what can be made of one base: with each share of the updates on the host a few
-        programs, and all of them with the best of those shares, and with none if that is close.
-        However late it is, one program is made of it."""
+        programs, and all of them with the best of those shares, and with none if that is close;
+        where the step is repeated, also those that leave something on the device. However late it
+        is, one program is made of it."""
         updates = possible(self.graph, program)
-        found: list[tuple[float, int, MovedBase]] = []
+        found: list[Tried] = []
         for number, hosted in enumerate(shares(self.graph, updates)):
             base = MovedBase(self.graph, program, self.device, hosted)
             if self.least is None or base.floor_bytes < self.least.floor_bytes:
@@ -143,28 +151,34 @@ class _Search:
                 continue
             if found and self.over:
                 break
-            choices = self._choices(base, SCOUTS if updates else CHOICES)
+            choices = SCOUTS if updates else CHOICES
             found.append((self._tried(base, choices, source), number, base))
         found.sort(key=lambda row: row[:2])
-        for time_s, _, base in found if updates else ():
+        rest = [choice for choice in CHOICES if choice not in SCOUTS]
+        if self.graph.repeated:
+            self._thorough(found, _leaving(SCOUTS), source)
+        if updates:
+            self._thorough(found, rest, source)
+        if self.graph.repeated:
+            self._thorough(found, _leaving(rest), source)
+
+    def _thorough(self, rows: list[Tried], choices: Sequence[Choice], source: str) -> None:
+        """Offer more programs of the best of some bases, the first of them, and of that without
+        updates on the host if it is close."""
+        for time_s, _, base in rows:
             if self.over:
                 break
-            if base is found[0][-1] or (not base.hosted and time_s <= CLOSE * found[0][0]):
-                rest = [choice for choice in CHOICES if choice not in SCOUTS]
-                self._tried(base, self._choices(base, rest), source)
+            if base is rows[0][-1] or (not base.hosted and time_s <= CLOSE * rows[0][0]):
+                self._tried(base, choices, source)
 
-    def _choices(self, base: MovedBase, choices: Iterable[Choice]) -> list[Choice]:
-        """These; where host memory is limited, also with gradients that leave it at once."""
-        listed = list(choices)
+    def _tried(self, base: MovedBase, choices: Sequence[Choice], source: str) -> float:
+        """Offer a base's programs; the least time of those within the budgets. Where host memory is
+        limited, gradients may leave it at once, too."""
+        name = f"{source}, {len(base.hosted)} updates on the host" if base.hosted else source
+        least_s, listed = math.inf, list(choices)
         if base.hosted and math.isfinite(self.limits.host_bytes):
             listed += [replace(one, drops_at_once=True) for one in listed]
-        return listed
-
-    def _tried(self, base: MovedBase, choices: Iterable[Choice], source: str) -> float:
-        """Offer a base's programs; the least time of those within the budgets."""
-        name = f"{source}, {len(base.hosted)} updates on the host" if base.hosted else source
-        least_s = math.inf
-        for program in base.candidates(self.limits.device_bytes, choices):
+        for program in base.candidates(self.limits.device_bytes, listed):
             least_s = min(least_s, self.offer(program, name))
             if self.over:
                 break
@@ -220,6 +234,11 @@ class _Search:
             "solve_s": time.monotonic() - began_s,
         }
         return solution_of(program, timeline, bound_s, PROVED, stats)
+
+
+def _leaving(choices: Iterable[Choice]) -> list[Choice]:
+    """The choices, each with some share of the room left to what stays until the next step."""
+    return [replace(one, carried=share) for one in choices for share in CARRIED]
 
 
 def activation_bases(

@@ -35,32 +35,12 @@ from memopt.programs.instructions import (
 from memopt.programs.moved import changed_by
 from memopt.programs.replay import Timeline, replay
 from memopt.strategies.moving.on_host import HostUpdate, without
-
-Ints = npt.NDArray[np.int64]
+from memopt.strategies.moving.stay import Ints, Seam, Stay, linked
 
 RESERVES = (0.0, 0.1, 0.3, 0.6, 0.9)
 """Shares of the room that are left for copies under way."""
 ROUNDS = 3
 """Schedules of one choice, each with the times of the one before."""
-
-
-@dataclass(eq=False)
-class Stay:
-    """A stretch of instructions during which a tensor is on the device, both ends included.
-
-    Attributes:
-        before: the same tensor's stay before this one, which an early copy may meet.
-    """
-
-    tensor: int
-    begin: int
-    end: int
-    before: Stay | None = field(default=None, repr=False)
-
-    @property
-    def joins(self) -> bool:
-        """Whether it goes on from the stay before: nothing is copied."""
-        return self.before is not None and self.before.end + 1 == self.begin
 
 
 @dataclass(frozen=True)
@@ -72,6 +52,8 @@ class Choice:
             readers.
         reserve: see `RESERVES`.
         for_returns: the share of the reserve that copies to the host have for themselves.
+        carried: the share of the room that may stay on the device from one step to the next, where
+            the step is repeated.
         drops_at_once: whether a gradient's host copy goes as soon as its device copy has, for
             which the compute stream waits, not when its update on the host should be over.
     """
@@ -79,6 +61,7 @@ class Choice:
     whole_first: bool
     reserve: float
     for_returns: float = 0.0
+    carried: float = 0.0
     drops_at_once: bool = False
 
 
@@ -245,18 +228,23 @@ class _Room:
             starts_s: when each instruction of the base starts, if the moves go as expected.
         """
         used = self.used.copy()
-        each = [[Stay(s.tensor, s.begin, s.end) for s in one] for one in self.stays.values()]
-        for one in each:
-            for first, second in pairwise(one):
-                second.before = first
-        stays = [stay for one in each for stay in one]
+        each = {t: [Stay(t, stay.begin, stay.end) for stay in one] for t, one in self.stays.items()}
+        busy_s = 0.0
+        if self.choice.carried:
+            busy_s = self._seam(starts_s).carry(each, used)
+        stays = [stay for one in each.values() for stay in linked(one)]
         copied = [Stay(one.gradient, i, i) for i, one in self.base.gradients.items()]
         for key, outward, stay in sorted(
-            (*self._fetches(stays, starts_s), *self._returns([*stays, *copied], starts_s)),
+            (*self._fetches(stays, starts_s), *self._returns([*stays, *copied], starts_s, busy_s)),
             key=lambda row: (row[0], row[1], row[2].begin, row[2].tensor),
         ):
             self._widen(used, stay, key, outward)
         return self._written(stays, copied)
+
+    def _seam(self, starts_s: npt.NDArray[np.float64]) -> Seam:
+        base, room = self.base, self.budget_bytes - self.base.floor_bytes
+        most_bytes = int(self.choice.carried * room)
+        return Seam(base.changed, starts_s, base.device, base.size, self.budget_bytes, most_bytes)
 
     def _fetches(
         self, stays: list[Stay], starts_s: npt.NDArray[np.float64]
@@ -265,15 +253,18 @@ class _Room:
         the latest moment at which all copies come in time."""
         latest_s = math.inf
         for stay in sorted(stays, key=lambda s: (s.begin, s.tensor), reverse=True):
+            if stay.carried:
+                continue
             latest_s = min(latest_s, float(starts_s[stay.begin]))
             latest_s -= self.base.device.swap_in_time_s(self.base.size(stay.tensor))
             yield max(0, bisect_right(starts_s, latest_s) - 1), 0, stay
 
     def _returns(
-        self, stays: list[Stay], starts_s: npt.NDArray[np.float64]
+        self, stays: list[Stay], starts_s: npt.NDArray[np.float64], busy_s: float
     ) -> Iterator[tuple[int, int, Stay]]:
-        """(the update, the instruction before which its copy to the host should be over, stay)."""
-        free_s, host_s, graph = 0.0, 0.0, self.base.graph
+        """(the update, the instruction before which its copy to the host should be over, stay), for
+        a link that is busy until `busy_s`."""
+        free_s, host_s, graph = busy_s, 0.0, self.base.graph
         operators = dict(self.base.program.computes)
         self.drops = {}
         for stay in sorted(stays, key=lambda s: (s.end, s.tensor)):
@@ -282,7 +273,7 @@ class _Room:
                 update, time_s = stay.begin, 0.0
             else:
                 host, update = None, self.base.changed.get(stay.tensor, -1)
-                if not stay.begin <= update <= stay.end:
+                if stay.leaves or not stay.begin <= update <= stay.end:
                     continue
                 time_s = graph.operators[operators[update].op].time_s
             free_s = max(free_s, float(starts_s[update]) + time_s)
@@ -316,17 +307,21 @@ class _Room:
         begins: dict[int, list[Stay]] = {}
         ends: dict[int, list[Stay]] = {}
         for stay in sorted(stays, key=lambda s: (self._first_use(s), s.tensor)):
-            ends.setdefault(stay.end, []).append(stay)
+            if not stay.leaves:
+                ends.setdefault(stay.end, []).append(stay)
+            if stay.carried:
+                continue
             if not stay.joins:
                 begins.setdefault(stay.begin, []).append(stay)
             elif stay.before is not None:
                 ends[stay.before.end].remove(stay.before)
-        moved = {stay.tensor for stay in stays}
+        moved = {stay.tensor for stay in stays} - {stay.tensor for stay in stays if stay.leaves}
         outs: dict[int, list[int]] = {}
         for tensor, update in self.base.changed.items():
             if tensor in moved:
                 outs.setdefault(update, []).append(tensor)
-        listed: list[Instruction] = []
+        carried = sorted((stay.end, stay.tensor) for stay in stays if stay.carried)
+        listed: list[Instruction] = [SwapOut(tensor) for _, tensor in carried]
         positions: list[int] = []
         left: dict[int, list[int]] = {}
         for stay in copied:
