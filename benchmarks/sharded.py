@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 import memopt
 from memopt.errors import InfeasibleBudgetError
 from memopt.profiler.memory import metered
+from tests.distributed.gloo import in_one_thread
 from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
 
 from transformers import GPT2Config, GPT2LMHeadModel  # isort: skip
@@ -135,6 +136,7 @@ class Step:
 def measure(rank: int, ranks: int, store: str, folder: str, size: Size, rounds: int) -> None:
     """One rank's part; rank 0 writes the table."""
     torch.set_num_threads(1)
+    in_one_thread()
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     steps: dict[str, Step] = {}

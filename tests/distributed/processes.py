@@ -15,6 +15,8 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 
+from tests.distributed.gloo import in_one_thread
+
 Work = Callable[..., Any]
 
 _PRELOADED = (
@@ -37,6 +39,7 @@ def _one(
     given: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    in_one_thread()
     torch.distributed.init_process_group(
         "gloo",
         f"file://{store}",
