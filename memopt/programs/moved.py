@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 from memopt.models.graph import Graph, Operator, TensorKind
 from memopt.models.variants import variant
-from memopt.programs.instructions import Compute, OfTensor, SwapOut
+from memopt.programs.instructions import Compute, Instruction, OfTensor
 
 CHANGED_KINDS = frozenset({TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE})
 """What an update changes in place."""
@@ -34,16 +34,17 @@ def moved_tensors(graph: Graph, instructions: Iterable[object]) -> frozenset[int
     return frozenset(named.intersection(graph.movable))
 
 
-def carried_over(graph: Graph, instructions: Iterable[object]) -> tuple[int, ...]:
+def carried_over(graph: Graph, instructions: Iterable[Instruction]) -> tuple[int, ...]:
     """The moved tensors that are on the device from the update of one step into the next step,
     ascending."""
     if not graph.repeated:
         return ()
-    first: dict[int, object] = {}
+    goes_first: dict[int, bool] = {}
     for instruction in instructions:
         if isinstance(instruction, OfTensor):
-            first.setdefault(instruction.tensor, instruction)
-    return tuple(t for t in sorted(graph.movable) if type(first.get(t)) is SwapOut)
+            goes = bool(instruction.effects(graph).host_begins)
+            goes_first.setdefault(instruction.tensor, goes)
+    return tuple(t for t in sorted(graph.movable) if goes_first.get(t))
 
 
 def updates_on_host(graph: Graph, instructions: Iterable[object]) -> list[Compute]:
