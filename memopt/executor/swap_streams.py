@@ -119,7 +119,7 @@ class PoolLease:
 
     def __del__(self) -> None:
         # Streams and pinned memory do not go with a forked child.
-        if self.generation == generation():
+        if getattr(self, "generation", None) == generation():  # Ctrl-C may end the constructor
             self.free.append((self.pool, self.streams.mark(self.home)))
 
 
@@ -144,7 +144,7 @@ class PooledCopy(StoredTensor):
             self.held = None
 
     def __del__(self) -> None:
-        if self.generation == generation():
+        if getattr(self, "generation", None) == generation():  # Ctrl-C may end the constructor
             self.settle()
 
 

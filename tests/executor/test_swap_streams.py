@@ -14,7 +14,7 @@ import torch
 from memopt.executor.apply import runtime_of
 from memopt.executor.host_pool import place_host_copies
 from memopt.executor.module import PlannedModule, install
-from memopt.executor.swap_streams import DeviceStreams, StreamSwap
+from memopt.executor.swap_streams import DeviceStreams, PooledCopy, PoolLease, StreamSwap
 from memopt.programs.instructions import DropHost, LossBoundary, SwapOut
 from memopt.programs.replay import replay
 from tests.executor.harness import Case, Prepared, assert_same, run_steps, swap_all
@@ -207,6 +207,17 @@ def test_a_step_dropped_under_another_stream() -> None:
     assert streams.waited[1:] == [("second", "second")]
     assert idle == ("compute", 2)
     assert lease.home == "second"
+
+
+@pytest.mark.parametrize("kind", [PoolLease, PooledCopy])
+def test_what_an_interrupted_constructor_leaves_ends_quietly(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", said.append)
+    kind.__new__(kind)
+    gc.collect()
+    assert said == []
 
 
 @pytest.mark.gpu(twin="test_one_pool_for_all_steps_and_two_for_two_at_once")

@@ -154,17 +154,17 @@ def test_a_repeated_step_by_hand():
         replay(step(), program)
 
 
-@pytest.mark.parametrize(
-    ("instructions", "code", "position"),
-    [
-        ((*CARRIED, SwapOut(W)), Code.NOT_LEFT, 13),
-        ((*CARRIED, SwapOut(W), Free(W)), Code.NOT_LEFT, 14),
-        ((*CARRIED[:4], *CARRIED[5:]), Code.SWAP_IN_WHILE_LIVE, 5),
-        (CARRIED[1:], Code.READ_ON_HOST, 1),
-        ((CARRIED[1], Free(W), *CARRIED[2:]), Code.FREED_ABSENT, 1),
-        ((*CARRIED[:2], SwapIn(W), *CARRIED[2:]), Code.SWAP_IN_WHILE_LIVE, 2),
-    ],
-)
+REPEATED_MUTATIONS = [
+    ((*CARRIED, SwapOut(W)), Code.NOT_LEFT, 13),
+    ((*CARRIED, SwapOut(W), Free(W)), Code.NOT_LEFT, 14),
+    ((*CARRIED[:4], *CARRIED[5:]), Code.SWAP_IN_WHILE_LIVE, 5),
+    (CARRIED[1:], Code.READ_ON_HOST, 1),
+    ((CARRIED[1], Free(W), *CARRIED[2:]), Code.FREED_ABSENT, 1),
+    ((*CARRIED[:2], SwapIn(W), *CARRIED[2:]), Code.SWAP_IN_WHILE_LIVE, 2),
+]
+
+
+@pytest.mark.parametrize(("instructions", "code", "position"), REPEATED_MUTATIONS)
 def test_mutations_of_a_repeated_step_are_named(instructions, code, position):
     violation = validate(REPEATED, Program(instructions))
     assert (violation.code, violation.instruction) == (code, position)
