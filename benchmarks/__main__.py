@@ -47,6 +47,7 @@ CPU = (
     "sharded",
     "explorer",
     "moved_llama",
+    "moved_steps",
 )
 GPU = ("gpu",)
 CAPTURES = ("olla_graphs", "rotor_chains")
