@@ -45,6 +45,7 @@ CPU = (
     "prediction",
     "trainer_architectures",
     "sharded",
+    "gloo_threads",
     "explorer",
     "moved_llama",
     "moved_steps",

@@ -84,6 +84,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(family))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The groups of `--dist loadgroup` are in force: xdist names them after an @."""
+    if getattr(session.config.option, "loadgroup", False):
+        grouped = (item for item in session.items if item.get_closest_marker("xdist_group"))
+        if not all("@" in item.nodeid for item in grouped):
+            raise pytest.UsageError("xdist_group has no effect with this pytest and this xdist")
+
+
 def _family_name(item: pytest.Item) -> str | None:
     parameters = getattr(item, "callspec", None)
     if parameters is None or "family" not in parameters.params:

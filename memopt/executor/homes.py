@@ -198,7 +198,8 @@ class Homes:
 
     def settle(self, *, complete: bool = False) -> None:
         """End a step, however it went: what has been updated is on the host, device copies are
-        gone, but for those that the next step begins with, where this one is complete."""
+        gone, but for those that the next step begins with, where this one is complete. Where it is
+        not, also the copies of activations that nobody waits for are over: they hold memory."""
         self.stop()
         for tensor in self.carried if complete else ():
             self._there.pop(tensor, None)
@@ -218,6 +219,8 @@ class Homes:
             self._show(tensor)
         while self._changed:
             self._leave(self._changed.pop())
+        if not complete and self.swap is not None:
+            self.swap.settle()
         self._synchronize()
 
     def _leave(self, tensor: int) -> None:

@@ -124,9 +124,11 @@ class ThreadSwap:
         self._worker = Worker("memopt-swap")
         tell_of_forks(self)
 
-    def before_fork(self) -> None:
-        """Let the transfers under way end: the worker does not go with the child."""
+    def settle(self) -> None:
+        """Wait until nothing is under way: of a step that failed, nobody waits for the copies."""
         self._worker.settle()
+
+    before_fork = settle  # the worker does not go with the child
 
     def in_child(self) -> None:
         """A worker for the child."""

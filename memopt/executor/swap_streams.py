@@ -231,6 +231,9 @@ class StreamSwap:
         copy.held = there  # only now: a copy that could not start must not keep device memory
         return tensor
 
+    def settle(self) -> None:
+        """Nothing: a copy that dies lets its stream wait for what is under way."""
+
     def wait(self, copy: PooledCopy) -> None:
         """Let the compute stream wait until the last transfer of `copy` has ended."""
         with self._recorder.waiting() if self._recorder else contextlib.nullcontext():

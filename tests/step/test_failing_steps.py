@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
 from memopt.errors import ExecutionError
+from memopt.executor import swap
 from memopt.executor.train_step import TrainStep
 from memopt.profiler.step_optimizer import HostState
 from tests.step.test_train_step import assert_same
@@ -276,3 +278,48 @@ def test_an_interruption_after_the_end_says_that_the_step_is_done() -> None:
     assert "everything is as after it" in caught.value.__notes__[0]
     other()
     assert_same(made.everything(), other.everything())
+
+
+def test_a_step_that_failed_has_no_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(6, 6), nn.Tanh())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(64, 6), torch.randn(64, 6)
+    loss = nn.functional.mse_loss
+    plan = memopt.plan(
+        model,
+        x,
+        loss_fn=loss,
+        targets=(y,),
+        optimizer=optimizer,
+        strategy="offload-graph",
+        budget="min",
+        device=memopt.Device(to_host_bytes_per_s=1e12, from_host_bytes_per_s=1e12),
+        progress=False,
+    )
+    assert plan.host_peak_bytes
+    step = plan.train_step(model, loss, optimizer)
+    real, ended = swap._fill, []
+
+    def slow(target: Any, cell: Any) -> None:
+        time.sleep(0.005)
+        real(target, cell)
+        ended.append(target.nbytes)
+
+    begun: list[int] = []
+    submit = swap.ThreadSwap._submit
+
+    def counted(self: Any, copy: Any, outward: bool, *arguments: Any) -> Any:
+        if outward:
+            begun.append(arguments[0].nbytes)
+        return submit(self, copy, outward, *arguments)
+
+    monkeypatch.setattr(swap, "_fill", slow)
+    monkeypatch.setattr(swap.ThreadSwap, "_submit", counted)
+    with FaultAt(0) as every:
+        step(x, targets=(y,))
+    for number in range(2, every.seen, every.seen // 8):
+        with FaultAt(number), pytest.raises((Fault, memopt.MemoptError)):
+            step(x, targets=(y,))
+        assert ended == begun
+    assert begun
