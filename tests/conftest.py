@@ -69,6 +69,7 @@ def pytest_report_header() -> str:
     return "gpu tests: deselected, no CUDA device here"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist's, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect gpu tests where there is no GPU, unless tests are only listed; keep one model family
     on one worker."""

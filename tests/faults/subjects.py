@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ import memopt
 from memopt.executor.apply import runtime_of
 from memopt.executor.host_pool import place_host_copies
 from memopt.executor.module import PlannedModule, install
+from memopt.executor.recorder import Recorder
 from memopt.executor.swap import ThreadSwap
 from memopt.executor.swap_streams import StreamSwap
 from memopt.executor.train_step import TrainStep
@@ -116,8 +118,8 @@ class HoldingSwap(ThreadSwap):
     """Holds what its thread copies until it is asked for: what dies on the thread torch's profiler
     would not see."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        super().__init__(recorder)
         self.held: list[Any] = []
 
     def _submit(self, copy: Callable[..., None], outward: bool, *arguments: Any) -> Task:
@@ -258,19 +260,28 @@ class Accumulating(Whole):
     the host."""
 
     def __init__(self) -> None:
-        super().__init__(
-            undo=True,
-            offloaded=False,
-            strategy="offload-graph",
-            # The counters of ten parameters' state, and the norm.
-            renewed=11,
-            micro_batches=2,
-            clip_norm=0.1,
-            movable="all",
-            budget="min",
-            device=memopt.Device(to_host_bytes_per_s=5e9),
-        )
+        with mock.patch("memopt.executor.module.ThreadSwap", HoldingSwap):
+            super().__init__(
+                undo=True,
+                offloaded=False,
+                strategy="offload-graph",
+                # The counters of ten parameters' state, and the norm.
+                renewed=11,
+                micro_batches=2,
+                clip_norm=0.1,
+                movable="all",
+                budget="min",
+                device=memopt.Device(to_host_bytes_per_s=5e9),
+            )
         assert self.train.host_bytes
+        self.host_bytes = self.let_go
+
+    def let_go(self) -> int:
+        """Of what the thread has copied; the host memory is the step's, from its first one on."""
+        swap = self.train._homes.swap
+        assert isinstance(swap, HoldingSwap)
+        swap.release()
+        return 0
 
     def run(self) -> list[Tensor]:
         x, y = batch()
