@@ -43,9 +43,9 @@ def _planned(one: Profiled, strategy: Strategy) -> Plan:
     """The tightest plan that the strategy has soon; one without limit if it knows no smallest
     budget."""
     try:
-        return tight_plan(one, strategy, time_limit_s=2.0)
+        return tight_plan(one, strategy, time_limit_s=0.5)
     except MemoptError:
-        return memopt.plan(one, strategy=strategy, time_limit_s=2.0, progress=False)
+        return memopt.plan(one, strategy=strategy, time_limit_s=0.5, progress=False)
 
 
 def test_program_is_the_same_bytes(saved: dict[Path, tuple[str, Plan, str]]) -> None:
