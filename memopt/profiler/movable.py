@@ -81,11 +81,10 @@ def with_movable(
     sizes = _state_sizes(parts, optimizer, block_bytes) if "optimizer" in kinds else {}
     taken = "parameters" in kinds
     parameters = movable_parameters(parts, profiled.lowering) if taken else ()
-    graph = movable_graph(profiled.graph, parameters, sizes)
-    graph = replace(graph, repeated=repeated)
-    lowering = profiled.lowering
-    plain = movable_graph(lowering.graph, parameters, sizes, charged=False)
-    lowering = replace(lowering, graph=replace(plain, repeated=repeated))
+    graph = movable_graph(profiled.graph, parameters, sizes, repeated=repeated)
+    plain = profiled.lowering.graph
+    plain = movable_graph(plain, parameters, sizes, repeated=repeated, charged=False)
+    lowering = replace(profiled.lowering, graph=plain)
     state_total = sum(sizes.values())
     record = profiled.record
     if record is not None:
@@ -121,8 +120,10 @@ def movable_as_planned(
         states = _state_sizes(parts, optimizer, block_bytes)
     if TensorKind.PARAMETER in kinds:
         parameters = movable_parameters(parts, lowering)
-    graph = movable_graph(lowering.graph, parameters, states, charged=False)
-    return replace(lowering, graph=replace(graph, repeated=planned.repeated))
+    graph = movable_graph(
+        lowering.graph, parameters, states, repeated=planned.repeated, charged=False
+    )
+    return replace(lowering, graph=graph)
 
 
 def state_bytes(graph: Graph) -> int:
@@ -174,7 +175,12 @@ def _state_sizes(
 
 
 def movable_graph(
-    graph: Graph, parameters: tuple[int, ...], states: dict[str, int], *, charged: bool = True
+    graph: Graph,
+    parameters: tuple[int, ...],
+    states: dict[str, int],
+    *,
+    repeated: bool = False,
+    charged: bool = True,
 ) -> Graph:
     """The graph with movable parameters, and its updates' states as movable tensors.
 
@@ -182,6 +188,7 @@ def movable_graph(
         graph: of a whole step.
         parameters: indices of the parameters' tensors.
         states: parameter's name → bytes of its state.
+        repeated: whether some may stay on the device from one step to the next.
         charged: whether the graph charges the states among its resident bytes now.
     """
     tensors, operators = list(graph.tensors), list(graph.operators)
@@ -199,5 +206,6 @@ def movable_graph(
         tensors=tuple(tensors),
         operators=tuple(operators),
         movable=tuple(movable),
+        repeated=repeated,
         extra_resident_bytes=graph.extra_resident_bytes - less,
     )
