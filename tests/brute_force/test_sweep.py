@@ -11,7 +11,11 @@ BLOCKS = [range(seed, seed + BLOCK) for seed in range(0, 2000, BLOCK)]
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(0, marks=pytest.mark.slow), *range(1, 6), 11, 20, 605, 777, 1046, 1805]
+    "seed",
+    [
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 5)),
+        *(2, 3, 4, 11, 20, 605, 777, 1046, 1805),
+    ],
 )
 def test_graphs(seed: int) -> None:
     found = check_graph(seed)
