@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
@@ -16,6 +17,7 @@ from memopt.executor.collectives import UnderWay
 from memopt.executor.host_updates import gradient_of
 from memopt.executor.released import released
 from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
+from memopt.executor.views import Look, is_laid_out_one_way, look_of, reinterpreted
 from memopt.models.variants import variant
 from memopt.profiler.collectives import WAIT, is_wait, waited
 from memopt.profiler.in_place import in_place_call
@@ -40,6 +42,12 @@ class Writer:
         # What collectives on CPU read or wrote, and a thread of the group may still hold.
         self.held: set[int] = set()
         self.ran: set[int] = set()
+        # Results whose layout is certain, and the views that were made of them.
+        self.laid_out: set[Node] = set()
+        self.looks: dict[Look, Node] = {}
+        captured = halves.captured
+        self.outputs = set(captured.forward_outputs)
+        self.results = {*captured.forward_outputs, *captured.gradients, *captured.ends}
         self.arena: ArenaWriter | None = None
         self.position = 0
 
@@ -112,12 +120,35 @@ class Writer:
             raise InvalidProgramError(f"{node.name} is read before {kernel.name} has run")
         if node not in self.lowering.views:
             raise InvalidProgramError(f"{node.name} is read while it is not on the device")
-        text = self.call(node)
+        text = self.look(node) or self.call(node)
         if is_wait(node.target):
             self.landed(self.sending.waited(node))
             text = self.waiting(text)
         self.emit(f"{self.bind(node)} = {text}")
         return node.name
+
+    def look(self, node: Node) -> str | None:
+        """A view as one look into a result of certain layout, or as a name that it has; None: it
+        is made of what it is a view of, as it was captured."""
+        found = None if node in self.outputs else look_of(node, self.lowering.views)
+        if found is None:
+            return None
+        if kernel_of(self.lowering, found.root) is not None:
+            base = self.lowering.bases[self.lowering.storages[found.root][0]]  # type: ignore[index]
+            found = replace(found, root=base)
+        if found.root not in self.bound:
+            return None
+        if node not in self.results:
+            # Results of the step are tensors of their own: a gradient becomes a parameter's.
+            known = found.root if found.is_whole else self.looks.get(found)
+            if known is not None and known in self.bound:
+                return known.name
+        if found.root not in self.laid_out:
+            return None
+        if node not in self.results:
+            self.looks[found] = node
+        self.globals["looked"] = reinterpreted()
+        return f"looked({found.root.name}, {found.shape}, {found.strides}, {found.offset})"
 
     def waiting(self, text: str) -> str:
         """A wait for a collective, whose time is recorded where the step's is."""
@@ -160,6 +191,7 @@ class Writer:
                 self.swapping_out.add(tensor)
             case SwapIn(tensor):
                 slot = self.arena.bring(self.position, tensor) if self.arena else ""
+                self.laid_out.discard(self.lowering.bases[tensor])
                 name = self.bind(self.lowering.bases[tensor])
                 self.emit(f"{name} = swap.bring(host_{tensor}{slot})")
                 self.swapping_in.add(tensor)
@@ -222,6 +254,7 @@ class Writer:
                 self.emit(f"    state_{op} = random.save()")
         self.ran.add(op)
         kept = unpacked(self.lowering, node, outputs)
+        self.lay_out(node, kept, implementation is None and in_place is None and into is None)
         note = f"  # {operator.module}" if operator.module else ""
         if self.arena is not None and into is not None:
             self.emit(f"{indent}{into}{note}")
@@ -236,9 +269,7 @@ class Writer:
                 self.emit(f"{self.bind(base)} = result[{position}]")
             self.emit("del result")
         elif operator.collective is not None:
-            self.globals["waited"] = waited
-            self.emit(self.waiting(f"waited({text})") + note)
-            self.landed(operator.reads)
+            self.wait_at_once(text, note, operator.reads)
         else:
             self.emit(f"{indent}{text}{note}")
         self.sending.start(op, outputs)
@@ -251,6 +282,18 @@ class Writer:
                 self.arena.taken(self, in_place, outputs, operator.name)
             self.held.discard(in_place)
             self.free(in_place)
+
+    def lay_out(self, node: Node, kept: Iterable[tuple[Any, Node, int]], own: bool) -> None:
+        """Remember of which results of a call the layout is certain; `own`: it runs as captured."""
+        for _, result, _ in kept:
+            certain = own and is_laid_out_one_way(node, result)
+            (self.laid_out.add if certain else self.laid_out.discard)(result)
+
+    def wait_at_once(self, text: str, note: str, reads: Iterable[int]) -> None:
+        """A collective of which nothing is kept."""
+        self.globals["waited"] = waited
+        self.emit(self.waiting(f"waited({text})") + note)
+        self.landed(reads)
 
     def update_on_host(self, op: int) -> None:
         """The host's update, by the host copy of the gradient."""

@@ -64,6 +64,7 @@ def _backward(
     writer.swapping_out = set(forward.swapping_out)
     writer.swapping_in = set(forward.swapping_in)
     writer.sending = UnderWay(halves.lowering, forward.sending)
+    writer.laid_out = set(forward.laid_out)
     writer.ran = {run.op for i, run in halves.program.computes if i < halves.boundary}
     writer.primals()
     writer.unpack([None, *halves.captured.tangents], "arguments")

@@ -11,6 +11,7 @@ kernel holds much memory at once and strategies have something to choose from.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -103,7 +104,8 @@ def _no_larger(graph: Graph, op: int) -> bool:
 
 
 def _connected(graph: Graph, members: set[int], level: list[int]) -> list[list[int]]:
-    """Connected members of one level and phase, each list ascending."""
+    """Connected members of one level and phase, each list ascending: one reads what the other
+    writes, or both read the same tensor, which is the largest that either reads."""
     parent = {op: op for op in members}
 
     def root(op: int) -> int:
@@ -112,15 +114,31 @@ def _connected(graph: Graph, members: set[int], level: list[int]) -> list[list[i
             op = parent[op]
         return op
 
+    def alike(one: int, other: int) -> bool:
+        phases = graph.operators[one].phase, graph.operators[other].phase
+        return level[one] == level[other] and phases[0] is phases[1]
+
     for op in sorted(members):
         for source in _sources(graph, op):
-            same = source in members and level[source] == level[op]
-            if same and graph.operators[source].phase is graph.operators[op].phase:
+            if source in members and alike(source, op):
                 parent[root(op)] = root(source)
+    for tensor in graph.producer:
+        readers = [
+            op for op in graph.readers[tensor] if op in members and _is_largest(graph, tensor, op)
+        ]
+        for one, other in itertools.combinations(readers, 2):
+            if alike(one, other):
+                parent[root(one)] = root(other)
     groups: dict[int, list[int]] = defaultdict(list)
     for op in sorted(members):
         groups[root(op)].append(op)
     return list(groups.values())
+
+
+def _is_largest(graph: Graph, tensor: int, op: int) -> bool:
+    """Whether an operator reads nothing larger: a kernel then reads it once for several."""
+    size = graph.tensors[tensor].size_bytes
+    return all(graph.tensors[t].size_bytes <= size for t in graph.operators[op].reads)
 
 
 def _sources(graph: Graph, op: int) -> Iterator[int]:

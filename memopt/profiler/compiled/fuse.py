@@ -19,7 +19,7 @@ from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured
 from memopt.profiler.compiled.divide import Region, divide
 from memopt.profiler.compiled.fusible import is_fusible
-from memopt.profiler.compiled.inductor import REFUSALS, Run, check_compiler, compiled
+from memopt.profiler.compiled.inductor import REFUSALS, Run, check_compiler, compiled, direct
 from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.compiled.region_work import region_work
 from memopt.profiler.compiled.rematerialise import rematerialised
@@ -179,8 +179,9 @@ def _compile(found: list[Subgraph], device: torch.device, progress: Progress) ->
     made = compiled(missing, progress)
     for key, run in made.items():
         one = missing[key]
-        wrong = run if isinstance(run, str) else _wrong(one, run, device)
-        _RUNS[_place(one, device)] = run if wrong is None else wrong
+        if not isinstance(run, str):
+            run = _wrong(one, run, device) or direct(run)
+        _RUNS[_place(one, device)] = run
 
 
 def _wrong(one: Subgraph, run: Run, device: torch.device) -> str | None:

@@ -149,6 +149,20 @@ def _compile(one: Subgraph) -> Run:
     return call
 
 
+_MADE: list[Run] = []
+"""What Inductor made, which takes parts of its code away when it goes."""
+
+
+def direct(run: Run) -> Run:
+    """What a compiled region's calls come to once it has run: past what looks for profilers and
+    autotuning at every call."""
+    inner: Run | None = getattr(run, "current_callable", None)
+    if inner is None:
+        return run
+    _MADE.append(run)
+    return inner
+
+
 def _empty(layout: Layout) -> torch.Tensor:
     return torch.empty_strided(
         layout.shape, layout.strides, dtype=layout.dtype, device=layout.device

@@ -1,0 +1,106 @@
+"""Chains of views as one look into the result of a kernel that lays it out in one way only.
+
+A view of a view of a product is three calls through torch's dispatcher, each of which takes longer
+than a small kernel's arithmetic. Where the layout of the first result is certain, that of the last
+view is known, and one call without the dispatcher makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from memopt.profiler.compiled.kernel import FusedKernel
+from memopt.profiler.memory_layout import same_strides
+from memopt.profiler.torch_private import imported
+
+_VIEWS = frozenset(
+    {
+        "aten.view.default",
+        "aten._unsafe_view.default",
+        "aten.t.default",
+        "aten.transpose.int",
+        "aten.permute.default",
+        "aten.unsqueeze.default",
+        "aten.squeeze.default",
+        "aten.squeeze.dim",
+        "aten.squeeze.dims",
+        "aten.expand.default",
+        "aten.slice.Tensor",
+        "aten.select.int",
+        "aten.detach.default",
+        "aten.alias.default",
+    }
+)
+_PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default"})
+
+
+@dataclass(frozen=True)
+class Look:
+    """A view by where it lies in a tensor.
+
+    Attributes:
+        root: what is looked into, no view.
+        shape, strides: the view's.
+        offset: elements between the beginning of the root and that of the view.
+    """
+
+    root: Node
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the root as it is."""
+        value = self.root.meta["val"]
+        return not self.offset and value.shape == self.shape and same_strides(value, self.strides)
+
+
+Reinterpret = Callable[[torch.Tensor, Sequence[int], Sequence[int], int], torch.Tensor]
+
+
+def reinterpreted() -> Reinterpret:
+    """What makes a view by shape, strides and offset, past the dispatcher and without autograd."""
+    made: Reinterpret = imported("torch._C._dynamo.guards", "_reinterpret_tensor")
+    return made
+
+
+def is_laid_out_one_way(call: Node, result: Node) -> bool:
+    """Whether a kernel lays out a result in memory in one way, that of its capture, whatever it is
+    given: compiled ones (checked when they are compiled), and ATen's products."""
+    if isinstance(call.target, FusedKernel):
+        return True
+    return str(call.target) in _PRODUCTS and result.meta["val"].is_contiguous()
+
+
+def look_of(node: Node, views: Container[Node]) -> Look | None:
+    """The look that a chain of views is, whatever it looks into; None: `node` is no such chain.
+
+    Args:
+        node: of a captured step.
+        views: the nodes of the step that are views.
+    """
+    root = node
+    while root in views and str(root.target) in _VIEWS:
+        root = root.args[0]  # type: ignore[assignment]
+    if root is node or not _is_plain(root.meta.get("val")):
+        return None
+    value, whole = node.meta["val"], root.meta["val"]
+    if value.dtype != whole.dtype or value.is_neg() != whole.is_neg():
+        return None
+    offset = int(value.storage_offset()) - int(whole.storage_offset())
+    return Look(root, tuple(value.shape), tuple(value.stride()), offset)
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not value.is_conj()
+        and not value.is_neg()
+    )
