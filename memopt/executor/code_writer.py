@@ -46,8 +46,8 @@ class Writer:
         self.laid_out: set[Node] = set()
         self.looks: dict[Look, Node] = {}
         captured = halves.captured
-        self.outputs = set(captured.forward_outputs)
-        self.results = {*captured.forward_outputs, *captured.gradients, *captured.ends}
+        self.outputs = {one for one in captured.forward_outputs if isinstance(one, Node)}
+        self.results = {*self.outputs, *captured.gradients, *captured.ends}
         self.arena: ArenaWriter | None = None
         self.position = 0
 

@@ -1,9 +1,10 @@
 """Division of a captured step into regions: sets of operators that one kernel may compute.
 
 Every operator has a level: 0 if it reads nothing computed, else that of what it reads, one more
-where it reads an anchor and is none, or the reverse. Connected operators of one level that are no
-anchors make a region. Between two of them no path leads through an operator outside: an anchor on
-it would raise the level. So regions are convex, and the graph of regions and anchors has no cycles.
+where it reads an anchor and is none, or the reverse. Operators of one level that are no anchors
+make a region if they are connected, or read the same. Between two of them no path leads through an
+operator outside: an anchor on it would raise the level. So regions are convex, and the graph of
+regions and anchors has no cycles.
 
 A region keeps to one phase of the step. A long one is cut in the order of the step, so that no
 kernel holds much memory at once and strategies have something to choose from.
