@@ -17,7 +17,7 @@ from memopt.executor.collectives import UnderWay
 from memopt.executor.host_updates import gradient_of
 from memopt.executor.released import released
 from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
-from memopt.executor.views import Look, is_laid_out_one_way, look_of, reinterpreted
+from memopt.executor.views import Look, is_laid_out_one_way, look_of, looked
 from memopt.models.variants import variant
 from memopt.profiler.collectives import WAIT, is_wait, waited
 from memopt.profiler.in_place import in_place_call
@@ -147,7 +147,7 @@ class Writer:
             return None
         if node not in self.results:
             self.looks[found] = node
-        self.globals["looked"] = reinterpreted()
+        self.globals.setdefault("looked", looked())
         return f"looked({found.root.name}, {found.shape}, {found.strides}, {found.offset})"
 
     def waiting(self, text: str) -> str:

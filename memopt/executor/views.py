@@ -7,7 +7,7 @@ view is known, and one call without the dispatcher makes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,13 +61,23 @@ class Look:
         return not self.offset and value.shape == self.shape and same_strides(value, self.strides)
 
 
-Reinterpret = Callable[[torch.Tensor, Sequence[int], Sequence[int], int], torch.Tensor]
+Looked = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor]
 
 
-def reinterpreted() -> Reinterpret:
-    """What makes a view by shape, strides and offset, past the dispatcher and without autograd."""
-    made: Reinterpret = imported("torch._C._dynamo.guards", "_reinterpret_tensor")
-    return made
+def looked() -> Looked:
+    """What makes a view by its shape, strides and offset: of plain tensors past the dispatcher,
+    without autograd."""
+    native = imported("torch._C._dynamo.guards", "_reinterpret_tensor")
+
+    def look(
+        root: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
+    ) -> torch.Tensor:
+        if type(root) is torch.Tensor:
+            view: torch.Tensor = native(root, shape, strides, offset)
+            return view
+        return root.as_strided(shape, strides, root.storage_offset() + offset)
+
+    return look
 
 
 def is_laid_out_one_way(call: Node, result: Node) -> bool:

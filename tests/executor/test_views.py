@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from memopt.executor.views import looked
 from tests.executor.harness import Case, check
 
 
@@ -76,3 +77,16 @@ def test_results_of_uncertain_layout_are_looked_at_as_captured() -> None:
     code = _code(Filtered(), _image())
     assert "aten_transpose_int(" in code
     assert "looked(" not in code
+
+
+class Counted(Tensor):
+    """A tensor that is to go through the dispatcher."""
+
+
+def test_other_tensors_are_looked_at_by_their_own_views() -> None:
+    whole = torch.arange(24.0)[2:].view(2, 11)
+    for root in (whole, whole.as_subclass(Counted)):
+        view = looked()(root, (3, 2), (2, 11), 4)
+        assert type(view) is type(root)
+        assert torch.equal(view.as_subclass(Tensor), whole[:, 4:10:2].t())
+        assert view.data_ptr() == whole[0, 4:].data_ptr()
