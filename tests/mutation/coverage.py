@@ -1,6 +1,8 @@
-"""`python -m tests.mutation.coverage [--keep FILE] [PATH ...]`: the branches of the cost model and
-the strategies that tests take, memopt's kernels as plain Python, the tests' own oracles compiled.
-With FILE, what earlier runs have taken counts, too: parts of the tests, one after another."""
+"""`python -m tests.mutation.coverage [--keep FILE] [--compiled] [PATH ...]`: the branches of the cost
+model and the strategies that tests take, memopt's kernels as plain Python, the tests' own oracles
+compiled. With FILE, what earlier runs have taken counts, too: parts of the tests, one after another.
+`--compiled` leaves the kernels compiled, whose branches are not seen then: for tests that take long.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ def main() -> int:
     """Run the tests and print the table; 1 if a test fails or too few branches are taken."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation.coverage", description=__doc__)
     parser.add_argument("--keep", type=Path, help="what is taken is kept here, and counted again")
+    parser.add_argument("--compiled", action="store_true", help="kernels are not measured")
     parser.add_argument("paths", nargs="*")
     options = parser.parse_args()
-    load("", "")
+    if not options.compiled:
+        load("", "")
     measured = coverage.Coverage(branch=True, source_pkgs=list(NO_TORCH), data_file=options.keep)
     if options.keep is not None and options.keep.exists():
         measured.load()

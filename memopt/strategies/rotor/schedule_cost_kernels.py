@@ -26,7 +26,7 @@ def peak_and_time(c: ChainArrays, codes: Int64Array) -> tuple[int, float]:
     held = np.zeros(c.length + 1, np.bool_)
     live = 0
     gradient = c.length
-    peak = -(2**62)
+    peak = np.iinfo(np.int64).min
     time = 0.0
     for code in codes:
         stage = code // CODE_BASE
