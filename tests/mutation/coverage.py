@@ -1,7 +1,7 @@
-"""`python -m tests.mutation.coverage [--keep FILE] [--compiled] [PATH ...]`: the branches of the cost
-model and the strategies that tests take, memopt's kernels as plain Python, the tests' own oracles
-compiled. With FILE, what earlier runs have taken counts, too: parts of the tests, one after another.
-`--compiled` leaves the kernels compiled, whose branches are not seen then: for tests that take long.
+"""`python -m tests.mutation.coverage [--keep FILE] [--compiled] [PATH ...]`: the branches of the
+cost model and the strategies that tests take, memopt's kernels as plain Python, the tests' own
+oracles compiled. With FILE, what earlier runs have taken counts, too: parts of the tests, one after
+another. With `--compiled` kernels stay compiled, and their branches are not seen: for long tests.
 """
 
 from __future__ import annotations

@@ -86,7 +86,12 @@ _ROTOR = (
     f"{SMALL}::test_rotor_slots",
 )
 _FLOATING = ("tests/rotor/test_floating_tables.py", *_ROTOR)
-_OFFLOAD = ("tests/offload/test_recurrences.py", f"{SMALL}::test_dynprog", f"{SMALL}::test_ordered")
+_OFFLOAD = (
+    "tests/offload/test_kernels.py",
+    "tests/offload/test_recurrences.py",
+    f"{SMALL}::test_dynprog",
+    f"{SMALL}::test_ordered",
+)
 
 TARGETS = (
     Target("validator", "memopt.programs.validate", _VALIDATOR),

@@ -106,8 +106,6 @@ def own_stage(
     reverse = ceil_div(c.reverse[s], c.slot)
     saving = ceil_div(gradient_need(c, last, kind) + c.saving[s], c.slot)
     if s == last:
-        if arrived and leaves:
-            return 0
         out.at[0] = reverse if arrived else saving if leaves else max(saving, reverse)
         out.value[0] = (0.0 if arrived else c.forward_s[s]) + (0.0 if leaves else c.backward_s[s])
         return 1
