@@ -87,9 +87,9 @@ def misplaced(
     if overlap is not None:
         return overlap
     ends = [offset + graph.tensors[x.tensor].size_bytes for x, offset in placed.values()]
-    total = outside_bytes + max(ends, default=0)
-    if budget_bytes is not None and total > budget_bytes:
-        message = f"arena {max(ends, default=0)} + outside {outside_bytes} bytes"
+    arena_bytes = max(ends, default=0)
+    if budget_bytes is not None and arena_bytes + outside_bytes > budget_bytes:
+        message = f"arena {arena_bytes} + outside {outside_bytes} bytes"
         return Violation(Code.ARENA_OVER_BUDGET, len(program), message)
     return None
 

@@ -37,16 +37,6 @@ EQUIVALENTS = (
         "what is free before the step is free at its start: the clock is never below 0",
     ),
     Equivalent(
-        "link_clock",
-        r"(pop|get)\(item, 0.0\).*  ->  .*(pop|get)\(item, -1.0\)",
-        "a time before the step is not waited for, as the step's start is not",
-    ),
-    Equivalent(
-        "link_clock",
-        r"if wait_s > 0:  ->  if wait_s >= 0:",
-        "to wait for 0 s changes nothing",
-    ),
-    Equivalent(
         "lifetimes",
         r"reshape\(-1, 3\)\.T  ->  .*reshape\((~1| -2|- ?2), 3\)\.T",
         "NumPy takes any negative extent for the one to be found",
@@ -60,11 +50,6 @@ EQUIVALENTS = (
         ".replay",
         r"len\(instruction.outputs\) < len\(chosen.writes\)  ?.*->  .*outputs\) != len",
         "a valid program keeps some of what is written, each once",
-    ),
-    Equivalent(
-        ".replay",
-        r"changed\[0\] if changed else -1  ->  .*else",
-        "the host runs only updates, which change something",
     ),
     Equivalent(
         "chain_replay",
@@ -98,8 +83,8 @@ EQUIVALENTS = (
     ),
     Equivalent(
         "schedule_cost_kernels",
-        r"peak = -\(2\*\*62\)  ->  ",
-        "a schedule has forward steps, which need 0 bytes or more",
+        r"(elif|if) move == (DROP_SAVED|FORWARD_ALL):  ->  .* move >= ",
+        "its code is the highest that gets there",
     ),
     Equivalent(
         "schedule_cost_kernels",
@@ -113,18 +98,18 @@ EQUIVALENTS = (
     ),
     Equivalent(
         "dynprog_kernels",
-        r"np.empty\(1024, .*  ->  .*np.empty\( ?102[35], ",
+        r"np.empty\(0, np.int32\)  ->  .*np.empty\( ?1, ",
         "room that grows when it is used up",
     ),
     Equivalent(
-        "floating_kernels",
-        r"with_room\(now, 0, above.length.* \+ 2\)  ->  .* \* 2\)",
-        "there is room for 256, and for twice as many as there are",
+        "floating_trace_kernels",
+        r"n \+ 1 if s > 1 else 2\):  ->  .* if s != 1 else",
+        "s is at least 1",
     ),
     Equivalent(
-        "floating_kernels",
-        r"kind == 3 and t == last\) or .*  ->  .*kind == 3 and t > last",
-        "of kind 3 nothing is computed at the last stage: what it reads has no steps",
+        "",
+        r"kind == 3 and t == last\) or .*  ->  .*kind == 3 and t >= last",
+        "t is at most the last stage",
     ),
     Equivalent(
         "floating_kernels",
@@ -185,6 +170,11 @@ EQUIVALENTS = (
         "validate",
         r"elif event == \"(\w+)\":  ->  elif event (<=|>=) ",
         "the other events on that side in the alphabet have branches before this one",
+    ),
+    Equivalent(
+        "validate",
+        r"is TensorKind.PARAMETER}  ->  .* >= ",
+        "no kind's name comes after it",
     ),
     Equivalent(
         "validate",

@@ -81,6 +81,7 @@ _TO_GRAPH = (
     f"{_CHAINS}the_frameworks_own_order_is_the_papers_baseline",
 )
 _ROTOR = (
+    "tests/rotor/test_equal_stages.py",
     "tests/rotor/test_tables.py",
     f"{SMALL}::test_rotor",
     f"{SMALL}::test_rotor_slots",

@@ -36,7 +36,7 @@ def peak_and_time(c: ChainArrays, codes: Int64Array) -> tuple[int, float]:
             live -= c.saved_bytes[stage]
             gradient = stage - 1
             time += c.backward_s[stage]
-            if stage > 1 and held[stage - 1]:
+            if held[stage - 1]:
                 held[stage - 1] = False
                 live -= c.output_bytes[stage - 1]
         elif move == DROP_ACTIVATION:
