@@ -62,9 +62,39 @@ EQUIVALENTS = (
         "its letter comes before those of all moves that are not forward",
     ),
     Equivalent(
-        "persistent_kernels",
-        r"np.(zeros|full)\(\(n \+ 2, n \+ 2\).*  ->  .*\(n \* 2",
+        "",
+        r"(full|zeros)\(\(.*n \+ 2.*  ->  .*n \* 2|c.length \+ 2  ->  .*c.length \* 2",
         "an array that is larger than it need be, or as large as it must",
+    ),
+    Equivalent(
+        "persistent_kernels",
+        r"for split in range\(s \+ 1, t \+ 1\):  ->  .*range\(s \+ 0, ",
+        "the stages before s of the subchain, none, have no steps",
+    ),
+    Equivalent(
+        "trace_kernels",
+        r"if count \+ n \+ .* > codes.size:  ->  if count \* n ",
+        "room that grows earlier; while count is 0 or 1 there is enough",
+    ),
+    Equivalent(
+        "floating_kernels",
+        r"leaves\), s \+ 1\), last \+ 1\):  ->  .*, s - 1\), last",
+        "H(s, s) has no steps",
+    ),
+    Equivalent(
+        "floating_trace_kernels",
+        r"best_unknown = 3  ->  best_unknown = 2",
+        "every value that is weighed is below the infinity that it begins with",
+    ),
+    Equivalent(
+        "persistent_trace_kernels",
+        r"best_unknown = 3  ->  best_unknown = [24]",
+        "every value that is weighed is below the infinity that it begins with",
+    ),
+    Equivalent(
+        "dynprog_kernels",
+        r"last = i if new\[OUT\] < 0 else NO_LAST  ->  .*new\[OUT\] <= 0",
+        "a copy that ends with F_i: before it there is no time to spare in which x_i could be back",
     ),
     Equivalent(
         "persistent_kernels",
