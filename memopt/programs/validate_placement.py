@@ -109,7 +109,7 @@ def _moved(
         taken, made = instruction.in_place, writes[0]
         keys = ((begin[taken, position], taken), (position, made))
         here = [placed[key][1] for key in keys if key in placed]
-        if len(here) == 1 or here[:1] != here[1:]:
+        if here[:1] != here[1:]:
             return Violation(Code.IN_PLACE, position, f"tensor {made} over {taken}, at {here}")
     return None
 

@@ -7,7 +7,10 @@ another. With `--compiled` kernels stay compiled, and their branches are not see
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
+from collections import Counter
 from pathlib import Path
 
 import coverage
@@ -52,7 +55,26 @@ def main() -> int:
     if options.keep is not None:
         measured.save()
     share = measured.report(skip_covered=True, show_missing=True)
+    print(by_package(measured))
     return int(failed != 0 or share < LEAST)
+
+
+def by_package(measured: coverage.Coverage) -> str:
+    """The table of folders: statements and branches, and the share of both that tests take."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "coverage.json")
+        measured.json_report(outfile=str(path))
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+    there: Counter[str] = Counter()
+    taken: Counter[str] = Counter()
+    for name, found in files.items():
+        figures, package = found["summary"], str(Path(name).parent)
+        there[package] += figures["num_statements"] + figures["num_branches"]
+        taken[package] += figures["covered_lines"] + figures["covered_branches"]
+    there["together"], taken["together"] = there.total(), taken.total()
+    lines = ["| package | statements and branches | taken |", "|---|---:|---:|"]
+    lines += [f"| `{one}` | {there[one]:,} | {taken[one] / there[one]:.1%} |" for one in there]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

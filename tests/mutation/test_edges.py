@@ -14,6 +14,7 @@ from memopt.models.bounds import (
     relative_gap,
     time_lower_bound,
 )
+from memopt.models.budget import Budget
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
@@ -290,6 +291,7 @@ def test_a_placement_of_nothing() -> None:
     assert validate(two_results(), program) is None
     found = replay(two_results(), program)
     assert (found.arena_bytes, found.placed_peak_bytes, found.peak_bytes) == (0, 24, 24)
+    assert validate(two_results(), program, Budget(24)) is None
 
 
 def test_two_results_are_kept_and_one_is_in_place() -> None:
@@ -340,3 +342,18 @@ def test_the_named_implementation_is_looked_up(name: str) -> None:
     operator = Operator("f", (0,), (1,), 1.0, 9, implementations=choices)
     assert tensors_of(operator, name) == ((0,), (1,), "abc".index(name) + 1)
     assert tensors_of(operator, None) == ((0,), (1,), 9)
+
+
+def test_what_either_of_two_operators_writes_has_no_sure_ancestors() -> None:
+    """b comes from the result r, or from another operator's implementation: r need not be there."""
+    both = Implementation("both", 1.0, 0, writes=(2, 3))
+    sizes = (("r", 100), ("c", 8), ("b", 8), ("d", 8))
+    tensors = [Tensor("x", 1, TensorKind.INPUT), *(Tensor(*pair) for pair in sizes)]
+    operators = [
+        Operator("f", (0,), (1,), 1.0),
+        Operator("g", (0,), (2,), 1.0, implementations=(both,)),
+        Operator("h", (1,), (3,), 1.0),
+        Operator("k", (3,), (4,), 1.0, 1000),
+    ]
+    graph = Graph(tensors, operators, outputs=(1, 4))
+    assert memory_lower_bound(graph) == 1 + 8 + 8 + 1000
