@@ -68,6 +68,7 @@ _LOWER = (
     f"{_LOWERED}results_are_written_once",
     f"{_LOWERED}an_invalid_schedule_is_refused",
     f"{_LOWERED}inference",
+    f"{_LOWERED}a_step_whose_backward_needs_no_tangents",
     f"{_LOWERED}the_chain_is_no_dearer_than_it_must_be",
     "tests/models/test_backward_stages.py",
 )

@@ -37,7 +37,6 @@ def peak_and_time(c: ChainArrays, codes: Int64Array) -> tuple[int, float]:
             gradient = stage - 1
             time += c.backward_s[stage]
             if held[stage - 1]:
-                held[stage - 1] = False
                 live -= c.output_bytes[stage - 1]
         elif move == DROP_ACTIVATION:
             held[stage] = False
