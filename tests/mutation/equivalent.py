@@ -83,7 +83,7 @@ EQUIVALENTS = (
     ),
     Equivalent(
         "floating_kernels",
-        r"leaves\), s \+ 1\), last \+ 1\):  ->  .*, s - 1\), last",
+        r"leaves\), s \+ 1\), last \+ 1\):  ->  .*, s (- 1|\* 1|\+ 0)\), last",
         "H(s, s) has no steps",
     ),
     Equivalent(
@@ -110,6 +110,11 @@ EQUIVALENTS = (
         "steps_kernels",
         r"least \+ tolerance:  ->  .*least - tolerance",
         "the search that is not cut short finds nothing lower",
+    ),
+    Equivalent(
+        "steps_kernels",
+        r"index_at\(current.at, start - 1\) \+ 1  ->  .*start - 2",
+        "the step at start - 1 is written in the loop instead of before it",
     ),
     Equivalent(
         "steps_kernels",
@@ -148,7 +153,7 @@ EQUIVALENTS = (
     ),
     Equivalent(
         "floating_kernels",
-        r"moved, shift, zero, -FAR, need, .*  ->  .*moved, shift, zero, not FAR, need",
+        r"zero, -FAR, .*  ->  .*zero, (not |\+)FAR,",
         "a function that is 0 everywhere is the same wherever it is shifted",
     ),
     Equivalent(

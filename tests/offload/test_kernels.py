@@ -3,6 +3,7 @@ numbers; as plain Python, so that nothing is compiled for them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from random import Random
 
@@ -12,6 +13,7 @@ import pytest
 from memopt.strategies.offload import dynprog_kernels, ordered_kernels
 from memopt.strategies.offload.rounding import RecurrenceData
 from tests.mutation.running import plain
+from tests.offload.test_dynprog import random_problem
 
 dynprog, ordered = plain(dynprog_kernels), plain(ordered_kernels)
 INF = float("inf")
@@ -186,3 +188,22 @@ def test_room_and_what_may_be_back() -> None:
                 part = (wanted - amounts[:j].sum()) / 2.0
                 assert time == (ends[j] if whole else ends[j] - amounts[j] / 2.0 + part)
     assert 30 < fitting < 200
+
+
+def test_each_transfer_takes_its_latency_and_its_bytes() -> None:
+    rng, moved = Random(5), 0
+    for _ in range(60):
+        problem = replace(random_problem(rng, rng.randint(2, 6)), latency_s=0.25)
+        amounts = problem.sizes * problem.movable
+        _, offloads, prefetches, end = ordered.replay(problem.arrays, amounts, True)
+        if end == INF:
+            continue
+        for j in np.flatnonzero(amounts):
+            size, moved = int(amounts[j]), moved + 1
+            out, back = offloads[j], prefetches[j]
+            rates = problem.to_host_bytes_per_s, problem.from_host_bytes_per_s
+            assert out[1] - out[0] == pytest.approx(0.25 + size / rates[0])
+            assert back[1] - back[0] == pytest.approx(0.25 + size / rates[1])
+            assert back[0] >= out[1] - 1e-9
+            assert end >= back[1]
+    assert moved > 60
