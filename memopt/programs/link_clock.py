@@ -71,7 +71,7 @@ class LinkClock:
 
     def copy_back(self, item: int, size_bytes: int) -> tuple[float, float]:
         """Queue a copy from the host, whose device copy has been freed; its start and its end."""
-        start_s = max(self.now_s, self.in_free_s, self.updated_s.get(item, 0.0))
+        start_s = max(self.now_s, self.in_free_s, self.updated_s.get(item, self.now_s))
         self.in_free_s = end_s = start_s + self.device.swap_in_time_s(size_bytes)
         if not self.device.duplex:
             self.out_free_s = end_s
@@ -81,7 +81,7 @@ class LinkClock:
     def on_host(self, items: Iterable[int], duration_s: float) -> tuple[float, float]:
         """Queue an update on the host, once the host copies that it reads are complete; its start
         and its end."""
-        stored_s = [self.stored_s.get(item, 0.0) for item in items]
+        stored_s = [self.stored_s.get(item, self.now_s) for item in items]
         start_s = max(self.now_s, self.host_free_s, *stored_s)
         self.host_free_s = end_s = start_s + duration_s
         self.updated_s.update(dict.fromkeys(items, end_s))
@@ -89,24 +89,21 @@ class LinkClock:
 
     def drop(self, item: int) -> None:
         """Wait for the transfers and the updates of an item whose host copy is dropped."""
-        self.wait(
-            self.arrival_s.pop(item, 0.0), self.stored_s.pop(item), self.updated_s.pop(item, 0.0)
-        )
+        now_s = self.now_s
+        arrival_s, updated_s = self.arrival_s.pop(item, now_s), self.updated_s.pop(item, now_s)
+        self.wait(arrival_s, updated_s, self.stored_s.pop(item))
 
     def wait(self, *until_s: float) -> None:
         """Let the compute stream wait for the last of these."""
-        wait_s = max(until_s) - self.now_s
-        if wait_s > 0:
-            self.wait_s += wait_s
-            self.now_s = max(until_s)
+        end_s = max(self.now_s, *until_s)
+        self.wait_s += end_s - self.now_s
+        self.now_s = end_s
 
     def free(self, item: int) -> None:
         """Wait for the copies and the collectives of an item whose device copy is freed."""
-        self.wait(
-            self.arrival_s.pop(item, 0.0),
-            self.stored_s.get(item, 0.0),
-            self.sent_s.pop(item, 0.0),
-        )
+        now_s = self.now_s
+        arrival_s, sent_s = self.arrival_s.pop(item, now_s), self.sent_s.pop(item, now_s)
+        self.wait(arrival_s, sent_s, self.stored_s.get(item, now_s))
 
     def arrive(self, item: int) -> None:
         """Wait for an item that is about to be read, if it is on its way back."""

@@ -232,7 +232,6 @@ class _Streams(LinkClock):
                 self.network_free_s,
                 self.host_free_s,
                 *(x.end_s for x in self.transfers),
-                0.0,
             ),
             step_bytes=step_bytes,
             live_bytes=live_bytes,
@@ -306,7 +305,7 @@ class _Streams(LinkClock):
         """The storage of a tensor becomes the output's."""
         if tensor not in self.live or tensor in self.leaving:
             raise _Invalid(f"{self._name(tensor)} cannot be overwritten")
-        self.wait(self.sent_s.pop(tensor, 0.0))
+        self.wait(self.sent_s.pop(tensor, self.now_s))
         self.live.remove(tensor)
         self.device_bytes -= self.sizes[tensor]
         self.during_bytes -= self.sizes[tensor]

@@ -87,9 +87,9 @@ def misplaced(
     if overlap is not None:
         return overlap
     ends = [offset + graph.tensors[x.tensor].size_bytes for x, offset in placed.values()]
-    total = outside_bytes + max(ends, default=0)
-    if budget_bytes is not None and total > budget_bytes:
-        message = f"arena {max(ends, default=0)} + outside {outside_bytes} bytes"
+    arena_bytes = max(ends, default=0)
+    if budget_bytes is not None and arena_bytes + outside_bytes > budget_bytes:
+        message = f"arena {arena_bytes} + outside {outside_bytes} bytes"
         return Violation(Code.ARENA_OVER_BUDGET, len(program), message)
     return None
 
@@ -109,7 +109,7 @@ def _moved(
         taken, made = instruction.in_place, writes[0]
         keys = ((begin[taken, position], taken), (position, made))
         here = [placed[key][1] for key in keys if key in placed]
-        if len(here) == 1 or here[:1] != here[1:]:
+        if here[:1] != here[1:]:
             return Violation(Code.IN_PLACE, position, f"tensor {made} over {taken}, at {here}")
     return None
 

@@ -194,6 +194,44 @@ def test_a_full_device_gives_cached_segments_back_before_it_fails() -> None:
     assert allocator.reserved_bytes == 82 * MIB
 
 
+def test_blocks_that_are_never_split_go_back_together_where_one_is_too_small() -> None:
+    allocator = CachingAllocator(
+        AllocatorSettings(max_split_bytes=24 * MIB, capacity_bytes=100 * MIB)
+    )
+    for name, size in (("a", 40), ("b", 30), ("c", 26)):
+        allocator.allocate(name, size * MIB)
+    for name in "abc":
+        allocator.release(name)
+    allocator.allocate("d", 66 * MIB)
+    # The two largest go, which is enough.
+    assert allocator.reserved_bytes == (26 + 66) * MIB
+
+
+def test_whole_chunks_within_a_free_block_go_back() -> None:
+    """a and c stay in the chunks around those that b alone had."""
+    allocator = CachingAllocator(AllocatorSettings(expandable_segments=True))
+    for name, size in (("a", 5), ("b", 40), ("c", 5)):
+        allocator.allocate(name, size * MIB)
+    assert allocator.reserved_bytes == 60 * MIB
+    allocator.release("b")
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 40 * MIB
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 40 * MIB
+    assert allocator.allocate("d", 14 * MIB) == 5 * MIB
+    assert allocator.allocate("e", 40 * MIB) == 50 * MIB
+
+
+def test_requests_that_cannot_be_served() -> None:
+    allocator = CachingAllocator()
+    allocator.allocate("a", 40 * MIB)
+    assert allocator.allocate("nothing", 0) is None
+    with pytest.raises(ValueError, match="'a' is allocated already"):
+        allocator.allocate("a", 1)
+    with pytest.raises(ValueError, match="cannot allocate -1 bytes"):
+        allocator.allocate("b", -1)
+
+
 def test_garbage_collection_takes_what_is_old() -> None:
     allocator = CachingAllocator(
         AllocatorSettings(capacity_bytes=200 * MIB, garbage_collection_threshold=0.5)

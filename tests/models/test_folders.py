@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memopt.models.folders import drop_oldest
+from memopt.models.folders import UNFINISHED, default_directory, drop_oldest, tell_once
 
 
 @pytest.fixture
@@ -38,3 +38,30 @@ def test_another_process_may_drop_at_once(folder: Path, monkeypatch: pytest.Monk
         "1.json",
         "2.json",
     }
+
+
+def test_what_was_left_half_written_goes_after_a_day(folder: Path) -> None:
+    old, new = folder / f"{UNFINISHED}old", folder / f"{UNFINISHED}new"
+    old.touch()
+    new.touch()
+    os.utime(old, (1000, 1000))
+    drop_oldest(folder, 5)
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_the_folder_of_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", "/kept")
+    assert default_directory() == Path("/kept")
+    monkeypatch.delenv("MEMOPT_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home")
+    assert default_directory() == Path("/home/memopt")
+
+
+def test_a_place_that_cannot_be_used_is_named_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        tell_once("cache", folder, "written", OSError("full"))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the cache {folder} cannot be written: full"
+    ]

@@ -9,7 +9,7 @@ import pytest
 from memopt.errors import InvalidProgramError
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
-from memopt.models.graph import Graph, TensorKind
+from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.models.steps import ChainStep, Move
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, DropHost, LossBoundary, SwapIn, SwapOut
@@ -254,3 +254,15 @@ def test_inference() -> None:
     lin = linearize(build.graph())
     check(lin, store_all_steps(lin.chain))
     assert not any(isinstance(x, LossBoundary) for x in lin.lower(store_all_steps(lin.chain)))
+
+
+def test_a_step_whose_backward_needs_no_tangents() -> None:
+    """It has its loss boundary all the same."""
+    tensors = [Tensor("w", 8, TensorKind.PARAMETER), *(Tensor(name, 8) for name in "yg")]
+    operators = [
+        Operator("f", (0,), (1,), 1.0),
+        Operator("b", (0,), (2,), 1.0, 0, Phase.BACKWARD),
+    ]
+    lin = linearize(Graph(tensors, operators, outputs=(1,), gradients=(2,)))
+    check(lin, store_all_steps(lin.chain))
+    assert LossBoundary() in lin.lower(store_all_steps(lin.chain)).instructions

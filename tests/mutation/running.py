@@ -84,6 +84,17 @@ def load(module: str, source: str) -> None:
     sys.meta_path.insert(0, _Finder(module, source))
 
 
+def plain(module: ModuleType) -> ModuleType:
+    """A module of kernels as plain Python: itself if it is loaded so, else a second one."""
+    if not any(hasattr(value, "py_func") for value in vars(module).values()):
+        return module
+    assert module.__file__ is not None
+    other = ModuleType(module.__name__)
+    loader = _Plain(module.__name__, module.__file__)
+    loader.exec_module(other)
+    return other
+
+
 def passes(tests: Sequence[str]) -> bool:
     """Whether tests pass in this process, which stays loaded with what they have imported."""
     return _pytest(tests) == 0

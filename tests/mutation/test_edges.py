@@ -14,6 +14,7 @@ from memopt.models.bounds import (
     relative_gap,
     time_lower_bound,
 )
+from memopt.models.budget import Budget
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
@@ -31,6 +32,7 @@ from memopt.programs.link_clock import LinkClock
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import ViolationCode, memory_use, validate
+from memopt.programs.validate_placement import tensors_of
 
 ADDRESSES_OVERLAP, STRAY = ViolationCode.ADDRESSES_OVERLAP, ViolationCode.OFFSET_STRAY
 
@@ -281,3 +283,77 @@ def test_an_update_by_the_host_names_what_it_changes() -> None:
     assert [(x.tensor, x.start_s, x.end_s) for x in found.host_updates] == [(1, 0.25, 100.25)]
     assert found.host_bytes == (27, 27, 37, 37, 37, 27)
     assert found.step_bytes == (0, 10, 10, 10, 0, 0)
+
+
+def test_a_placement_of_nothing() -> None:
+    instructions = (Compute(0, (1,)), Compute(1, (3,)), Free(1))
+    program = Program(instructions, offsets=(), unplaced=((0, 1),))
+    assert validate(two_results(), program) is None
+    found = replay(two_results(), program)
+    assert (found.arena_bytes, found.placed_peak_bytes, found.peak_bytes) == (0, 24, 24)
+    assert validate(two_results(), program, Budget(24)) is None
+
+
+def test_two_results_are_kept_and_one_is_in_place() -> None:
+    sizes = (("a", 8), ("b", 8), ("c", 8))
+    tensors = [Tensor("x", 5, TensorKind.INPUT), *(Tensor(*pair) for pair in sizes)]
+    operators = [
+        Operator("f", (0,), (1,), 1.0),
+        Operator("g", (1,), (2, 3), 1.0, 0, in_place=(1,)),
+    ]
+    graph = Graph(tensors, operators, outputs=(2, 3))
+    program = Program((Compute(0, (1,)), Compute(1, (2, 3), None, 1)))
+    assert validate(graph, program) is None
+    a, b, c = lifetimes(graph, program).device
+    assert (a.overwritten, b.overwrites, c.overwrites) == (True, a, None)
+
+
+def test_an_output_after_the_boundary() -> None:
+    """Another tensor is there when the user's loss reads it."""
+    names = (("w", TensorKind.PARAMETER), ("y", TensorKind.OUTPUT), ("z", TensorKind.ACTIVATION))
+    tensors = [*(Tensor(name, 8, kind) for name, kind in names), Tensor("g", 8)]
+    operators = [
+        Operator("f", (0,), (1,), 1.0),
+        Operator("h", (0,), (2,), 1.0),
+        Operator("b", (2,), (3,), 1.0, 0, Phase.BACKWARD),
+    ]
+    graph = Graph(tensors, operators, outputs=(1,), gradients=(3,))
+    first, *others = Compute(0, (1,)), Compute(1, (2,)), LossBoundary(), Compute(2, (3,)), Free(2)
+    assert validate(graph, Program((first, *others))) is None
+    found = validate(graph, Program((*others[:2], first, *others[2:])))
+    assert found is not None
+    assert (found.code, found.instruction) == (ViolationCode.RESULT_MISSING, 1)
+
+
+def test_an_update_by_the_host_that_changes_nothing() -> None:
+    there = Implementation("there", 1.0, 0, reads=(), on_host=True)
+    backward = Operator("b", (), (0,), 0.25, 0, Phase.BACKWARD)
+    update = Operator("u", (0,), (), 4.0, 0, Phase.UPDATE, False, implementations=(there,))
+    graph = Graph([Tensor("g", 10, TensorKind.GRADIENT)], [backward, update])
+    steps = (Compute(0, (0,)), SwapOut(0), Free(0), Compute(1, (), "there"), DropHost(0))
+    program = Program((LossBoundary(), *steps))
+    assert validate(graph, program) is None
+    assert [x.tensor for x in replay(graph, program).host_updates] == [-1]
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_the_named_implementation_is_looked_up(name: str) -> None:
+    choices = tuple(Implementation(x, 1.0, size) for x, size in (("b", 2), ("a", 1), ("c", 3)))
+    operator = Operator("f", (0,), (1,), 1.0, 9, implementations=choices)
+    assert tensors_of(operator, name) == ((0,), (1,), "abc".index(name) + 1)
+    assert tensors_of(operator, None) == ((0,), (1,), 9)
+
+
+def test_what_either_of_two_operators_writes_has_no_sure_ancestors() -> None:
+    """b comes from the result r, or from another operator's implementation: r need not be there."""
+    both = Implementation("both", 1.0, 0, writes=(2, 3))
+    sizes = (("r", 100), ("c", 8), ("b", 8), ("d", 8))
+    tensors = [Tensor("x", 1, TensorKind.INPUT), *(Tensor(*pair) for pair in sizes)]
+    operators = [
+        Operator("f", (0,), (1,), 1.0),
+        Operator("g", (0,), (2,), 1.0, implementations=(both,)),
+        Operator("h", (1,), (3,), 1.0),
+        Operator("k", (3,), (4,), 1.0, 1000),
+    ]
+    graph = Graph(tensors, operators, outputs=(1, 4))
+    assert memory_lower_bound(graph) == 1 + 8 + 8 + 1000

@@ -255,7 +255,7 @@ def solve(
     n = len(data.sizes)
     excess, left = future(data)
     states, lasts, count = np.zeros((1, 4)), np.full(1, NO_LAST), 1
-    links = np.empty(1024, np.int32)
+    links = np.empty(0, np.int32)
     offsets = np.zeros(n + 1, np.int64)
     seen, every, total_cut = 0.0, data.sizes.sum(), 0
     for i in range(n):

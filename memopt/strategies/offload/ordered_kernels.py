@@ -235,7 +235,7 @@ def tflms_peak_and_time(data: Arrays, chosen: Ints, distance: int) -> tuple[int,
         link = max(link, made[j]) + data.latency_s + sizes[j] / data.to_host
         out_end[j] = link
     starts, back_start, end = tflms_backward(data, chosen, distance, made, out_end)
-    peak = 0
+    peak = used[0]
     for k in range(2 * n):
         i = k if k < n else 2 * n - 1 - k
         memory = used[k]

@@ -22,6 +22,7 @@ from memopt.strategies.rotor.model import ChainArrays, Int64Array
 from memopt.strategies.rotor.persistent_kernels import ceil_div
 from memopt.strategies.rotor.steps_kernels import (
     FAR,
+    ROOM,
     Steps,
     buffer,
     constant,
@@ -66,9 +67,9 @@ def fill_h(c: ChainArrays, above: Level, h: Level, s: int, u: int, tolerance: fl
     """H(s, u, ·) of every kind and last stage, from W (`above`) and H of stage s + 1."""
     n = c.length
     kinds = above.length.shape[0]
-    pool, other = buffer(256), buffer(256)
+    pool, other = buffer(ROOM), buffer(ROOM)
     start = np.zeros((kinds, n + 2), np.int64)
-    count = np.zeros((kinds, n + 2), np.int64)
+    count = np.zeros_like(start)
     used = 0
     zero = constant(0.0)
     none = part(zero, 0, 0)
@@ -77,7 +78,7 @@ def fill_h(c: ChainArrays, above: Level, h: Level, s: int, u: int, tolerance: fl
         for last in range(u, n + 1):
             keep = function(above, kind, u, last)
             on = function(h, kind, u, last)
-            room = keep.at.size + on.at.size + 2
+            room = keep.at.size + on.at.size
             pool = with_room(pool, used, room)
             first = part(pool, used, pool.at.size - used)
             k = improve(first, none, keep, c.output[s], zero, -FAR, -FAR // 2, total, tolerance)
@@ -105,8 +106,6 @@ def own_stage(
     reverse = ceil_div(c.reverse[s], c.slot)
     saving = ceil_div(gradient_need(c, last, kind) + c.saving[s], c.slot)
     if s == last:
-        if arrived and leaves:
-            return 0
         out.at[0] = reverse if arrived else saving if leaves else max(saving, reverse)
         out.value[0] = (0.0 if arrived else c.forward_s[s]) + (0.0 if leaves else c.backward_s[s])
         return 1
@@ -126,9 +125,9 @@ def fill_w(c: ChainArrays, above: Level, h: Level, s: int, t: int, tolerance: fl
     """W(s, t, ·) of every kind and last stage, from H of stage s and W (`above`) of stage s + 1."""
     n = c.length
     kinds = above.length.shape[0]
-    pool, now, other = buffer(256), buffer(256), buffer(256)
-    count = np.zeros((kinds, n + 2), np.int64)
+    pool, now, other = buffer(ROOM), buffer(ROOM), buffer(ROOM)
     start = np.zeros((kinds, n + 2), np.int64)
+    count = np.zeros_like(start)
     used = 0
     zero = constant(0.0)
     back = -c.forward_sum_s[s - 1]
@@ -140,7 +139,7 @@ def fill_w(c: ChainArrays, above: Level, h: Level, s: int, t: int, tolerance: fl
             k = 0
             if s == t:
                 if s < last:
-                    now = with_room(now, 0, above.length[arrived, t + 1, last] + 2)
+                    now = with_room(now, 0, above.length[arrived, t + 1, last])
                 k = own_stage(c, above, kind, s, last, now, tolerance)
             need = ceil_div(gradient_need(c, last, kind) + c.first[s], c.slot)
             for route in range(1 + (kinds > 1)):
@@ -151,7 +150,7 @@ def fill_w(c: ChainArrays, above: Level, h: Level, s: int, t: int, tolerance: fl
                     right = function(h, arrived + route, u, last)
                     left_kind, left_last = (2 + leaves, u) if route else (leaves, u - 1)
                     left = part(pool, start[left_kind, left_last], count[left_kind, left_last])
-                    other = with_room(other, 0, k + left.at.size + right.at.size + 2)
+                    other = with_room(other, 0, k + left.at.size + right.at.size)
                     known = part(now, 0, k)
                     m = improve(other, known, right, 0, left, 0, need, back, tolerance)
                     if m > 0:
@@ -159,7 +158,7 @@ def fill_w(c: ChainArrays, above: Level, h: Level, s: int, t: int, tolerance: fl
             if s < t:
                 moved = function(h, kind, t, last)
                 shift = -c.output[s - 1]
-                other = with_room(other, 0, k + moved.at.size + 2)
+                other = with_room(other, 0, k + moved.at.size)
                 known = part(now, 0, k)
                 m = improve(other, known, moved, shift, zero, -FAR, need, back, tolerance)
                 if m > 0:

@@ -37,9 +37,9 @@ class Whole(NamedTuple):
 @compiled
 def least_memory(c: ChainArrays, kinds: int) -> Int64Array:
     """The least memory in bytes of W_kind(s, t, last): the recurrences without time."""
-    n = c.length
-    low = np.full((kinds, n + 2, n + 2, n + 2), FAR, np.int64)
-    low_h = np.full((kinds, n + 2, n + 2), FAR, np.int64)
+    n, size = c.length, c.length + 2
+    low = np.full((kinds, size, size, size), FAR, np.int64)
+    low_h = np.full((kinds, size, size), FAR, np.int64)
     for s in range(n, 0, -1):
         for kind in range(kinds):
             for u in range(s + 1, n + 1):
@@ -179,7 +179,7 @@ def floating_schedule(c: ChainArrays, whole: Whole, memory: int) -> Int64Array:
     n = c.length
     codes = np.empty(16 * n + 64, np.int64)
     count = 0
-    stack = np.zeros((6 * n + 16, 5), np.int64)
+    stack = np.zeros((codes.size, 5), np.int64)
     stack[0] = np.array([0, 1, 1, n, memory])
     depth = 1
     while depth > 0:

@@ -19,6 +19,7 @@ from memopt.strategies.rotor.compiled import compiled, compiled_unlocked
 from memopt.strategies.rotor.model import ChainArrays, Float64Array, Int64Array
 from memopt.strategies.rotor.steps_kernels import (
     FAR,
+    ROOM,
     Steps,
     buffer,
     constant,
@@ -67,7 +68,7 @@ def memory_bounds(
     """`low` and `high` of every row, in slots of `slot` bytes."""
     n = c.length
     low = np.full((n + 2, n + 2), FAR, np.int64)
-    high = np.full((n + 2, n + 2), FAR, np.int64)
+    high = low.copy()
     for s in range(n, 0, -1):
         for t in range(s, n + 1):
             own = saving_need(c, s, t, slot)
@@ -98,7 +99,7 @@ def memory_bounds(
 @compiled
 def row_offsets(n: int, low: Int64Array, high: Int64Array) -> tuple[Int64Array, int]:
     """Where each row starts in the one array, and the array's length (past 2^31 if need be)."""
-    offset = np.zeros((n + 2, n + 2), np.int64)
+    offset = np.zeros_like(low)
     total = 0
     for s in range(n, 0, -1):
         for t in range(s, n + 1):
@@ -257,7 +258,7 @@ def fill_stage(
 
     Returns the pool, which may have moved, and the steps used: -1 if they would pass `most`.
     """
-    now, other = buffer(256), buffer(256)
+    now, other = buffer(ROOM), buffer(ROOM)
     zero = constant(0.0)
     own = c.forward_s[s] + c.backward_s[s]
     for t in range(s, c.length + 1):
@@ -268,7 +269,7 @@ def fill_stage(
             k = 1
         elif split_saving:
             rest = part(pool, offset[s + 1, t], count[s + 1, t])
-            now = with_room(now, 0, rest.at.size + 2)
+            now = with_room(now, 0, rest.at.size)
             need = saving_need(c, s, t, 1)
             none = part(now, 0, 0)
             k = improve(now, none, rest, c.saved[s], zero, -FAR, need, own, tolerance)
@@ -278,7 +279,7 @@ def fill_stage(
                 need = max(need, c.running[split - 1])
             left = part(pool, offset[s, split - 1], count[s, split - 1])
             right = part(pool, offset[split, t], count[split, t])
-            other = with_room(other, 0, k + left.at.size + right.at.size + 2)
+            other = with_room(other, 0, k + left.at.size + right.at.size)
             start = c.gradient[t] + need
             extra = c.forward_sum_s[split - 1] - c.forward_sum_s[s - 1]
             shift = c.output[split - 1]

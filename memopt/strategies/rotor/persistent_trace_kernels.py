@@ -88,7 +88,7 @@ def persistent_schedule(
     n = c.length
     codes = np.empty(16 * n + 64, np.int64)
     count = 0
-    stack = np.empty((4 * n + 16, 3), np.int64)
+    stack = np.empty((codes.size, 3), np.int64)
     depth = 1
     stack[0, 0], stack[0, 1], stack[0, 2] = 1, n, memory
     while depth > 0:

@@ -26,7 +26,7 @@ def peak_and_time(c: ChainArrays, codes: Int64Array) -> tuple[int, float]:
     held = np.zeros(c.length + 1, np.bool_)
     live = 0
     gradient = c.length
-    peak = -(2**62)
+    peak = np.iinfo(np.int64).min
     time = 0.0
     for code in codes:
         stage = code // CODE_BASE
@@ -36,8 +36,7 @@ def peak_and_time(c: ChainArrays, codes: Int64Array) -> tuple[int, float]:
             live -= c.saved_bytes[stage]
             gradient = stage - 1
             time += c.backward_s[stage]
-            if stage > 1 and held[stage - 1]:
-                held[stage - 1] = False
+            if held[stage - 1]:
                 live -= c.output_bytes[stage - 1]
         elif move == DROP_ACTIVATION:
             held[stage] = False

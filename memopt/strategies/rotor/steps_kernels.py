@@ -15,6 +15,8 @@ from memopt.strategies.rotor.compiled import compiled
 from memopt.strategies.rotor.model import Float64Array, Int64Array
 
 FAR = 2**61
+ROOM = 1
+"""Steps that a new buffer has room for; it grows."""
 
 
 class Steps(NamedTuple):
