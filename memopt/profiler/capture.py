@@ -30,6 +30,7 @@ from memopt.profiler.as_eager.recorded_outputs import hooks_set
 from memopt.profiler.as_eager.settled import settles
 from memopt.profiler.dependencies.dependencies import Dependencies, digest
 from memopt.profiler.inputs import Call
+from memopt.profiler.joined_collectives import buckets_of, join_collectives
 from memopt.profiler.joint_graph import (
     Boxed,
     compiler,
@@ -268,13 +269,14 @@ def _export(
         module: GraphModule = joint.graph_module
         without_zero_gradients(module)
         gradients_as_kept(module, call)
+        names = _names(model, traced, joint)
+        join_collectives(module, buckets_of(model), _parameters(module, names))
         split = split_joint(module)
         if not split.tangents:
             raise CaptureError(
                 "nothing to train: no output of the model has a gradient (all are detached, "
                 "integers, or computed under no_grad)"
             )
-        names = _names(model, traced, joint)
         with torch_private.no_donated_buffers(joint):
             compiled = torch_private.compile_joint(
                 joint,
@@ -337,6 +339,26 @@ def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, to
     return {name: (known.get(id(tensor), ""), tensor) for name, tensor in tensors.items()}
 
 
+def _parameters(
+    module: GraphModule, names: dict[str, tuple[str, torch.Tensor]]
+) -> dict[Node, str]:
+    """Input of a joint graph → the name of the parameter that it is, or of which it is a part."""
+    found = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        descriptor, _ = _described(node)
+        if type(descriptor).__name__ == "ParamAOTInput":
+            found[node] = names[descriptor.target][0]
+    return found
+
+
+def _described(node: Node) -> tuple[Any, str]:
+    """AOTAutograd's descriptor of an input, and which part of a DTensor it is."""
+    descriptor = node.meta["desc"]
+    if type(descriptor).__name__ == "SubclassGetAttrAOTInput":
+        return descriptor.base, descriptor.attr
+    return descriptor, ""
+
+
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """A model's parameters and buffers, one that has several names under each of them."""
     return [
@@ -357,9 +379,7 @@ def registered(model: nn.Module, name: str) -> Any:
 def _primal(
     node: Node, names: dict[str, tuple[str, torch.Tensor]], dependencies: Dependencies
 ) -> Primal:
-    descriptor, part = node.meta["desc"], ""
-    if type(descriptor).__name__ == "SubclassGetAttrAOTInput":
-        descriptor, part = descriptor.base, descriptor.attr
+    descriptor, part = _described(node)
     kind = type(descriptor).__name__
     if kind in ("ParamAOTInput", "BufferAOTInput"):
         name, tensor = names[descriptor.target]
