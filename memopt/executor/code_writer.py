@@ -114,6 +114,8 @@ class Writer:
             raise InvalidProgramError(f"{node.name} is read while it is not on the device")
         text = self.call(node)
         if is_wait(node.target):
+            for other in self.sending.beside(node):
+                self.settle(other)
             self.landed(self.sending.waited(node))
             text = self.waiting(text)
         self.emit(f"{self.bind(node)} = {text}")
@@ -222,6 +224,14 @@ class Writer:
                 self.emit(f"    state_{op} = random.save()")
         self.ran.add(op)
         kept = unpacked(self.lowering, node, outputs)
+        # What is not kept, or is memory beside the results, it would have as long as it runs.
+        at_once = operator.collective is not None and (
+            len(kept) < len(operator.writes) or operator.workspace_bytes > 0
+        )
+        if at_once:
+            self.globals["waited"] = waited
+            text = self.waiting(f"waited({text})")
+            self.landed((*outputs, *operator.reads))
         note = f"  # {operator.module}" if operator.module else ""
         if self.arena is not None and into is not None:
             self.emit(f"{indent}{into}{note}")
@@ -235,17 +245,9 @@ class Writer:
             for position, base, _ in kept:
                 self.emit(f"{self.bind(base)} = result[{position}]")
             self.emit("del result")
-        elif operator.collective is not None:
-            self.globals["waited"] = waited
-            self.emit(self.waiting(f"waited({text})") + note)
-            self.landed(operator.reads)
         else:
             self.emit(f"{indent}{text}{note}")
-        self.sending.start(op, outputs)
-        if operator.collective is not None and operator.workspace_bytes:
-            # It would have that memory as long as it runs.
-            for tensor in outputs:
-                self.settle(tensor)
+        self.sending.start(op, () if at_once else outputs)
         if in_place is not None:
             if self.arena is not None:
                 self.arena.taken(self, in_place, outputs, operator.name)

@@ -339,9 +339,7 @@ def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, to
     return {name: (known.get(id(tensor), ""), tensor) for name, tensor in tensors.items()}
 
 
-def _parameters(
-    module: GraphModule, names: dict[str, tuple[str, torch.Tensor]]
-) -> dict[Node, str]:
+def _parameters(module: GraphModule, names: dict[str, tuple[str, torch.Tensor]]) -> dict[Node, str]:
     """Input of a joint graph → the name of the parameter that it is, or of which it is a part."""
     found = {}
     for node in module.graph.find_nodes(op="placeholder"):

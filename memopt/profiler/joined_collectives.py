@@ -212,9 +212,9 @@ def _ends(scatters: Iterable[Node]) -> tuple[list[Node], Node | None]:
     the wait for that, and one of the reductions."""
     waits = [_user(scatter) for scatter in scatters]
     reduced = [_user(wait) for wait in waits if len(wait.users) == 1]
-    if len(reduced) == len(waits) and all(node.target is _REDUCE for node in reduced):
-        if len({node.args[1:] for node in reduced}) == 1:
-            return [_user(node) for node in reduced], reduced[0]
+    alike = len(reduced) == len(waits) and all(node.target is _REDUCE for node in reduced)
+    if alike and len({node.args[1:] for node in reduced}) == 1:
+        return [_user(node) for node in reduced], reduced[0]
     return waits, None
 
 
