@@ -34,6 +34,7 @@ from memopt.profiler.joined_collectives import buckets_of, join_collectives
 from memopt.profiler.joint_graph import (
     Boxed,
     compiler,
+    described,
     gradients_as_kept,
     mutations,
     partitioner,
@@ -270,7 +271,7 @@ def _export(
         without_zero_gradients(module)
         gradients_as_kept(module, call)
         names = _names(model, traced, joint)
-        join_collectives(module, buckets_of(model), _parameters(module, names))
+        join_collectives(module, buckets_of(model), {n: names[n][0] for n in names})
         split = split_joint(module)
         if not split.tangents:
             raise CaptureError(
@@ -339,24 +340,6 @@ def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, to
     return {name: (known.get(id(tensor), ""), tensor) for name, tensor in tensors.items()}
 
 
-def _parameters(module: GraphModule, names: dict[str, tuple[str, torch.Tensor]]) -> dict[Node, str]:
-    """Input of a joint graph → the name of the parameter that it is, or of which it is a part."""
-    found = {}
-    for node in module.graph.find_nodes(op="placeholder"):
-        descriptor, _ = _described(node)
-        if type(descriptor).__name__ == "ParamAOTInput":
-            found[node] = names[descriptor.target][0]
-    return found
-
-
-def _described(node: Node) -> tuple[Any, str]:
-    """AOTAutograd's descriptor of an input, and which part of a DTensor it is."""
-    descriptor = node.meta["desc"]
-    if type(descriptor).__name__ == "SubclassGetAttrAOTInput":
-        return descriptor.base, descriptor.attr
-    return descriptor, ""
-
-
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """A model's parameters and buffers, one that has several names under each of them."""
     return [
@@ -377,7 +360,7 @@ def registered(model: nn.Module, name: str) -> Any:
 def _primal(
     node: Node, names: dict[str, tuple[str, torch.Tensor]], dependencies: Dependencies
 ) -> Primal:
-    descriptor, part = _described(node)
+    descriptor, part = described(node)
     kind = type(descriptor).__name__
     if kind in ("ParamAOTInput", "BufferAOTInput"):
         name, tensor = names[descriptor.target]

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from memopt.profiler.collectives import WAIT
-from memopt.profiler.joint_graph import split_joint
+from memopt.profiler.joint_graph import described, split_joint
 
 BUCKETS = "memopt_buckets"
 """Attribute of the class of a sharded module: parameter's name in the module → its bucket."""
@@ -44,6 +44,10 @@ _AFTER_SCATTER = frozenset(
 """What may stand between a scatter and the gradient that is returned."""
 
 
+_Found = dict[Node, tuple[int, int]]
+"""Parameter, or a collective of one → its bucket and its place among the parameters."""
+
+
 def buckets_of(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Of each parameter that `memopt.shard` has put in a bucket, by its name in the model, the
     bucket, and which of the model's parameters it is."""
@@ -56,16 +60,21 @@ def buckets_of(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def join_collectives(
-    module: GraphModule, buckets: Mapping[str, tuple[int, int]], names: Mapping[Node, str]
+    module: GraphModule, buckets: Mapping[str, tuple[int, int]], names: Mapping[str, str]
 ) -> None:
     """Join the gathers, and the scatters, of each bucket; in place.
 
     Args:
         module: a joint graph.
         buckets: see `buckets_of`.
-        names: input of the graph → the model's parameter that it is.
+        names: what the graph calls a parameter → its name in the model.
     """
-    bucket_of = {node: buckets[name] for node, name in names.items() if name in buckets}
+    bucket_of: _Found = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        descriptor, _ = described(node)
+        if type(descriptor).__name__ == "ParamAOTInput":
+            name = names[descriptor.target]
+            bucket_of.update({node: buckets[name]} if name in buckets else {})
     if not bucket_of:
         return
     for members in _groups(_gathers(module, bucket_of)):
@@ -74,10 +83,6 @@ def join_collectives(
         _join_scatters(module, members)
     module.graph.lint()
     module.recompile()
-
-
-_Found = dict[Node, tuple[int, int]]
-"""Collective → bucket and place of the parameter that it is of."""
 
 
 def _gathers(module: GraphModule, bucket_of: _Found) -> _Found:
