@@ -156,6 +156,38 @@ def test_small_parameters_of_a_block_are_gathered_together(eight_fake_ranks: Any
     assert scatters == [[2 * narrow // 8], [trained], [trained]]
 
 
+class Twice(nn.Module):
+    """One block, called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.GELU())])
+
+    def forward(self, input: Tensor) -> Tensor:
+        found: Tensor = self.blocks[0](self.blocks[0](input))
+        return found
+
+
+def test_a_block_that_is_called_twice_is_gathered_twice(eight_fake_ranks: Any) -> None:
+    plan = memopt.plan(memopt.shard(Twice(), eight_fake_ranks), torch.randn(4, 16), progress=False)
+    weight, bias = 4 * 16 * 16, 4 * 16
+    assert sent(plan, "all_gather") == [[weight, bias]] * 2
+    assert sent(plan, "reduce_scatter") == [[(weight + bias) // 8]] * 2
+
+
+def test_replicas_reduce_what_was_scattered_together(eight_fake_ranks: Any) -> None:
+    assert eight_fake_ranks.size() == 8
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicas", "shards"))
+    plan = memopt.plan(
+        memopt.shard(nn.Sequential(nn.Linear(16, 24)), mesh), torch.randn(4, 16), progress=False
+    )
+    part = 4 * (16 * 24 + 24) // 4
+    assert sent(plan, "reduce_scatter") == [[part]]
+    assert sent(plan, "all_reduce") == [[part]]
+    sizes = [plan.graph.tensors[t].size_bytes for t in plan.graph.gradients]
+    assert part in sizes
+
+
 def test_outside_of_a_step_a_parameter_is_its_shard(eight_fake_ranks: Any) -> None:
     model = memopt.shard(nn.Sequential(nn.Linear(16, 24)), eight_fake_ranks)
     assert model[0].weight is model[0]._parameters["weight"]
