@@ -103,8 +103,7 @@ class Pair(nn.Module):
         self.group = dist.distributed_c10d._get_default_group().group_name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x * self.weight
-        both = [y.detach(), y.detach() + 1]
+        y, both = x * self.weight, [x, self.weight.detach()]
         gathers = torch.ops._c10d_functional.all_gather_into_tensor_coalesced
         first, second = map(WAIT, gathers(both, 1, self.group))
         found: torch.Tensor = (y * first).sin() * second
