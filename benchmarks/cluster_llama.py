@@ -9,7 +9,6 @@ Read in torchtitan's sources at the commit that its report names (9dec370): the 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -17,12 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memopt.models.device import Device
-from memopt.models.graph import Graph, Operator, Phase
+from memopt.models.graph import Graph
 from memopt.programs.early_collectives import with_early_collectives
 from memopt.programs.instructions import Program
-from memopt.programs.liveness import computes, with_frees
 from memopt.programs.replay import replay
-from memopt.reductions.lower import without_unread_reruns
+from memopt.reductions.block_checkpoints import forward_of_blocks, largest_sent_bytes, run_again
 
 VOCABULARY = 128256
 SHAPES = {
@@ -31,7 +29,6 @@ SHAPES = {
     "405B": (126, 16384, 128, 53248),
 }
 """Layers, width, heads (8 of keys and values), width within the feed-forward layers."""
-_BLOCKS = "layers"
 _ATTENTION = "scaled_dot_product"
 
 
@@ -125,33 +122,15 @@ def published_step(graph: Graph, device: Device, selective: bool) -> Program:
         device: its link rates.
         selective: else full checkpointing.
     """
-    blocks: defaultdict[str, list[int]] = defaultdict(list)
-    sent_bytes: defaultdict[str, int] = defaultdict(int)
-    for index, operator in enumerate(graph.operators):
-        block = _block(operator)
-        if block and operator.phase is Phase.FORWARD:
-            blocks[block].append(index)
-        if block and operator.collective is not None:
-            sent_bytes[block] += operator.collective.size_bytes
+    blocks = forward_of_blocks(graph)
+    last = list(blocks)[-1]
     again = {
-        name: set(members) - _kept(graph, members, selective, name == list(blocks)[-1])
+        name: set(members) - _kept(graph, members, selective, name == last)
         for name, members in blocks.items()
     }
-    order: list[int] = []
-    for index, operator in enumerate(graph.operators):
-        if operator.phase is not Phase.FORWARD:
-            order += sorted(again.pop(_block(operator), ()))
-        order.append(index)
-    instructions = without_unread_reruns(graph, computes(graph, order))
-    program = Program(with_frees(graph, instructions))
-    room_bytes = replay(graph, program, device).peak_bytes + max(sent_bytes.values())
+    program = run_again(graph, again)
+    room_bytes = replay(graph, program, device).peak_bytes + largest_sent_bytes(graph)
     return with_early_collectives(graph, program, room_bytes, device)
-
-
-def _block(operator: Operator) -> str:
-    """The block that an operator belongs to, "layers.3"; "": to none."""
-    path = operator.module.split(".")
-    return ".".join(path[:2]) if path[0] == _BLOCKS else ""
 
 
 def _kept(graph: Graph, members: Iterable[int], selective: bool, last: bool) -> set[int]:

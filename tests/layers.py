@@ -147,6 +147,7 @@ SHARED_BY_STRATEGIES = (
     "memopt.strategies.base",
     "memopt.strategies.host_budget",
     "memopt.strategies.budget_search",
+    "memopt.strategies.checkpointed_blocks",
     "memopt.strategies.target",
     "memopt.strategies.store_all",
     "memopt.strategies.solvers",

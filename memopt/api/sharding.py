@@ -18,6 +18,7 @@ def shard(
     *,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    bucket_bytes: int = 25 * 2**20,
 ) -> M:
     """Spread a model's parameters over the ranks of a mesh: each holds a part of the rows of each,
     and gathers them where the model reads them. To be called on every rank.
@@ -30,7 +31,9 @@ def shard(
 
     A plan of the model (`memopt.wrap`, `memopt.plan`) has the gathering among its operators: which
     parameters are kept for the backward and which are gathered again is the planner's choice.
-    Unplanned, all that were gathered are kept.
+    Unplanned, all that were gathered are kept. A plan joins the collectives of small parameters: in
+    blocks (the modules of a list or a sequence that hold modules with parameters), else of a
+    module's own parameters.
 
     Args:
         model: on the device of the mesh, or on meta.
@@ -39,6 +42,9 @@ def shard(
         param_dtype: parameters are gathered in it, and the model's floating-point inputs are cast
             to it; None: no change.
         reduce_dtype: gradients are averaged in it; None: in the dtype that they are computed in.
+        bucket_bytes: of a block, parameters of up to so many bytes in all, whole, are gathered, and
+            their gradients scattered, by one collective (the size is that of DDP's buckets). 0:
+            each by its own.
 
     Raises:
         ValueError: the model or the mesh is of a kind that cannot be sharded; the message says
@@ -46,4 +52,10 @@ def shard(
     """
     from memopt.distributed.shard import sharded
 
-    return sharded(model, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    return sharded(
+        model,
+        mesh,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        bucket_bytes=bucket_bytes,
+    )

@@ -10,7 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
+from memopt.distributed.buckets import buckets
 from memopt.distributed.gathering import Sharding
+from memopt.profiler.joined_collectives import BUCKETS
 from memopt.profiler.ranks import ranks_in
 
 M = TypeVar("M", bound=nn.Module)
@@ -24,17 +26,21 @@ def sharded(
     *,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    bucket_bytes: int = 0,
 ) -> M:
     """See `memopt.shard`."""
     _check(model, mesh)
+    if bucket_bytes < 0:
+        raise ValueError(f"bucket_bytes must be at least 0, got {bucket_bytes}")
     ranks = ranks_in(mesh)
     if ranks is not None:
         shapes = [(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
         ranks.check_same({"model": f"{type(model).__name__} {shapes}"}, "the model is sharded")
     sharding = Sharding(mesh, param_dtype, reduce_dtype)
+    together = buckets(model, bucket_bytes, param_dtype)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        _shard_module(module, sharding, made)
+        _shard_module(module, sharding, together, made)
     _mark_running(model, sharding)
     return model
 
@@ -76,19 +82,21 @@ def _check(model: nn.Module, mesh: DeviceMesh) -> None:
             )
 
 
-def _shard_module(module: nn.Module, sharding: Sharding, made: dict[int, nn.Parameter]) -> None:
+def _shard_module(
+    module: nn.Module, sharding: Sharding, together: dict[int, int], made: dict[int, nn.Parameter]
+) -> None:
     """Replace a module's own parameters by shards, and its class by one that gathers them."""
-    readers: dict[str, Any] = {_MARK: sharding}
-    for name, parameter in module._parameters.items():
-        if parameter is None:
-            continue
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    bucket_of = {name: together[id(p)] for name, p in own.items() if id(p) in together}
+    readers: dict[str, Any] = {_MARK: sharding, BUCKETS: bucket_of}
+    for name, parameter in own.items():
         if id(parameter) not in made:
             # The shard is kept with the old parameter's name in the dict, whose id lives so long.
             made[id(parameter)] = _sharded(parameter, sharding)
         module._parameters[name] = made[id(parameter)]
         rows = parameter.shape[0] if parameter.dim() else None
         readers[name] = property(sharding.reader(name, rows))
-    if len(readers) > 1:
+    if own:
         kind = type(module)
         module.__class__ = type(f"Sharded{kind.__name__}", (kind,), readers)
 

@@ -122,6 +122,8 @@ class Writer:
             raise InvalidProgramError(f"{node.name} is read while it is not on the device")
         text = self.look(node) or self.call(node)
         if is_wait(node.target):
+            for other in self.sending.beside(node):
+                self.settle(other)
             self.landed(self.sending.waited(node))
             text = self.waiting(text)
         self.emit(f"{self.bind(node)} = {text}")
@@ -255,6 +257,12 @@ class Writer:
         self.ran.add(op)
         kept = unpacked(self.lowering, node, outputs)
         self.lay_out(node, kept, implementation is None and in_place is None and into is None)
+        # What is not kept, or is memory beside the results, it would have as long as it runs.
+        at_once = operator.collective is not None and (
+            len(kept) < len(operator.writes) or operator.workspace_bytes > 0
+        )
+        if at_once:
+            text = self.waited_at_once(text, (*outputs, *operator.reads))
         note = f"  # {operator.module}" if operator.module else ""
         if self.arena is not None and into is not None:
             self.emit(f"{indent}{into}{note}")
@@ -268,15 +276,9 @@ class Writer:
             for position, base, _ in kept:
                 self.emit(f"{self.bind(base)} = result[{position}]")
             self.emit("del result")
-        elif operator.collective is not None:
-            self.wait_at_once(text, note, operator.reads)
         else:
             self.emit(f"{indent}{text}{note}")
-        self.sending.start(op, outputs)
-        if operator.collective is not None and operator.workspace_bytes:
-            # It would have that memory as long as it runs.
-            for tensor in outputs:
-                self.settle(tensor)
+        self.sending.start(op, () if at_once else outputs)
         if in_place is not None:
             if self.arena is not None:
                 self.arena.taken(self, in_place, outputs, operator.name)
@@ -289,11 +291,11 @@ class Writer:
             certain = own and is_laid_out_one_way(node, result)
             (self.laid_out.add if certain else self.laid_out.discard)(result)
 
-    def wait_at_once(self, text: str, note: str, reads: Iterable[int]) -> None:
-        """A collective of which nothing is kept."""
+    def waited_at_once(self, text: str, tensors: Iterable[int]) -> str:
+        """A collective's call that ends when it has arrived."""
         self.globals["waited"] = waited
-        self.emit(self.waiting(f"waited({text})") + note)
-        self.landed(reads)
+        self.landed(tensors)
+        return self.waiting(f"waited({text})")
 
     def update_on_host(self, op: int) -> None:
         """The host's update, by the host copy of the gradient."""

@@ -30,9 +30,11 @@ from memopt.profiler.as_eager.recorded_outputs import hooks_set
 from memopt.profiler.as_eager.settled import settles
 from memopt.profiler.dependencies.dependencies import Dependencies, digest
 from memopt.profiler.inputs import Call
+from memopt.profiler.joined_collectives import buckets_of, join_collectives
 from memopt.profiler.joint_graph import (
     Boxed,
     compiler,
+    described,
     gradients_as_kept,
     mutations,
     partitioner,
@@ -268,13 +270,14 @@ def _export(
         module: GraphModule = joint.graph_module
         without_zero_gradients(module)
         gradients_as_kept(module, call)
+        names = _names(model, traced, joint)
+        join_collectives(module, buckets_of(model), {n: names[n][0] for n in names})
         split = split_joint(module)
         if not split.tangents:
             raise CaptureError(
                 "nothing to train: no output of the model has a gradient (all are detached, "
                 "integers, or computed under no_grad)"
             )
-        names = _names(model, traced, joint)
         with torch_private.no_donated_buffers(joint):
             compiled = torch_private.compile_joint(
                 joint,
@@ -357,9 +360,7 @@ def registered(model: nn.Module, name: str) -> Any:
 def _primal(
     node: Node, names: dict[str, tuple[str, torch.Tensor]], dependencies: Dependencies
 ) -> Primal:
-    descriptor, part = node.meta["desc"], ""
-    if type(descriptor).__name__ == "SubclassGetAttrAOTInput":
-        descriptor, part = descriptor.base, descriptor.attr
+    descriptor, part = described(node)
     kind = type(descriptor).__name__
     if kind in ("ParamAOTInput", "BufferAOTInput"):
         name, tensor = names[descriptor.target]

@@ -76,6 +76,14 @@ def split_joint(module: GraphModule) -> Split:
     )
 
 
+def described(node: Node) -> tuple[Any, str]:
+    """AOTAutograd's descriptor of an input, and which part of a DTensor it is ("": it is none)."""
+    descriptor = node.meta["desc"]
+    if type(descriptor).__name__ == "SubclassGetAttrAOTInput":
+        return descriptor.base, descriptor.attr
+    return descriptor, ""
+
+
 def _given(primals: Sequence[Node], descriptors: Sequence[Any]) -> tuple[int, ...]:
     """The positions of the inputs for which a joint graph has an output in place of a gradient."""
     bases = [getattr(n.meta.get("desc"), "base", None) for n in primals]

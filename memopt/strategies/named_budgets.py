@@ -91,7 +91,7 @@ class Planning:
         """The strategy's solution; where it has none, the plan that was kept of it, if one fits."""
         solution = self.target.solve(budget_bytes, self.attempt)
         if solution.plans or budget_bytes is None:
-            return solution
+            return self.target.fastest(solution, budget_bytes, self.device)
         if solution.smallest is not None:
             named = solution.smallest_budget_bytes or solution.smallest.peak_bytes or 1
             self._kept(named, solution.smallest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 from memopt.models.bounds import overlapped_bound, relative_gap
@@ -24,6 +25,7 @@ from memopt.reductions.step_linearization import linearize_step
 from memopt.reductions.validate_and_replay import Figures, validate_and_replay
 from memopt.strategies.base import CostModel, Solution, Status, Strategy
 from memopt.strategies.budget_search import PROBES, Attempt, best_that_fits
+from memopt.strategies.checkpointed_blocks import or_checkpointed
 
 
 def chain_view(cost_model: CostModel) -> ChainView:
@@ -111,6 +113,17 @@ class Target:
         # One table of a recomputing strategy answers every budget; the others solve anew.
         probes = PROBES if self.strategy.features.recompute else 0
         return best_that_fits(self.linearized, attempt, budget_bytes, probes)
+
+    def fastest(
+        self, solution: Solution, budget_bytes: int | None, device: Device | None
+    ) -> Solution:
+        """The solution, or checkpointed blocks where collectives make those faster, for strategies
+        that recompute."""
+        again = self.strategy.features.recompute and self.graph.network_time_s > 0
+        if budget_bytes is None or not (again and solution.plans):
+            return solution
+        made = partial(self.program, budget_bytes=budget_bytes, device=device)
+        return or_checkpointed(self.graph, solution, made, budget_bytes, device)
 
     def _overlapped(self, solution: Solution) -> Solution:
         """The solution with what it claims where collectives overlap what is computed: strategies

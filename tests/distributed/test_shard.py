@@ -71,11 +71,13 @@ def trained(rank: int, ranks: int, name: str, steps: int, budgets: list[Any]) ->
     return found
 
 
-def regathered(plan: Any) -> tuple[int, int]:
-    """How many parameters are gathered more than once, of how many that are gathered."""
-    gathers = {i for i, one in enumerate(plan.graph.operators) if "all_gather_into" in one.target}
+def regathered(plan: Any) -> tuple[int, int, int]:
+    """How many all-gathers run more than once, of how many, and how many parameters they gather."""
+    operators = plan.graph.operators
+    gathers = {i for i, one in enumerate(operators) if "all_gather_into" in one.target}
     runs = [run.op for _, run in plan.program.computes if run.op in gathers]
-    return sum(runs.count(op) > 1 for op in gathers), len(gathers)
+    parameters = sum(len(operators[op].writes) for op in gathers)
+    return sum(runs.count(op) > 1 for op in gathers), len(gathers), parameters
 
 
 def check_trained(found: list[dict[str, Any]], steps: int, as_fsdp: bool = True) -> None:
@@ -97,8 +99,10 @@ def check_trained(found: list[dict[str, Any]], steps: int, as_fsdp: bool = True)
 def test_two_ranks(tmp_path: Path) -> None:
     found = processes.results(processes.run(trained, 2, tmp_path, "mlp", 2, ["min"]))
     check_trained(found, 2)
-    again, gathers = found[0]["plans"][0]["regathered"]
-    assert 0 < again <= gathers == 14
+    again, gathers, parameters = found[0]["plans"][0]["regathered"]
+    # One for each block.
+    assert 0 < again <= gathers == 4
+    assert parameters == 14
 
 
 @pytest.mark.slow

@@ -112,23 +112,80 @@ def eight_fake_ranks() -> Iterator[Any]:
     torch.distributed.destroy_process_group()
 
 
+def sent(plan: memopt.Plan, what: str) -> list[list[int]]:
+    """Bytes of each collective's results."""
+    tensors, operators = plan.graph.tensors, plan.graph.operators
+    return [[tensors[t].size_bytes for t in x.writes] for x in operators if what in x.target]
+
+
 def test_what_is_gathered_in_which_precision(eight_fake_ranks: Any) -> None:
     model = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 8))
     memopt.shard(model, eight_fake_ranks, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plan = memopt.plan(model, torch.randn(4, 16), progress=False)
-    sizes = {
-        target: sorted(
-            plan.graph.tensors[operator.writes[0]].size_bytes
-            for operator in plan.graph.operators
-            if target in operator.target
-        )
-        for target in ("all_gather", "reduce_scatter")
-    }
-    # Whole parameters of two bytes, and an eighth of the gradients of four.
-    assert sizes["all_gather"] == [2 * 8, 2 * 24, 2 * 8 * 24, 2 * 16 * 24]
-    assert sizes["reduce_scatter"] == [4, 4 * 3, 4 * 24, 4 * 48]
+    # Whole parameters of two bytes, and an eighth of the gradients of four, packed.
+    assert sent(plan, "all_gather") == [[2 * 16 * 24, 2 * 24], [2 * 24 * 8, 2 * 8]]
+    assert sent(plan, "reduce_scatter") == [[4 * (24 + 1)], [4 * (48 + 3)]]
     shards = {one.name: one.size_bytes for one in plan.graph.tensors if one.resident}
     assert shards["0.weight"] == 4 * 16 * 24 // 8
+
+
+def test_small_parameters_of_a_block_are_gathered_together(eight_fake_ranks: Any) -> None:
+    def block() -> nn.Module:
+        made = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16))
+        made[2].bias.requires_grad_(False)
+        return made
+
+    def gathered(bucket_bytes: int) -> tuple[list[list[int]], list[list[int]]]:
+        model = nn.Sequential(block(), block(), nn.LayerNorm(16))
+        memopt.shard(model, eight_fake_ranks, bucket_bytes=bucket_bytes)
+        plan = memopt.plan(model, torch.randn(4, 16), progress=False)
+        return sent(plan, "all_gather"), sent(plan, "reduce_scatter")
+
+    weight, wide, narrow = 4 * 16 * 24, 4 * 24, 4 * 16
+    apart = [[weight], [wide], [weight], [narrow]]
+    norm = [[narrow], [narrow]]
+    assert gathered(0)[0] == [*apart, *apart, *norm]
+    # Two weights do not fit; what is small goes with the first.
+    part = [[weight, wide, narrow], [weight]]
+    assert gathered(weight + wide + narrow)[0] == [*part, *part, [narrow, narrow]]
+    gathers, scatters = gathered(2**20)
+    whole = [weight, wide, weight, narrow]
+    assert gathers == [whole, whole, [narrow, narrow]]
+    # Without the gradient of the frozen bias.
+    trained = (2 * weight + wide) // 8
+    assert scatters == [[2 * narrow // 8], [trained], [trained]]
+
+
+class Twice(nn.Module):
+    """One block, called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.GELU())])
+
+    def forward(self, input: Tensor) -> Tensor:
+        found: Tensor = self.blocks[0](self.blocks[0](input))
+        return found
+
+
+def test_a_block_that_is_called_twice_is_gathered_twice(eight_fake_ranks: Any) -> None:
+    plan = memopt.plan(memopt.shard(Twice(), eight_fake_ranks), torch.randn(4, 16), progress=False)
+    weight, bias = 4 * 16 * 16, 4 * 16
+    assert sent(plan, "all_gather") == [[weight, bias]] * 2
+    assert sent(plan, "reduce_scatter") == [[(weight + bias) // 8]] * 2
+
+
+def test_replicas_reduce_what_was_scattered_together(eight_fake_ranks: Any) -> None:
+    assert eight_fake_ranks.size() == 8
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicas", "shards"))
+    plan = memopt.plan(
+        memopt.shard(nn.Sequential(nn.Linear(16, 24)), mesh), torch.randn(4, 16), progress=False
+    )
+    part = 4 * (16 * 24 + 24) // 4
+    assert sent(plan, "reduce_scatter") == [[part]]
+    assert sent(plan, "all_reduce") == [[part]]
+    sizes = [plan.graph.tensors[t].size_bytes for t in plan.graph.gradients]
+    assert part in sizes
 
 
 def test_outside_of_a_step_a_parameter_is_its_shard(eight_fake_ranks: Any) -> None:
@@ -149,6 +206,8 @@ def test_refusals(eight_fake_ranks: Any) -> None:
     wrapped = memopt.wrap(nn.Sequential(nn.Linear(4, 4)), progress=False)
     with pytest.raises(ValueError, match="wrapped already: shard first"):
         memopt.shard(wrapped, mesh)
+    with pytest.raises(ValueError, match="bucket_bytes must be at least 0, got -1"):
+        memopt.shard(nn.Linear(4, 4), mesh, bucket_bytes=-1)
     with pytest.raises(ValueError, match="a DeviceMesh of one dimension, or of two"):
         memopt.shard(nn.Linear(4, 4), None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a whole step cannot be planned where ranks hold shards"):

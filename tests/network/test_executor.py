@@ -7,8 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from memopt.models.graph import Graph
+from memopt.profiler.collectives import WAIT
 from memopt.programs.early_collectives import with_early_collectives
 from memopt.programs.instructions import Compute, Free, Instruction, Program
 from memopt.programs.liveness import store_all
@@ -89,3 +92,33 @@ def test_memory_is_given_back_when_the_collective_is_over() -> None:
     assert (
         "slice_backward_1 = " not in blocking[blocking.index(f"{name} = ") : blocking.index(wait)]
     )
+
+
+class Pair(nn.Module):
+    """Two tensors gathered by one collective, read far apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.group = dist.distributed_c10d._get_default_group().group_name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, both = x * self.weight, [x, self.weight.detach()]
+        gathers = torch.ops._c10d_functional.all_gather_into_tensor_coalesced
+        first, second = map(WAIT, gathers(both, 1, self.group))
+        found: torch.Tensor = (y * first).sin() * second
+        return found
+
+
+def test_several_results_are_waited_for_together() -> None:
+    """As long as one is not, what the collective read and wrote is held."""
+    with alone():
+        check(Case(Pair, lambda: (torch.randn(3, 6),)))
+        prepared = prepare(Pair(), (torch.randn(3, 6),))
+        lines = prepared.planned().code.splitlines()
+        late = prepared.planned(recompute_late(prepared.graph)).code
+    wait = "_c10d_functional_wait_tensor_default("
+    waits = [i for i, line in enumerate(lines) if wait in line]
+    assert waits[:2] == [waits[0], waits[0] + 1]
+    # Of a run of which the program keeps one result, both are waited for where it starts.
+    assert "= waited(_c10d_functional_all_gather_into_tensor_coalesced_default(" in late

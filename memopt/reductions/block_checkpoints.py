@@ -1,0 +1,75 @@
+"""The schedule of FSDP2 with checkpointed blocks, as a program: every block runs its forward again
+before its backward, with its weights gathered again (`reshard_after_forward`).
+
+Blocks are those of the model's lists: operators whose module's path has the same beginning up to
+its first number ("layers.3").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from memopt.models.graph import Graph, Phase
+from memopt.programs.instructions import Program
+from memopt.programs.liveness import computes, with_frees
+from memopt.reductions.lower import without_unread_reruns
+
+
+def block_of(path: str) -> str:
+    """The block of a module, by its path; "": it is in none."""
+    parts = path.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
+
+
+def forward_of_blocks(graph: Graph) -> dict[str, list[int]]:
+    """Block → its forward operators, in the graph's order; blocks in the order of the forward."""
+    blocks: dict[str, list[int]] = {}
+    for index, operator in enumerate(graph.operators):
+        block = block_of(operator.module)
+        if block and operator.phase is Phase.FORWARD:
+            blocks.setdefault(block, []).append(index)
+    return blocks
+
+
+def largest_sent_bytes(graph: Graph) -> int:
+    """What the collectives of a block send, at most, in forward and backward."""
+    sent: dict[str, int] = {}
+    for operator in graph.operators:
+        block = block_of(operator.module)
+        if block and operator.collective is not None:
+            sent[block] = sent.get(block, 0) + operator.collective.size_bytes
+    return max(sent.values(), default=0)
+
+
+def run_again(graph: Graph, again: Mapping[str, Collection[int]]) -> Program:
+    """The step in which forward operators of blocks run again before the block's backward.
+
+    Args:
+        graph: the step.
+        again: block → those that do. Of them, those run whose results the backward reads.
+    """
+    waiting = {block: sorted(chosen) for block, chosen in again.items()}
+    order: list[int] = []
+    for index, operator in enumerate(graph.operators):
+        if operator.phase is not Phase.FORWARD:
+            order += waiting.pop(block_of(operator.module), ())
+        order.append(index)
+    return Program(with_frees(graph, without_unread_reruns(graph, computes(graph, order))))
+
+
+def checkpointed(graph: Graph, blocks: Mapping[str, Sequence[int]], kept: int = 0) -> Program:
+    """The step with checkpointed blocks.
+
+    Args:
+        graph: the step.
+        blocks: `forward_of_blocks` of it.
+        kept: how many of the last blocks keep their activations and gathered weights. Of the others
+            the last one keeps its weights: its backward comes next.
+    """
+    names = list(blocks)[: len(blocks) - kept]
+    again = {name: [i for i in blocks[name] if graph.operators[i].recomputable] for name in names}
+    if names and not kept:
+        last = again[names[-1]]
+        again[names[-1]] = [i for i in last if graph.operators[i].collective is None]
+    return run_again(graph, again)

@@ -1,0 +1,95 @@
+"""A candidate for steps with collectives: every block checkpointed, its collectives prefetched.
+
+Strategies plan as if each collective were waited for, so that gathering a weight again seems to
+cost its whole time. Where the network is hidden behind what is computed it costs none, and FSDP2's
+schedule with checkpointed blocks may be faster than theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from memopt.models.bounds import relative_gap, time_lower_bound
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.programs.early_collectives import with_early_collectives
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Program
+from memopt.programs.replay import replay
+from memopt.reductions.block_checkpoints import (
+    checkpointed,
+    forward_of_blocks,
+    largest_sent_bytes,
+)
+from memopt.strategies.base import Solution, Status
+
+
+def or_checkpointed(
+    graph: Graph,
+    solution: Solution,
+    program: Callable[[Solution], Program | None],
+    budget_bytes: int,
+    device: Device | None,
+) -> Solution:
+    """A strategy's solution, or the step with checkpointed blocks, where that is faster.
+
+    Args:
+        graph: with collectives.
+        solution: of a strategy that recomputes, within the budget.
+        program: makes the program of a solution as it runs.
+        budget_bytes: of the device, total.
+        device: link rates.
+    """
+    own = program(solution)
+    if own is None or graph.movable:
+        return solution
+    least_s = replay(graph, own, device).time_s
+    best: Program | None = None
+    for candidate in _candidates(graph, budget_bytes, device):
+        timeline = replay(graph, candidate, device)
+        if timeline.peak_bytes <= budget_bytes and timeline.time_s < least_s:
+            best, least_s = candidate, timeline.time_s
+    if best is None:
+        return solution
+    bound_s = solution.lower_bound_s
+    bound_s = min(least_s, time_lower_bound(graph) if bound_s is None else bound_s)
+    return replace(
+        solution,
+        status=Status.FEASIBLE,
+        steps=None,
+        program=best,
+        peak_bytes=replay(graph, best, device).peak_bytes,
+        time_s=least_s,
+        lower_bound_s=bound_s,
+        gap=relative_gap(least_s, bound_s),
+        stats={**solution.stats, "schedule": "checkpointed blocks"},
+    )
+
+
+def _candidates(graph: Graph, budget_bytes: int, device: Device | None) -> Iterator[Program]:
+    """All blocks checkpointed and prefetched by one; and as few as fit beside that prefetch."""
+    blocks = forward_of_blocks(graph)
+    if len(blocks) < 2:
+        return
+    room_bytes = largest_sent_bytes(graph)
+
+    def made(kept: int) -> tuple[Program, int]:
+        program = with_in_place(graph, checkpointed(graph, blocks, kept))
+        return program, replay(graph, program, device).peak_bytes
+
+    program, peak_bytes = made(0)
+    if peak_bytes > budget_bytes:
+        return
+    limit_bytes = min(budget_bytes, peak_bytes + room_bytes)
+    yield with_early_collectives(graph, program, limit_bytes, device)
+    least, most = 0, len(blocks)
+    while least < most:
+        middle = (least + most + 1) // 2
+        found, peak_bytes = made(middle)
+        if peak_bytes + room_bytes <= budget_bytes:
+            least, program = middle, found
+        else:
+            most = middle - 1
+    if least:
+        yield with_early_collectives(graph, program, budget_bytes, device)
