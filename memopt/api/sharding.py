@@ -31,9 +31,9 @@ def shard(
 
     A plan of the model (`memopt.wrap`, `memopt.plan`) has the gathering among its operators: which
     parameters are kept for the backward and which are gathered again is the planner's choice.
-    Unplanned, all that were gathered are kept. A plan joins the collectives of small parameters: in
-    blocks (the modules of a list or a sequence that hold modules with parameters), else of a
-    module's own parameters.
+    Unplanned, all that were gathered are kept. A plan joins the collectives of small parameters: of
+    a block (a module of a `ModuleList` or `Sequential` that has modules of its own), and outside of
+    blocks those of one module.
 
     Args:
         model: on the device of the mesh, or on meta.

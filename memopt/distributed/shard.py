@@ -26,7 +26,7 @@ def sharded(
     *,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-    bucket_bytes: int = 0,
+    bucket_bytes: int,
 ) -> M:
     """See `memopt.shard`."""
     _check(model, mesh)
