@@ -143,6 +143,16 @@ EQUIVALENTS = (
     ),
     Equivalent(
         "floating_trace_kernels",
+        r"for u in range\(s \+ 1, n \+ 1\):  ->  .*range\(s (\+ 0|\* 1), ",
+        "H(s, s) has no steps",
+    ),
+    Equivalent(
+        "floating_trace_kernels",
+        r"if s \+ 1 < u:  ->  if s \+ 1 != u:",
+        "u is at least s + 1",
+    ),
+    Equivalent(
+        "floating_trace_kernels",
         r"n \+ 1 if s > 1 else 2\):  ->  .* if s != 1 else",
         "s is at least 1",
     ),
