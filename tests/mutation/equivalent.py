@@ -42,6 +42,11 @@ EQUIVALENTS = (
         "NumPy takes any negative extent for the one to be found",
     ),
     Equivalent(
+        "",
+        r"first_backward < len\((graph|self.graph).operators\).*  ->  .*first_backward != len",
+        "it is the number of operators where there is no backward, at most",
+    ),
+    Equivalent(
         "bounds",
         r"early \| \(set\(graph.tangents\) & graph.kept\)  ->  .* early \^ ",
         "tangents come from outside, so that no forward operator has written one",
