@@ -42,6 +42,11 @@ EQUIVALENTS = (
         "NumPy takes any negative extent for the one to be found",
     ),
     Equivalent(
+        "",
+        r"first_backward < len\((graph|self.graph).operators\).*  ->  .*first_backward != len",
+        "it is the number of operators where there is no backward, at most",
+    ),
+    Equivalent(
         "bounds",
         r"early \| \(set\(graph.tangents\) & graph.kept\)  ->  .* early \^ ",
         "tangents come from outside, so that no forward operator has written one",
@@ -140,6 +145,16 @@ EQUIVALENTS = (
         "dynprog_kernels",
         r"np.empty\(0, np.int32\)  ->  .*np.empty\( ?1, ",
         "room that grows when it is used up",
+    ),
+    Equivalent(
+        "floating_trace_kernels",
+        r"for u in range\(s \+ 1, n \+ 1\):  ->  .*range\(s (\+ 0|\* 1), ",
+        "H(s, s) has no steps",
+    ),
+    Equivalent(
+        "floating_trace_kernels",
+        r"if s \+ 1 < u:  ->  if s \+ 1 != u:",
+        "u is at least s + 1",
     ),
     Equivalent(
         "floating_trace_kernels",
