@@ -271,7 +271,8 @@ def page(rows: list[Row], command: str, threads: int, rounds: int, own_random: b
     absolute = any(row.kernels != "aten" for row in rows)
     won = [row for row in rows if row.ours_over_peer < 1]
     lost = [
-        f"- {row.model} against {row.peer}: {row.reason or f'{_named(row)}, {row.ours_over_peer:.3f}'}"
+        f"- {row.model} against {row.peer}: "
+        + (row.reason or f"{_named(row)}, {row.ours_over_peer:.3f}")
         for row in rows
         if not row.ours_over_peer < 1
     ]
