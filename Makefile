@@ -12,8 +12,9 @@ FUZZ_DIR ?= out/fuzz
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# -qq: only errors; pip warns about every package index that lacks a package.
-PIP := $(BIN)/python -m pip install -qq -c constraints.txt
+# -qq: only errors; pip warns about every package index that lacks a package. --no-compile: Python
+# compiles what is imported when it is; compiling all of transformers takes most of a minute.
+PIP := $(BIN)/python -m pip install -qq --no-compile -c constraints.txt
 # Each of the test workers is one thread of torch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
