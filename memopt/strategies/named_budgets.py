@@ -68,11 +68,10 @@ class Planning:
         if budget_bytes is None:
             return None
         solution = self.within(budget_bytes)
-        if self.target.linearized is None:
-            # In place afterwards, it may need less than it was searched for.
-            peak_bytes = max(1, self._checked(budget_bytes, solution))
-            if peak_bytes < budget_bytes:
-                budget_bytes = self._kept(peak_bytes, solution)
+        # In place afterwards, it may need less than it was searched for.
+        peak_bytes = max(1, self._checked(budget_bytes, solution))
+        if peak_bytes < budget_bytes:
+            budget_bytes = self._kept(peak_bytes, solution)
         return budget_bytes, solution
 
     def _smallest_budget(self) -> int | None:

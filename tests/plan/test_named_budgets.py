@@ -48,6 +48,16 @@ def known(model: Any, budget: int, strategy: Any) -> int:
         return 0
 
 
+@pytest.mark.parametrize("seed", [3, 46])
+def test_min_is_what_its_plan_takes(seed: int) -> None:
+    """Also of chains, whose programs may take less than the chain that was solved."""
+    graph = training_graph(Random(seed), 14, True)
+    for name in ("rotor", "rotor-menus", "revolve"):
+        made = plan(graph, "min", name)
+        assert made.budget == made.peak_bytes
+        assert plan(graph, made.peak_bytes, name).peak_bytes == made.peak_bytes
+
+
 @pytest.mark.parametrize("limit_s", [1e-6, 0.05])
 @pytest.mark.parametrize("name", NAMES)
 def test_min_has_a_plan_at_any_limit(name: str, limit_s: float) -> None:
