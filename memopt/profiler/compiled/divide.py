@@ -12,7 +12,6 @@ kernel holds much memory at once and strategies have something to choose from.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -115,21 +114,16 @@ def _connected(graph: Graph, members: set[int], level: list[int]) -> list[list[i
             op = parent[op]
         return op
 
-    def alike(one: int, other: int) -> bool:
-        phases = graph.operators[one].phase, graph.operators[other].phase
-        return level[one] == level[other] and phases[0] is phases[1]
-
+    place = {op: (level[op], graph.operators[op].phase) for op in members}
     for op in sorted(members):
         for source in _sources(graph, op):
-            if source in members and alike(source, op):
+            if source in members and place[source] == place[op]:
                 parent[root(op)] = root(source)
     for tensor in graph.producer:
-        readers = [
-            op for op in graph.readers[tensor] if op in members and _is_largest(graph, tensor, op)
-        ]
-        for one, other in itertools.combinations(readers, 2):
-            if alike(one, other):
-                parent[root(one)] = root(other)
+        first: dict[tuple[int, Phase], int] = {}
+        for op in graph.readers[tensor]:
+            if op in members and _is_largest(graph, tensor, op):
+                parent[root(op)] = root(first.setdefault(place[op], op))
     groups: dict[int, list[int]] = defaultdict(list)
     for op in sorted(members):
         groups[root(op)].append(op)
