@@ -129,10 +129,10 @@ def _groups(found: _Found) -> list[list[Node]]:
         bucket, place = found[node]
         backward = node.meta.get("partitioner_tag") == "is_backward"
         key = (bucket, node.meta["val"].dtype, backward, *node.args[1:])
-        members, places = present.get(key, ([], {place}))
-        if place in places:
-            members, places = present[key] = ([], set())
-            groups.append(members)
+        if key not in present or place in present[key][1]:
+            present[key] = ([], set())
+            groups.append(present[key][0])
+        members, places = present[key]
         members.append(node)
         places.add(place)
     several = sorted((group for group in groups if len(group) > 1), key=max)

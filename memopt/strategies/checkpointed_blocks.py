@@ -45,21 +45,22 @@ def or_checkpointed(
     if own is None or graph.movable:
         return solution
     least_s = replay(graph, own, device).time_s
-    best: Program | None = None
+    best: tuple[Program, int] | None = None
     for candidate in _candidates(graph, budget_bytes, device):
         timeline = replay(graph, candidate, device)
         if timeline.peak_bytes <= budget_bytes and timeline.time_s < least_s:
-            best, least_s = candidate, timeline.time_s
+            best, least_s = (candidate, timeline.peak_bytes), timeline.time_s
     if best is None:
         return solution
+    checkpointed_step, peak_bytes = best
     bound_s = solution.lower_bound_s
     bound_s = min(least_s, time_lower_bound(graph) if bound_s is None else bound_s)
     return replace(
         solution,
         status=Status.FEASIBLE,
         steps=None,
-        program=best,
-        peak_bytes=replay(graph, best, device).peak_bytes,
+        program=checkpointed_step,
+        peak_bytes=peak_bytes,
         time_s=least_s,
         lower_bound_s=bound_s,
         gap=relative_gap(least_s, bound_s),
