@@ -16,7 +16,14 @@ from memopt.executor.arena_code import ArenaWriter
 from memopt.executor.collectives import UnderWay
 from memopt.executor.host_updates import gradient_of
 from memopt.executor.released import released
-from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
+from memopt.executor.values import (
+    Halves,
+    argument_in,
+    attribute_of,
+    base_of,
+    kernel_of,
+    unpacked,
+)
 from memopt.executor.views import Look, is_laid_out_one_way, look_of, looked
 from memopt.models.variants import variant
 from memopt.profiler.collectives import WAIT, is_wait, waited
@@ -114,7 +121,7 @@ class Writer:
             return node.name
         kernel = kernel_of(self.lowering, node)
         if kernel is not None:
-            base = self.lowering.bases[self.lowering.storages[node][0]]  # type: ignore[index]
+            base = base_of(self.lowering, node)
             if base in self.bound and base is not node:
                 return base.name
             raise InvalidProgramError(f"{node.name} is read before {kernel.name} has run")
@@ -136,8 +143,7 @@ class Writer:
         if found is None:
             return None
         if kernel_of(self.lowering, found.root) is not None:
-            base = self.lowering.bases[self.lowering.storages[found.root][0]]  # type: ignore[index]
-            found = replace(found, root=base)
+            found = replace(found, root=base_of(self.lowering, found.root))
         if found.root not in self.bound:
             return None
         if node not in self.results:

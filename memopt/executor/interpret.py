@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 
 from memopt.errors import InvalidProgramError
 from memopt.executor.host_updates import gradient_of
-from memopt.executor.values import Halves, argument_in, attribute_of, kernel_of, unpacked
+from memopt.executor.values import Halves, argument_in, attribute_of, base_of, kernel_of, unpacked
 from memopt.models.variants import variant
 from memopt.profiler.collectives import waited
 from memopt.profiler.in_place import in_place_call
@@ -38,7 +38,7 @@ class _Machine:
         if node.op == "get_attr":
             return attribute_of(self.halves, node)
         if kernel_of(self.lowering, node) is not None:
-            base = self.lowering.bases[self.lowering.storages[node][0]]  # type: ignore[index]
+            base = base_of(self.lowering, node)
             if base is not node:
                 return self.read(base)
         if node not in self.lowering.views or kernel_of(self.lowering, node) is not None:

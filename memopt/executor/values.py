@@ -166,6 +166,11 @@ def kernel_of(lowering: Lowering, node: Node) -> Node | None:
     return None
 
 
+def base_of(lowering: Lowering, node: Node) -> Node:
+    """The node whose variable has the storage of a node's tensor."""
+    return lowering.bases[lowering.storages[node][0]]  # type: ignore[index]
+
+
 def attribute_of(halves: Halves, node: Node) -> Any:
     """The attribute of the captured module that a get_attr node names."""
     return operator.attrgetter(str(node.target))(halves.captured.module)

@@ -7,6 +7,7 @@ view is known, and one call without the dispatcher makes it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,7 @@ class Look:
 Looked = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor]
 
 
+@functools.cache
 def looked() -> Looked:
     """What makes a view by its shape, strides and offset: of plain tensors past the dispatcher,
     without autograd."""
@@ -101,8 +103,6 @@ def look_of(node: Node, views: Container[Node]) -> Look | None:
     if root is node or not _is_plain(root.meta.get("val")):
         return None
     value, whole = node.meta["val"], root.meta["val"]
-    if value.dtype != whole.dtype or value.is_neg() != whole.is_neg():
-        return None
     offset = int(value.storage_offset()) - int(whole.storage_offset())
     return Look(root, tuple(value.shape), tuple(value.stride()), offset)
 
