@@ -5,7 +5,9 @@ measuring every call of fourteen model families with torch 2.13 (`benchmarks/est
 compares again). oneDNN reorders the tensors of a convolution to its blocked layout, x', w', y':
 forward, x' and w' are there while y' is computed, then y' while it is reordered to y; backward, x'
 and y' while dw' is computed. Pointwise convolutions read tensors as they are; a strided backward
-has two copies of dx. Its own scratchpads are known for 3-d convolutions on few planes only.
+has two copies of dx. Its own scratchpads are known for 3-d convolutions on few planes only; without
+AVX-512 it has no kernel for the backward of 3-d convolutions whose depth is padded either. An
+estimate for a CPU is for one with the instructions of the machine that estimates.
 
 On CUDA they are those that are known from torch's sources:
 
@@ -168,8 +170,8 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda:
             if pointwise and len(given.shape) == 4
             else 0
         )
-    if len(weight.shape) == 5 and padding[0] > 0 and given.shape[2] <= weight.shape[2] - padding[0]:
-        return _shallow_volume(given, weight, result)
+    if len(weight.shape) == 5 and padding[0] > 0 and _multiplied(given, weight, padding):
+        return _products(given, weight, result)
     if weight.shape[1] == 1 and math.prod(weight.shape[2:]) > 9:
         return _bytes(given)
     if plain and not transposed and not call.args[10][0]:
@@ -180,9 +182,19 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda:
     return reordered + _dense(result)
 
 
-def _shallow_volume(given: TensorArgument, weight: TensorArgument, result: TensorArgument) -> int:
-    """The backward of a 3-d convolution whose padding reaches past the far side, for which oneDNN
-    has only matrix products: copies of w and dw, and the columns of one plane of the result."""
+def _multiplied(given: TensorArgument, weight: TensorArgument, padding: Sequence[int]) -> bool:
+    """Whether oneDNN has only matrix products for the backward of a 3-d convolution with a padded
+    depth: where the padding reaches past the far side, and without AVX-512 wherever the window is
+    more than one pixel wide."""
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if wide or math.prod(weight.shape[3:]) == 1:
+        return bool(given.shape[2] <= weight.shape[2] - padding[0])
+    return True
+
+
+def _products(given: TensorArgument, weight: TensorArgument, result: TensorArgument) -> int:
+    """The backward of a 3-d convolution in matrix products: copies of w and dw, and the columns of
+    one plane of the result."""
     columns = given.shape[1] * math.prod(weight.shape[2:]) * math.prod(result.shape[3:])
     return 4 * _bytes(weight) + columns * given.dtype.itemsize + _ALIGNMENT
 

@@ -53,8 +53,14 @@ def single_plan(
         return None
 
 
-def check_minimum(cost_model: Chain | Graph, names: tuple[str, ...], device: Device) -> int:
-    """auto over these strategies is their minimum, at every budget; how many have a plan."""
+def check_minimum(
+    cost_model: Chain | Graph, names: tuple[str, ...], device: Device, rounding: float = 0.0
+) -> int:
+    """auto over these strategies is their minimum, at every budget; how many have a plan.
+
+    Times of models are measured: their sum in another order differs in the last bit (`rounding`, a
+    share). Those of random graphs are whole numbers.
+    """
     peak = solve(cost_model, None, StoreAll(), device=device).peak_bytes
     auto = Auto(tuple(resolve(name) for name in names))
     planned = 0
@@ -69,7 +75,8 @@ def check_minimum(cost_model: Chain | Graph, names: tuple[str, ...], device: Dev
             continue
         planned += 1
         made = solve(cost_model, budget, auto, device=device)
-        assert made.step_time_s == min(plan.step_time_s for plan in plans)
+        fastest_s = min(plan.step_time_s for plan in plans)
+        assert made.step_time_s == pytest.approx(fastest_s, rel=rounding, abs=0.0)
         assert made.peak_bytes <= budget
         assert made.lower_bound_s <= made.step_time_s
     return planned
@@ -117,7 +124,7 @@ def test_is_the_minimum_on_graphs(seed: int) -> None:
 @pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.slow), "convolutions"])
 def test_is_the_minimum_on_models(name: str) -> None:
     one = profiled(make(name))
-    assert check_minimum(one.graph, MEMBERS, Device()) > 1
+    assert check_minimum(one.graph, MEMBERS, Device(), rounding=1e-14) > 1
     made = memopt.plan(one, budget="min", strategy="auto", progress=False)
     smallest = []
     for member in MEMBERS:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ import torch.multiprocessing
 from tests.distributed.gloo import in_one_thread
 
 Work = Callable[..., Any]
+
+GRACE_S = 30
+"""Beyond the group's timeout, in which a rank that waits for a lost one ends by itself."""
 
 _PRELOADED = (
     "memopt.profiler",
@@ -87,17 +91,33 @@ def run(
         _one, arguments, nprocs=ranks, start_method="forkserver", join=False
     )
     assert context is not None
-    for process in context.processes:
-        process.join()
+    _end(context.processes, timeout_s + GRACE_S)
     found: list[Any] = []
     for rank in range(ranks):
         path = folder / f"{rank}.pt"
-        if rank == lost:
+        if rank != lost and not path.exists():
+            found.append(Failed("NoResult", f"exit code {context.processes[rank].exitcode}", 0.0))
+        elif rank == lost:
             assert not path.exists()
             found.append(None)
         else:
             found.append(torch.load(path, weights_only=False))
     return found
+
+
+def _end(processes: Sequence[Any], alone_s: float) -> None:
+    """Wait for all. Once one has ended the others have so many seconds: what waits for a rank that
+    is gone would wait for ever in a group whose own timeout is long."""
+    ended_s: float | None = None
+    while any(process.is_alive() for process in processes):
+        multiprocessing.connection.wait([one.sentinel for one in processes if one.is_alive()], 1.0)
+        if ended_s is None and not all(process.is_alive() for process in processes):
+            ended_s = time.monotonic()
+        if ended_s is not None and time.monotonic() - ended_s > alone_s:
+            for process in processes:
+                process.kill()
+    for process in processes:
+        process.join()
 
 
 def results(found: list[Any]) -> list[Any]:

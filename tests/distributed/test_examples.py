@@ -7,7 +7,6 @@ import contextlib
 import io
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +20,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def examples(rank: int, ranks: int, ports: list[int]) -> list[str]:
-    """What both print, in groups of their own, which torchrun's variables say how to form."""
+    """What both print, in groups of their own, which torchrun's variables say how to form; `ports`
+    of the stores."""
     from examples import train_data_parallel, train_sharded
 
     torch.distributed.destroy_process_group()
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
+    # As under torchrun, whose store the ranks find.
+    told["TORCHELASTIC_USE_AGENT_STORE"] = True
     os.environ.update({name: str(value) for name, value in told.items()})
     texts = []
     for run, port in zip((train_sharded.main, train_data_parallel.main), ports, strict=True):
@@ -36,14 +38,13 @@ def examples(rank: int, ranks: int, ports: list[int]) -> list[str]:
     return texts
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path / "cache"))
-    ports = [free_port(), free_port()]
+    stores = [
+        torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for _ in range(2)
+    ]
+    ports = [store.port for store in stores]
     (sharded, parallel), others = processes.results(processes.run(examples, 2, tmp_path, ports))
     # A layer's weight and bias are gathered by one.
     assert re.search(r"gathered again: [1-8] of 8 all-gathers", sharded)

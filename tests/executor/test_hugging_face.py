@@ -115,7 +115,10 @@ def test_hidden_states_of_a_model_that_was_never_called(
     losses: list[Any] = []
     for one in (model, twin):
         torch.manual_seed(1)
-        losses.append(loss(one(IDS, labels=IDS, output_hidden_states=True)))
+        # As it is planned: keys that went through a cache have other strides, with which products
+        # are rounded otherwise on some processors.
+        output = one(IDS, labels=IDS, output_hidden_states=True, use_cache=False)
+        losses.append(loss(output))
         losses[-1].backward()
     assert model.calls.planned == 1
     assert torch.equal(*losses)
