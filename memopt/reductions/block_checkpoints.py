@@ -86,7 +86,7 @@ def checkpointed(
 def by_worth(
     graph: Graph, blocks: Mapping[str, Sequence[int]], collectives: bool
 ) -> list[tuple[int, ...]]:
-    """Forward operators of blocks, those first whose results spare most time for a byte that is kept;
+    """Forward operators of blocks, those first whose results spare most time for their bytes;
     of equal layers the last first, whose results are kept for the shortest time.
 
     Args:
