@@ -69,7 +69,7 @@ def checkpointed(
         kept: forward operators of them whose results stay for the backward. The gathered weights of
             the last block always do: its backward comes next.
     """
-    last = next(reversed(blocks), "")
+    last = next(reversed(list(blocks)), "")
     again = {
         name: [
             i
@@ -96,7 +96,7 @@ def by_worth(
             what is computed, keeping them spares nothing.
     """
     worth: list[tuple[float, int, int]] = []
-    for number, members in enumerate(reversed(blocks.values())):
+    for number, members in enumerate(reversed(list(blocks.values()))):
         for index in members:
             operator = graph.operators[index]
             if collectives or operator.collective is None:

@@ -87,7 +87,7 @@ def _candidates(graph: Graph, budget_bytes: int, device: Device | None) -> Itera
         return
     limit_bytes = min(budget_bytes, peak_bytes + room_bytes)
     yield with_early_collectives(graph, program, limit_bytes, device)
-    orders: list[Sequence[Sequence[int]]] = [[*reversed(blocks.values())]]
+    orders: list[Sequence[Sequence[int]]] = [list(blocks.values())[::-1]]
     orders += [by_worth(graph, blocks, collectives) for collectives in (False, True)]
     for order in orders:
         least, most, best = 0, len(order), None
