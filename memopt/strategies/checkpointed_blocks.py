@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 from memopt.models.bounds import relative_gap, time_lower_bound
 from memopt.models.device import Device
@@ -70,9 +71,9 @@ def or_checkpointed(
 
 
 def _candidates(graph: Graph, budget_bytes: int, device: Device | None) -> Iterator[Program]:
-    """All blocks checkpointed and prefetched by one. Beside that prefetch, too: as many of the last
-    blocks as fit left as they are, and as much kept in all of them as fits, what spares most time
-    for its bytes first, which is selective checkpointing."""
+    """All blocks checkpointed and prefetched by one. Beside that prefetch, or a quarter of it: as
+    many of the last blocks as fit left as they are, and as much kept in all of them as fits, what
+    spares most time for its bytes first, which is selective checkpointing."""
     blocks = forward_of_blocks(graph)
     if len(blocks) < 2:
         return
@@ -89,12 +90,12 @@ def _candidates(graph: Graph, budget_bytes: int, device: Device | None) -> Itera
     yield with_early_collectives(graph, program, limit_bytes, device)
     orders: list[Sequence[Sequence[int]]] = [list(blocks.values())[::-1]]
     orders += [by_worth(graph, blocks, collectives) for collectives in (False, True)]
-    for order in orders:
+    for order, free_bytes in product(orders, (room_bytes, room_bytes // 4)):
         least, most, best = 0, len(order), None
         while least < most:
             middle = (least + most + 1) // 2
             found, peak_bytes = made({op for group in order[:middle] for op in group})
-            if peak_bytes + room_bytes <= budget_bytes:
+            if peak_bytes + free_bytes <= budget_bytes:
                 least, best = middle, found
             else:
                 most = middle - 1
