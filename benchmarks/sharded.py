@@ -1,9 +1,9 @@
 """memopt.shard under plans beside FSDP2, with and without checkpointing of every block.
 
-    python -m benchmarks.sharded [--ranks 2] [--layers 6] [--width 256] [--rounds 10]
+    python -m benchmarks.sharded [--models gpt2 resnet50] [--ranks 2] [--rounds 10]
                                  [--out docs/results/sharded.md]
 
-A GPT-2 without dropout is trained by gloo processes of one thread each, on this machine: by FSDP2
+A model is trained by gloo processes of one thread each, on this machine: by FSDP2
 (`fully_shard` on each block and the root), by FSDP2 with torch's checkpointing of each block, and
 by `memopt.shard` under three plans: one that keeps everything, one within the peak of checkpointed
 FSDP2, and one within half of FSDP2's peak. Every round runs one step of each, so that what
@@ -36,31 +36,40 @@ import memopt
 from memopt.errors import InfeasibleBudgetError
 from memopt.profiler.memory import metered
 from tests.distributed.gloo import in_one_thread
-from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
+from tests.zoo import torchvision_shim  # noqa: F401 (before torchvision and transformers)
 
+import torchvision  # isort: skip
 from transformers import GPT2Config, GPT2LMHeadModel  # isort: skip
 
-BATCH, TOKENS, VOCABULARY = 8, 128, 2048
+VOCABULARY = 2048
 MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Size:
-    """How large the model is."""
+class Subject:
+    """A model that is trained.
 
-    layers: int
-    width: int
+    Attributes:
+        text: what it is, and the batch of a rank.
+        build: makes it; parameters are not tied, so that FSDP2 sums gradients in the same order.
+        blocks: where its blocks are: modules that have them as children.
+        inputs: draws the call of a rank.
+    """
+
+    text: str
+    build: Callable[[], Any]
+    blocks: Callable[[Any], list[nn.Module]]
+    inputs: Callable[[], dict[str, torch.Tensor]]
 
 
-def gpt2(size: Size) -> Any:
-    """The model; its embeddings are not tied, so that FSDP2 sums gradients in the same order."""
-    torch.manual_seed(0)
+def gpt2() -> Any:
+    """Six layers of 256, without dropout."""
     config = GPT2Config(
-        n_layer=size.layers,
-        n_embd=size.width,
-        n_head=size.width // 32,
+        n_layer=6,
+        n_embd=256,
+        n_head=8,
         vocab_size=VOCABULARY,
-        n_positions=TOKENS,
+        n_positions=128,
         bos_token_id=0,
         eos_token_id=0,
         resid_pdrop=0.0,
@@ -72,21 +81,50 @@ def gpt2(size: Size) -> Any:
     return GPT2LMHeadModel(config)
 
 
-def fsdp(size: Size, mesh: DeviceMesh, checkpointed: bool) -> nn.Module:
+def words() -> dict[str, torch.Tensor]:
+    """Eight rows of 128 words, which are the labels, too."""
+    ids = torch.randint(0, VOCABULARY, (8, 128))
+    return {"input_ids": ids, "labels": ids}
+
+
+SUBJECTS = {
+    "gpt2": Subject(
+        "a GPT-2 of 6 layers of 256, 8 x 128 tokens",
+        gpt2,
+        lambda model: [model.transformer.h],
+        words,
+    ),
+    "resnet50": Subject(
+        "torchvision's ResNet-50, 8 images of 96 x 96",
+        torchvision.models.resnet50,
+        lambda model: [model.layer1, model.layer2, model.layer3, model.layer4],
+        lambda: {"x": torch.randn(8, 3, 96, 96)},
+    ),
+}
+
+
+def fsdp(subject: Subject, mesh: DeviceMesh, checkpointed: bool) -> nn.Module:
     """The model under FSDP2."""
-    model = gpt2(size)
-    for i, block in enumerate(model.transformer.h):
-        if checkpointed:
-            model.transformer.h[i] = checkpoint_wrapper(block)  # type: ignore[no-untyped-call]
-        fully_shard(model.transformer.h[i], mesh=mesh)
+    model = seeded(subject)
+    for blocks in subject.blocks(model):
+        for name, block in blocks.named_children():
+            if checkpointed:
+                setattr(blocks, name, checkpoint_wrapper(block))  # type: ignore[no-untyped-call]
+            fully_shard(blocks.get_submodule(name), mesh=mesh)
     fully_shard(model, mesh=mesh)
     found: nn.Module = model
     return found
 
 
-def planned(size: Size, mesh: DeviceMesh, budget: Any) -> nn.Module:
+def seeded(subject: Subject) -> Any:
+    """The model with the same parameters on all ranks."""
+    torch.manual_seed(0)
+    return subject.build()
+
+
+def planned(subject: Subject, mesh: DeviceMesh, budget: Any) -> nn.Module:
     """The model under memopt.shard and a plan."""
-    model: nn.Module = memopt.shard(gpt2(size), mesh)
+    model: nn.Module = memopt.shard(seeded(subject), mesh)
     return memopt.wrap(model, budget, progress=False)
 
 
@@ -100,14 +138,15 @@ def slowest(value: float) -> float:
 class Step:
     """Training steps of one model on one batch."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, subject: Subject) -> None:
         self._model = model
         torch.manual_seed(torch.distributed.get_rank())
-        self._ids = torch.randint(0, VOCABULARY, (BATCH, TOKENS))
+        self._inputs = subject.inputs()
 
     def __call__(self) -> None:
-        output = self._model(input_ids=self._ids, labels=self._ids)
-        output.loss.backward()
+        output = self._model(**self._inputs)
+        loss = output.loss if "labels" in self._inputs else output.square().mean()
+        loss.backward()
         self._model.zero_grad()
 
     def seconds(self) -> float:
@@ -133,8 +172,9 @@ class Step:
         return int(min(found))
 
 
-def measure(rank: int, ranks: int, store: str, folder: str, size: Size, rounds: int) -> None:
+def measure(rank: int, ranks: int, store: str, folder: str, name: str, rounds: int) -> None:
     """One rank's part; rank 0 writes the table."""
+    subject = SUBJECTS[name]
     torch.set_num_threads(1)
     in_one_thread()
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
@@ -145,7 +185,7 @@ def measure(rank: int, ranks: int, store: str, folder: str, size: Size, rounds: 
 
     def add(name: str, make: Callable[[], nn.Module]) -> None:
         try:
-            steps[name] = Step(make())
+            steps[name] = Step(make(), subject)
             peaks[name] = steps[name].peak_bytes()
         except InfeasibleBudgetError as error:
             steps.pop(name, None)
@@ -153,12 +193,12 @@ def measure(rank: int, ranks: int, store: str, folder: str, size: Size, rounds: 
         if rank == 0:
             print(f"{name}: {peaks.get(name, 0) / MIB:.1f} MiB", flush=True)
 
-    add("FSDP2", lambda: fsdp(size, mesh, False))
-    add("plan, keeping everything", lambda: planned(size, mesh, None))
-    add("FSDP2, blocks checkpointed", lambda: fsdp(size, mesh, True))
+    add("FSDP2", lambda: fsdp(subject, mesh, False))
+    add("plan, keeping everything", lambda: planned(subject, mesh, None))
+    add("FSDP2, blocks checkpointed", lambda: fsdp(subject, mesh, True))
     within = peaks["FSDP2, blocks checkpointed"]
-    add("plan within that peak", lambda: planned(size, mesh, within))
-    add("plan within half of FSDP2's", lambda: planned(size, mesh, peaks["FSDP2"] // 2))
+    add("plan within that peak", lambda: planned(subject, mesh, within))
+    add("plan within half of FSDP2's", lambda: planned(subject, mesh, peaks["FSDP2"] // 2))
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         for name, step in steps.items():
@@ -167,29 +207,23 @@ def measure(rank: int, ranks: int, store: str, folder: str, size: Size, rounds: 
         if rank == 0:
             print(f"round {number} of {rounds}", flush=True)
     if rank == 0:
-        text = table(size, ranks, rounds, times, peaks, notes)
+        text = table(subject, ranks, rounds, times, peaks, notes)
         Path(folder, "table.md").write_text(text, encoding="utf-8")
     torch.distributed.destroy_process_group()
 
 
 def table(
-    size: Size,
+    subject: Subject,
     ranks: int,
     rounds: int,
     times: dict[str, list[float]],
     peaks: dict[str, int],
     notes: list[str],
 ) -> str:
-    """The measured figures, as a page."""
+    """The measured figures of one model."""
     first = times["FSDP2"]
     lines = [
-        "# Sharded steps beside FSDP2",
-        "",
-        f"`python -m benchmarks.sharded --ranks {ranks} --layers {size.layers} --width "
-        f"{size.width} --rounds {rounds}`: a GPT-2 of {size.layers} layers of {size.width}, "
-        f"{BATCH} x {TOKENS} tokens on each of {ranks} gloo processes of one thread; torch "
-        f"{torch.__version__}. Medians of {rounds} interleaved rounds; the ratio is the median of "
-        "each round's.",
+        f"## {subject.text[0].upper()}{subject.text[1:]} on each of {ranks} ranks",
         "",
         "| | peak of a rank, MiB | step, ms | ratio to FSDP2 |",
         "|---|---|---|---|",
@@ -201,22 +235,34 @@ def table(
     return "\n".join([*lines, "", *notes, ""]).rstrip() + "\n"
 
 
+def page(options: argparse.Namespace) -> str:
+    """All models, one after the other."""
+    names = " ".join(options.models)
+    parts = [
+        "# Sharded steps beside FSDP2\n",
+        f"`python -m benchmarks.sharded --models {names} --ranks {options.ranks} --rounds "
+        f"{options.rounds}`: gloo processes of one thread; torch {torch.__version__}. Medians of "
+        f"{options.rounds} interleaved rounds; the ratio is the median of each round's.\n",
+    ]
+    for name in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            given = (options.ranks, f"{folder}/store", folder, name, options.rounds)
+            torch.multiprocessing.start_processes(
+                measure, given, nprocs=options.ranks, start_method="spawn"
+            )
+            parts.append(Path(folder, "table.md").read_text(encoding="utf-8"))
+    return "\n".join(parts)
+
+
 def main() -> int:
-    """Measure, and print or write the table."""
+    """Measure, and print or write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded", description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--out", type=Path, help="write the table there; else print it")
+    parser.add_argument("--out", type=Path, help="write the page there; else print it")
     options = parser.parse_args()
-    size = Size(options.layers, options.width)
-    with tempfile.TemporaryDirectory() as folder:
-        given = (options.ranks, f"{folder}/store", folder, size, options.rounds)
-        torch.multiprocessing.start_processes(
-            measure, given, nprocs=options.ranks, start_method="spawn"
-        )
-        text = Path(folder, "table.md").read_text(encoding="utf-8")
+    text = page(options)
     if options.out is None:
         print(text)
     else:

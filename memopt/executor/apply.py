@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -200,13 +201,18 @@ def _as_planned(plan: PlanRecord) -> AbstractContextManager[object]:
 
 
 def planned_call(plan: PlanRecord, model: nn.Module, inputs: Any = None) -> Call:
-    """The user's inputs as a call; without them the example call, zeros if it comes from a file.
+    """The user's inputs as a call, keywords in the order that was planned; without them the example
+    call, zeros if it comes from a file.
 
     Raises:
         ValueError: there is no example call to take.
     """
     if inputs is not None:
-        return training_call(model, inputs)
+        call = training_call(model, inputs)
+        names = () if plan.record is None else plan.record.kwargs.keys
+        if set(names) != call.kwargs.keys():
+            return call
+        return replace(call, kwargs={name: call.kwargs[name] for name in names})
     if plan.profiled is not None:
         return plan.profiled.captured.call
     if plan.record is None:

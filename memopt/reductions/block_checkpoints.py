@@ -58,18 +58,48 @@ def run_again(graph: Graph, again: Mapping[str, Collection[int]]) -> Program:
     return Program(with_frees(graph, without_unread_reruns(graph, computes(graph, order))))
 
 
-def checkpointed(graph: Graph, blocks: Mapping[str, Sequence[int]], kept: int = 0) -> Program:
+def checkpointed(
+    graph: Graph, blocks: Mapping[str, Sequence[int]], kept: Collection[int] = ()
+) -> Program:
     """The step with checkpointed blocks.
 
     Args:
         graph: the step.
         blocks: `forward_of_blocks` of it.
-        kept: how many of the last blocks keep their activations and gathered weights. Of the others
-            the last one keeps its weights: its backward comes next.
+        kept: forward operators of them whose results stay for the backward. The gathered weights of
+            the last block always do: its backward comes next.
     """
-    names = list(blocks)[: len(blocks) - kept]
-    again = {name: [i for i in blocks[name] if graph.operators[i].recomputable] for name in names}
-    if names and not kept:
-        last = again[names[-1]]
-        again[names[-1]] = [i for i in last if graph.operators[i].collective is None]
+    last = next(reversed(list(blocks)), "")
+    again = {
+        name: [
+            i
+            for i in members
+            if graph.operators[i].recomputable
+            and i not in kept
+            and (name != last or graph.operators[i].collective is None)
+        ]
+        for name, members in blocks.items()
+    }
     return run_again(graph, again)
+
+
+def by_worth(
+    graph: Graph, blocks: Mapping[str, Sequence[int]], collectives: bool
+) -> list[tuple[int, ...]]:
+    """Forward operators of blocks, those first whose results spare most time for their bytes;
+    of equal layers the last first, whose results are kept for the shortest time.
+
+    Args:
+        graph: the step.
+        blocks: `forward_of_blocks` of it.
+        collectives: whether gathered weights are among them. Where the network is hidden behind
+            what is computed, keeping them spares nothing.
+    """
+    worth: list[tuple[float, int, int]] = []
+    for number, members in enumerate(reversed(list(blocks.values()))):
+        for index in members:
+            operator = graph.operators[index]
+            if collectives or operator.collective is None:
+                size_bytes = sum(graph.tensors[t].size_bytes for t in operator.writes)
+                worth.append((-operator.time_s / max(1, size_bytes), number, index))
+    return [(index,) for _, _, index in sorted(worth)]

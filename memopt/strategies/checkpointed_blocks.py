@@ -7,8 +7,9 @@ schedule with checkpointed blocks may be faster than theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 from memopt.models.bounds import relative_gap, time_lower_bound
 from memopt.models.device import Device
@@ -18,6 +19,7 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.reductions.block_checkpoints import (
+    by_worth,
     checkpointed,
     forward_of_blocks,
     largest_sent_bytes,
@@ -69,28 +71,33 @@ def or_checkpointed(
 
 
 def _candidates(graph: Graph, budget_bytes: int, device: Device | None) -> Iterator[Program]:
-    """All blocks checkpointed and prefetched by one; and as few as fit beside that prefetch."""
+    """All blocks checkpointed and prefetched by one. Beside that prefetch, or a quarter of it: as
+    many of the last blocks as fit left as they are, and as much kept in all of them as fits, what
+    spares most time for its bytes first, which is selective checkpointing."""
     blocks = forward_of_blocks(graph)
     if len(blocks) < 2:
         return
     room_bytes = largest_sent_bytes(graph)
 
-    def made(kept: int) -> tuple[Program, int]:
+    def made(kept: Collection[int]) -> tuple[Program, int]:
         program = with_in_place(graph, checkpointed(graph, blocks, kept))
         return program, replay(graph, program, device).peak_bytes
 
-    program, peak_bytes = made(0)
+    program, peak_bytes = made(())
     if peak_bytes > budget_bytes:
         return
     limit_bytes = min(budget_bytes, peak_bytes + room_bytes)
     yield with_early_collectives(graph, program, limit_bytes, device)
-    least, most = 0, len(blocks)
-    while least < most:
-        middle = (least + most + 1) // 2
-        found, peak_bytes = made(middle)
-        if peak_bytes + room_bytes <= budget_bytes:
-            least, program = middle, found
-        else:
-            most = middle - 1
-    if least:
-        yield with_early_collectives(graph, program, budget_bytes, device)
+    orders: list[Sequence[Sequence[int]]] = [list(blocks.values())[::-1]]
+    orders += [by_worth(graph, blocks, collectives) for collectives in (False, True)]
+    for order, free_bytes in product(orders, (room_bytes, room_bytes // 4)):
+        least, most, best = 0, len(order), None
+        while least < most:
+            middle = (least + most + 1) // 2
+            found, peak_bytes = made({op for group in order[:middle] for op in group})
+            if peak_bytes + free_bytes <= budget_bytes:
+                least, best = middle, found
+            else:
+                most = middle - 1
+        if best is not None:
+            yield with_early_collectives(graph, best, budget_bytes, device)

@@ -16,6 +16,7 @@ from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.reductions.block_checkpoints import (
     block_of,
+    by_worth,
     checkpointed,
     forward_of_blocks,
     largest_sent_bytes,
@@ -81,7 +82,8 @@ def test_blocks_are_the_modules_of_lists() -> None:
 
 @pytest.mark.parametrize("kept", [0, 1, COUNT - 1, COUNT])
 def test_what_runs_again(kept: int) -> None:
-    program = checkpointed(GRAPH, BLOCKS, kept)
+    last = list(BLOCKS.values())[COUNT - kept :]
+    program = checkpointed(GRAPH, BLOCKS, {op for members in last for op in members})
     assert validate(GRAPH, program) is None
     runs = Counter(run.op for _, run in program.computes)
     twice = {GRAPH.operators[op].name for op, count in runs.items() if count == 2}
@@ -116,6 +118,34 @@ def test_no_plan_is_slower(share: float) -> None:
     if share == 0.3:
         # As many blocks as fit keep what they have.
         assert plan.step_time_s < 440
+
+
+def test_what_is_worth_most_is_kept_first() -> None:
+    names = [[GRAPH.operators[op].name for op in ops] for ops in by_worth(GRAPH, BLOCKS, False)]
+    second, first = [["second19"], ["second18"]], [["first19"], ["first18"]]
+    assert (names[:2], names[COUNT : COUNT + 2], len(names)) == (second, first, 2 * COUNT)
+    (gather,) = by_worth(GRAPH, BLOCKS, True)[2 * COUNT]
+    assert GRAPH.operators[gather].name == "gather19"
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
+def test_activations_are_kept_instead_of_weights_that_cost_nothing(share: float) -> None:
+    least, most = (
+        replay(GRAPH, program).peak_bytes
+        for program in (prefetched(checkpointed(GRAPH, BLOCKS)), store_all(GRAPH))
+    )
+    budget = int(least + share * (most - least))
+    whole = [
+        replay(GRAPH, with_early_collectives(GRAPH, program, budget))
+        for last in range(COUNT + 1)
+        for members in [list(BLOCKS.values())[COUNT - last :]]
+        for program in [checkpointed(GRAPH, BLOCKS, {op for ops in members for op in ops})]
+        if replay(GRAPH, program).peak_bytes <= budget
+    ]
+    strategy = Rotor(slots=10, exact_stages=0)
+    plan = memopt.plan(GRAPH, budget=budget, strategy=strategy, progress=False)
+    assert plan.peak_bytes <= budget
+    assert plan.step_time_s < min(timeline.time_s for timeline in whole)
 
 
 def test_a_faster_plan_stays() -> None:

@@ -136,9 +136,11 @@ def test_other_arguments_are_refused(
     assert part in refusal(loaded["nested"], model, {**inputs, **change})
 
 
-def test_given_inputs_do(loaded: dict[str, Plan]) -> None:
+@pytest.mark.parametrize("order", [list, reversed])
+def test_given_inputs_do(loaded: dict[str, Plan], order: Callable[[Any], Any]) -> None:
     model, inputs, _ = make("nested")
     again = make("nested")[0]
+    inputs = dict(order(list(inputs.items())))
     assert step_digest("nested", loaded["nested"].apply(model, inputs)) == step_digest(
         "nested", again
     )
