@@ -80,7 +80,14 @@ def families(machine: Machine, name: str, strategy: str, batch: int) -> Iterator
     one = Subject.of(name, machine, batch)
     device = machine.device
     link = memopt.measure_device(device)
-    plan_for = partial(memopt.plan, one.profiled, strategy=strategy, device=link, progress=False)
+    plan_for = partial(
+        memopt.plan,
+        one.profiled,
+        strategy=strategy,
+        device=link,
+        progress=False,
+        time_limit_s=machine.limit_s,
+    )
     floor = plan_for(budget="min")
     half = floor.peak_bytes + max(0, one.profiled.baseline.peak_bytes - floor.peak_bytes) // 2
     resident = one.profiled.graph.resident_bytes - backend_of(device).step_scalars_bytes
@@ -241,7 +248,7 @@ def joint(machine: Machine, name: str, batch: int) -> Iterator[Row]:
         "budget": budget,
         "device": link,
         "progress": False,
-        "time_limit_s": 20.0 if machine.is_cuda else 2.0,
+        "time_limit_s": machine.limit_s or 20.0,
     }
     plans = {s: memopt.plan(one.profiled, strategy=s, **how) for s in ("rotor", "joint")}
     modules = {way: plan.apply(one.model) for way, plan in plans.items()}

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 import memopt
 from benchmarks.gpu.hooks import StreamedHooks
 from benchmarks.steps import Step, clear, interleaved, peak_of, ratio
-from memopt.profiler import Loss, profile_model
+from memopt.profiler import Loss, MeasureOptions, profile_model
 from memopt.profiler.backend import backend_of
 from memopt.profiler.memory import library_bytes
 from memopt.profiler.session import Profiled
@@ -98,6 +98,11 @@ def limit_that_held(
     return None
 
 
+def effort(size: Any) -> MeasureOptions:
+    """How hard kernels are measured: in a dry run a few times, for its lines, not its figures."""
+    return MeasureOptions(cap_s=0.2, max_rounds=2) if size == "tiny" else MeasureOptions()
+
+
 def standing_bytes(device: torch.device) -> int:
     """What is allocated on a GPU before a model comes, without libraries' workspaces; 0 on CPU."""
     if device.type != "cuda":
@@ -163,7 +168,7 @@ def measure(
         family.inputs(size, batch=batch),
     )
     link = memopt.measure_device(device)
-    profiled = profile_model(model, inputs, loss=Loss(family.loss))
+    profiled = profile_model(model, inputs, loss=Loss(family.loss), options=effort(size))
     resident_bytes = profiled.graph.resident_bytes - backend_of(device).step_scalars_bytes
 
     def peak(step: Step) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.gpu.offload import standing_bytes, stepper
+from benchmarks.gpu.offload import effort, standing_bytes, stepper
 from benchmarks.steps import clear
 from memopt.profiler import Loss, profile_model
 from memopt.profiler.session import Profiled
@@ -34,6 +34,11 @@ class Machine:
     def is_cuda(self) -> bool:
         """Whether this is the day."""
         return self.device.type == "cuda"
+
+    @property
+    def limit_s(self) -> float | None:
+        """Seconds of a solver; None: its own."""
+        return None if self.is_cuda else 1.0
 
     def move(self, value: Any) -> Any:
         """Tensors of a structure, on the device."""
@@ -62,7 +67,9 @@ class Subject:
                 module.p = 0.0
         batch = batch if machine.is_cuda else TINY_BATCH
         inputs = machine.move(family.inputs(machine.size, batch=batch))
-        profiled = profile_model(model, inputs, loss=Loss(family.loss))
+        profiled = profile_model(
+            model, inputs, loss=Loss(family.loss), options=effort(machine.size)
+        )
         return cls(family, model, inputs, before_bytes, profiled)
 
     def step(self, module: nn.Module) -> Callable[[], None]:

@@ -31,10 +31,21 @@ class TensorArgument:
     offset: int
     dtype: torch.dtype
     storage_bytes: int
+    conjugated: bool = False
+    """Whether it is read as the conjugate of what is in memory: many kernels copy it first."""
+    negated: bool = False
+    """The same of its negative."""
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype}{list(self.shape)}s{list(self.stride)}+{self.offset}"
+        read = " conjugated" * self.conjugated + " negated" * self.negated
+        return f"{dtype}{list(self.shape)}s{list(self.stride)}+{self.offset}{read}"
+
+    def over(self, flat: torch.Tensor) -> torch.Tensor:
+        """A tensor like it over the elements of a storage."""
+        found = flat.as_strided(self.shape, self.stride, self.offset)
+        found = torch._conj(found) if self.conjugated else found
+        return torch._neg_view(found) if self.negated else found
 
 
 def _describe(value: Any) -> Any:
@@ -49,6 +60,8 @@ def _describe(value: Any) -> Any:
             int(value.storage_offset()),
             value.dtype,
             value.untyped_storage().nbytes(),
+            value.is_conj(),
+            value.is_neg(),
         )
     return value
 
@@ -151,7 +164,7 @@ class StandIns:
         else:
             value = wanted.dtype is torch.bool
             flat = torch.full((elements,), value, device=self._device, dtype=wanted.dtype)
-        return flat.as_strided(wanted.shape, wanted.stride, wanted.offset)
+        return wanted.over(flat)
 
     def arguments(self, one: Signature) -> Arguments:
         """Fresh real arguments for a call."""

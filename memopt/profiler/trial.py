@@ -27,6 +27,7 @@ from memopt.profiler.signature import (
     StandIns,
     TensorArgument,
     copied,
+    describe_value,
 )
 from memopt.profiler.torch_private import storage_at
 
@@ -54,7 +55,7 @@ class TrialData(StandIns):
         made = dtype if dtype.is_complex else torch.float32
         flat = torch.randn(elements, dtype=made, device=self._device, generator=self._generator)
         flat = flat > 0 if dtype is torch.bool else (2 * flat).to(dtype)
-        return flat.as_strided(wanted.shape, wanted.stride, wanted.offset)
+        return wanted.over(flat)
 
 
 def same_bits(
@@ -112,9 +113,11 @@ def copied_as_laid_out(arguments: Arguments) -> Arguments:
 
 
 def _whole_copy(value: Tensor) -> Tensor:
+    like: TensorArgument = describe_value(value)
+    stored = torch._neg_view(value) if like.negated else value
+    stored = torch._conj(stored) if like.conjugated else stored
     size = value.untyped_storage().nbytes() // value.element_size()
-    whole = value.as_strided((size,), (1,), 0).clone()
-    return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+    return like.over(stored.as_strided((size,), (1,), 0).clone())
 
 
 def poisoned(likes: Sequence[Tensor], device: torch.device) -> list[Tensor]:

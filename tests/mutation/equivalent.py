@@ -62,6 +62,21 @@ EQUIVALENTS = (
         "its letter comes before those of all moves that are not forward",
     ),
     Equivalent(
+        "chain_replay",
+        r"step.move is Move.DROP_ACTIVATION:  ->  .*step.move <= Move.DROP_ACTIVATION",
+        "its name comes before those of the moves that get there",
+    ),
+    Equivalent(
+        "chain_to_graph",
+        r"step.move is Move.FORWARD_ALL  ->  .*step.move <= Move.FORWARD_ALL",
+        "its name comes before those of the other forward moves",
+    ),
+    Equivalent(
+        "persistent_kernels",
+        r"if needed >= out.size:  ->  if needed (is|==|>) out.size:",
+        "without the early end, nothing is added: a start is at least what is needed",
+    ),
+    Equivalent(
         "lower",
         r"step.move is Move.BACKWARD:  ->  .*step.move <= Move.BACKWARD",
         "its letter comes before those of all moves that are not forward",
@@ -125,6 +140,21 @@ EQUIVALENTS = (
         "steps_kernels",
         r"[ij] \+= next_[ab] == at  ->  .* <= at",
         "`at` is the lesser of the two",
+    ),
+    Equivalent(
+        "steps_kernels",
+        r"current.at\[k\] if k < stop else limit  ->  .* if k != stop else",
+        "k is at most stop",
+    ),
+    Equivalent(
+        "floating_kernels",
+        r"if s \+ 1 < u and .*  ->  if s (\* 1|\+ 0) < u and ",
+        "H(s + 1, s + 1) has no steps",
+    ),
+    Equivalent(
+        "floating_kernels",
+        r"k \+ left.at.size \+ right.at.size\)  ->  .*left.at.size \* right.at.size\)",
+        "a sum of functions of a and b steps has at most a + b - 1, and a · b is no less",
     ),
     Equivalent(
         "schedule_cost_kernels",

@@ -18,7 +18,7 @@ from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
 from memopt.models.instances import three_layers
 from memopt.programs.instructions import Compute, DropHost, Free, Program, SwapIn, SwapOut
-from memopt.programs.lifetimes import lifetimes, storages
+from memopt.programs.lifetimes import Lifetime, bytes_during, lifetimes, storages
 from memopt.programs.link_clock import LinkClock
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
@@ -154,6 +154,11 @@ def test_lifetimes_by_hand() -> None:
         [3],
     ]
     assert [s.end for s in storages((first, second, last))] == [3, 4]
+
+
+def test_what_is_there_from_the_step_before_takes_memory_at_once() -> None:
+    listed = [Lifetime(-1, 1, 2), Lifetime(0, 2, 3), Lifetime(1, 3, 3, stays=False)]
+    assert bytes_during(line(), listed, 5) == [200, 300, 200, 100, 0]
 
 
 def working_set(graph: Graph, index: int) -> int:

@@ -12,6 +12,13 @@ from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.strategies.olla import Buffer
 
+FULL_SECTIONS = [
+    (0, 1, 2), (0, 2, 2), (1, 3, 1), (2, 3, 1), (2, 4, 1), (1, 4, 1), (3, 5, 2), (0, 6, 2),
+    (4, 6, 2), (5, 6, 1), (5, 6, 1),
+]  # fmt: skip
+"""(first instant, end, size) of buffers of which six bytes are live at every instant, and which
+have no placement within six bytes."""
+
 
 def all_orders(graph: Graph) -> Iterator[Program]:
     """Every valid program that runs each operator once, in every topological order."""

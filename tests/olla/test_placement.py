@@ -25,7 +25,7 @@ from memopt.strategies.olla.buffers import Layout
 from memopt.strategies.olla.feasibility import solve_capacity
 from memopt.strategies.olla.greedy import pyramid
 from memopt.strategies.olla.repair import repaired_placement, stacked_results
-from tests.olla.oracles import best_placement_bytes, overlap
+from tests.olla.oracles import FULL_SECTIONS, best_placement_bytes, overlap
 
 DATA = Path(__file__).parent.parent / "data" / "minimalloc"
 
@@ -86,11 +86,7 @@ def test_equals_brute_force_where_the_first_search_does_not_decide(
 
 def test_proves_a_bound_above_the_live_bytes() -> None:
     # 6 bytes are live at every instant, yet no placement within 6 bytes exists.
-    lives = [
-        (0, 1, 2), (0, 2, 2), (1, 3, 1), (2, 3, 1), (2, 4, 1), (1, 4, 1), (3, 5, 2), (0, 6, 2),
-        (4, 6, 2), (5, 6, 1), (5, 6, 1),
-    ]  # fmt: skip
-    buffers = tuple(Buffer(str(i), *life) for i, life in enumerate(lives))
+    buffers = tuple(Buffer(str(i), *life) for i, life in enumerate(FULL_SECTIONS))
     assert lower_bound(buffers) == 6
     placement = place(buffers)
     assert (placement.peak, placement.bound, placement.status) == (7, 7, Status.OPTIMAL)

@@ -14,7 +14,7 @@ from memopt.strategies.olla.buffers import Layout
 from memopt.strategies.olla.feasibility import solve_capacity
 from memopt.strategies.olla.joined_buffers import JoinedBuffers
 from memopt.strategies.olla.tiling import find_tiling, is_tiling
-from tests.olla.oracles import overlap
+from tests.olla.oracles import FULL_SECTIONS, overlap
 
 EASY = (0, 1, 3, 5, 8, 14, 19)
 """Seeds of the benchmark whose tilings are found soon."""
@@ -94,10 +94,7 @@ def test_agrees_with_cp_sat_on_small_ones() -> None:
 
 
 def test_proves_that_six_full_sections_have_no_tiling() -> None:
-    lives = [
-        (0, 1, 2), (0, 2, 2), (1, 3, 1), (2, 3, 1), (2, 4, 1), (1, 4, 1), (3, 5, 2), (0, 6, 2),
-        (4, 6, 2), (5, 6, 1), (5, 6, 1),
-    ]  # fmt: skip
+    lives = [*FULL_SECTIONS]
     rng = Random(6)
     for unit in (1, 7, 512):
         for backwards in (False, True):

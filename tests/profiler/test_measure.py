@@ -16,9 +16,10 @@ from memopt.profiler.build import build
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.capture import capture
 from memopt.profiler.inputs import to_call
-from memopt.profiler.measure import MeasureOptions, measure
+from memopt.profiler.measure import MeasureOptions, costs_of, measure
 from memopt.profiler.memory import metered
 from memopt.profiler.session import Profiled, profile_model
+from memopt.profiler.signature import call_signature
 
 CPU = torch.device("cpu")
 QUICK = MeasureOptions(cap_s=0.2, max_rounds=2)
@@ -127,6 +128,32 @@ def test_exponentials_are_measured_for_any_norms(count: int) -> None:
             result = torch.linalg.matrix_exp(given)
         # To a few indices of matrices.
         assert use.peak_bytes - result.nbytes <= found + 16
+
+
+def test_what_is_read_conjugated_or_negated_is_measured_so() -> None:
+    """Kernels copy it first, most of them."""
+    aten = torch.ops.aten
+    conjugated, weight = torch.randn(2, 6, 6, dtype=torch.complex64)
+    calls = (
+        (aten.mm.default, (conjugated.conj(), weight)),
+        (aten.tanh.default, (torch._neg_view(torch.randn(12, 6)),)),
+        (aten.tanh.default, (conjugated.conj(),)),
+    )
+    for target, arguments in calls:
+        (cost,) = costs_of([call_signature(target, arguments, {})], CPU, QUICK, timed=False)
+        with metered(CPU) as use:
+            result = target(*arguments)
+        assert cost.workspace_bytes == use.peak_bytes - result.nbytes > 0, target
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.conj() @ self.weight).abs()
+
+    assert _workspaces(Product(), conjugated)["aten.mm.default"] == conjugated.nbytes
 
 
 def test_cache_saves_the_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
