@@ -8,7 +8,7 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.strategies import Joint
-from memopt.strategies.joint.starts import programs_of_stages
+from memopt.strategies.joint.starts import programs_of_chain, programs_of_stages
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.solvers.running import Deadline
 from tests.joint.chains import blocks
@@ -30,6 +30,17 @@ def test_stages_have_programs_for_many_budgets() -> None:
 def test_a_table_that_is_not_ready_in_time_has_no_programs() -> None:
     late = Deadline(0.0)
     assert list(programs_of_stages(blocks(6), 100, 6, late, lambda *_: True)) == []
+
+
+def test_a_chain_whose_table_is_not_ready_in_time_has_its_least_memory_and_store_all() -> None:
+    graph = blocks(9)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    budgets = [peak - 16 * part for part in range(8)]
+    late = [replay(graph, one) for one in programs_of_chain(graph, budgets, Deadline(0.0))]
+    assert 1 <= len(late) <= 2
+    # A table that was stopped is not taken for the whole one later.
+    whole = [replay(graph, one) for one in programs_of_chain(graph, budgets, Deadline())]
+    assert len(whole) > 2
 
 
 def asked(seconds_a_byte: float) -> tuple[bool, float, float]:

@@ -197,7 +197,7 @@ class JointPlanning:
             self.limit_bytes + part * (timeline.peak_bytes - self.limit_bytes) // BUDGETS
             for part in range(BUDGETS)
         ]
-        for program in (self.small[0], *programs_of_chain(self.graph, budgets)):
+        for program in (self.small[0], *programs_of_chain(self.graph, budgets, self.deadline)):
             self._seed(program)
         if self.near:
             return
@@ -251,7 +251,7 @@ class JointPlanning:
 
     def _least(self) -> Program:
         """The program of least memory known."""
-        programs = [*self.small, *programs_of_chain(self.graph, [1])]
+        programs = [*self.small, *programs_of_chain(self.graph, [1], self.deadline)]
         for program in programs[1:]:
             self._seed(program)
         starts = [self.table.runs_of(self.small[0]), *self.runs]
