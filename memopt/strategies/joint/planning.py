@@ -25,7 +25,7 @@ from memopt.strategies.monet.graph_model import Allowed
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.solvers.running import Deadline
 
-START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.3, 0.4, 0.4, 0.4
+START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.4, 0.4, 0.4, 0.4
 """Of the time left: for single strategies' plans, the relaxation, programs in larger budgets, and
 descents beyond the first."""
 SMALL = 1e-3
@@ -38,8 +38,9 @@ CHANGES_EACH = 50
 """Annealing tries so many changes for each operator at most, or as many as there are operators."""
 PROVED, CLOSE = 1e-6, 2e-3
 """Gaps at which a plan is optimal, and at which it is good enough to try nothing dear."""
-MOVERS = frozenset({"offload-graph"})
-"""Only move; the others are asked if no plan is close to the bound after that."""
+MOVERS, CHAINS = frozenset({"offload-graph"}), frozenset({"rotor-menus"})
+"""Those that only move, and those that are asked where the relaxation has no plan close to the
+bound; the others, if there is none after a descent from what these have found."""
 
 
 @dataclass(eq=False)
@@ -113,13 +114,18 @@ class JointPlanning:
         self.offer(self.small[0], "store-all")
         if not self.done and memory_lower_bound(self.graph) <= self.limit_bytes:
             self._relax()
-            movers = [member for member in members if member.strategy.name in MOVERS]
+            movers, chains = (
+                [member for member in members if member.strategy.name in names]
+                for names in (MOVERS, CHAINS)
+            )
             if not self.done:
+                # First, since what it finds out about stages serves the larger budgets, too.
+                self._start([member for member in chains if not self.near])
                 self._sweep()
                 self._start([member for member in movers if not self._beats_moving])
                 self._descend()
             if not self.near:
-                self._start([member for member in members if member not in movers])
+                self._start([member for member in members if member not in (*movers, *chains)])
                 self._descend()
                 self._anneal()
         if self.best is None:
