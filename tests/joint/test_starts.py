@@ -7,7 +7,7 @@ from memopt.models.device import Device
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
-from memopt.strategies import Joint
+from memopt.strategies import Joint, resolve
 from memopt.strategies.joint.starts import programs_of_chain, programs_of_stages
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.solvers.running import Deadline
@@ -41,6 +41,13 @@ def test_a_chain_whose_table_is_not_ready_in_time_has_its_least_memory_and_store
     # A table that was stopped is not taken for the whole one later.
     whole = [replay(graph, one) for one in programs_of_chain(graph, budgets, Deadline())]
     assert len(whole) > 2
+
+
+def test_its_starts_are_the_strategies_of_their_names() -> None:
+    """With less than they do, a plan could be slower than theirs."""
+    starts = [member.strategy for member in Joint().starts(blocks(3), linked=True)]
+    assert starts == [resolve(strategy.name) for strategy in starts]
+    assert {strategy.name for strategy in starts} == {"rotor-menus", "offload-graph", "monet"}
 
 
 def asked(seconds_a_byte: float) -> tuple[bool, float, float]:
