@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.strategies import Joint, resolve
+from memopt.strategies.joint.local_search import LocalSearch
+from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.joint.starts import programs_of_chain, programs_of_stages
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.solvers.running import Deadline
@@ -79,3 +83,18 @@ def test_its_bound_is_one() -> None:
         assert found.time_s is not None
         least_s = OffloadGraph.least_time_s(graph, int(share * peak), device)
         assert graph.compute_time_s <= least_s <= found.time_s * (1 + 1e-9)
+
+
+def test_equal_starts_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, searched = blocks(6), list[bytes]()
+    descend = LocalSearch.descend
+
+    def noted(search: LocalSearch, at: Decisions) -> Decisions:
+        searched.append(search.mover.used(at.runs).tobytes())
+        return descend(search, at)
+
+    monkeypatch.setattr(LocalSearch, "descend", noted)
+    budget = int(0.6 * replay(graph, store_all(graph)).peak_bytes)
+    device = Device(to_host_bytes_per_s=1.0)
+    assert Joint(changes=50).solve(graph, budget, device=device).plans
+    assert 1 < len(searched) == len(set(searched))

@@ -220,16 +220,20 @@ class JointPlanning:
 
     def _descend(self) -> None:
         """Go downhill from the fastest of the runs known."""
-        known = [(self.mover.moved(runs), runs) for runs in self.runs]
-        known.sort(key=lambda pair: pair[0].time_s)
+        known = self._distinct()
         self.runs = []
         until = self.deadline.within(DESCENT_SHARE * self.deadline.left_s)
-        for number, (moved, runs) in enumerate(known[:DESCENTS]):
+        for number, moved in enumerate(known[:DESCENTS]):
             over = self.deadline.passed(0.6, "joint: local search") or (number and not until.left_s)
-            if moved.fits and not over:
+            if not over:
                 search = self._local_search()
-                search.descend(search.start(runs))
+                search.descend(search.start(moved.runs))
                 self._finish(search)
+
+    def _distinct(self) -> list[Moved]:
+        """The runs known that fit, each once, what nothing reads left out; the fastest first."""
+        found = {moved.runs.tobytes(): moved for moved in map(self.mover.moved, self.runs)}
+        return sorted((one for one in found.values() if one.fits), key=lambda one: one.time_s)
 
     def _anneal(self) -> None:
         """Wander from the best that the local search has found, and from what that finds again."""
