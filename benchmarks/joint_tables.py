@@ -171,7 +171,7 @@ def percent(value: float | None, impossible: bool) -> str:
 
 def table(rows: list[Row]) -> list[str]:
     """The lines of one device."""
-    heads = ["model", "share", *SINGLES, JOINT, "bound", "gap", "planning, CPU s"]
+    heads = ["model", "share", *SINGLES, JOINT, "bound", "gap", "limit, s", "planning, CPU s"]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     cells = dict.fromkeys(row.cell for row in rows)
     for cell in cells:
@@ -185,7 +185,8 @@ def table(rows: list[Row]) -> list[str]:
             for name in SINGLES
         ]
         parts.append(f"**{percent(joint.overhead, joint.impossible)}**")
-        parts += [percent(joint.bound, False), percent(joint.gap, False), f"{joint.cpu_s:.0f}"]
+        parts += [percent(joint.bound, False), percent(joint.gap, False)]
+        parts += [f"{joint.limit_s:g}", f"{joint.cpu_s:.0f}"]
         lines.append("| " + " | ".join(parts) + " |")
     return lines
 
