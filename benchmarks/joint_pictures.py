@@ -1,10 +1,10 @@
 """Pictures of docs/strategies/joint.md: time against memory from the table's rows, and a timeline.
 
-    python -m benchmarks.joint_pictures [--only curves|timeline] [--rows out/joint/rows.json]
+    python -m benchmarks.joint_pictures [--only curves|timeline] [--rows FILE] [--graphs FOLDER]
         [--device H100] [--models NAME ...] [--plan NAME SHARE] [--folder docs/strategies]
 
-The curves are drawn of whatever cells `benchmarks.joint_tables` has kept, in `--limit` seconds. The
-timeline is of one joint plan, made anew with a short local search.
+The curves are drawn of whatever cells `benchmarks.joint_tables` has kept. The timeline is of one
+joint plan, made anew with a short local search.
 """
 
 from __future__ import annotations
@@ -17,9 +17,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import memopt
-from benchmarks.joint_tables import FIRST, JOINT, LIMIT_S, SHARES, SINGLES, Row, budget_of
-from benchmarks.kept import Kept
-from benchmarks.monet_menus import BATCH, estimated_graph
+from benchmarks.joint_tables import (
+    FIRST,
+    GRAPHS,
+    JOINT,
+    ROWS,
+    SHARES,
+    SINGLES,
+    Row,
+    budget_of,
+    kept_rows,
+)
+from benchmarks.monet_menus import estimated_graph
 from memopt.models.device import Device
 from memopt.models.presets import find_device
 from memopt.report.style import GREY, new_figure
@@ -101,22 +110,22 @@ def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.joint_pictures")
     parser.add_argument("--only", choices=("curves", "timeline"))
-    parser.add_argument("--rows", type=Path, default=Path("out/joint/rows.json"))
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--graphs", type=Path, default=GRAPHS)
     parser.add_argument("--device", default="H100")
     parser.add_argument("--models", nargs="+", default=list(FIRST))
     parser.add_argument("--plan", nargs=2, metavar=("NAME", "SHARE"), default=("vit_b_16", "0.25"))
-    parser.add_argument("--limit", type=float, default=LIMIT_S)
     parser.add_argument("--folder", type=Path, default=Path("docs/strategies"))
     options = parser.parse_args()
     device = find_device(options.device)
     pictures: dict[str, Figure] = {}
     if options.only != "timeline":
-        kept = Kept(options.rows, Row, {"limit": options.limit, "batch": BATCH})
+        kept = kept_rows(options.rows)
         rows = [row for many in kept.rows.values() for row in many if row.device == device.name]
         pictures["joint-curves"] = curves(rows, options.models)
     if options.only != "curves":
         name, share = options.plan
-        folder = options.rows.parent / device.name
+        folder = options.graphs / device.name
         pictures["joint-timeline"] = timeline(name, float(share), device, folder)
     for name, figure in pictures.items():
         path = options.folder / f"{name}.png"

@@ -1,26 +1,30 @@
 """Everything in one plan beside each strategy alone: overheads, bounds and gaps (estimated).
 
     python -m benchmarks.joint_tables [--models NAME ...] [--devices NAME ...] [--shares X ...]
-        [--strategies NAME ...] [--limit 60] [--resume FILE] [--page FILE] [--most N]
+        [--strategies NAME ...] [--limit 20] [--resume FILE] [--graphs FOLDER] [--page FILE]
+        [--most N]
 
 Graphs of the zoo's models at their published sizes, batch 32, with exact implementations, are
-captured once and kept beside the rows. A cell is one strategy at one budget: resident bytes + share
+captured once and kept in a folder. A cell is one strategy at one budget: resident bytes + share
 x (peak - resident), the peak being store-all's, every plan validated and replayed. Finished
-cells are kept, so that a run is taken up where it was stopped (--most ends it after so many), and
-in parts, strategy by strategy. Planning seconds are CPU time: where other work takes the machine's
-time, limits in seconds are stretched by as much as it took of the cell before.
+cells are kept in the repository, so that a run is taken up where it was stopped (--most ends it
+after so many), and in parts, strategy by strategy; `--most 0` only writes the page. Where other
+work takes the machine's time, limits in seconds are stretched by as much as it took of the cell
+before.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -38,17 +42,22 @@ from memopt.strategies import resolve
 from tests.zoo import FAMILIES
 
 FIRST = ("resnet50", "gpt2+loss", "unet", "vit_b_16", "llama+loss")
-MODELS = (*FIRST, *(f.name for f in FAMILIES if f.name not in FIRST))
-DEVICES = ("H100", "A100", "GH200")
+MODELS = (*FIRST, *(f.name for f in FAMILIES if f.name not in FIRST), "bert+loss")
+DEVICES = ("H100", "GH200", "A100")
 SHARES = (0.60, 0.40, 0.25, 0.15)
 SINGLES = ("rotor", "rotor-menus", "offload-graph", "dynprog")
 JOINT = "joint"
 STRATEGIES = (*SINGLES, JOINT)
-LIMIT_S = 60.0
-
-
+LIMIT_S = 20.0
+ROWS, GRAPHS = Path("docs/results/joint_rows.json"), Path("out/joint")
 LEAST_S, MOST_STRETCH = 0.5, 20.0
 """Cells of less CPU time say nothing about the machine's other work; the most it may stretch."""
+DIGITS = 6
+MOST_PLANNING_S = 60.0
+NOTHING = float("nan")
+
+Cell: TypeAlias = tuple[str, str, float]
+"""Device, model and share."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +72,13 @@ class Row:
     bound: float | None
     gap: float | None
     cpu_s: float
+    wall_s: float
+    limit_s: float
     impossible: bool
-    """Whether no plan of any kind can need so little memory."""
+    """Whether no plan of any kind can need so little memory; nobody is asked for one then."""
 
     @property
-    def cell(self) -> tuple[str, str, float]:
+    def cell(self) -> Cell:
         """What strategies are compared in."""
         return self.device, self.model, self.share
 
@@ -79,23 +90,36 @@ def budget_of(graph: Graph, share: float) -> int:
 
 
 def row_of(
-    graph: Graph, device: Device, model: str, share: float, name: str, limit_s: float
+    graph: Graph,
+    device: Device,
+    model: str,
+    share: float,
+    name: str,
+    limit_s: float,
+    stretch: float,
 ) -> Row:
-    """Plan one cell by one strategy, in `limit_s` seconds by the wall clock."""
+    """Plan one cell by one strategy, in `stretch` times `limit_s` seconds by the wall clock."""
     base, budget = replay(graph, store_all(graph)), budget_of(graph, share)
-    begin = time.process_time()
-    overhead = bound = gap = None
-    try:
-        plan = solve(graph, budget, resolve(name), device=device, time_limit_s=limit_s)
-    except MemoptError:
+    impossible = memory_lower_bound(graph) > budget
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    figures: tuple[float | None, ...] = (None, None, None)
+    if not impossible:
         # No plan within the budget, or the strategy cannot plan this graph.
-        pass
-    else:
-        overhead, bound = plan.step_time_s / base.time_s - 1, plan.lower_bound_s / base.time_s - 1
-        gap = plan.step_time_s / plan.lower_bound_s - 1
+        with contextlib.suppress(MemoptError):
+            plan = solve(
+                graph, budget, resolve(name), device=device, time_limit_s=stretch * limit_s
+            )
+            least_s = plan.lower_bound_s
+            figures = (
+                plan.step_time_s / base.time_s - 1,
+                least_s / base.time_s - 1,
+                plan.step_time_s / least_s - 1,
+            )
+    overhead, bound, gap = (None if x is None else round(x, DIGITS) for x in figures)
     return Row(
-        device.name, model, share, name, overhead, bound, gap, time.process_time() - begin,
-        memory_lower_bound(graph) > budget,
+        device.name, model, share, name, overhead, bound, gap,
+        round(time.process_time() - cpu_s, 2), round(time.perf_counter() - wall_s, 2), limit_s,
+        impossible,
     )  # fmt: skip
 
 
@@ -128,6 +152,11 @@ def wanted(options: argparse.Namespace, kept: Kept[Row]) -> Iterator[tuple[str, 
                         yield device, model, share, name
 
 
+def kept_rows(path: Path) -> Kept[Row]:
+    """The rows that are there."""
+    return Kept(path, Row, {"batch": BATCH})
+
+
 def key_of(device: str, model: str, share: float, strategy: str) -> str:
     """The name of a cell's row."""
     return f"{find_device(device).name} {model} {share:g} {strategy}"
@@ -142,7 +171,7 @@ def percent(value: float | None, impossible: bool) -> str:
 
 def table(rows: list[Row]) -> list[str]:
     """The lines of one device."""
-    heads = ["model", "share", *SINGLES, JOINT, "bound", "gap", "planning, CPU s"]
+    heads = ["model", "share", *SINGLES, JOINT, "bound", "gap", "limit, s", "planning, CPU s"]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     cells = dict.fromkeys(row.cell for row in rows)
     for cell in cells:
@@ -156,56 +185,96 @@ def table(rows: list[Row]) -> list[str]:
             for name in SINGLES
         ]
         parts.append(f"**{percent(joint.overhead, joint.impossible)}**")
-        parts += [percent(joint.bound, False), percent(joint.gap, False), f"{joint.cpu_s:.0f}"]
+        parts += [percent(joint.bound, False), percent(joint.gap, False)]
+        parts += [f"{joint.limit_s:g}", f"{joint.cpu_s:.0f}"]
         lines.append("| " + " | ".join(parts) + " |")
     return lines
 
 
-def summary(rows: list[Row]) -> list[str]:
-    """Joint against the best single strategy of each cell."""
-    joint = {row.cell: row for row in rows if row.strategy == JOINT}
-    best: dict[tuple[str, str, float], float | None] = {}
+def holds(whether: bool) -> str:
+    """Whether what is promised of the table is so."""
+    return "holds" if whether else "**does not hold**"
+
+
+def best_singles(rows: list[Row], cells: Container[Cell]) -> dict[Cell, float | None]:
+    """The least overhead of a single strategy in each of some cells; None: no plan."""
+    best: dict[Cell, float | None] = {}
     for row in rows:
-        if row.strategy != JOINT and row.cell in joint:
-            known = best.get(row.cell)
-            found = row.overhead
-            best[row.cell] = min((x for x in (known, found) if x is not None), default=None)
+        if row.strategy != JOINT and row.cell in cells:
+            found = (best.get(row.cell), row.overhead)
+            best[row.cell] = min((x for x in found if x is not None), default=None)
+    return best
+
+
+def summary(rows: list[Row]) -> list[str]:
+    """Joint against the best single strategy of each cell, and whether it does what it is to."""
+    joint = {row.cell: row for row in rows if row.strategy == JOINT}
+    best = best_singles(rows, joint)
     both = [
-        (joint[cell].overhead, single, cell) for cell, single in best.items() if single is not None
+        (joint[cell].overhead, least, cell) for cell, least in best.items() if least is not None
     ]
-    slower = [cell for own, single, cell in both if own is None or own > single + 1e-9]
+    slower = [cell for own, least, cell in both if own is not None and own > least + 1e-9]
+    without = [cell for own, _, cell in both if own is None]
     ratios = [
-        max(0.0, own) / single
-        for own, single, cell in both
-        if own is not None and single > 0 and cell[2] <= 0.40
+        max(0.0, own) / least
+        for own, least, cell in both
+        if own is not None and least > 0 and cell[2] <= 0.40
     ]
-    gaps = [row.gap for row in joint.values() if row.gap is not None]
-    none = [cell for cell, single in best.items() if single is None]
+    none = [cell for cell, least in best.items() if least is None and not joint[cell].impossible]
     new = [cell for cell in none if joint[cell].overhead is not None]
-    proved = [cell for cell in none if joint[cell].impossible]
-    cpu = [row.cpu_s for row in joint.values()]
     return [
-        f"- Cells: {len(joint)}. Slower than the best single strategy, or without a plan where it "
-        f"has one: {len(slower)}{''.join(f' ({c[0]} {c[1]} {c[2]:g})' for c in slower)}.",
-        f"- Share of the best single strategy's overhead, median over {len(ratios)} cells of share "
-        f"≤ .40: {statistics.median(ratios) if ratios else float('nan'):.2f}.",
-        f"- Cells where no single strategy has a plan: {len(none)}; joint has one in {len(new)}, "
-        f"and in {len(proved)} no plan of any kind exists (×: proved).",
-        f"- Gap to the bound: median {statistics.median(gaps) if gaps else float('nan'):.1%}, "
-        f"largest {max(gaps, default=float('nan')):.1%}.",
-        f"- Planning: median {statistics.median(cpu):.0f} s of CPU time, most {max(cpu):.0f} s.",
+        f"- Cells: {len(joint)} of {len(MODELS) * len(DEVICES) * len(SHARES)}; in "
+        f"{sum(row.impossible for row in joint.values())} no plan of any kind exists (×: proved).",
+        f"- Never slower than the best single strategy: {holds(not slower)}{named(slower)}.",
+        f"- At most half of the best single strategy's overhead in the median over the cells of "
+        f"share ≤ .40: {holds(median(ratios) <= 0.5)} ({median(ratios):.2f} over {len(ratios)} "
+        "cells in which that has one).",
+        f"- A plan wherever a single strategy has one ({len(both)} cells): "
+        f"{holds(not without)}{named(without)}.",
+        f"- A plan in at least half of the cells where none has one and none is proved impossible: "
+        f"{holds(2 * len(new) >= len(none))} ({len(new)} of {len(none)}).",
+        *planning_lines(list(joint.values())),
     ]
 
 
-def page(rows: list[Row], limit_s: float) -> str:
+def planning_lines(joint: list[Row]) -> list[str]:
+    """Gaps and planning times of the strategy."""
+    planned = [row for row in joint if row.overhead is not None]
+    gaps = [row.gap for row in planned if row.gap is not None]
+    cpu, wall = [row.cpu_s for row in joint], [row.wall_s for row in joint]
+    return [
+        f"- A gap to the bound in every cell that has a plan: {holds(len(gaps) == len(planned))}; "
+        f"median at most 3%: {holds(median(gaps) <= 0.03)} (median {median(gaps):.1%}, largest "
+        f"{max(gaps, default=NOTHING):.1%}).",
+        f"- Planning in at most {MOST_PLANNING_S:g} s of CPU time: "
+        f"{holds(max(cpu) <= MOST_PLANNING_S)} (median {median(cpu):.0f} s, most {max(cpu):.0f} s; "
+        f"by the clock, beside other work: median {median(wall):.0f} s, most {max(wall):.0f} s).",
+    ]
+
+
+def median(values: list[float]) -> float:
+    """The median; not a number where there are no values."""
+    return statistics.median(values) if values else NOTHING
+
+
+def named(cells: list[Cell]) -> str:
+    """Cells in brackets."""
+    return "".join(f" ({device} {model} {share:g})" for device, model, share in cells)
+
+
+def page(rows: list[Row]) -> str:
     """The results page."""
+    places = {find_device(name).name: place for place, name in enumerate(DEVICES)}
+    rows = sorted(rows, key=lambda row: (places[row.device], MODELS.index(row.model), -row.share))
+    limits = sorted({row.limit_s for row in rows})
     lines = [
         "# Everything in one plan",
         "",
-        f"`python -m benchmarks.joint_tables --limit {limit_s:g}`, torch {torch.__version__}, "
-        f"{os.cpu_count()} cores. Estimated steps, batch {BATCH}, exact implementations, budget = "
-        "resident + share × (peak − resident); overheads over the step as it is. –: no plan found. "
-        "×: no plan of any kind needs so little.",
+        "`python -m benchmarks.joint_tables --page docs/results/joint.md`, a limit of "
+        f"{' or '.join(f'{limit:g}' for limit in limits)} s a plan, torch {torch.__version__}, "
+        f"{os.cpu_count()} cores ([rows](joint_rows.json)). Estimated steps, batch {BATCH}, exact "
+        "implementations, budget = resident + share × (peak − resident); overheads over the step "
+        "as it is. –: no plan found. ×: no plan of any kind needs so little.",
         "",
         *(summary(rows) if any(row.strategy == JOINT for row in rows) else []),
     ]
@@ -226,24 +295,24 @@ def main() -> int:
     )
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds a plan")
     parser.add_argument("--most", type=int, help="cells to plan in this run")
-    parser.add_argument("--resume", type=Path, default=Path("out/joint/rows.json"))
+    parser.add_argument("--resume", type=Path, default=ROWS)
+    parser.add_argument("--graphs", type=Path, default=GRAPHS)
     parser.add_argument("--page", type=Path)
     options = parser.parse_args()
-    kept = Kept(options.resume, Row, {"limit": options.limit, "batch": BATCH})
+    kept = kept_rows(options.resume)
     pace = Pace()
     try:
         for number, (name, model, share, strategy) in enumerate(wanted(options, kept)):
             if options.most is not None and number >= options.most:
                 break
             device = find_device(name)
-            graph = estimated_graph(model, options.resume.parent / device.name, device=device)
-            begin = time.perf_counter()
-            row = row_of(graph, device, model, share, strategy, pace.stretch * options.limit)
-            pace.note(row.cpu_s, time.perf_counter() - begin)
+            graph = estimated_graph(model, options.graphs / device.name, device=device)
+            row = row_of(graph, device, model, share, strategy, options.limit, pace.stretch)
+            pace.note(row.cpu_s, row.wall_s)
             kept.add(key_of(name, model, share, strategy), [row])
             sys.stdout.write(
                 f"{name} {model} {share:g} {strategy}: {percent(row.overhead, row.impossible)} "
-                f"{row.cpu_s:.0f} s\n"
+                f"{row.cpu_s:.0f} s ({row.wall_s:.0f} s by the clock)\n"
             )
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -251,7 +320,7 @@ def main() -> int:
     finally:
         if options.page is not None and kept.rows:
             rows = [row for many in kept.rows.values() for row in many]
-            options.page.write_text(page(rows, options.limit), encoding="utf-8")
+            options.page.write_text(page(rows), encoding="utf-8")
     return 0
 
 

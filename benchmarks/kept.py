@@ -56,11 +56,15 @@ class Kept(Generic[RowT]):
         self.write()
 
     def write(self) -> None:
-        """Write everything kept so far."""
-        rows = {name: [asdict(one) for one in many] for name, many in self.rows.items()}
-        value = {"settings": self.settings, "shared": self.shared, "rows": rows}
+        """Write everything kept so far, a name a line."""
+        rows = ",\n".join(
+            f"{json.dumps(name)}: {json.dumps([asdict(one) for one in many])}"
+            for name, many in self.rows.items()
+        )
+        settings, shared = json.dumps(self.settings), json.dumps(self.shared, indent=1)
+        text = f'{{"settings": {settings},\n"shared": {shared},\n"rows": {{\n{rows}\n}}}}\n'
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path, json.dumps(value, indent=1).encode())
+        write_atomically(self.path, text.encode())
 
     def ordered(self, names: Iterable[str]) -> list[RowT]:
         """All kept rows, in the order of `names`."""

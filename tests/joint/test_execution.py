@@ -9,6 +9,8 @@ import pytest
 import memopt
 from memopt.models.device import Device
 from memopt.programs.instructions import Compute, SwapOut
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
 from memopt.strategies import Joint
 from tests.families.harness import Subject, subject
 from tests.offload.test_families import check_offloaded
@@ -30,8 +32,8 @@ def check_run(one: Subject, plan: memopt.Plan) -> set[str]:
     return {*(["moves"] * moves), *(["recomputes"] * (len(runs) > len(set(runs))))}
 
 
-def check_shares(family: Family, shares: tuple[float, ...], strategy: Joint) -> set[str]:
-    """Plan and run at floor + share (baseline - floor); what the plans use."""
+def check_shares(family: Family, shares: tuple[float, ...], strategy: Joint) -> None:
+    """Plan and run at floor + share (baseline - floor); the plans move or recompute something."""
     one, uses = subject(family), set[str]()
     how = {"strategy": strategy, "device": SLOW_LINK, "progress": False}
     least = memopt.plan(one.profiled, budget="min", time_limit_s=30.0, **how).budget
@@ -41,7 +43,9 @@ def check_shares(family: Family, shares: tuple[float, ...], strategy: Joint) -> 
         budget = least + int(share * max(0, base - least))
         plan = memopt.plan(one.profiled, budget=budget, time_limit_s=30.0, **how)
         uses |= check_run(one, plan)
-    return uses
+    graph = one.profiled.graph
+    # VGG's floor is what its step needs in any case: there is nothing to gain.
+    assert uses or least >= replay(graph, store_all(graph)).peak_bytes
 
 
 def test_a_plan_that_moves_and_recomputes() -> None:
@@ -58,4 +62,4 @@ def test_a_plan_that_moves_and_recomputes() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_every_family(family: Family) -> None:
-    assert check_shares(family, SHARES, Joint(changes=1000))
+    check_shares(family, SHARES, Joint(changes=1000))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
 from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
-from memopt.strategies import Joint
-from memopt.strategies.joint.starts import programs_of_stages
+from memopt.strategies import Joint, resolve
+from memopt.strategies.joint.local_search import LocalSearch
+from memopt.strategies.joint.neighbours import Decisions
+from memopt.strategies.joint.starts import programs_of_chain, programs_of_stages
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.solvers.running import Deadline
 from tests.joint.chains import blocks
@@ -30,6 +34,24 @@ def test_stages_have_programs_for_many_budgets() -> None:
 def test_a_table_that_is_not_ready_in_time_has_no_programs() -> None:
     late = Deadline(0.0)
     assert list(programs_of_stages(blocks(6), 100, 6, late, lambda *_: True)) == []
+
+
+def test_a_chain_whose_table_is_not_ready_in_time_has_its_least_memory_and_store_all() -> None:
+    graph = blocks(9)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    budgets = [peak - 16 * part for part in range(8)]
+    late = [replay(graph, one) for one in programs_of_chain(graph, budgets, Deadline(0.0))]
+    assert 1 <= len(late) <= 2
+    # A table that was stopped is not taken for the whole one later.
+    whole = [replay(graph, one) for one in programs_of_chain(graph, budgets, Deadline())]
+    assert len(whole) > 2
+
+
+def test_its_starts_are_the_strategies_of_their_names() -> None:
+    """With less than they do, a plan could be slower than theirs."""
+    starts = [member.strategy for member in Joint().starts(blocks(3), linked=True)]
+    assert starts == [resolve(strategy.name) for strategy in starts]
+    assert {strategy.name for strategy in starts} == {"rotor-menus", "offload-graph", "monet"}
 
 
 def asked(seconds_a_byte: float) -> tuple[bool, float, float]:
@@ -61,3 +83,18 @@ def test_its_bound_is_one() -> None:
         assert found.time_s is not None
         least_s = OffloadGraph.least_time_s(graph, int(share * peak), device)
         assert graph.compute_time_s <= least_s <= found.time_s * (1 + 1e-9)
+
+
+def test_equal_starts_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, searched = blocks(6), list[bytes]()
+    descend = LocalSearch.descend
+
+    def noted(search: LocalSearch, at: Decisions) -> Decisions:
+        searched.append(search.mover.used(at.runs).tobytes())
+        return descend(search, at)
+
+    monkeypatch.setattr(LocalSearch, "descend", noted)
+    budget = int(0.6 * replay(graph, store_all(graph)).peak_bytes)
+    device = Device(to_host_bytes_per_s=1.0)
+    assert Joint(changes=50).solve(graph, budget, device=device).plans
+    assert 1 < len(searched) == len(set(searched))

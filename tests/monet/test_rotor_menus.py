@@ -22,10 +22,12 @@ from memopt.reductions.linearize import linearize
 from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import Rotor
 from memopt.strategies.base import Status
+from memopt.strategies.monet import stage_alternatives as stages
 from memopt.strategies.monet.alternatives_table import AlternativesTable
 from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.stage_alternatives import stage_alternatives
 from memopt.strategies.monet.time_point_search import TimePointSearch
+from memopt.strategies.solvers.recent import RecentAnswers
 from memopt.strategies.solvers.running import Deadline
 from tests.models.training_graphs import drawing
 from tests.monet.graphs import training_graph, with_one_gradient_choices
@@ -113,6 +115,21 @@ def test_options_run_by_other_implementations_where_those_pay() -> None:
         plain = {run.implementation for menu in none for o in menu for run in o.backward}
         assert plain <= {None}
     assert chosen > 10
+
+
+def test_stages_are_solved_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "_RECENT", RecentAnswers(100))
+    view = linearize(training_graph(Random(2), 9, True))
+    # What there was no time to solve is not taken for all there is later.
+    plain = stage_alternatives(view, None, Deadline(0.0))
+    found = stage_alternatives(view)
+    assert sum(map(len, found)) > sum(map(len, plain)) == len(found)
+
+    def refused(*_: object) -> None:
+        raise AssertionError("solved again")
+
+    monkeypatch.setattr(stages, "TimePointModel", refused)
+    assert stage_alternatives(view) == found
 
 
 def test_a_stage_may_read_a_result_of_a_later_one() -> None:

@@ -25,7 +25,7 @@ from memopt.strategies.monet.graph_model import Allowed
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.solvers.running import Deadline
 
-START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.3, 0.4, 0.4, 0.4
+START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.4, 0.4, 0.4, 0.4
 """Of the time left: for single strategies' plans, the relaxation, programs in larger budgets, and
 descents beyond the first."""
 SMALL = 1e-3
@@ -38,8 +38,9 @@ CHANGES_EACH = 50
 """Annealing tries so many changes for each operator at most, or as many as there are operators."""
 PROVED, CLOSE = 1e-6, 2e-3
 """Gaps at which a plan is optimal, and at which it is good enough to try nothing dear."""
-MOVERS = frozenset({"offload-graph"})
-"""Only move; the others are asked if no plan is close to the bound after that."""
+MOVERS, CHAINS = frozenset({"offload-graph"}), frozenset({"rotor-menus"})
+"""Those that only move, and those that are asked where the relaxation has no plan close to the
+bound; the others, if there is none after a descent from what these have found."""
 
 
 @dataclass(eq=False)
@@ -113,13 +114,18 @@ class JointPlanning:
         self.offer(self.small[0], "store-all")
         if not self.done and memory_lower_bound(self.graph) <= self.limit_bytes:
             self._relax()
-            movers = [member for member in members if member.strategy.name in MOVERS]
+            movers, chains = (
+                [member for member in members if member.strategy.name in names]
+                for names in (MOVERS, CHAINS)
+            )
             if not self.done:
+                # First, since what it finds out about stages serves the larger budgets, too.
+                self._start([member for member in chains if not self.near])
                 self._sweep()
                 self._start([member for member in movers if not self._beats_moving])
                 self._descend()
             if not self.near:
-                self._start([member for member in members if member not in movers])
+                self._start([member for member in members if member not in (*movers, *chains)])
                 self._descend()
                 self._anneal()
         if self.best is None:
@@ -197,7 +203,7 @@ class JointPlanning:
             self.limit_bytes + part * (timeline.peak_bytes - self.limit_bytes) // BUDGETS
             for part in range(BUDGETS)
         ]
-        for program in (self.small[0], *programs_of_chain(self.graph, budgets)):
+        for program in (self.small[0], *programs_of_chain(self.graph, budgets, self.deadline)):
             self._seed(program)
         if self.near:
             return
@@ -214,16 +220,20 @@ class JointPlanning:
 
     def _descend(self) -> None:
         """Go downhill from the fastest of the runs known."""
-        known = [(self.mover.moved(runs), runs) for runs in self.runs]
-        known.sort(key=lambda pair: pair[0].time_s)
+        known = self._distinct()
         self.runs = []
         until = self.deadline.within(DESCENT_SHARE * self.deadline.left_s)
-        for number, (moved, runs) in enumerate(known[:DESCENTS]):
+        for number, moved in enumerate(known[:DESCENTS]):
             over = self.deadline.passed(0.6, "joint: local search") or (number and not until.left_s)
-            if moved.fits and not over:
+            if not over:
                 search = self._local_search()
-                search.descend(search.start(runs))
+                search.descend(search.start(moved.runs))
                 self._finish(search)
+
+    def _distinct(self) -> list[Moved]:
+        """The runs known that fit, each once, what nothing reads left out; the fastest first."""
+        found = {moved.runs.tobytes(): moved for moved in map(self.mover.moved, self.runs)}
+        return sorted((one for one in found.values() if one.fits), key=lambda one: one.time_s)
 
     def _anneal(self) -> None:
         """Wander from the best that the local search has found, and from what that finds again."""
@@ -251,7 +261,7 @@ class JointPlanning:
 
     def _least(self) -> Program:
         """The program of least memory known."""
-        programs = [*self.small, *programs_of_chain(self.graph, [1])]
+        programs = [*self.small, *programs_of_chain(self.graph, [1], self.deadline)]
         for program in programs[1:]:
             self._seed(program)
         starts = [self.table.runs_of(self.small[0]), *self.runs]

@@ -22,15 +22,24 @@ def stored(graph: Graph) -> Program:
     return with_in_place(graph, store_all(graph))
 
 
-def programs_of_chain(graph: Graph, budgets: Iterable[int]) -> Iterator[Program]:
+def programs_of_chain(
+    graph: Graph, budgets: Iterable[int], deadline: Deadline
+) -> Iterator[Program]:
     """Rotor's programs within some budgets, total bytes: the fastest of each that needs no more,
-    or that of least memory. One table has them all. None where the graph has no chain."""
+    or that of least memory. One table has them all, unless it takes longer than there is time:
+    then only the program of least memory and store-all are known. None where the graph has no
+    chain."""
     if has_updates(graph):
         return
     view = linearize(graph)
     known = set[tuple[ChainStep, ...]]()
     for budget_bytes in budgets:
-        found = Rotor().solve(view.chain, budget_bytes)
+        found = Rotor().solve(
+            view.chain,
+            budget_bytes,
+            time_limit_s=deadline.left_s,
+            progress=deadline.progress,
+        )
         steps = found.steps if found.smallest is None else found.smallest.steps
         if steps is not None and steps not in known:
             known.add(steps)

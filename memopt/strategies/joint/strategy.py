@@ -103,8 +103,7 @@ class Joint(Strategy):
 
     def starts(self, graph: Graph, linked: bool) -> tuple[Member, ...]:
         """The strategies that plans start from, those that can plan the graph."""
-        # The whole step as one stage, without moves, is what the relaxation does with them.
-        strategies: list[Strategy] = [RotorMenus(exact_only=self.exact_only, merged_s=0.0)]
+        strategies: list[Strategy] = [RotorMenus(exact_only=self.exact_only)]
         if linked:
             strategies.append(OffloadGraph(self.host_budget_bytes))
         if len(graph.operators) <= SOLVED_EXACTLY:

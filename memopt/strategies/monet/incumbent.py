@@ -16,6 +16,7 @@ from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import Solution
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.rotor import Rotor
+from memopt.strategies.solvers.running import Deadline
 
 SAME = 1e-9
 """Share of a time by which another program must be faster to count as faster."""
@@ -62,7 +63,10 @@ def stored(graph: Graph) -> Program:
 
 
 def rotor_programs(
-    graph: Graph, budget_bytes: int | None, view: Linearization | None = None
+    graph: Graph,
+    budget_bytes: int | None,
+    view: Linearization | None = None,
+    deadline: Deadline | None = None,
 ) -> tuple[Program | None, Program]:
     """Plan the chain with Rotor.
 
@@ -70,6 +74,7 @@ def rotor_programs(
         graph: the training step.
         budget_bytes: total bytes; None: no limit.
         view: the graph's linearization, if the caller has it.
+        deadline: of Rotor's table; None: none.
 
     Returns:
         The program within the budget, if there is one, and that of the smallest peak known.
@@ -80,9 +85,12 @@ def rotor_programs(
     if has_updates(graph):
         return None, everything
     chain_view = view or linearize(graph)
+    until = deadline or Deadline()
 
     def attempt(limit_bytes: int | None) -> Solution:
-        return Rotor().solve(chain_view.chain, limit_bytes)
+        return Rotor().solve(
+            chain_view.chain, limit_bytes, time_limit_s=until.left_s, progress=until.progress
+        )
 
     found = best_that_fits(chain_view, attempt, budget_bytes)
     if found.steps is not None:

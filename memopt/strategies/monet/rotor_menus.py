@@ -66,7 +66,7 @@ class RotorMenus(Strategy):
         graph, begin = self.taken(cost_model, Graph), time.monotonic()
         deadline = Deadline(begin + (math.inf if time_limit_s is None else time_limit_s), progress)
         view = None if budget_bytes is None else linearize(graph)
-        program, smallest = rotor_programs(graph, budget_bytes, view)
+        program, smallest = rotor_programs(graph, budget_bytes, view, deadline)
         best = Incumbent(graph, budget_bytes)
         stats: dict[str, object] = {"rotor_found": program is not None}
         if program is not None:

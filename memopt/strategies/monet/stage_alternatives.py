@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from memopt.models.chain import Stage
 from memopt.models.graph import Graph, Implementation, Operator, Tensor, TensorKind
@@ -20,6 +21,7 @@ from memopt.reductions.stage_costs import running_peak_bytes
 from memopt.reductions.stage_map import StageOperators
 from memopt.strategies.monet.graph_model import Allowed
 from memopt.strategies.monet.time_points import TimePointModel
+from memopt.strategies.solvers.recent import RecentAnswers
 from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 
 MOST = 8
@@ -62,6 +64,10 @@ class Recipe:
     backward: tuple[Run, ...]
 
 
+_RECENT = RecentAnswers[tuple[Recipe, ...]](capacity=1000)
+"""Of distinct stages: a model's are solved once for all budgets."""
+
+
 def stage_alternatives(
     view: Linearization, allowed: Allowed | None = None, deadline: Deadline | None = None
 ) -> list[list[Alternative]]:
@@ -74,7 +80,6 @@ def stage_alternatives(
     """
     sizes = [tensor.size_bytes for tensor in view.graph.tensors]
     deadline = deadline or Deadline()
-    known: dict[object, tuple[Recipe, ...]] = {}
     found: list[list[Alternative]] = []
     for k, stage in enumerate(view.chain.stages):
         plain = _plain(view, k, stage)
@@ -82,11 +87,13 @@ def stage_alternatives(
         if k >= len(view.stages) or not view.stages[k].backward or not deadline.left_s:
             continue
         work = _Stage(view, k, allowed, sizes)
-        key = work.signature()
-        if key not in known:
-            known[key] = work.recipes(plain.saved_bytes, deadline)
+        recipes = _RECENT.get(
+            (work.signature(), plain.saved_bytes),
+            partial(work.recipes, plain.saved_bytes, deadline),
+            lambda _: deadline.left_s > 0,
+        )
         best = [plain]
-        for recipe in known[key]:
+        for recipe in recipes:
             alternative = work.alternative(recipe)
             if not any(_as_good(other, alternative) for other in best):
                 best.append(alternative)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from memopt.models.chain import Chain
-from memopt.models.locks import ForkedLock
 from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies.rotor.schedules import Codes, steps_of
 
@@ -99,26 +97,3 @@ def plan_set(
         complete=complete,
         stats=dict(stats or {}),
     )
-
-
-class RecentPlanSets:
-    """The last few plan sets, so that many budgets of one chain cost one solve. Thread-safe."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._entries: OrderedDict[Hashable, PlanSet] = OrderedDict()
-        self._lock = ForkedLock()
-
-    def get(self, key: Hashable, compute: Callable[[], PlanSet]) -> PlanSet:
-        """The plan set of `key`, computed if absent; an incomplete one is not kept."""
-        with self._lock:
-            if key in self._entries:
-                self._entries.move_to_end(key)
-                return self._entries[key]
-        plans = compute()
-        if plans.complete:
-            with self._lock:
-                self._entries[key] = plans
-                while len(self._entries) > self._capacity:
-                    self._entries.popitem(last=False)
-        return plans

@@ -26,8 +26,9 @@ from memopt.strategies.base import (
     Strategy,
     solution_of,
 )
-from memopt.strategies.rotor.plan_sets import CurvePoint, PlanSet, RecentPlanSets, merged
+from memopt.strategies.rotor.plan_sets import CurvePoint, PlanSet, merged
 from memopt.strategies.rotor.schedules import SolveLimits, TooLarge, steps_of
+from memopt.strategies.solvers.recent import RecentAnswers
 from memopt.strategies.solvers.running import Deadline, Stopped
 from memopt.strategies.store_all import store_all_bytes
 
@@ -35,7 +36,8 @@ DEFAULT_SLOTS = 500
 FEWEST_SLOTS = 15
 EXACT_TABLE_BYTES = 2**26
 
-_RECENT = RecentPlanSets(capacity=8)
+_RECENT = RecentAnswers[PlanSet](capacity=8)
+"""Many budgets of one chain cost one solve."""
 
 ROTOR_PAPER = (
     "Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: Optimal Re-Materialization Strategies "
@@ -87,7 +89,10 @@ class ChainStrategy(Strategy):
         return _solution(chain, plans, chosen, stats)
 
     def _plans(self, chain: Chain, deadline: Deadline) -> PlanSet:
-        return _RECENT.get((type(self), self, chain), lambda: self.plan_set(chain, deadline))
+        key = (type(self), self, chain)
+        return _RECENT.get(
+            key, lambda: self.plan_set(chain, deadline), lambda plans: plans.complete
+        )
 
 
 def _solution(chain: Chain, plans: PlanSet, chosen: int, stats: Mapping[str, object]) -> Solution:
