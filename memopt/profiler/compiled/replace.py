@@ -38,7 +38,7 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
     """
     graph = captured.module.graph
     _reorder(graph, lowering, fused)
-    seeds = _seeds(graph, fused)
+    seeds = _seeds(graph, lowering, fused)
     renamed: dict[Node, Node] = {}
     for region, one, kernel in fused:
         last = lowering.nodes[region.operators[-1]]
@@ -124,9 +124,13 @@ def _name(lowering: Lowering, region: Region) -> str:
     return "fused_" + "_".join(list(names)[:_NAMED])
 
 
-def _seeds(graph: FxGraph, fused: Sequence[Fused]) -> dict[Node, tuple[Node, int]]:
-    """For each dropout the call that draws the seeds of its step, and its place among them."""
-    dropouts = list(dict.fromkeys(node for _, one, _ in fused for node in one.dropouts))
+def _seeds(
+    graph: FxGraph, lowering: Lowering, fused: Sequence[Fused]
+) -> dict[Node, tuple[Node, int]]:
+    """For each dropout the call that draws the seeds of its step, and its place among them, in the
+    order in which eager would draw."""
+    inside = {node for _, one, _ in fused for node in one.dropouts}
+    dropouts = [node for node in lowering.nodes if node in inside]
     if not dropouts:
         return {}
     value = dropouts[0].args[0].meta["val"]  # type: ignore[union-attr]
