@@ -30,6 +30,8 @@ from memopt.profiler.compiled.pooling import (
 )
 from memopt.profiler.compiled.rematerialise import Rematerialised
 
+_FORM = "2"
+"""Named anew where equal operators are compiled otherwise: costs that were measured go by keys."""
 _ALIGNED = 64
 """Bytes: kernels may ask where in them a tensor begins."""
 
@@ -323,7 +325,7 @@ def _key(graph: FxGraph, layouts: Iterable[Layout], results: Iterable[Layout]) -
     def named(value: Any) -> Any:
         return map_arg(value, lambda node: f"%{numbers[node]}")
 
-    lines = [*map(str, layouts), "->", *map(str, results)]
+    lines = [_FORM, *map(str, layouts), "->", *map(str, results)]
     for node in graph.nodes:
         if node.op != "placeholder":
             shown = pytree.tree_map(str, (named(node.args), named(node.kwargs)))
