@@ -16,6 +16,7 @@ from memopt.models.graph import Graph
 from memopt.profiler.compiled.dropout import SEEDS, kept_elements
 
 _DRAW = torch.ops.aten.bernoulli_.float
+_EVEN = 0.5
 _SEED_BYTES = 8
 
 
@@ -45,7 +46,7 @@ class SameMasks(TorchDispatchMode):
     ) -> Any:
         if func is not _DRAW:
             return func(*args, **(kwargs or {}))
-        noise, share = args[:2]
+        noise, share = (*args, _EVEN)[:2]  # torch leaves a default out
         if not self._drawn:
             self._seeds = torch.unbind(SEEDS(self._count, noise.device))
         mask = _kept(noise.shape, round(1.0 - share, 12), self._seeds[self._drawn])
