@@ -63,7 +63,7 @@ def _input_bytes(contest: Contest) -> int:
 
 
 def main() -> None:
-    """Measure, print, and write a page."""
+    """Measure, print, and write the page after every row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=tuple(CONTESTS), default=("gpt2", "resnet50"))
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.9, 0.7, 0.5, 0.3])
@@ -80,8 +80,9 @@ def main() -> None:
             contest = build(name)
             lines.append(row(contest, share, options.strategy, device, options.rounds))
             print(lines[-1], flush=True)
-        if options.out:
-            options.out.write_text(page(lines, options.rounds, options.strategy), encoding="utf-8")
+            if options.out:
+                text = page(lines, options.rounds, options.strategy)
+                options.out.write_text(text, encoding="utf-8")
 
 
 def page(lines: list[str], rounds: int, strategy: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,10 +27,17 @@ def dropouts_in_kernels(graph: Graph) -> int:
     return sum(graph.tensors[one.writes[0]].size_bytes // _SEED_BYTES for one in drawn)
 
 
+def _elsewhere(graph: Graph) -> set[int]:
+    """Which of a step's dropouts stay ATen's, of all in the order in which eager draws: their
+    operators have the names that tracing gave them."""
+    found = (re.fullmatch(r"native_dropout(?:_(\d+))?", one.name) for one in graph.operators)
+    return {int(one.group(1) or 0) for one in found if one is not None}
+
+
 class SameMasks(TorchDispatchMode):
-    """While it is active, eager's dropouts drop what a step's compiled kernels drop after the same
-    `manual_seed`: the seeds are drawn at the first dropout, as the step draws them. All dropouts
-    of the step must be in kernels, and on the CPU, and draw in the same order.
+    """While it is active, eager's dropouts drop what a step drops after the same `manual_seed`:
+    the seeds of its kernels are drawn at the first dropout, as the step draws them first; what
+    stays ATen's draws as eager does. On the CPU.
 
     Args:
         graph: of the step.
@@ -38,7 +46,8 @@ class SameMasks(TorchDispatchMode):
     def __init__(self, graph: Graph) -> None:
         super().__init__()
         self._count = dropouts_in_kernels(graph)
-        self._seeds: Sequence[Tensor] = ()
+        self._elsewhere = _elsewhere(graph)
+        self._seeds: Iterator[Tensor] = iter(())
         self._drawn = 0
 
     def __torch_dispatch__(
@@ -48,10 +57,11 @@ class SameMasks(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         noise, share = (*args, _EVEN)[:2]  # torch leaves a default out
         if not self._drawn:
-            self._seeds = torch.unbind(SEEDS(self._count, noise.device))
-        mask = _kept(noise.shape, round(1.0 - share, 12), self._seeds[self._drawn])
+            self._seeds = iter(torch.unbind(SEEDS(self._count, noise.device)))
         self._drawn += 1
-        return noise.copy_(mask)
+        if self._drawn - 1 in self._elsewhere:
+            return func(*args, **(kwargs or {}))
+        return noise.copy_(_kept(noise.shape, round(1.0 - share, 12), next(self._seeds)))
 
 
 def same_masks(graph: Graph) -> contextlib.AbstractContextManager[Any]:
