@@ -63,7 +63,7 @@ def _input_bytes(contest: Contest) -> int:
 
 
 def main() -> None:
-    """Measure, print, and write a page."""
+    """Measure, print, and write the page after every row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=tuple(CONTESTS), default=("gpt2", "resnet50"))
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.9, 0.7, 0.5, 0.3])
@@ -80,11 +80,28 @@ def main() -> None:
             contest = build(name)
             lines.append(row(contest, share, options.strategy, device, options.rounds))
             print(lines[-1], flush=True)
-    if options.out:
-        command = "python -m benchmarks.partitioner"
-        title = "# Inside Inductor's own pipeline\n"
-        about = f"`{command} --out {options.out}`; one thread, torch {torch.__version__}.\n"
-        options.out.write_text("\n".join([title, about, *lines]) + "\n")
+            if options.out:
+                text = page(lines, options.rounds, options.strategy)
+                options.out.write_text(text, encoding="utf-8")
+
+
+def page(lines: list[str], rounds: int, strategy: str) -> str:
+    """The results page, of the table's lines."""
+    return "\n".join(
+        [
+            "# Inside Inductor's own pipeline",
+            "",
+            f"`python -m benchmarks.partitioner --rounds {rounds} --strategy {strategy}`: "
+            "`memopt.partitioner` beside `activation_memory_budget` of `torch.compile`, whose "
+            "measured peak is memopt's budget. Peaks include parameters and inputs; times are "
+            f"medians of {rounds} paired ratios, both steps in turns; CPU, one thread, torch "
+            f"{torch.__version__}. `rounds`: how many choices were compiled and measured until "
+            "one kept the budget.",
+            "",
+            *lines,
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ over memopt's store-all. With other kernels too, memopt's plan is the fastest of
 are compared as they are, in units of eager's. `torch.compile` draws random numbers as eager does,
 which takes time; with --own-random, as it does by default.
 
+Compiled kernels draw their own random numbers: their answers are compared with those of an eager
+step whose dropouts drop the same elements.
+
 A finished model's rows are kept in a JSON file (--resume; in out/ by default) and not measured
 again: a run cut short, Ctrl-C included, writes what it has and is taken up.
 """
@@ -33,7 +36,9 @@ import memopt
 from benchmarks.kept import Kept
 from benchmarks.peers.check import outcome, rounding, verdict
 from benchmarks.peers.contests import CONTESTS, Contest, build
+from benchmarks.peers.page import Row, joined, page, rows_in, table
 from benchmarks.peers.peers import compiled, eager_peers
+from benchmarks.same_masks import same_masks
 from benchmarks.steps import Step, interleaved, peak_of, ratio
 from memopt.api.plan import Plan
 from memopt.models.record import KERNELS
@@ -42,25 +47,6 @@ STRATEGIES = ("rotor", "rotor-menus")
 STORE_ALL = "memopt store-all"
 ATEN = ("aten",)
 COMPILED = "torch.compile {budget:g}"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A peer beside memopt at its peak. Bytes exclude what is resident; ratios are medians."""
-
-    model: str
-    peer: str
-    peak_bytes: int
-    over_own: float
-    answers: str
-    strategy: str
-    our_peak_bytes: int
-    our_over_eager: float
-    our_answers: str
-    ours_over_peer: float
-    reason: str = ""
-    over_eager: float | None = None
-    kernels: str = "aten"
 
 
 def best_plan(firsts: Sequence[Plan], peak_bytes: int) -> Plan | str:
@@ -110,7 +96,7 @@ def contest_rows(
         )
         for one in kernels
     ]
-    store_all = min(firsts, key=lambda plan: plan.step_time_s).apply(contest.module)
+    store_all = _fastest(firsts).apply(contest.module)
     base: dict[str, Step] = {"eager": contest.step, STORE_ALL: lambda: contest.step(store_all)}
     noise = rounding(contest)
     peers = eager_peers(contest) if tuple(kernels) == ATEN else {}
@@ -157,9 +143,28 @@ def measured(
             planned = made.apply(contest.module)
             steps[_ours(peer)] = lambda planned=planned: contest.step(planned)
             peaks[_ours(peer)] = peak_of(contest.model, steps[_ours(peer)], device)
-    expected = outcome(contest, contest.step)
-    answers = {n: verdict(expected, outcome(contest, step), noise) for n, step in steps.items()}
+    made_by = {STORE_ALL: _fastest(firsts), **{_ours(p): made for p, made in chosen.items()}}
+    answers = {}
+    for name, step in steps.items():
+        expected = outcome(contest, _eager(contest, made_by.get(name)))
+        answers[name] = verdict(expected, outcome(contest, step), noise)
     return Group(chosen, peaks, interleaved(contest.model, steps, rounds, device), answers)
+
+
+def _fastest(firsts: Sequence[Plan]) -> Plan:
+    return min(firsts, key=lambda plan: plan.step_time_s)
+
+
+def _eager(contest: Contest, made: Plan | str | None) -> Step:
+    """Eager's step, whose dropouts drop what the kernels of a plan drop."""
+    if not isinstance(made, Plan):
+        return contest.step
+
+    def step() -> None:
+        with same_masks(made.graph):
+            contest.step()
+
+    return step
 
 
 def _ours(peer: str) -> str:
@@ -213,91 +218,6 @@ def _store_all_row(model: str, peer: str, group: Group, over_eager: float) -> Ro
     )
 
 
-def table(rows: list[Row]) -> str:
-    """Markdown."""
-    unit = "x eager" if any(row.kernels != "aten" for row in rows) else "x its store-all"
-    lines = [
-        f"| model | peer | peak, MiB | {unit} | answers | memopt | peak, MiB "
-        f"| {unit} | answers | memopt / peer |",
-        "|---|---|---:|---:|---|---|---:|---:|---|---:|",
-    ]
-    for row in rows:
-        ours = (
-            f"{_named(row)} | {row.our_peak_bytes / 2**20:.1f} | {row.our_over_eager:.3f} | "
-            f"{row.our_answers} | {row.ours_over_peer:.3f}"
-            if not row.reason
-            else f"{row.reason} | | | | "
-        )
-        lines.append(
-            f"| {row.model} | {row.peer} | {row.peak_bytes / 2**20:.1f} "
-            f"| {row.over_own:.3f}{fused(row)} | {row.answers} | {ours} |"
-        )
-    return "\n".join(lines)
-
-
-_OVERHEADS = (
-    "A compiled store-all has no overhead by definition, and its fused kernels save less than "
-    "separate ones do: where its peak is below that of memopt's store-all, memopt recomputes to "
-    "meet it. A few hundredths are within the noise of the machine."
-)
-
-
-def _base(rows: list[Row], own_random: bool) -> str:
-    drawn = "which draws its random numbers as eager does (`fallback_random`)"
-    if own_random:
-        drawn = "which draws its random numbers in its own way, so that answers differ"
-    if any(row.kernels != "aten" for row in rows):
-        return (
-            f"eager, beside `torch.compile`, {drawn}. memopt's compiled kernels draw their own, so "
-            "that answers differ where there is dropout"
-        )
-    return (
-        "eager for eager peers, to its own store-all for `torch.compile` (memopt's to memopt's), "
-        + drawn
-    )
-
-
-def _named(row: Row) -> str:
-    return row.strategy if row.kernels == "aten" else f"{row.strategy}, {row.kernels}"
-
-
-def fused(row: Row) -> str:
-    """A compiled step's time, of eager's."""
-    return "" if row.over_eager is None else f" ({row.over_eager:.2f} of eager)"
-
-
-def page(rows: list[Row], command: str, threads: int, rounds: int, own_random: bool = False) -> str:
-    """The results page."""
-    absolute = any(row.kernels != "aten" for row in rows)
-    won = [row for row in rows if row.ours_over_peer < 1]
-    lost = [
-        f"- {row.model} against {row.peer}: "
-        + (row.reason or f"{_named(row)}, {row.ours_over_peer:.3f}")
-        for row in rows
-        if not row.ours_over_peer < 1
-    ]
-    return "\n".join(
-        [
-            "# memopt beside what users would pick instead",
-            "",
-            f"`{command}`: torch {torch.__version__}, CPU, {threads} threads, {rounds} interleaved "
-            "rounds. Peaks are above what is resident. Times are medians of paired ratios: to "
-            f"{_base(rows, own_random)}. "
-            '"equal": gradients and buffers are eager\'s bit for bit; "close": within '
-            "1e-3 of each tensor's largest value, gradients also ten times what one rounding of "
-            "the parameters, or eager's kernels without oneDNN, change in eager itself.",
-            "",
-            f"memopt is faster at the peer's peak in {len(won)} of {len(rows)} cells. Not in:",
-            "",
-            *lost,
-            "",
-            *([] if absolute else [_OVERHEADS, ""]),
-            table(rows),
-            "",
-        ]
-    )
-
-
 def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers")
@@ -343,7 +263,8 @@ def main() -> int:
 
 
 def write(rows: list[Row], options: argparse.Namespace) -> None:
-    """The page of these rows, to --out if there is one."""
+    """The page of these rows, to --out if there is one: rows of other models that the same command
+    measured stay on it."""
     if options.out is None:
         return
     shown = f"--rounds {options.rounds} --threads {options.threads} --compile "
@@ -352,8 +273,10 @@ def write(rows: list[Row], options: argparse.Namespace) -> None:
         command += " --kernels " + " ".join(options.kernels)
     command += " --own-random" * options.own_random
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    text = page(rows, command, options.threads, options.rounds, options.own_random)
-    options.out.write_text(text, encoding="utf-8")
+    old = options.out.read_text(encoding="utf-8") if options.out.exists() else ""
+    every, before = joined(rows_in(old, command), rows)
+    how = (command, options.threads, options.rounds, options.own_random, before)
+    options.out.write_text(page(every, *how), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -125,7 +125,10 @@ class Partitioner(CustomPartitionerFn):
         except MemoptError as error:
             self.failure = error
             raise
-        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        forward = {node.name for node in _forward_nodes(gm) if not _is_view(node)}
+        halves = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        self.recomputed = sum(node.name in forward for node in halves[1].graph.nodes)
+        return halves
 
     def _choose(self, gm: GraphModule, outputs: int) -> None:
         """Tag the forward's nodes with what the plan does."""
@@ -136,32 +139,31 @@ class Partitioner(CustomPartitionerFn):
         lowering = made.lowering
         graph = with_costs(lowering, estimate_costs(lowering, self.device, regions))
         self._plan(graph)
-        if self.recomputed:
+        if self.budget is not None:
             self._tag(gm, lowering)
 
     def _plan(self, graph: Graph) -> None:
         """Find the fastest choice of what is saved whose own peak is within the budget, among
         those that the strategy makes within all budgets."""
-        base = replay(graph, store_all(graph))
+        whole = store_all(graph)
+        base = replay(graph, whole)
         limit = None if self.budget is None else parse_budget(self.budget, base.peak_bytes)
         if limit is None or base.peak_bytes <= limit:
-            # Torch's own choice saves least where nothing is recomputed.
-            self.predicted_peak_bytes = base.peak_bytes
+            self.predicted_peak_bytes, self._kept = base.peak_bytes, _kept(graph, whole)
             return
         view = chain_view(graph)  # made once for all that are solved
         least = solve(graph, MINIMUM, self.strategy, device=self.device, view=view)
         room = base.peak_bytes - least.peak_bytes
         tries = [least.peak_bytes + room * part // _STEPS for part in range(1, _STEPS)]
-        best: tuple[float, int, frozenset[int], int] | None = None
+        best: tuple[float, int, frozenset[int]] | None = None
         smallest = base.peak_bytes
         for plan in (least, *self._plans(view, tries)):
-            kept = _kept(plan)
+            kept = _kept_by(plan)
             once = _once(graph, kept)
             figures = replay(graph, once)
             smallest = min(smallest, figures.peak_bytes)
             if figures.peak_bytes <= limit and (best is None or figures.time_s < best[0]):
-                again = len(once.computes) - len(graph.operators)
-                best = figures.time_s, figures.peak_bytes, kept, again
+                best = figures.time_s, figures.peak_bytes, kept
         if best is None:
             raise InfeasibleBudgetError(
                 f"{self.strategy.name} finds nothing to save with which Inductor's step, which "
@@ -170,7 +172,7 @@ class Partitioner(CustomPartitionerFn):
                 limit,
                 smallest,
             )
-        _, self.predicted_peak_bytes, self._kept, self.recomputed = best
+        _, self.predicted_peak_bytes, self._kept = best
 
     def _plans(self, view: ChainView, budgets: Sequence[int]) -> Iterator[PlanRecord]:
         for budget in budgets:
@@ -289,7 +291,7 @@ def _resident_bytes(model: nn.Module, call: Call) -> int:
     return sum(storages.values())
 
 
-def _kept(plan: PlanRecord) -> frozenset[int]:
+def _kept_by(plan: PlanRecord) -> frozenset[int]:
     """What a plan has in memory at the loss boundary."""
     program = plan.program
     if program.has_transfers:
@@ -298,10 +300,14 @@ def _kept(plan: PlanRecord) -> frozenset[int]:
             'pipeline does not: name one that recomputes ("rotor", "monet"), or use '
             'torch.compile(backend="memopt")'
         )
+    return _kept(plan.graph, program)
+
+
+def _kept(graph: Graph, program: Program) -> frozenset[int]:
     boundary = program.boundary
     if boundary is None:
         return frozenset()
-    lives = lifetimes(plan.graph, program).device
+    lives = lifetimes(graph, program).device
     return frozenset(life.tensor for life in lives if life.is_live_at(boundary))
 
 
@@ -360,6 +366,12 @@ def _captured(gm: GraphModule, outputs: int) -> Captured:
         hooks=Hooks(),
         model=weakref.ref(module),
     )
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a call only looks into what it reads."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(one.alias_info is not None for one in schema.returns)
 
 
 def _forward_nodes(gm: GraphModule) -> list[Node]:

@@ -81,8 +81,8 @@ _ROWS_TILE = 32
 def work_time_s(done: Work, device: Device) -> float:
     """Roofline time of one call on a device, seconds; see the module."""
     time_s = done.moved_bytes / (device.memory_bytes_per_s * device.memory_fraction)
-    rate = _rate(done, device)
-    if rate is not None and done.operations:
+    rate = _rate(done, device) if done.operations else None
+    if rate is not None:
         time_s = max(time_s, done.operations / rate)
     return done.calls * device.launch_latency_s + time_s
 

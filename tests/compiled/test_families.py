@@ -1,7 +1,8 @@
-"""Compiled kernels on the model families: bits, peaks and, without dropout, eager's gradients."""
+"""Compiled kernels on the model families: bits, peaks, and gradients with the masks drawn."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import memopt
+from benchmarks.same_masks import same_masks
 from benchmarks.steps import peak_of
 from memopt.profiler.build import build
 from memopt.profiler.capture import capture
@@ -25,12 +27,19 @@ from tests.zoo import FAMILIES, Family, call
 NAMES = [one.name for one in FAMILIES]
 
 
-def gradients(family: Family, model: nn.Module, run: nn.Module, inputs: Any) -> dict[str, Tensor]:
+def gradients(
+    family: Family,
+    model: nn.Module,
+    run: nn.Module,
+    inputs: Any,
+    masks: contextlib.AbstractContextManager[Any] | None = None,
+) -> dict[str, Tensor]:
     """Gradients of one step from one state, which is put back."""
     state = copy.deepcopy(model.state_dict())
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
-    family.loss(call(run, inputs)).backward()
+    with masks or contextlib.nullcontext():
+        family.loss(call(run, inputs)).backward()
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     model.load_state_dict(state)
@@ -59,16 +68,18 @@ def off_by(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     return max(errors[name] / max(sizes[name], least) for name in true)
 
 
-def least_error(family: Family, model: nn.Module, run: nn.Module, inputs: Any) -> float:
-    """How far gradients are off, with the best of five draws of the images. Where a ReLU's input is
+def least_error(family: Family, model: nn.Module, plan: memopt.Plan, inputs: Any) -> float:
+    """How far gradients are off, with the best of five draws of the images; dropouts drop the same
+    elements in double precision as the plan's kernels do. Where a ReLU's input is
     zero but for rounding, other kernels (eager's own without oneDNN, torch.compile's) may decide
     otherwise, and a batch norm over few values makes that a tenth of a gradient; what is computed
     wrongly is wrong with any draw."""
-    exact = copy.deepcopy(model).double()
+    exact, run = copy.deepcopy(model).double(), plan.apply(model)
     least = math.inf
     for seed in range(5):
         drawn = inputs if seed == 0 else tree_map(partial(redrawn, seed=seed), inputs)
-        true = gradients(family, exact, exact, tree_map(in_double, drawn))
+        masks = same_masks(plan.graph)
+        true = gradients(family, exact, exact, tree_map(in_double, drawn), masks)
         least = min(least, off_by(gradients(family, model, run, drawn), true))
         if least <= 1e-3:
             break
@@ -89,8 +100,7 @@ def test_plans_have_the_bits_of_their_store_all(family: Family) -> None:
         progress=False,
     )
     kept = gradients(family, model, first.apply(model), inputs)
-    if "dropout" not in family.tags:
-        assert least_error(family, model, first.apply(model), inputs) <= 1e-3
+    assert least_error(family, model, first, inputs) <= 1e-3
     for strategy in ("rotor", "offload-graph"):
         floor = memopt.plan(first.profiled, budget="min", strategy=strategy, progress=False)
         for share in (0.0, 0.25, 0.5):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import memopt
+from benchmarks.same_masks import dropouts_in_kernels, same_masks
 from memopt.profiler.compiled.kernel import PREFIX
 from tests.compiled.steps import WIDTH, Block, inputs, loss_of, network, peak_bytes, step, store_all
 
@@ -57,6 +58,18 @@ def test_gradients_are_those_of_the_masks_that_were_drawn() -> None:
     with torch.no_grad():
         weight.sub_(direction, alpha=2e-6)
     assert (above - float(loss().detach())) / 2e-6 == pytest.approx(slope, rel=1e-6)
+
+
+def test_gradients_are_those_of_eager_whose_dropouts_drop_the_same() -> None:
+    model, plan = store_all()
+    assert dropouts_in_kernels(plan.graph) == 3
+    found = step(model, plan.apply(model))
+    with same_masks(plan.graph):
+        expected = step(model)
+    torch.testing.assert_close(found.output, expected.output, rtol=1e-5, atol=1e-6)
+    for name, value in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], value, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(step(model).output, expected.output)  # eager drops others
 
 
 def test_autocast_of_the_caller_is_not_that_of_the_kernels() -> None:

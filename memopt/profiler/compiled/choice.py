@@ -152,5 +152,5 @@ def _call(one: Subgraph, device: torch.device) -> Node:
         inputs.append(graph.placeholder(node.name))
         inputs[-1].meta["val"] = node.meta["val"]
     call = graph.create_node("call_function", kernel_of(one, device), tuple(inputs), name="fused")
-    call.meta["val"] = tuple(node.meta["val"] for node in one.outputs)
+    call.meta["val"] = one.values
     return call

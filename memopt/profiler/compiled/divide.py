@@ -16,9 +16,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from memopt.models.graph import Graph, Phase
+from torch.fx import Node
+
+from memopt.models.graph import Graph, Operator, Phase
 from memopt.profiler.build import Lowering
 from memopt.profiler.compiled.fusible import is_constant, is_fusible
+from memopt.profiler.compiled.pooling import is_pooling, is_unpooling
 
 LARGEST = 48
 """Operators of a region at most."""
@@ -38,7 +41,7 @@ class Region:
 def divide(
     lowering: Lowering, fusible: Callable[[int], bool] | None = None, largest: int = LARGEST
 ) -> list[Region]:
-    """The regions of at least two operators, or of one dropout, in the graph's order.
+    """The regions of at least two operators, or of one that gains by it, in the graph's order.
 
     Args:
         lowering: of the captured step, its graph in the framework's order.
@@ -58,8 +61,13 @@ def divide(
     _sink(graph, members, level)
     groups = _connected(graph, members, level)
     parts = [part for group in groups for part in _cut(group, largest)]
-    worth = [p for p in parts if len(p) > 1 or any(graph.operators[op].random for op in p)]
+    worth = [p for p in parts if len(p) > 1 or _is_worth(graph.operators[p[0]], nodes[p[0]])]
     return [Region(tuple(part)) for part in sorted(worth)]
+
+
+def _is_worth(operator: Operator, node: Node) -> bool:
+    """Whether a single operator gains by being a region: a dropout, or a pooling."""
+    return operator.random or is_pooling(node) or is_unpooling(node)
 
 
 def _reads_computed(graph: Graph, op: int) -> bool:

@@ -21,6 +21,7 @@ from memopt.profiler.compiled.divide import Region, divide
 from memopt.profiler.compiled.fusible import is_fusible
 from memopt.profiler.compiled.inductor import REFUSALS, Run, check_compiler, compiled, direct
 from memopt.profiler.compiled.kernel import FusedKernel
+from memopt.profiler.compiled.pooling import poolings
 from memopt.profiler.compiled.region_work import region_work
 from memopt.profiler.compiled.rematerialise import rematerialised
 from memopt.profiler.compiled.replace import with_kernels
@@ -167,7 +168,8 @@ def _place(one: Subgraph, device: torch.device) -> str:
 def _regions(lowering: Lowering, anchors: set[Node]) -> Found:
     """The regions of a step in which some dropouts stay as they are."""
     nodes = lowering.nodes
-    free = [node not in anchors and is_fusible(node) for node in nodes]
+    pools = poolings(nodes, anchors)
+    free = [node in pools or (node not in anchors and is_fusible(node)) for node in nodes]
     regions = divide(lowering, free.__getitem__)
     again = rematerialised(lowering, regions, [op for op, may in enumerate(free) if may])
     return subgraphs(lowering, regions, again)

@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from memopt.errors import MemoptError
 from memopt.models.locks import ForkedLock
 from memopt.profiler.backend import autocast_off
+from memopt.profiler.compiled.losses import nll_loss_backward
 from memopt.profiler.compiled.subgraph import Layout, Subgraph
 from memopt.profiler.torch_private import imported
 
@@ -124,7 +125,8 @@ def _compile(one: Subgraph) -> Run:
     fake = imported("torch._subclasses.fake_tensor", "FakeTensorMode")
     fake_mode = fake(shape_env=shapes, static_shapes=True)
     compile_ = imported("torch._inductor.compile_fx", "compile_fx_inner")
-    decompositions = imported("torch._inductor.decomposition", "select_decomp_table")()
+    table = imported("torch._inductor.decomposition", "select_decomp_table")()
+    decompositions = {**table, torch.ops.aten.nll_loss_backward.default: nll_loss_backward}
     config: Any = imported("torch._inductor", "config")
     make_fx = imported("torch.fx.experimental.proxy_tensor", "make_fx")
     guards = imported("torch", "_guards")

@@ -30,7 +30,7 @@ def region_work(lowering: Lowering, region: Region, one: Subgraph) -> tuple[Work
         parts.append(work(signature(node), describe_value(node)))
     dtype = next((part.dtype for part in parts if part.dtype), "")
     moved = _read_bytes(one.graph) + sum(
-        touched_bytes(describe_value(node.meta["val"])) for node in one.outputs
+        touched_bytes(describe_value(value)) for value in one.values
     )
     whole = Work("", dtype, 0.0, moved)
     return (whole, *(Work(p.kind, p.dtype, p.operations, 0, calls=0) for p in parts))

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
+from torch.fx.node import map_arg
 
+from memopt.models.graph import Phase
 from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured
 from memopt.profiler.compiled.divide import Region
@@ -36,7 +38,7 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
     """
     graph = captured.module.graph
     _reorder(graph, lowering, fused)
-    seeds = _seeds(graph, fused)
+    seeds = _seeds(graph, lowering, fused)
     renamed: dict[Node, Node] = {}
     for region, one, kernel in fused:
         last = lowering.nodes[region.operators[-1]]
@@ -47,11 +49,16 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
             inputs += [_seed(graph, seeds, node) for node in one.dropouts]
         call.args = tuple(inputs)
         call.meta = {key: last.meta[key] for key in _KEPT_META if key in last.meta}
-        call.meta["val"] = tuple(node.meta["val"] for node in one.outputs)
-        with graph.inserting_after(call):
-            for position, node in reversed(list(enumerate(one.outputs))):
+        call.meta["val"] = one.values
+        for position, node in reversed(list(enumerate(one.outputs))):
+            with graph.inserting_after(call):
                 result = graph.call_function(operator.getitem, (call, position))
-                result.meta = {**node.meta}
+            result.meta = {**node.meta, "val": one.values[position]}
+            if node in one.again:
+                readers = _readers(lowering, fused, node)
+                with graph.inserting_before(result.next):
+                    _read_again(lowering, readers, node, renamed.get(node, node), result)
+            else:
                 renamed[node] = result
                 node.replace_all_uses_with(result)
     _erase(graph, {lowering.nodes[op] for region, _, _ in fused for op in region.operators})
@@ -66,6 +73,49 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
     )
 
 
+def _readers(lowering: Lowering, fused: Sequence[Fused], written: Node) -> list[Node]:
+    """The calls outside of regions that read a node's tensor in the backward."""
+    (tensor,) = lowering.storages[written]
+    assert tensor is not None
+    inside = {op for region, _, _ in fused for op in region.operators}
+    graph = lowering.graph
+    return [
+        lowering.nodes[op]
+        for op in graph.readers[tensor]
+        if op not in inside and graph.operators[op].phase is Phase.BACKWARD
+    ]
+
+
+def _read_again(
+    lowering: Lowering, readers: Sequence[Node], written: Node, base: Node, result: Node
+) -> None:
+    """Have calls read the tensor of a node that was written again, through views of it like
+    those of the node that they read now.
+
+    Args:
+        lowering: of the step.
+        readers: the calls.
+        written: the node as it was in the step.
+        base: what stands in its place now.
+        result: what was written again.
+    """
+    copies = {written: result, base: result}
+    held = lowering.storages[written]
+
+    def copy(node: Node) -> Node:
+        if node not in copies and lowering.storages.get(node) == held:
+            args, kwargs = map_arg((node.args, node.kwargs), copy)
+            copies[node] = _call(
+                result.graph, result.meta["val"].fake_mode, node.target, *args, **kwargs
+            )
+            copies[node].meta |= {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        return copies.get(node, node)
+
+    for reader in readers:
+        for node in reader.all_input_nodes:
+            reader.replace_input_with(node, copy(node))
+
+
 def _name(lowering: Lowering, region: Region) -> str:
     names = dict.fromkeys(
         str(lowering.nodes[op].target).partition(".")[2].partition(".")[0].strip("_")
@@ -74,9 +124,13 @@ def _name(lowering: Lowering, region: Region) -> str:
     return "fused_" + "_".join(list(names)[:_NAMED])
 
 
-def _seeds(graph: FxGraph, fused: Sequence[Fused]) -> dict[Node, tuple[Node, int]]:
-    """For each dropout the call that draws the seeds of its step, and its place among them."""
-    dropouts = list(dict.fromkeys(node for _, one, _ in fused for node in one.dropouts))
+def _seeds(
+    graph: FxGraph, lowering: Lowering, fused: Sequence[Fused]
+) -> dict[Node, tuple[Node, int]]:
+    """For each dropout the call that draws the seeds of its step, and its place among them, in the
+    order in which eager would draw."""
+    inside = {node for _, one, _ in fused for node in one.dropouts}
+    dropouts = [node for node in lowering.nodes if node in inside]
     if not dropouts:
         return {}
     value = dropouts[0].args[0].meta["val"]  # type: ignore[union-attr]
@@ -92,10 +146,11 @@ def _seed(graph: FxGraph, seeds: dict[Node, tuple[Node, int]], dropout: Node) ->
     return _call(graph, fake_mode, torch.ops.aten.select.int, drawn, 0, place)
 
 
-def _call(graph: FxGraph, fake_mode: Any, target: Any, *args: Any) -> Node:
-    node = graph.call_function(target, args)
+def _call(graph: FxGraph, fake_mode: Any, target: Any, *args: Any, **kwargs: Any) -> Node:
+    node = graph.call_function(target, args, kwargs)
+    given, named = map_arg((args, kwargs), lambda one: one.meta["val"])
     with fake_mode:
-        node.meta["val"] = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
+        node.meta["val"] = target(*given, **named)
     return node
 
 
@@ -123,6 +178,9 @@ def _reorder(graph: FxGraph, lowering: Lowering, fused: Sequence[Fused]) -> None
     for region, part, _ in fused:
         one = unit[lowering.nodes[region.operators[0]]]
         needs[one] |= {unit[node] for node in part.inputs} - {one}
+        for written in part.again:
+            for call in _readers(lowering, fused, written):
+                needs[unit[call]].add(one)
     waiting: dict[int, list[int]] = defaultdict(list)
     for one, sources in needs.items():
         for source in sources:

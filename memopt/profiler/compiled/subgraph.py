@@ -19,8 +19,19 @@ from memopt.profiler.build import Lowering
 from memopt.profiler.compiled.divide import Region
 from memopt.profiler.compiled.dropout import dropped_out, is_dropout, kept_elements, mask_of
 from memopt.profiler.compiled.fusible import is_constant
+from memopt.profiler.compiled.norms import output_of, parts_of
+from memopt.profiler.compiled.pooling import (
+    is_pooling,
+    is_unpooling,
+    names_maxima,
+    pooled,
+    read_by,
+    unpooled,
+)
 from memopt.profiler.compiled.rematerialise import Rematerialised
 
+_FORM = "2"
+"""Named anew where equal operators are compiled otherwise: costs that were measured go by keys."""
 _ALIGNED = 64
 """Bytes: kernels may ask where in them a tensor begins."""
 
@@ -55,6 +66,9 @@ class Subgraph:
         graph: of ATen operators; its placeholders are the inputs, then the dropouts' seeds.
         inputs: nodes of the step that the region reads.
         outputs: nodes of the step whose values it writes, each in memory of its own.
+        again: those of them whose values the forward wrote, too: it writes them for what reads
+            them in the backward.
+        values: of the outputs, as the region writes them (fake).
         layouts: of the placeholders.
         results: the outputs' layouts.
         dropouts: the dropouts of the step whose masks the region makes, in the order of their
@@ -65,10 +79,12 @@ class Subgraph:
     graph: FxGraph
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
+    values: tuple[torch.Tensor, ...]
     layouts: tuple[Layout, ...]
     results: tuple[Layout, ...]
     dropouts: tuple[Node, ...]
     key: str
+    again: frozenset[Node] = frozenset()
 
 
 def subgraphs(
@@ -84,8 +100,8 @@ def subgraphs(
 
 @dataclass(frozen=True)
 class _Together:
-    """The regions that are to be replaced together: their calls, those of the backward among them,
-    and what these make again."""
+    """The regions that are to be replaced together: their calls, all calls of the backward, and
+    what its regions make again."""
 
     calls: frozenset[Node]
     backward: frozenset[Node]
@@ -93,12 +109,12 @@ class _Together:
 
     @staticmethod
     def of(lowering: Lowering, regions: Sequence[Region], again: Rematerialised) -> _Together:
-        operators = [op for region in regions for op in region.operators]
-        phases = {op: lowering.graph.operators[op].phase for op in operators}
-        backward = (op for op in operators if phases[op] is Phase.BACKWARD)
-        nodes = lowering.nodes
+        nodes, operators = lowering.nodes, lowering.graph.operators
+        backward = (op for op, one in enumerate(operators) if one.phase is Phase.BACKWARD)
         return _Together(
-            frozenset(nodes[op] for op in operators), frozenset(nodes[op] for op in backward), again
+            frozenset(nodes[op] for region in regions for op in region.operators),
+            frozenset(nodes[op] for op in backward),
+            again,
         )
 
 
@@ -113,19 +129,22 @@ class _Taken:
         self.written = {
             tensor for op in region.operators for tensor in lowering.graph.operators[op].writes
         }
+        written = (t for t, one in together.again.written.items() if one == region)
+        self.again = tuple(lowering.bases[tensor] for tensor in written)
         self.graph = FxGraph()
         self.copies: dict[Node, Node] = {}
         self.inputs: dict[Node, Node] = {}
         self.seeds: dict[Node, Node] = {}
+        self.pooled: dict[Node, tuple[Node, Node]] = {}
 
     def made(self) -> Subgraph | None:
-        outputs = self._outputs()
+        outputs = (*self._outputs(), *self.again)
         if not outputs:
             return None
         inputs, dropouts = self._read()
         for node in inputs:
             self.inputs[node] = self.graph.placeholder(f"in{len(self.inputs)}")
-            self.inputs[node].meta["val"] = node.meta["val"]
+            self.inputs[node].meta["val"] = self._value(node)
         for node in dropouts:
             self.seeds[node] = self.graph.placeholder(f"seed{len(self.seeds)}")
             value = node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -137,9 +156,18 @@ class _Taken:
         self.graph.output(tuple(results))
         given = self.graph.find_nodes(op="placeholder")
         layouts = tuple(Layout.of(node.meta["val"]) for node in given)
-        written = tuple(Layout.of(node.meta["val"]) for node in outputs)
+        values = tuple(map(self._value, outputs))
+        written = tuple(map(Layout.of, values))
         key = _key(self.graph, layouts, written)
-        return Subgraph(self.graph, tuple(inputs), outputs, layouts, written, tuple(dropouts), key)
+        boundary = tuple(inputs), outputs, values, layouts, written, tuple(dropouts)
+        return Subgraph(self.graph, *boundary, key, frozenset(self.again))
+
+    def _value(self, node: Node) -> torch.Tensor:
+        """The value of a node of the step, where regions read or write it."""
+        value: torch.Tensor = node.meta["val"]
+        if names_maxima(node) in self.together.calls:
+            return _like(value, torch.uint8)
+        return _like(value, value.dtype) if node in self.again else value
 
     def _outputs(self) -> tuple[Node, ...]:
         """The nodes that name the tensors which something outside reads."""
@@ -159,7 +187,10 @@ class _Taken:
         inside = together.calls if self._masking(node) is not None else self.inside
         making = together.backward if self._is_made_again(node) else frozenset()
         return any(
-            user not in inside and user not in self.lowering.views and user not in making
+            user not in inside
+            and user not in self.lowering.views
+            and user not in making
+            and not (user in together.calls and node not in read_by(user))
             for user in node.users
             if user.op == "output" or user in self.lowering.storages
         )
@@ -196,16 +227,32 @@ class _Taken:
             elif self._is_between(node) or self._is_constant(node) or self._makes_again(node):
                 if is_dropout(node):
                     dropouts.setdefault(node)
-                for source in node.all_input_nodes:
+                for source in self._sources(node):
                     look(source)
             else:
                 inputs.setdefault(node)
 
         for call in self.calls:
             look(call)
-            for source in call.all_input_nodes:
+            for source in read_by(call):
                 look(source)
+        for node in self.again:
+            look(node)
         return list(inputs), list(dropouts)
+
+    def _sources(self, node: Node) -> list[Node]:
+        """What a node outside of the region is made of in it."""
+        call = self._norm(node)
+        if call is None:
+            return node.all_input_nodes
+        return [one for one in parts_of(call) or () if one is not None]
+
+    def _norm(self, node: Node) -> Node | None:
+        """The norm whose output a node is, which the region makes of its statistics."""
+        if node.target is not operator.getitem or node.args[1] != 0 or not self._makes_again(node):
+            return None
+        call = node.args[0]
+        return call if isinstance(call, Node) and parts_of(call) is not None else None
 
     def _makes_again(self, node: Node) -> bool:
         return self.calls[0] in self.together.backward and self._is_made_again(node)
@@ -229,6 +276,9 @@ class _Taken:
         return self.copies[node]
 
     def _copied(self, node: Node) -> Node:
+        norm = self._norm(node)
+        if norm is not None:
+            return output_of(self.graph, norm, self.copy)
         if node.target is operator.getitem and is_dropout(node.args[0]):  # type: ignore[arg-type]
             call: Any = node.args[0]
             if node.args[1] == 0:
@@ -239,10 +289,21 @@ class _Taken:
             x, p, _ = node.args
             mask = self._mask(node)
             return dropped_out(self.graph, self.copy(x), float(p), mask)  # type: ignore[arg-type]
+        if is_pooling(node.args[0]) and node.target is operator.getitem:
+            return self._pooled(node.args[0])[node.args[1]]  # type: ignore[arg-type, index]
+        if is_unpooling(node):
+            gradient, places = map(self.copy, read_by(node))
+            return unpooled(self.graph, node, gradient, places)
         args, kwargs = map_arg((node.args, node.kwargs), self.copy)
         made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         made.meta["val"] = node.meta["val"]
         return made
+
+    def _pooled(self, call: Node) -> tuple[Node, Node]:
+        if call not in self.pooled:
+            image: Any = call.args[0]
+            self.pooled[call] = pooled(self.graph, call, self.copy(image))
+        return self.pooled[call]
 
     def _mask(self, call: Node) -> Node:
         named = mask_of(call)
@@ -252,13 +313,19 @@ class _Taken:
         return kept_elements(self.graph, x.meta["val"], float(p), self.seeds[call])  # type: ignore[union-attr, arg-type]
 
 
+def _like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A fake value laid out as another, in memory of its own."""
+    with value.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
+
+
 def _key(graph: FxGraph, layouts: Iterable[Layout], results: Iterable[Layout]) -> str:
     numbers = {node: position for position, node in enumerate(graph.nodes)}
 
     def named(value: Any) -> Any:
         return map_arg(value, lambda node: f"%{numbers[node]}")
 
-    lines = [*map(str, layouts), "->", *map(str, results)]
+    lines = [_FORM, *map(str, layouts), "->", *map(str, results)]
     for node in graph.nodes:
         if node.op != "placeholder":
             shown = pytree.tree_map(str, (named(node.args), named(node.kwargs)))
