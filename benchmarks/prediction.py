@@ -197,9 +197,9 @@ def _times(rows: Sequence[Row]) -> str:
         "Python, the dispatcher and autograd between them, and the planned module's own work "
         f"around them: of these tiny models {between:.0f} µs an operator (median). That weighs "
         f"most where there is least to compute: the {most.operators} kernels of `{most.model}` "
-        f"take {1e3 * most.predicted_s:.2f} ms, the rest of the step {1e3 * more_s:.2f} ms. The least "
-        f"ratio is that of `{least.model}`, whose kernels took longer when they were measured, at "
-        "most seven times and within 0.05 s for all, than in the step."
+        f"take {1e3 * most.predicted_s:.2f} ms, the rest of the step {1e3 * more_s:.2f} ms. The "
+        f"least ratio is that of `{least.model}`, whose kernels took longer when they were "
+        "measured, at most seven times and within 0.05 s for all, than in the step."
     )
 
 
