@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 
 from memopt.models.bounds import relative_gap, time_lower_bound
 from memopt.models.device import Device
@@ -90,14 +89,17 @@ def _candidates(graph: Graph, budget_bytes: int, device: Device | None) -> Itera
     yield with_early_collectives(graph, program, limit_bytes, device)
     orders: list[Sequence[Sequence[int]]] = [list(blocks.values())[::-1]]
     orders += [by_worth(graph, blocks, collectives) for collectives in (False, True)]
-    for order, free_bytes in product(orders, (room_bytes, room_bytes // 4)):
-        least, most, best = 0, len(order), None
-        while least < most:
-            middle = (least + most + 1) // 2
-            found, peak_bytes = made({op for group in order[:middle] for op in group})
-            if peak_bytes + free_bytes <= budget_bytes:
-                least, best = middle, found
-            else:
-                most = middle - 1
-        if best is not None:
-            yield with_early_collectives(graph, best, budget_bytes, device)
+    for order in orders:
+        tried = {0}
+        for free_bytes in (room_bytes, room_bytes // 4):
+            least, most, best = 0, len(order), program
+            while least < most:
+                middle = (least + most + 1) // 2
+                found, peak_bytes = made({op for group in order[:middle] for op in group})
+                if peak_bytes + free_bytes <= budget_bytes:
+                    least, best = middle, found
+                else:
+                    most = middle - 1
+            if least not in tried:
+                tried.add(least)
+                yield with_early_collectives(graph, best, budget_bytes, device)
