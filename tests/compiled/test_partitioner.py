@@ -11,6 +11,7 @@ import memopt
 from benchmarks.steps import peak_of
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.integrations import partitioner
+from memopt.integrations.partition_search import RealStep
 from memopt.models.presets import find_device
 
 WIDTH = 48
@@ -115,6 +116,55 @@ def test_a_budget_below_every_plan_is_refused() -> None:
     model, x = blocks()
     with pytest.raises(InfeasibleBudgetError):
         memopt.partitioner(total_bytes(model, x) + 4096, "rotor", DEVICE).compile(model, x)
+
+
+def choices(
+    monkeypatch: pytest.MonkeyPatch, peaks: dict[str, list[int]], seconds: dict[str, float]
+) -> None:
+    """Choices that take these peaks, one measured after the other, and these times."""
+    one: dict[object, partitioner.Partitioner] = {}
+
+    def compiled(model: nn.Module, made: partitioner.Partitioner, _: object) -> object:
+        run = object()
+        one[run] = made
+        made.predicted_peak_bytes = 100
+        return run
+
+    monkeypatch.setattr(partitioner, "_compiled", compiled)
+    measured = {whose: iter(found) for whose, found in peaks.items()}
+    monkeypatch.setattr(RealStep, "peak_bytes", lambda _, run: next(measured[one[run].whose]))
+    monkeypatch.setattr(RealStep, "times_s", lambda _, runs: [seconds[one[r].whose] for r in runs])
+
+
+def torchs(share: float) -> str:
+    return f"torch, activation_memory_budget={share}"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen", "peak"), [(1.0, "memopt", 90), (4.0, torchs(0.8), 100)]
+)
+def test_the_fastest_choice_that_keeps_the_budget_is_taken(
+    seconds: float, chosen: str, peak: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = {torchs(s): [p] for s, p in [(1.0, 200), (0.9, 150), (0.8, 100), (0.7, 120), (0.6, 70)]}
+    peaks["memopt"] = [130, 90]  # planned again within less, since the first takes too much
+    times = {"memopt": seconds, torchs(0.8): 2.0, torchs(0.6): 3.0}
+    choices(monkeypatch, peaks, times)
+    made = memopt.partitioner(100, "rotor", DEVICE)
+    made.compile(*blocks())
+    assert made.report is not None
+    assert (made.report.chosen, made.report.measured_peak_bytes) == (chosen, peak)
+    assert made.report.rounds == 7
+
+
+def test_where_no_plan_keeps_the_budget_torchs_choice_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = [round(1 - part / 10, 1) for part in range(11)]
+    peaks = {torchs(share): [200] for share in shares} | {torchs(0.3): [100], "memopt": [200] * 6}
+    choices(monkeypatch, peaks, {})
+    made = memopt.partitioner(100, "rotor", DEVICE)
+    made.compile(*blocks())
+    assert made.report is not None
+    assert (made.report.chosen, made.report.measured_peak_bytes) == (torchs(0.3), 100)
 
 
 def test_it_is_named_by_its_budget_and_strategy() -> None:

@@ -1,0 +1,128 @@
+"""Inductor's joint graph as memopt reads it, and what is saved of it."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Set
+from typing import Any
+
+from torch import SymBool, SymFloat, SymInt
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node
+
+from memopt.errors import MemoptError
+from memopt.models.graph import Graph, Phase
+from memopt.plan_record import PlanRecord
+from memopt.profiler.build import Lowering, held_by
+from memopt.profiler.capture import Captured, Hooks, Primal
+from memopt.profiler.inputs import Call
+from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
+from memopt.programs.lifetimes import lifetimes
+from memopt.programs.liveness import with_frees
+
+NAME = "memopt_node"
+"""Under which a node of memopt's copy has its name in Inductor's graph."""
+
+
+def kept_by(plan: PlanRecord) -> frozenset[int]:
+    """What a plan has in memory at the loss boundary."""
+    program = plan.program
+    if program.has_transfers:
+        raise MemoptError(
+            f"strategy {plan.strategy.name!r} moves tensors to the host, which Inductor's own "
+            'pipeline does not: name one that recomputes ("rotor", "monet"), or use '
+            'torch.compile(backend="memopt")'
+        )
+    return kept_at_loss(plan.graph, program)
+
+
+def kept_at_loss(graph: Graph, program: Program) -> frozenset[int]:
+    """What a program has in memory at the loss boundary."""
+    boundary = program.boundary
+    if boundary is None:
+        return frozenset()
+    lives = lifetimes(graph, program).device
+    return frozenset(life.tensor for life in lives if life.is_live_at(boundary))
+
+
+def made_again_once(graph: Graph, kept: frozenset[int]) -> Program:
+    """The step as Inductor runs it: what the backward reads and is not saved is made again before
+    its first reader there, and stays until its last."""
+    backward = [i for i, one in enumerate(graph.operators) if one.phase is not Phase.FORWARD]
+    forward = range(len(graph.operators) - len(backward))
+    instructions: list[Instruction] = [Compute(op, ()) for op in forward]
+    instructions.append(LossBoundary())
+    there = set(kept) | {t for t in range(len(graph.tensors)) if t not in graph.producer}
+    there |= set(graph.outputs)
+    for op in backward:
+        stack = [op]
+        while stack:
+            missing = {t for t in graph.operators[stack[-1]].reads if t not in there}
+            if missing:
+                stack.append(graph.producer[min(missing)])
+            else:
+                done = stack.pop()
+                instructions.append(Compute(done, ()))
+                there |= set(graph.operators[done].writes)
+    return Program(with_frees(graph, instructions))
+
+
+def saved_tensors(lowering: Lowering, names: Set[str]) -> frozenset[int]:
+    """The tensors that nodes with these names in Inductor's graph are, or look into."""
+    nodes = [node for node in lowering.storages if node.meta.get(NAME) in names]
+    return frozenset(held_by(nodes, lowering.storages)) & set(lowering.graph.producer)
+
+
+def captured_joint(gm: GraphModule, outputs: int) -> Captured:
+    """A copy of Inductor's joint graph as memopt reads it, its nodes' names noted."""
+    for node in gm.graph.nodes:
+        node.meta[NAME] = node.name
+    graph = FxGraph()
+    copies: dict[Node, Node] = {}
+    results: Any = graph.graph_copy(gm.graph, copies)
+    graph.output(results)
+    module = GraphModule(gm, graph)
+    primals, tangents = [], []
+    for node in module.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta.get("val"), (SymInt, SymFloat, SymBool)):
+            raise MemoptError(
+                "memopt.partitioner plans one size: compile with dynamic=False, or leave "
+                "mark_dynamic out"
+            )
+        if "tangents" in node.name:
+            tangents.append(node)
+        else:
+            primals.append(Primal(node, "parameter", node.name))
+    return Captured(
+        module=module,
+        primals=tuple(primals),
+        tangents=tuple(tangents),
+        forward_outputs=tuple(results[:outputs]),
+        gradients=tuple(results[outputs:]),
+        mutated=(),
+        given=(),
+        call=Call((), {}),
+        compiled=lambda: None,
+        hooks=Hooks(),
+        model=weakref.ref(module),
+    )
+
+
+def is_view(node: Node) -> bool:
+    """Whether a call only looks into what it reads."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(one.alias_info is not None for one in schema.returns)
+
+
+def forward_nodes(gm: GraphModule) -> list[Node]:
+    """The calls that no tangent reaches."""
+    backward: set[Node] = set()
+    found = []
+    for node in gm.graph.nodes:
+        given = node.op == "placeholder" and "tangents" in node.name
+        if given or any(source in backward for source in node.all_input_nodes):
+            backward.add(node)
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            found.append(node)
+    return found
