@@ -15,13 +15,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import operator
+import types
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -203,6 +203,7 @@ class Partitioner(CustomPartitionerFn):
         """Tell torch's partitioner what is saved, and that all else may be made again."""
         kept = self._kept & set(lowering.graph.producer)
         names = {lowering.bases[t].meta.get(NAME) for t in kept if t in lowering.bases}
+        self.saved = 0
         for node in forward_nodes(gm):
             results = [node, *(user for user in node.users if user.target is operator.getitem)]
             saved = any(one.name in names for one in results)
@@ -237,25 +238,32 @@ class Partitioner(CustomPartitionerFn):
         """
         loss = None if loss_fn is None else Loss(loss_fn, targets)
         step = RealStep(model, to_call(inputs), loss)
-        first = self._measured(step, Partitioner(None, self.strategy, self.device, 1.0), options)
+        one = Partitioner(None, self.strategy, self.device, 1.0)
+        first = _measured(step, one, _compiled(model, one, options))
         budget = parse_budget(self.budget, first.peak_bytes)
         if budget is None:
             raise ValueError('name a budget: bytes, a share, or a string with a unit ("6GiB")')
         if first.peak_bytes <= budget:
             self._tell(first, budget, 1)
             return first.run
-        # Each choice is one more compiled form of the same code.
-        with dynamo_config.patch(recompile_limit=64, accumulated_recompile_limit=256):
-            own, rounds, failure = self._planned(step, budget, options)
-            others, tried = self._torchs(step, budget, options)
-            kept = [*own, *others]
-            if not kept:
-                assert failure is not None
-                raise failure
-            times = step.times_s([choice.run for choice in kept]) if len(kept) > 1 else [0.0]
-            best = kept[times.index(min(times))]
-        self._tell(best, budget, 1 + rounds + tried)
-        return best.run
+        own, rounds, failure = self._planned(step, budget, options)
+        others, tried = self._torchs(step, budget, options)
+        kept = [*own, *others]
+        if not kept:
+            assert failure is not None
+            raise failure
+        times = step.times_s([choice.run for choice in kept]) if len(kept) > 1 else [0.0]
+        for _, choice in sorted(zip(times, kept, strict=True), key=lambda timed: timed[0]):
+            best = _measured(step, choice.one, _compiled(model, choice.one, options))
+            if best.peak_bytes <= budget:
+                self._tell(best, budget, 1 + rounds + tried)
+                return best.run
+        raise InfeasibleBudgetError(
+            f"compiled once more, steps took {format_bytes(best.peak_bytes)}; the budget is "
+            f"{format_bytes(budget)}",
+            budget,
+            best.peak_bytes,
+        )
 
     def _planned(
         self, step: RealStep, budget: int, options: dict[str, Any] | None
@@ -266,7 +274,7 @@ class Partitioner(CustomPartitionerFn):
         try:
             for rounds in range(1, _ROUNDS + 1):
                 one = Partitioner(within, self.strategy, self.device)
-                choice = self._measured(step, one, options)
+                choice = _measured(step, one, _trial(step.model, one, options))
                 peak = choice.peak_bytes
                 if peak <= budget:
                     return [choice], rounds, None
@@ -289,21 +297,10 @@ class Partitioner(CustomPartitionerFn):
         for share in _TORCHS:
             if len(found) < _TAKEN:
                 one = Partitioner(None, self.strategy, self.device, share)
-                choice = self._measured(step, one, options)
+                choice = _measured(step, one, _trial(step.model, one, options))
                 found += [choice] if choice.peak_bytes <= budget else []
                 tried += 1
         return found, tried
-
-    def _measured(
-        self, step: RealStep, one: Partitioner, options: dict[str, Any] | None
-    ) -> _Choice:
-        run = _compiled(step.model, one, options)
-        try:
-            return _Choice(one, run, step.peak_bytes(run))
-        except Exception:
-            if one.failure is not None:
-                raise one.failure from None
-            raise
 
     def _tell(self, choice: _Choice, budget: int, rounds: int) -> None:
         one = choice.one
@@ -330,6 +327,27 @@ def _device(device: Any) -> Device:
     return measure_device()
 
 
-def _compiled(model: nn.Module, one: Partitioner, options: dict[str, Any] | None) -> Any:
+def _measured(step: RealStep, one: Partitioner, run: Any) -> _Choice:
+    """A choice, compiled, and the peak of a step of it."""
+    try:
+        return _Choice(one, run, step.peak_bytes(run))
+    except Exception:
+        if one.failure is not None:
+            raise one.failure from None
+        raise
+
+
+def _trial(model: nn.Module, one: Partitioner, options: dict[str, Any] | None) -> Any:
+    """The model's call as a function of its own, compiled: dynamo limits how often one is."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    code = call.__code__.replace()
+    own = types.FunctionType(code, call.__globals__, "call", None, call.__closure__)
+    return _compiled(own, one, options)
+
+
+def _compiled(model: Callable[..., Any], one: Partitioner, options: dict[str, Any] | None) -> Any:
     more = {**(options or {}), "custom_partitioner_fn": one}
     return torch.compile(model, fullgraph=True, dynamic=False, options=more)
