@@ -16,6 +16,7 @@ from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured
 from memopt.profiler.compiled.channels_last import in_channels_last, is_of_images
 from memopt.profiler.compiled.fuse import Found, Fused, Progress, fused, kernel_of
+from memopt.profiler.compiled.log_softmax import with_parts
 from memopt.profiler.compiled.subgraph import Subgraph
 from memopt.profiler.measure import MeasureOptions, costs_of, silent
 from memopt.profiler.signature import Signature, signature
@@ -54,6 +55,7 @@ def chosen_kernels(
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
         if kernels == "aten":
             return Fused(captured, lowering)
+        lowering = with_parts(model, captured, lowering, block_bytes)
         rows = _of_images(lowering)
         images = in_channels_last(captured)
         if images is not None:
@@ -92,6 +94,7 @@ def planned_kernels(record: ModelRecord | None, device: torch.device, block_byte
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
         if record is None or record.kernels == "aten":
             return Fused(captured, lowering)
+        lowering = with_parts(model, captured, lowering, block_bytes)
         if record.channels_last:
             images = in_channels_last(captured)
             if images is not None:

@@ -21,6 +21,7 @@ from memopt.profiler.compiled.divide import Region, divide
 from memopt.profiler.compiled.fusible import is_fusible
 from memopt.profiler.compiled.inductor import REFUSALS, Run, check_compiler, compiled, direct
 from memopt.profiler.compiled.kernel import FusedKernel
+from memopt.profiler.compiled.log_softmax import with_parts
 from memopt.profiler.compiled.pooling import poolings
 from memopt.profiler.compiled.region_work import region_work
 from memopt.profiler.compiled.rematerialise import rematerialised
@@ -131,6 +132,8 @@ def planned_regions(
         kernels: as asked for.
         block_bytes: the allocator's granularity.
     """
+    if kernels != "aten":
+        lowering = with_parts(model, captured, lowering, block_bytes)
     found = _regions(lowering, set()) if kernels != "aten" else []
     if not found:
         return Fused(captured, lowering, (), kernels), {}

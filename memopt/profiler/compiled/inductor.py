@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from memopt.errors import MemoptError
 from memopt.models.locks import ForkedLock
 from memopt.profiler.backend import autocast_off
-from memopt.profiler.compiled.losses import nll_loss_backward
+from memopt.profiler.compiled.losses import nll_loss_backward, with_joined_losses
 from memopt.profiler.compiled.subgraph import Layout, Subgraph
 from memopt.profiler.torch_private import imported
 
@@ -132,7 +132,7 @@ def _compile(one: Subgraph) -> Run:
     guards = imported("torch", "_guards")
     with fake_mode, torch.no_grad():
         inputs = [_empty(layout) for layout in one.layouts]
-        module = GraphModule({}, one.graph)
+        module = GraphModule({}, with_joined_losses(one.graph))
         traced = make_fx(module, decomposition_table=decompositions)(*inputs)
     output = traced.graph.output_node()
     results = output.args[0]

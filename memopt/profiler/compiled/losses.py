@@ -1,15 +1,24 @@
-"""The backward of the negative log-likelihood without a scattered tensor.
+"""The backward of the negative log-likelihood without a scattered tensor, and without a sum.
 
 Torch takes it apart into zeros and a scatter, which a region alone keeps whole: for a language
 model as much as its logits. (Inductor removes that from whole graphs.) As a comparison of the
 classes with the target it is pointwise, and fuses with softmax's backward.
+
+That sums the gradient over the classes, of which the target's alone is not zero: behind this loss
+its backward is pointwise, too.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.fx import Graph as FxGraph
+from torch.fx import Node
 
+_LOSS = torch.ops.aten.nll_loss_backward.default
+_SOFTMAX = torch.ops.aten._log_softmax_backward_data.default
 _MEAN = 1
 """ATen's number of the reduction."""
 
@@ -24,11 +33,71 @@ def nll_loss_backward(
     total_weight: Tensor,
 ) -> Tensor:
     """`aten.nll_loss_backward`, argument by argument."""
-    classes = self.shape[-1]
-    grad = grad_output / total_weight if reduction == _MEAN else grad_output
-    chosen = torch.where(target != ignore_index, target, -1).to(torch.int32).unsqueeze(-1)
-    here = chosen == torch.arange(classes, dtype=torch.int32, device=self.device)
-    value = -grad if grad.dim() == 0 else -grad.unsqueeze(-1)
+    here, value = _parts(grad_output, self, target, reduction, ignore_index, total_weight)
     if weight is not None:
         value = value * weight
     return torch.where(here, value, 0.0).to(self.dtype)
+
+
+def cross_entropy_backward(
+    grad_output: Tensor,
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+    output: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`aten._log_softmax_backward_data` over the classes, of `aten.nll_loss_backward`.
+
+    Args:
+        grad_output, self, target, weight, reduction, ignore_index, total_weight: of the latter.
+        output: of the softmax's logarithm.
+        dtype: of the logits.
+    """
+    here, value = _parts(grad_output, self, target, reduction, ignore_index, total_weight)
+    counted = (target != ignore_index).unsqueeze(-1)
+    if weight is not None:
+        value = value * weight[torch.where(target != ignore_index, target, 0)].unsqueeze(-1)
+    row = torch.where(counted, value, 0.0).to(self.dtype)
+    return (torch.where(here, row, 0.0) - output.exp() * row).to(dtype)
+
+
+def _parts(
+    grad_output: Tensor,
+    self: Tensor,
+    target: Tensor,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Where the target is, and the gradient there but for the class's weight."""
+    grad = grad_output / total_weight if reduction == _MEAN else grad_output
+    chosen = torch.where(target != ignore_index, target, -1).to(torch.int32).unsqueeze(-1)
+    here = chosen == torch.arange(self.shape[-1], dtype=torch.int32, device=self.device)
+    return here, -grad if grad.dim() == 0 else -grad.unsqueeze(-1)
+
+
+def with_joined_losses(graph: FxGraph) -> FxGraph:
+    """A copy of a region's graph in which the backward of a cross entropy is one call."""
+    made = FxGraph()
+    made.output(made.graph_copy(graph, {}))
+    for node in made.find_nodes(op="call_function", target=_SOFTMAX):
+        loss, output, dim, dtype = node.args
+        classes = _dims(node)
+        if isinstance(loss, Node) and loss.target is _LOSS and dim in (classes - 1, -1):
+            with made.inserting_before(node):
+                arguments: tuple[Any, ...] = (*loss.args, output, dtype)
+                joined = made.call_function(cross_entropy_backward, arguments)
+            node.replace_all_uses_with(joined)
+            made.erase_node(node)
+            if not loss.users:
+                made.erase_node(loss)
+    return made
+
+
+def _dims(node: Node) -> int:
+    value: Tensor = node.meta["val"]
+    return value.dim()

@@ -26,7 +26,7 @@ from memopt.profiler.nodes import is_random
 Fused = tuple[Region, Subgraph, FusedKernel]
 """A region, as a graph of its own, and its kernel."""
 
-_KEPT_META = ("nn_module_stack", "seq_nr", "partitioner_tag", "stack_trace")
+KEPT_META = ("nn_module_stack", "seq_nr", "partitioner_tag", "stack_trace")
 _NAMED = 3
 """Operators that a fused one is named after, at most."""
 
@@ -48,7 +48,7 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
         with graph.inserting_before(call):
             inputs += [_seed(graph, seeds, node) for node in one.dropouts]
         call.args = tuple(inputs)
-        call.meta = {key: last.meta[key] for key in _KEPT_META if key in last.meta}
+        call.meta = {key: last.meta[key] for key in KEPT_META if key in last.meta}
         call.meta["val"] = one.values
         for position, node in reversed(list(enumerate(one.outputs))):
             with graph.inserting_after(call):
@@ -105,10 +105,10 @@ def _read_again(
     def copy(node: Node) -> Node:
         if node not in copies and lowering.storages.get(node) == held:
             args, kwargs = map_arg((node.args, node.kwargs), copy)
-            copies[node] = _call(
+            copies[node] = add_call(
                 result.graph, result.meta["val"].fake_mode, node.target, *args, **kwargs
             )
-            copies[node].meta |= {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+            copies[node].meta |= {key: node.meta[key] for key in KEPT_META if key in node.meta}
         return copies.get(node, node)
 
     for reader in readers:
@@ -136,17 +136,18 @@ def _seeds(
     value = dropouts[0].args[0].meta["val"]  # type: ignore[union-attr]
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
-        seeds = _call(graph, value.fake_mode, SEEDS, len(dropouts), value.device)
+        seeds = add_call(graph, value.fake_mode, SEEDS, len(dropouts), value.device)
     return {node: (seeds, place) for place, node in enumerate(dropouts)}
 
 
 def _seed(graph: FxGraph, seeds: dict[Node, tuple[Node, int]], dropout: Node) -> Node:
     drawn, place = seeds[dropout]
     fake_mode = drawn.meta["val"].fake_mode
-    return _call(graph, fake_mode, torch.ops.aten.select.int, drawn, 0, place)
+    return add_call(graph, fake_mode, torch.ops.aten.select.int, drawn, 0, place)
 
 
-def _call(graph: FxGraph, fake_mode: Any, target: Any, *args: Any, **kwargs: Any) -> Node:
+def add_call(graph: FxGraph, fake_mode: Any, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """Add a call to a step's graph, with its fake value."""
     node = graph.call_function(target, args, kwargs)
     given, named = map_arg((args, kwargs), lambda one: one.meta["val"])
     with fake_mode:

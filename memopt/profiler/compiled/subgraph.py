@@ -30,7 +30,7 @@ from memopt.profiler.compiled.pooling import (
 )
 from memopt.profiler.compiled.rematerialise import Rematerialised
 
-_FORM = "2"
+_FORM = "3"
 """Named anew where equal operators are compiled otherwise: costs that were measured go by keys."""
 _ALIGNED = 64
 """Bytes: kernels may ask where in them a tensor begins."""
