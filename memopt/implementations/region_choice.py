@@ -35,8 +35,8 @@ def worthwhile(graph: Graph, lowering: Lowering) -> tuple[Graph, Lowering]:
     forms = forms_of(priced)
     if not forms:
         return graph, lowering
-    out = _gaining_nothing(priced, _needed(priced, set(forms)))
-    out |= set(forms) - _needed(priced, set(forms) - out)
+    out = _gaining_nothing(priced, needed(priced, set(forms)))
+    out |= set(forms) - needed(priced, set(forms) - out)
     return without(priced, out).graph, without(lowering, out)
 
 
@@ -45,7 +45,7 @@ def without(lowering: Lowering, out: Collection[Key]) -> Lowering:
     if not out:
         return lowering
     keys = set(forms_of(lowering))
-    gone = {*out, *(keys - _needed(lowering, keys - set(out)))}
+    gone = {*out, *(keys - needed(lowering, keys - set(out)))}
     operators = [
         replace(o, implementations=tuple(c for c in o.implementations if (i, c.name) not in gone))
         for i, o in enumerate(lowering.graph.operators)
@@ -106,7 +106,7 @@ class _Needs:
         return None if producer is None else self.graph.operators[producer].phase
 
 
-def _needed(lowering: Lowering, keys: set[Key]) -> set[Key]:
+def needed(lowering: Lowering, keys: set[Key]) -> set[Key]:
     """Of forms those that can be chosen, and are of use, together with the others."""
     while True:
         needs = _Needs(lowering, keys)
