@@ -55,7 +55,7 @@ def without(lowering: Lowering, out: Collection[Key]) -> Lowering:
     return replace(lowering, graph=graph, alternatives=kept)
 
 
-class _Needs:
+class Needs:
     """What forms need of each other."""
 
     def __init__(self, lowering: Lowering, keys: Collection[Key]) -> None:
@@ -109,7 +109,7 @@ class _Needs:
 def needed(lowering: Lowering, keys: set[Key]) -> set[Key]:
     """Of forms those that can be chosen, and are of use, together with the others."""
     while True:
-        needs = _Needs(lowering, keys)
+        needs = Needs(lowering, keys)
         left = {key for key in keys if needs.possible(key) and needs.of_use(key)}
         if left == keys:
             return keys
@@ -117,18 +117,19 @@ def needed(lowering: Lowering, keys: set[Key]) -> set[Key]:
 
 
 def _gaining_nothing(lowering: Lowering, keys: set[Key]) -> set[Key]:
-    needs = _Needs(lowering, keys)
+    needs = Needs(lowering, keys)
     figures: dict[int, list[tuple[float, int, Key]]] = {}
     out = set()
     for key in sorted(keys):
         own = needs.own[key]
         if own.phase is Phase.FORWARD or is_product(lowering, key):
             continue
-        saved_s = own.time_s - needs.form[key].time_s - _more_s(needs, key)
-        if saved_s < GAIN * own.time_s:
+        saved_s = own.time_s - needs.form[key].time_s - more_s(needs, key)
+        size_bytes = kept_bytes(needs, key)
+        if saved_s < GAIN * own.time_s and size_bytes >= 0:
             out.add(key)
         else:
-            figures.setdefault(key[0], []).append((saved_s, _kept_bytes(needs, key), key))
+            figures.setdefault(key[0], []).append((saved_s, size_bytes, key))
     for one in figures.values():
         for saved_s, size, key in one:
             others = ((s, b) for s, b, other in one if other != key)
@@ -142,9 +143,9 @@ def is_product(lowering: Lowering, key: Key) -> bool:
     return lowering.nodes[key[0]].target is lowering.alternatives[key].target
 
 
-def _more_s(needs: _Needs, key: Key) -> float:
+def more_s(needs: Needs, key: Key) -> float:
     """The form's part of what the forward takes longer to write what only forms read."""
-    more_s = 0.0
+    total_s = 0.0
     extra = {t for t in needs.form[key].reads if needs.only_forms_write(t)}
     writers = {w for t in extra for w in needs.writers.get(t, ())}
     for op in {op for op, _ in writers}:
@@ -152,11 +153,11 @@ def _more_s(needs: _Needs, key: Key) -> float:
         slower_s, writer = min((needs.form[w].time_s - needs.own[w].time_s, w) for w in ones)
         written = set(needs.form[writer].writes) - set(needs.own[writer].writes)
         sharing = {reader for t in written for reader, _ in needs.readers.get(t, ())}
-        more_s += max(0.0, slower_s) / len(sharing)
-    return more_s
+        total_s += max(0.0, slower_s) / len(sharing)
+    return total_s
 
 
-def _kept_bytes(needs: _Needs, key: Key) -> int:
+def kept_bytes(needs: Needs, key: Key) -> int:
     """Bytes that a form has the step keep, beyond those that its operator has it keep."""
     own: Operator = needs.own[key]
     form: Operator | Variant = needs.form[key]

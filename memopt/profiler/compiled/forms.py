@@ -35,6 +35,8 @@ OPERANDS, ALL = "operands kept", "all kept"
 """Names: nothing is written again for products; nothing is made again."""
 MOST = 12
 """Distinct forms of the backward's regions at most: those with most bytes at stake."""
+LEAST = 0.01
+"""Bytes at stake of such a form at least, as a share of the most."""
 
 Others = Sequence[tuple[str, Rematerialised]]
 
@@ -76,8 +78,9 @@ def forms_wanted(
         work_of: for an estimate.
     """
     step = _Step(lowering, regions, dict(found), base)
-    wanted = [one for name, other in others for one in step.forms(name, other)]
-    wanted = step.with_most_at_stake(wanted)
+    backward = [one for name, other in others for one in step.of_backward(name, other)]
+    backward = step.with_most_at_stake(backward)
+    wanted = [*step.of_forward(backward), *backward]
     return [replace(one, work=work_of(one.region, one.part)) for one in wanted]
 
 
@@ -109,8 +112,8 @@ class _Step:
     def is_backward(self, region: Region) -> bool:
         return self.graph.operators[region.operators[0]].phase is Phase.BACKWARD
 
-    def forms(self, name: str, other: Rematerialised) -> list[Wanted]:
-        """The backward's forms of a name, after the forward's that they need."""
+    def of_backward(self, name: str, other: Rematerialised) -> list[Wanted]:
+        """The backward's forms of a name."""
         makes = self.base.tensors - other.tensors
         changed = [r for r in self.own if self.is_backward(r) and self._reads_or_writes(r, makes)]
         parts = dict(subgraphs(self.lowering, self.regions, other, only=changed))
@@ -122,7 +125,7 @@ class _Step:
             if operands is not None and set(part.outputs) <= set(self.own[region].outputs):
                 self.seen[region].append((part.key, part.inputs))
                 new.append(Wanted(region, name, part, operands))
-        return [*self._forward(name, new), *new]
+        return new
 
     def _reads_or_writes(self, region: Region, made: frozenset[int]) -> bool:
         """Whether a region makes one of these tensors again, or writes one for a product."""
@@ -141,16 +144,20 @@ class _Step:
                 found.add(tensor)
         return frozenset(found)
 
-    def _forward(self, name: str, backward: Sequence[Wanted]) -> list[Wanted]:
-        """The forms of the forward's regions that write what others read."""
-        extra = {t for one in backward for t in self._missing(one.part) or ()}
-        writers = {self.inside[self.graph.producer[t]] for t in extra}
-        also = replace(self.base, kept=self.base.kept | extra)
+    def of_forward(self, backward: Sequence[Wanted]) -> list[Wanted]:
+        """The forms of the forward's regions that write what those of the backward read, named
+        like them."""
+        extra: dict[str, set[int]] = defaultdict(set)
+        for one in backward:
+            extra[one.name].update(self._missing(one.part) or ())
         found = []
-        for region, part in subgraphs(self.lowering, self.regions, also, only=writers):
-            operands = operands_of(self.lowering, part)
-            if operands is not None:
-                found.append(Wanted(region, name, part, operands))
+        for name, tensors in extra.items():
+            writers = {self.inside[self.graph.producer[t]] for t in tensors}
+            also = replace(self.base, kept=self.base.kept | tensors)
+            for region, part in subgraphs(self.lowering, self.regions, also, only=writers):
+                operands = operands_of(self.lowering, part)
+                if operands is not None:
+                    found.append(Wanted(region, name, part, operands))
         return found
 
     def at_stake_bytes(self, one: Wanted) -> int:
@@ -161,13 +168,13 @@ class _Step:
         return sum(self.graph.tensors[t].size_bytes for t in tensors.union(again))
 
     def with_most_at_stake(self, wanted: Sequence[Wanted]) -> list[Wanted]:
-        """Those of the forward, and the MOST of the backward with most bytes at stake."""
+        """The MOST forms of the backward with most bytes at stake."""
         at_stake: dict[str, int] = defaultdict(int)
         for one in wanted:
-            if self.is_backward(one.region):
-                at_stake[one.part.key] += self.at_stake_bytes(one)
+            at_stake[one.part.key] += self.at_stake_bytes(one)
+        least = LEAST * max(at_stake.values(), default=0)
         most = sorted(at_stake, key=lambda key: (-at_stake[key], key))[:MOST]
-        return [w for w in wanted if not self.is_backward(w.region) or w.part.key in most]
+        return [w for w in wanted if w.part.key in most and at_stake[w.part.key] >= least]
 
 
 def operands_of(lowering: Lowering, part: Subgraph) -> tuple[Operand, ...] | None:
