@@ -28,6 +28,7 @@ CPU = (
     "joint_deep",
     "joint_pictures",
     "partitioner",
+    "kernel_forms",
     "compiled_planning",
     "published_steps",
     "monet_menus",

@@ -11,7 +11,7 @@ import torch
 import memopt
 from memopt.profiler.compiled import choice, fuse, inductor
 from memopt.profiler.compiled.kernel import PREFIX
-from memopt.profiler.compiled.subgraph import Subgraph
+from memopt.profiler.compiled.region_graph import Subgraph
 from tests.compiled.steps import inputs, network, step, store_all
 from tests.compiled.test_kernels import fused
 

@@ -17,7 +17,7 @@ import memopt
 from memopt.models.graph import Phase
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import capture
-from memopt.profiler.compiled.fuse import _regions
+from memopt.profiler.compiled.fuse import _divided
 from memopt.profiler.compiled.norms import output_of, parts_of
 from memopt.profiler.compiled.pooling import is_pooling, is_unpooling, pooled, poolings, unpooled
 from memopt.profiler.inputs import Call
@@ -189,7 +189,7 @@ def test_a_step_reads_what_was_written_again() -> None:
     """Nothing is compiled: which tensors the step keeps for its backward."""
     model, x = Block(), torch.randn(2, 3, 8, 8)
     step = lowered(model, x)
-    regions = _regions(step, set())
+    regions = _divided(step, set()).found
     written = {node for _, one in regions for node in one.again}
     targets = {str(node.target) for node in written}
     assert "aten.mul.Tensor" in targets  # the gated product

@@ -19,7 +19,7 @@ from memopt.errors import MemoptError
 from memopt.models.locks import ForkedLock
 from memopt.profiler.backend import autocast_off
 from memopt.profiler.compiled.losses import nll_loss_backward, with_joined_losses
-from memopt.profiler.compiled.subgraph import Layout, Subgraph
+from memopt.profiler.compiled.region_graph import Layout, Subgraph
 from memopt.profiler.torch_private import imported
 
 _LOG = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from memopt.profiler.build import Lowering
 from memopt.profiler.compiled.divide import Region
-from memopt.profiler.compiled.subgraph import Subgraph
+from memopt.profiler.compiled.region_graph import Subgraph
 from memopt.profiler.flops import Work, elements, operator_name, touched_bytes, work
 from memopt.profiler.signature import describe_value, signature
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,73 +28,25 @@ from memopt.profiler.compiled.pooling import (
     read_by,
     unpooled,
 )
+from memopt.profiler.compiled.region_graph import Layout, Subgraph
 from memopt.profiler.compiled.rematerialise import Rematerialised
 
 _FORM = "3"
 """Named anew where equal operators are compiled otherwise: costs that were measured go by keys."""
-_ALIGNED = 64
-"""Bytes: kernels may ask where in them a tensor begins."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A tensor that goes into a region or comes out of it: all that its kernel depends on."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    offset: int = 0
-
-    @staticmethod
-    def of(value: torch.Tensor) -> Layout:
-        """The layout of a tensor; of its offset what matters to alignment."""
-        offset = int(value.storage_offset()) % max(1, _ALIGNED // value.dtype.itemsize)
-        return Layout(tuple(value.shape), tuple(value.stride()), value.dtype, value.device, offset)
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        where = "" if self.device.type == "cpu" else f"@{self.device.type}"
-        return f"{dtype}{list(self.shape)}s{list(self.strides)}+{self.offset}{where}"
-
-
-@dataclass(frozen=True)
-class Subgraph:
-    """A region taken out of the step.
-
-    Attributes:
-        graph: of ATen operators; its placeholders are the inputs, then the dropouts' seeds.
-        inputs: nodes of the step that the region reads.
-        outputs: nodes of the step whose values it writes, each in memory of its own.
-        again: those of them whose values the forward wrote, too: it writes them for what reads
-            them in the backward.
-        values: of the outputs, as the region writes them (fake).
-        layouts: of the placeholders.
-        results: the outputs' layouts.
-        dropouts: the dropouts of the step whose masks the region makes, in the order of their
-            seeds: its own, and those whose masks it reads.
-        key: equal regions have equal keys, in every process.
-    """
-
-    graph: FxGraph
-    inputs: tuple[Node, ...]
-    outputs: tuple[Node, ...]
-    values: tuple[torch.Tensor, ...]
-    layouts: tuple[Layout, ...]
-    results: tuple[Layout, ...]
-    dropouts: tuple[Node, ...]
-    key: str
-    again: frozenset[Node] = frozenset()
 
 
 def subgraphs(
-    lowering: Lowering, regions: Sequence[Region], again: Rematerialised
+    lowering: Lowering,
+    regions: Sequence[Region],
+    again: Rematerialised,
+    only: Collection[Region] | None = None,
 ) -> list[tuple[Region, Subgraph]]:
     """Regions as graphs of their own, without those that write nothing. They are to be replaced
     together: masks of dropouts that only they read are not written, nor is what the backward's
-    regions make `again`."""
+    regions make `again`. Of some of them `only`."""
     together = _Together.of(lowering, regions, again)
-    taken = ((region, _Taken(lowering, region, together).made()) for region in regions)
+    wanted = (region for region in regions if only is None or region in only)
+    taken = ((region, _Taken(lowering, region, together).made()) for region in wanted)
     return [(region, one) for region, one in taken if one is not None]
 
 
