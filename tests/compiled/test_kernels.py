@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.fx import Graph
 
 import memopt
 from benchmarks.same_masks import dropouts_in_kernels, same_masks
+from memopt.profiler.compiled.inductor import compiled
 from memopt.profiler.compiled.kernel import PREFIX
+from memopt.profiler.compiled.region_graph import Layout, Subgraph
 from tests.compiled.steps import WIDTH, Block, inputs, loss_of, network, peak_bytes, step, store_all
 
 
@@ -174,3 +177,27 @@ def test_another_shape_is_planned_with_the_same_kernels() -> None:
 def test_kernels_of_another_name_are_refused() -> None:
     with pytest.raises(ValueError, match="'aten', 'compiled', 'auto'"):
         memopt.plan(nn.Linear(2, 2), torch.ones(1, 2), kernels="triton", progress=False)
+
+
+def laid_out(strides: tuple[int, ...], more: float) -> Subgraph:
+    """A region of one operator, whose result is to have these strides."""
+    x = torch.empty(2, 16, 4)
+    graph = Graph()
+    given = graph.placeholder("in0")
+    turned = graph.call_function(torch.ops.aten.transpose.int, (given, 1, 2))
+    graph.output((graph.call_function(torch.ops.aten.add.Tensor, (turned, more)),))
+    result = Layout((2, 4, 16), strides, torch.float32, x.device)
+    return Subgraph(graph, (), (), (), (Layout.of(x),), (result,), (), str(strides))
+
+
+@pytest.mark.slow
+def test_results_are_laid_out_as_they_are_to_be() -> None:
+    """Inductor leaves a pointwise result as its operand lies."""
+    more = torch.rand(()).item()  # not compiled before
+    x = torch.randn(2, 16, 4)
+    for strides in ((64, 1, 4), (64, 16, 1)):
+        made = compiled({"one": laid_out(strides, more)}, lambda *_: None)["one"]
+        assert callable(made)
+        (found,) = made([x.clone()])
+        assert found.stride() == strides
+        torch.testing.assert_close(found, x.transpose(1, 2) + more)

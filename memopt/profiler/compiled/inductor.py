@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from memopt.errors import MemoptError
 from memopt.models.locks import ForkedLock
@@ -140,15 +140,27 @@ def _compile(one: Subgraph) -> Run:
         value = node.meta["val"]
         if (tuple(value.shape), value.dtype) != (layout.shape, layout.dtype):
             raise ValueError(f"its result would be {Layout.of(value)} instead of {layout}")
-        if tuple(value.stride()) != layout.strides:
-            with fake_mode:
-                node.meta["val"] = _empty(layout)
+    output.args = (tuple(map(_laid_out, results, one.results)),)
+    traced.recompile()
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
     patch = config.patch({"reorder_for_peak_memory": False, "fx_graph_cache": True})
     with patch, guards.tracing(guards.TracingContext(fake_mode)), torch.no_grad():
         made = compile_(traced, inputs)
     call: Run = made
     return call
+
+
+def _laid_out(node: Node, layout: Layout) -> Node:
+    """A result with the strides that it is to have: Inductor lays values out as it likes."""
+    value = node.meta["val"]
+    if tuple(value.stride()) == layout.strides:
+        return node
+    force = imported("torch._inductor.inductor_prims", "force_stride_order")
+    with node.graph.inserting_after(node):
+        made = node.graph.call_function(force, (node, list(layout.strides)))
+    with value.fake_mode:
+        made.meta["val"] = _empty(layout)
+    return made
 
 
 _MADE: list[Run] = []
