@@ -155,3 +155,21 @@ def test_a_softmaxs_logarithm_that_is_a_result_stays() -> None:
     captured = capture(model, Call((torch.randn(32, 16), torch.arange(32)), {}))
     before = build(model, captured)
     assert with_parts(model, captured, before, 1) is before
+
+
+class Segmented(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.convolution(x), target)
+
+
+def test_a_softmaxs_logarithm_of_images_stays() -> None:
+    """ATen's loss of images refuses another layout than its own."""
+    model = Segmented()
+    call = Call((torch.randn(2, 3, 8, 8), torch.zeros(2, 8, 8, dtype=torch.int64)), {})
+    captured = capture(model, call)
+    before = build(model, captured)
+    assert with_parts(model, captured, before, 1) is before

@@ -25,7 +25,8 @@ def with_parts(
 ) -> Lowering:
     """Take the logarithms of softmaxes in a captured step apart, in place; its lowering then.
 
-    One that is a result of the step, is empty, or would be laid out otherwise than ATen's, stays.
+    One of images stays, and one that is a result of the step, is empty, or would be laid out
+    otherwise than ATen's.
     """
     graph = captured.module.graph
     found = [
@@ -44,7 +45,8 @@ def _taken_apart(node: Node) -> bool:
     given: torch.Tensor = x.meta["val"]  # type: ignore[union-attr]
     result: torch.Tensor = node.meta["val"]
     named = any(user.op == "output" for user in node.users)
-    if named or not given.numel() or given.stride() != result.stride():
+    # The loss of images reads it as ATen lays it out, in its forward and its backward.
+    if named or not given.numel() or given.dim() > 3 or given.stride() != result.stride():
         return False
     computing = torch.promote_types(given.dtype, torch.float32)
 
