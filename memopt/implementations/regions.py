@@ -25,7 +25,9 @@ from memopt.profiler.compiled.form import Form, Operand
 from memopt.profiler.compiled.fuse import compile_parts, kernel_of, refusal
 from memopt.profiler.compiled.same_bits import Key, SameBits
 from memopt.profiler.measure import MeasureOptions, Progress, costs_of, environment, silent
-from memopt.profiler.signature import Signature, signature
+from memopt.profiler.signature import Signature, call_signature, signature
+
+_READ_BYTES = 2**26
 
 
 def attach(sites: Sites) -> None:
@@ -149,6 +151,24 @@ def figures(
         time_s = cost.time_s * graph.operators[key[0]].time_s
         found[key] = {"time_s": time_s, "workspace_bytes": cost.workspace_bytes}
     return found
+
+
+def byte_s(device: torch.device, options: MeasureOptions) -> float:
+    """Seconds to read a byte from memory: what was kept since the forward is in no cache, as it is
+    where a kernel is measured."""
+    key = f"{environment(device)}|reading {_READ_BYTES} bytes"
+    known = {} if options.cache is None or options.renew else options.cache.load([key])
+    if key not in known:
+        many = torch.empty(_READ_BYTES // 4, device=device)
+        (cost,) = costs_of(
+            [call_signature(torch.ops.aten.sum.default, (many,), {})],
+            device,
+            replace(options, cache=None),
+        )
+        known = {key: cost}
+        if options.cache is not None:
+            options.cache.store(known)
+    return known[key].time_s / _READ_BYTES
 
 
 def _beside(
