@@ -110,7 +110,7 @@ def priced(share: Share) -> Profiled:
             one["time_s"] = operator.time_s * (share(name) if backward and compiled else 1.0)
         return found
 
-    free = mock.patch.object(regions, "byte_s", lambda *_: 0.0)
+    free = mock.patch.object(regions, "byte_s", return_value=0.0)
     with free, mock.patch.object(regions, "figures", figures):
         return with_implementations(profiled()[1], exact_only=True)
 
