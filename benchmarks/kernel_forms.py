@@ -3,9 +3,8 @@
     python -m benchmarks.kernel_forms [--only gpt2 vit llama] [--shares 1.0 0.7 0.5 0.3]
         [--strategies rotor-menus] [--rounds 15] [--out FILE]
 
-Plans run in turns on one thread, two steps each, of which the second is timed: the first finds the
-memory that the other plan gave back to the system. Times are CPU seconds, which another process on
-the machine disturbs least.
+Plans run in turns on one thread. A step's time is the sum, over the program's instructions, of the
+median CPU seconds of each: another process on the machine disturbs that least.
 """
 
 from __future__ import annotations
@@ -22,9 +21,11 @@ import torch
 
 import memopt
 from benchmarks.peers.contests import CONTESTS, Contest, build
-from benchmarks.steps import clear, peak_of, ratio
+from benchmarks.steps import clear, peak_of
 from memopt.api.plan import Plan
 from memopt.errors import InfeasibleBudgetError
+from memopt.executor.apply import apply_plan
+from memopt.executor.recorder import HostClock, Recorder
 from memopt.implementations import attach, regions, with_implementations
 from memopt.implementations.region_choice import Needs, forms_of, is_product, kept_bytes, more_s
 from memopt.models.graph import Phase
@@ -118,6 +119,14 @@ def form_rows(found: Profiles) -> Iterator[str]:
         )
 
 
+class _CpuClock(HostClock):
+    """A recorder's clock that stands while other processes run."""
+
+    def now(self) -> float:
+        """CPU seconds of this process."""
+        return time.process_time()
+
+
 def choice_row(found: Profiles, strategy: str, share: float, rounds: int) -> str:
     """One budget: the plan with one form of each region, and the plan that chooses."""
     budget = round(share * found.plain.baseline.peak_bytes)
@@ -130,27 +139,30 @@ def choice_row(found: Profiles, strategy: str, share: float, rounds: int) -> str
         least = error.smallest_budget_bytes or 0
         return f"{begin} no plan below {least / MIB:.1f} MiB | | | | |"
     module = found.contest.module
-    runs = {name: plan.apply(module) for name, plan in plans.items()}
+    recorders = {name: Recorder(_CpuClock()) for name in plans}
+    runs = {
+        name: apply_plan(plan, module, recorder=recorders[name]) for name, plan in plans.items()
+    }
     steps = {name: lambda run=run: found.contest.step(run) for name, run in runs.items()}
     peaks = {
         name: (peak_of(module, step, CPU) + plans[name].resident_bytes) / MIB
         for name, step in steps.items()
     }
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    parts: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
             clear(module)
+            recorders[name].take()
             step()
-            clear(module)
-            begin_s = time.process_time()
-            step()
-            times[name].append(time.process_time() - begin_s)
+            for one in recorders[name].take():
+                parts[name][one.position].append(one.end_s - one.start_s)
+    times_s = {name: sum(map(statistics.median, one.values())) for name, one in parts.items()}
     names = Counter(run.implementation for _, run in plans["all"].program.computes)
     chosen = ", ".join(f"{count} {name}" for name, count in sorted(names.items(), key=str) if name)
     predicted = plans["all"].step_time_s / plans["one"].step_time_s
     return (
         f"{begin} {peaks['one']:.1f} | {peaks['all']:.1f} | {chosen} | {predicted:.3f} "
-        f"| {ratio(times, 'all', 'one'):.3f} |"
+        f"| {times_s['all'] / times_s['one']:.3f} |"
     )
 
 
@@ -159,9 +171,9 @@ def page(forms: list[str], choices: list[str], command: str, rounds: int) -> str
     about = (
         f"`{command}`; CPU, one thread, torch {torch.__version__}. Times of forms are measured, "
         "each in turns with the kernel in whose place it stands. Peaks are measured, parameters "
-        f"included; measured times are medians of {rounds} paired ratios of CPU seconds, both "
-        "plans in turns, two steps each, the second timed. Chosen forms include those of products, "
-        "which read the forward's tensor, and of the forward's regions."
+        f"included. Measured times are those of the instructions, in steps of both plans in turns: "
+        f"the sum of the median CPU seconds of each in {rounds} steps. Chosen forms include those "
+        "of products, which read the forward's tensor, and of the forward's regions."
     )
     title = "# Forms of compiled regions"
     return "\n".join([title, "", about, "", *FORMS, *forms, "", *CHOICES, *choices, ""])

@@ -107,6 +107,7 @@ def with_implementations(
     )
     lowering = _allowed(lowering, profiled)
     figures: dict[tuple[int, str], dict[str, Any]]
+    byte_s = 0.0
     if device is not None:
         figures = {
             key: {"time_s": _estimated_s(node, device)}
@@ -116,6 +117,7 @@ def with_implementations(
         how = options or MeasureOptions()
         lowering = regions.usable(lowering, profiled.torch_device)
         figures = regions.figures(profiled.graph, lowering, profiled.torch_device, how)
+        byte_s = regions.byte_s(profiled.torch_device, how) if figures else 0.0
         nodes = {key: one for key, one in lowering.alternatives.items() if key not in figures}
         costs = costs_of(list(map(signature, nodes.values())), profiled.torch_device, how)
         figures |= {
@@ -123,7 +125,7 @@ def with_implementations(
             for key, cost in zip(nodes, costs, strict=True)
         }
     graph = _priced(profiled.graph, lowering, figures, pruned=device is not None)
-    graph, lowering = worthwhile(graph, lowering)
+    graph, lowering = worthwhile(graph, lowering, byte_s)
     graph = with_state(graph, estimated_backend(block_bytes))
     return replace(profiled, graph=graph, lowering=lowering)
 

@@ -27,15 +27,21 @@ def forms_of(lowering: Lowering) -> dict[Key, Form]:
     return {key: form for key, form in pairs if key in known}
 
 
-def worthwhile(graph: Graph, lowering: Lowering) -> tuple[Graph, Lowering]:
+def worthwhile(graph: Graph, lowering: Lowering, byte_s: float = 0.0) -> tuple[Graph, Lowering]:
     """A priced graph, and its lowering, without the forms that gain nothing: those of the backward
     that save less than GAIN of their operator's time, writing more in the forward included, and
-    those that keep no less than a faster one; and what only these needed."""
+    those that keep no less than a faster one; and what only these needed.
+
+    Args:
+        graph: priced.
+        lowering: its lowering.
+        byte_s: seconds that a byte kept more takes, beside what was measured.
+    """
     priced = replace(lowering, graph=graph)
     forms = forms_of(priced)
     if not forms:
         return graph, lowering
-    out = _gaining_nothing(priced, needed(priced, set(forms)))
+    out = _gaining_nothing(priced, needed(priced, set(forms)), byte_s)
     out |= set(forms) - needed(priced, set(forms) - out)
     return without(priced, out).graph, without(lowering, out)
 
@@ -116,7 +122,7 @@ def needed(lowering: Lowering, keys: set[Key]) -> set[Key]:
         keys = left
 
 
-def _gaining_nothing(lowering: Lowering, keys: set[Key]) -> set[Key]:
+def _gaining_nothing(lowering: Lowering, keys: set[Key], byte_s: float) -> set[Key]:
     needs = Needs(lowering, keys)
     figures: dict[int, list[tuple[float, int, Key]]] = {}
     out = set()
@@ -124,8 +130,9 @@ def _gaining_nothing(lowering: Lowering, keys: set[Key]) -> set[Key]:
         own = needs.own[key]
         if own.phase is Phase.FORWARD or is_product(lowering, key):
             continue
-        saved_s = own.time_s - needs.form[key].time_s - more_s(needs, key)
         size_bytes = kept_bytes(needs, key)
+        saved_s = own.time_s - needs.form[key].time_s - more_s(needs, key)
+        saved_s -= byte_s * max(0, size_bytes)
         if saved_s < GAIN * own.time_s and size_bytes >= 0:
             out.add(key)
         else:

@@ -25,7 +25,9 @@ from memopt.profiler.compiled.form import Form, Operand
 from memopt.profiler.compiled.fuse import compile_parts, kernel_of, refusal
 from memopt.profiler.compiled.same_bits import Key, SameBits
 from memopt.profiler.measure import MeasureOptions, Progress, costs_of, environment, silent
-from memopt.profiler.signature import Signature, signature
+from memopt.profiler.signature import Signature, call_signature, signature
+
+_COPIED_BYTES = 2**26
 
 
 def attach(sites: Sites) -> None:
@@ -149,6 +151,26 @@ def figures(
         time_s = cost.time_s * graph.operators[key[0]].time_s
         found[key] = {"time_s": time_s, "workspace_bytes": cost.workspace_bytes}
     return found
+
+
+def byte_s(device: torch.device, options: MeasureOptions) -> float:
+    """Seconds that keeping a byte takes, beside what kernels are measured to take: it is written to
+    memory of its own, which the allocator may have to ask the system for, and read back when no
+    cache holds it any more. A copy of much does that.
+    """
+    key = f"{environment(device)}|copying {_COPIED_BYTES} bytes"
+    known = {} if options.cache is None or options.renew else options.cache.load([key])
+    if key not in known:
+        many = torch.empty(_COPIED_BYTES // 4, device=device)
+        (cost,) = costs_of(
+            [call_signature(torch.ops.aten.clone.default, (many,), {})],
+            device,
+            replace(options, cache=None),
+        )
+        known = {key: cost}
+        if options.cache is not None:
+            options.cache.store(known)
+    return known[key].time_s / _COPIED_BYTES
 
 
 def _beside(

@@ -110,7 +110,8 @@ def priced(share: Share) -> Profiled:
             one["time_s"] = operator.time_s * (share(name) if backward and compiled else 1.0)
         return found
 
-    with mock.patch.object(regions, "figures", figures):
+    free = mock.patch.object(regions, "byte_s", return_value=0.0)
+    with free, mock.patch.object(regions, "figures", figures):
         return with_implementations(profiled()[1], exact_only=True)
 
 
