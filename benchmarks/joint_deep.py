@@ -41,7 +41,7 @@ from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
 
 SEQUENCE = 1024
 BATCHES = {"gpt2": 32, "llama-70b": 16}
-LAYERS = (20, 40, 80)
+LAYERS = (10, 20, 40, 80)
 SHARES = (0.40, 0.25)
 HEAD = "| model | layers | operators | distinct | capture, s | share | step | gap | planning, s | |"
 
