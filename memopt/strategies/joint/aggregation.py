@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from memopt.models.bounds import needed_operators
 from memopt.models.graph import Operator
 from memopt.models.variants import Variant
 from memopt.strategies.joint.folding import Folding
@@ -144,6 +145,9 @@ class AggregatedModel(LinkedModel):
         if self.at:
             raise ValueError("layers of a group are on one side of each time point: the boundary")
         super().__post_init__()
+        for i in sorted(self.needed):
+            # Else a group's layers may all run on what comes from the layer before the group.
+            self.model.at_least_one(self.run[i])
 
     def new_program(self) -> BinaryProgram:
         folding = self.folding
@@ -190,6 +194,12 @@ class AggregatedModel(LinkedModel):
         seen = [self.of_tensor[t] for t in choice.reads if t in self.of_tensor]
         inside = [self.there[own, slot, place] for g, slot, place in seen if g is not None]
         return (*choice.reads, *inside)
+
+    def _needed_operators(self) -> frozenset[int]:
+        needed = needed_operators(self.folding.layers.graph)
+        return frozenset(range(self.count)) - {
+            n for i, n in enumerate(self.folding.number) if i not in needed
+        }
 
     def _suffixes(self) -> list[int]:
         def begin(i: int) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 
 from memopt.models.bounds import memory_lower_bound
 from memopt.models.graph import Graph
@@ -23,17 +24,17 @@ from memopt.strategies.joint.repeated_layers import RepeatedLayers
 from memopt.strategies.joint.unfolding import Unfolding
 from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 
-GROUPS, BOUND_GROUPS = 8, 5
+GROUPS, BOUND_GROUPS = 8, 12
 """Groups of equal layers, in the step that is planned and in the relaxation."""
-DEEP = 12
+DEEP = 32
 """Equal layers from which on a step is folded."""
-ROOMS = (1.0, 0.9, 1.1, 0.8, 0.6)
+ROOMS = (0.85, 0.75, 0.65, 0.95, 0.5)
 """Memory beyond what no plan can do without, as shares of what the layers' share of it is."""
-PLANS = 3
+PLANS = 4
 """Folded plans that fit when unfolded, at most."""
-PLAN_SHARE = 0.35
+PLAN_SHARE = 0.28
 """Of the time left, for one folded plan."""
-CHANGES = 2500
+CHANGES = 1500
 """Changes of folded decisions that the whole step judges after each folded plan, at most."""
 REACHES = (1, 0, GROUPS)
 RELAXATION_SHARE, RELAXATION_GAP = 0.2, 1e-3
@@ -58,15 +59,17 @@ class DeepPlanning:
         folding: to the step that is planned in the whole one's place.
         mover: of the whole step and its budget.
         deadline: of the whole solve.
-        plan: plans a folded step within a budget until a deadline.
+        plan: plans a folded step within a budget until a deadline, from what is known, too.
         bound_s: what no program beats.
+        large_bytes: tensors smaller than this are not moved either, where that is faster.
     """
 
     folding: Folding
     mover: Mover
     deadline: Deadline
-    plan: Callable[[Graph, int, Deadline], Planned]
+    plan: Callable[[Graph, int, Deadline, list[Decisions]], Planned]
     bound_s: float
+    large_bytes: int
     changes_tried: int = field(default=0, init=False)
 
     @cached_property
@@ -101,13 +104,14 @@ class DeepPlanning:
 
     def found(self) -> Iterator[Moved]:
         """Runs of the whole step with their transfers, of one folded plan after the other."""
-        best_s, plans = math.inf, 0
+        best_s, plans, known = math.inf, 0, list[Decisions]()
         for budget_bytes in self.budgets:
             over = self.deadline.passed(0.5, f"joint: folded step, {best_s:.6g} s")
             if over or plans >= PLANS or best_s <= self.bound_s * (1 + GOOD):
                 return
             until = self.deadline.within(PLAN_SHARE * self.deadline.left_s)
-            begun = self._begun(*self.plan(self.folding.graph, budget_bytes, until))
+            folded, known = self.plan(self.folding.graph, budget_bytes, until, known)
+            begun = self._begun(folded, known)
             if begun is not None:
                 plans += 1
                 moved = self._finished(*begun)
@@ -119,26 +123,21 @@ class DeepPlanning:
     ) -> tuple[FoldedSearch, Decisions] | None:
         """A search, and the decisions whose unfolded runs are fastest; None where none fit."""
         best: tuple[FoldedSearch, Decisions] | None = None
-        for at in decided:
-            for reach in REACHES:
-                unfolding = Unfolding(self.folding, folded.table, self.mover.table, reach)
-                search = FoldedSearch(
-                    folded,
-                    self.deadline,
-                    self.bound_s,
-                    most=CHANGES,
-                    unfolding=unfolding,
-                    judge=self.mover,
-                )
-                search.judged(at)
-                if search.best and (best is None or search.time_s < best[0].time_s):
-                    best = search, at
+        judges = self.mover, replace(self.mover, least_bytes=self.large_bytes)
+        for at, reach, judge in product(decided, REACHES, judges):
+            unfolding = Unfolding(self.folding, folded.table, judge.table, reach)
+            search = FoldedSearch(
+                folded, self.deadline, self.bound_s, most=CHANGES, unfolding=unfolding, judge=judge
+            )
+            search.judged(at)
+            if search.best and (best is None or search.time_s < best[0].time_s):
+                best = search, at
         return best
 
     def _finished(self, search: FoldedSearch, at: Decisions) -> Moved:
         """Go downhill by changes of groups of layers, then by those of the whole step."""
         search.descend(at)
-        whole = LocalSearch(self.mover, self.deadline, self.bound_s, most=CHANGES)
+        whole = LocalSearch(search.judge, self.deadline, self.bound_s, most=CHANGES)
         whole.descend(search.whole())
         self.changes_tried += search.tried + whole.tried
         return whole.finished()

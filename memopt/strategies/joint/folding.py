@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from memopt.models.graph import Graph, Implementation, Operator
-from memopt.strategies.joint.repeated_layers import RepeatedLayers, written
+from memopt.strategies.joint.repeated_layers import RepeatedLayers, ways, written
 
 One = TypeVar("One", Operator, Implementation)
 
@@ -84,7 +84,7 @@ class Folding:
         graph = self.layers.graph
         found = set(graph.tangents) | {t for i in self.kept for t in written(graph.operators[i])}
         for i in self.kept:
-            for one in (graph.operators[i], *graph.operators[i].implementations):
+            for one in ways(graph.operators[i]):
                 found.update(graph.resident.intersection(one.reads or ()))
         return tuple(sorted(found))
 
@@ -127,11 +127,11 @@ class Folding:
         if g is not None:
             members = range(self.first[g], self.first[g] + self.groups[g])
             alike = [self.layers.graph.operators[self.layers.at(i, one)] for one in members]
-        ways = tuple(
+        choices = tuple(
             self._moved_to(i, _least(choice, [x.implementations[n] for x in alike]))
             for n, choice in enumerate(operator.implementations)
         )
-        return self._moved_to(i, _least(replace(operator, implementations=ways), alike))
+        return self._moved_to(i, _least(replace(operator, implementations=choices), alike))
 
     def _moved_to(self, i: int, one: One) -> One:
         """An operator, or a way to run it, by the folded step's tensors."""

@@ -160,8 +160,9 @@ class JointPlanning:
         if layers is None or len(layers.core) < DEEP:
             return False
 
-        def plan(graph: Graph, budget_bytes: int, deadline: Deadline) -> Planned:
-            targets = [Target.of(member.strategy, graph) for member in members]
+        def plan(
+            graph: Graph, budget_bytes: int, deadline: Deadline, known: list[Decisions]
+        ) -> Planned:
             folded = JointPlanning(
                 graph,
                 budget_bytes,
@@ -172,15 +173,18 @@ class JointPlanning:
                 self.changes,
                 self.seed,
             )
+            folded.runs = [at.runs for at in known]
+            targets = [Target.of(member.strategy, graph) for member in members]
             folded.solution([Member(target) for target in targets])
+            self.stats.setdefault("starts", folded.stats.get("starts", ()))
             self.changes_tried += folded.changes_tried
-            self.stats["starts"] = folded.stats.get("starts", ())
             return folded.mover, folded.decided()
 
         begin_s = self.bound_s
         folding = folded_into(layers, GROUPS)
         self.least_bytes = least_moved(folding.graph)
-        deep = DeepPlanning(folding, self.mover, self.deadline, plan, begin_s)
+        large_bytes = least_moved(self.graph)
+        deep = DeepPlanning(folding, self.mover, self.deadline, plan, begin_s, large_bytes)
         self.bound_s = deep.bound_s = max(begin_s, deep.relaxed_bound_s())
         for moved in deep.found():
             self.offer(self.mover.program(moved), "equal layers")

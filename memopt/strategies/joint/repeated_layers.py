@@ -28,6 +28,11 @@ def written(operator: Operator) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*operator.writes, *others)))
 
 
+def ways(operator: Operator) -> tuple[Operator | Implementation, ...]:
+    """An operator itself, and its other implementations."""
+    return (operator, *operator.implementations)
+
+
 @dataclass(frozen=True, eq=False)
 class RepeatedLayers:
     """The equal layers of a step, forward and backward.
@@ -123,7 +128,7 @@ class RepeatedLayers:
             own = self.layer[i]
             if own is not None and low <= own <= high:
                 continue
-            for one in (operator, *operator.implementations):
+            for one in ways(operator):
                 homes = (self.home.get(t) for t in one.reads or ())
                 layers = (self.layer[home[0]] for home in homes if home is not None)
                 yield from (layer for layer in layers if layer is not None)
@@ -134,13 +139,12 @@ class RepeatedLayers:
         found: list[object] = []
         for i in self.operators_of(layer):
             operator = graph.operators[i]
-            ways = (operator, *operator.implementations)
-            seen = [[self._seen(layer, t) for t in _tensors(one)] for one in ways]
+            seen = [[self._seen(layer, t) for t in _tensors(one)] for one in ways(operator)]
             if any(isinstance(x[0], int) and abs(x[0]) > 1 for one in seen for x in one):
                 return ()
             if any(self._seen(layer, t)[0] != 0 for t in written(operator)):
                 return ()
-            lengths = [_lengths(one) for one in ways]
+            lengths = [_lengths(one) for one in ways(operator)]
             facts = [self._facts(t) for t in written(operator)]
             same = operator.phase, operator.recomputable, operator.random
             names = [(c.name, c.exact, c.packed) for c in operator.implementations]

@@ -85,7 +85,7 @@ class Unfolding:
         own = None if i == BOUNDARY else self._group[i]
         other = self._group[n]
         if own is None or other is None or abs(other - own) > self.reach:
-            return before.min() + self._variants(others, run)
+            return self._variants(others, run) + int(before.min())
         core, layers = folding.layers.core, self._layer[self._members[i]]
         there = np.clip(layers + other - own, core.start, core.stop - 1)
         first = int(others[0])

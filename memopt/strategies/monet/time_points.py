@@ -46,7 +46,7 @@ class TimePointModel(GraphModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.gradients = self.writers(range(self.first, self.count))
-        self.needed = needed_operators(self.graph)
+        self.needed = self._needed_operators()
         self.run = [self.run_variables(i) for i in range(self.count)]
         """d of the forward operators, b of the others."""
         self.s: list[dict[int, int]] = []
@@ -55,6 +55,10 @@ class TimePointModel(GraphModel):
         for point in range(len(self.at) + 1):
             self._time_point(point)
         self._backward()
+
+    def _needed_operators(self) -> frozenset[int]:
+        """Find the operators that every program runs, by one of their implementations."""
+        return needed_operators(self.graph)
 
     def _must_run_once(self, i: int) -> bool:
         """Whether operator i must run, and exactly once, in the forward."""
