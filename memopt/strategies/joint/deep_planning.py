@@ -7,6 +7,7 @@ size does not depend on the number of layers. The whole step only judges what is
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,7 +31,7 @@ DEEP = 32
 """Equal layers from which on a step is folded."""
 ROOMS = (0.85, 0.75, 0.65, 0.95, 0.5)
 """Memory beyond what no plan can do without, as shares of what the layers' share of it is."""
-PLANS = 4
+PLANS = 3
 """Folded plans that fit when unfolded, at most."""
 PLAN_SHARE = 0.28
 """Of the time left, for one folded plan."""
@@ -71,6 +72,8 @@ class DeepPlanning:
     bound_s: float
     large_bytes: int
     changes_tried: int = field(default=0, init=False)
+    folded_cpu_s: float = field(default=0.0, init=False)
+    """Processor time that went to the folded step and to the relaxation."""
 
     @cached_property
     def budgets(self) -> list[int]:
@@ -84,6 +87,7 @@ class DeepPlanning:
 
     def relaxed_bound_s(self) -> float:
         """The bound by groups of layers, seconds; 0 where the solver has none."""
+        begin = time.process_time()
         folding = folded_into(self.folding.layers, BOUND_GROUPS)
         table = self.mover.table
         built = AggregatedModel(
@@ -100,7 +104,9 @@ class DeepPlanning:
             gap=RELAXATION_GAP,
         )
         room = self.mover.budget_bytes - table.graph.resident_bytes
-        return built.model.solve(room, options).bound
+        bound_s = built.model.solve(room, options).bound
+        self.folded_cpu_s += time.process_time() - begin
+        return bound_s
 
     def found(self) -> Iterator[Moved]:
         """Runs of the whole step with their transfers, of one folded plan after the other."""
@@ -110,7 +116,9 @@ class DeepPlanning:
             if over or plans >= PLANS or best_s <= self.bound_s * (1 + GOOD):
                 return
             until = self.deadline.within(PLAN_SHARE * self.deadline.left_s)
+            begin = time.process_time()
             folded, known = self.plan(self.folding.graph, budget_bytes, until, known)
+            self.folded_cpu_s += time.process_time() - begin
             begun = self._begun(folded, known)
             if begun is not None:
                 plans += 1

@@ -190,6 +190,7 @@ class JointPlanning:
             self.offer(self.mover.program(moved), "equal layers")
         self.changes_tried += deep.changes_tried
         self.stats["equal_layers"] = len(layers.core)
+        self.stats["folded_cpu_s"] = deep.folded_cpu_s
         return self.best is not None
 
     def decided(self) -> list[Decisions]:
