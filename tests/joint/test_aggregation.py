@@ -13,7 +13,7 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.strategies.base import Status
 from memopt.strategies.joint import relaxation
-from memopt.strategies.joint.aggregation import AggregatedModel
+from memopt.strategies.joint.aggregation import AggregatedModel, sure_runs
 from memopt.strategies.joint.folding import Folding, even_groups
 from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.moved import Mover
@@ -56,7 +56,7 @@ def whole(graph: Graph, budget: int, device: Device = LINK) -> float:
     """The optimum of the whole step's relaxation, seconds; infinity where no program fits. What
     every program runs runs there, too."""
     built = LinkedModel(graph, device=device)
-    for i in built.needed:
+    for i in sure_runs(graph):
         built.model.at_least_one(built.run[i])
     answer = built.model.solve(budget - graph.resident_bytes, OPTIONS)
     return float("inf") if answer.status is Status.INFEASIBLE else answer.objective

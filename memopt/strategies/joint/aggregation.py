@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memopt.models.bounds import needed_operators
-from memopt.models.graph import Operator
+from memopt.models.graph import Graph, Operator
 from memopt.models.variants import Variant
 from memopt.strategies.joint.folding import Folding
 from memopt.strategies.joint.relaxation import LinkedModel
@@ -29,6 +29,19 @@ from memopt.strategies.solvers.binary_program import BinaryProgram, Term
 
 LAST, FIRST = -1, 1
 """Which layer of a group its neighbour sees: that before it sees the first."""
+
+
+def sure_runs(graph: Graph) -> frozenset[int]:
+    """The operators that every program runs where the framework does: backward ones, and forward
+    ones that results of the forward or effects there need. Others may run after the boundary only.
+    """
+    count = graph.first_backward
+    made = {t for operator in graph.operators[:count] for t in operator.writes}
+    forward = Graph(
+        graph.tensors, graph.operators[:count], outputs=sorted(made.intersection(graph.outputs))
+    )
+    backward = (i for i in needed_operators(graph) if i >= count)
+    return needed_operators(forward).union(backward)
 
 
 @dataclass
@@ -145,7 +158,11 @@ class AggregatedModel(LinkedModel):
         if self.at:
             raise ValueError("layers of a group are on one side of each time point: the boundary")
         super().__post_init__()
-        for i in sorted(self.needed):
+        must = sure_runs(self.folding.layers.graph)
+        short = {n for i, n in enumerate(self.folding.number) if i not in must}
+        for i in range(self.count):
+            if i in short:
+                continue
             # Else a group's layers may all run on what comes from the layer before the group.
             self.model.at_least_one(self.run[i])
 
