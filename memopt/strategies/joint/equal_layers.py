@@ -29,6 +29,10 @@ class Stretch:
         """The operator after it."""
         return self.begin + self.period * self.count
 
+    def layer_of(self, i: int) -> int:
+        """The repetition that an operator belongs to."""
+        return (i - self.begin) // self.period
+
 
 @dataclass(frozen=True, eq=False)
 class EqualLayers:
@@ -43,10 +47,17 @@ class EqualLayers:
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
         """Stretches that do not overlap, those that repeat most found first."""
-        graph = self.graph
+        return self._found(range(self.graph.first_backward))
+
+    @cached_property
+    def backward_stretches(self) -> tuple[Stretch, ...]:
+        """The same of what runs after the forward."""
+        return self._found(range(self.graph.first_backward, len(self.graph.operators)))
+
+    def _found(self, operators: range) -> tuple[Stretch, ...]:
         kinds: dict[object, int] = {}
-        numbers = [kinds.setdefault(self._kind(i), len(kinds)) for i in range(graph.first_backward)]
-        return tuple(_stretches(np.array(numbers, dtype=np.int64), 0))
+        numbers = [kinds.setdefault(self._kind(i), len(kinds)) for i in operators]
+        return tuple(_stretches(np.array(numbers, dtype=np.int64), operators.start))
 
     def _kind(self, i: int) -> object:
         """What operators must share to be alike: name, bytes read and written, alternatives."""

@@ -36,6 +36,7 @@ class LocalSearch:
         deadline: asked now and then.
         bound_s: what no program beats.
         seed: of the order in which changes are tried.
+        most: so many changes are tried at most; None: no limit.
         tried: how many changes were judged.
         best: the fastest decisions and what becomes of them.
     """
@@ -44,6 +45,7 @@ class LocalSearch:
     deadline: Deadline
     bound_s: float = 0.0
     seed: int = 0
+    most: int | None = None
     tried: int = field(default=0, init=False)
     best: tuple[Decisions, Moved] | None = field(default=None, init=False)
 
@@ -118,7 +120,7 @@ class LocalSearch:
                 return
 
     def _ended(self) -> bool:
-        if self.time_s <= self.bound_s * (1 + NEAR):
+        if self.time_s <= self.bound_s * (1 + NEAR) or self.tried == self.most:
             return True
         return self.deadline.over or (
             self.tried % 16 == 0

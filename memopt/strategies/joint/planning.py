@@ -14,16 +14,25 @@ from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.strategies.auto.members import Member
 from memopt.strategies.base import Solution, Status, solution_of
+from memopt.strategies.joint.deep_planning import (
+    DEEP,
+    GROUPS,
+    DeepPlanning,
+    Planned,
+    folded_into,
+)
 from memopt.strategies.joint.least_memory import least_memory, program_within, smaller
 from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.joint.relaxation_search import LinkedSearch
+from memopt.strategies.joint.repeated_layers import RepeatedLayers
 from memopt.strategies.joint.run_table import Ints, RunTable
 from memopt.strategies.joint.starts import programs_of_chain, programs_of_stages, stored
 from memopt.strategies.monet.graph_model import Allowed
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.solvers.running import Deadline
+from memopt.strategies.target import Target
 
 START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.4, 0.4, 0.4, 0.4
 """Of the time left: for single strategies' plans, the relaxation, programs in larger budgets, and
@@ -43,6 +52,12 @@ MOVERS, CHAINS = frozenset({"offload-graph"}), frozenset({"rotor-menus"})
 bound; the others, if there is none after a descent from what these have found."""
 
 
+def least_moved(graph: Graph) -> int:
+    """The bytes of a tensor that is large enough to be moved, and to count in the relaxation."""
+    peak_bytes = replay(graph, stored(graph)).peak_bytes
+    return max(1, int(SMALL * (peak_bytes - graph.resident_bytes)))
+
+
 @dataclass(eq=False)
 class JointPlanning:
     """What is known while one budget is planned.
@@ -54,6 +69,7 @@ class JointPlanning:
         deadline: of the whole solve.
         changes: how many changes each annealing may try.
         seed: the local search's.
+        least_bytes: tensors smaller than this stay where they are; None: as SMALL says.
     """
 
     graph: Graph
@@ -71,6 +87,7 @@ class JointPlanning:
     small: list[Program] = field(default_factory=list)
     decisions: tuple[Decisions, Moved] | None = None
     changes_tried: int = 0
+    least_bytes: int | None = None
     stats: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -86,8 +103,7 @@ class JointPlanning:
     @cached_property
     def mover(self) -> Mover:
         """Makes runs fit the budget."""
-        peak_bytes = replay(self.graph, self.small[0]).peak_bytes
-        least_bytes = max(1, int(SMALL * (peak_bytes - self.graph.resident_bytes)))
+        least_bytes = self.least_bytes or least_moved(self.graph)
         return Mover(self.table, self.limit_bytes, self.device, self.host_bytes, least_bytes)
 
     @property
@@ -112,7 +128,8 @@ class JointPlanning:
         """Plan, and say what is proved."""
         self.small.append(stored(self.graph))
         self.offer(self.small[0], "store-all")
-        if not self.done and memory_lower_bound(self.graph) <= self.limit_bytes:
+        possible = memory_lower_bound(self.graph) <= self.limit_bytes
+        if not self.done and possible and not self._deep(members):
             self._relax()
             movers, chains = (
                 [member for member in members if member.strategy.name in names]
@@ -135,6 +152,57 @@ class JointPlanning:
                 return self._without_plan(least)
         program, _, source = self.best
         return self._with_plan(program, source)
+
+    def _deep(self, members: Sequence[Member]) -> bool:
+        """Plan by way of a folded step, where there are many equal layers; whether there is a
+        plan."""
+        layers = RepeatedLayers.of(self.graph)
+        if layers is None or len(layers.core) < DEEP:
+            return False
+
+        def plan(
+            graph: Graph, budget_bytes: int, deadline: Deadline, known: list[Decisions]
+        ) -> Planned:
+            folded = JointPlanning(
+                graph,
+                budget_bytes,
+                self.device,
+                self.allowed,
+                self.host_bytes * len(graph.operators) / len(self.graph.operators),
+                deadline,
+                self.changes,
+                self.seed,
+            )
+            folded.runs = [at.runs for at in known]
+            targets = [Target.of(member.strategy, graph) for member in members]
+            folded.solution([Member(target) for target in targets])
+            self.stats.setdefault("starts", folded.stats.get("starts", ()))
+            self.changes_tried += folded.changes_tried
+            return folded.mover, folded.decided()
+
+        begin_s = self.bound_s
+        folding = folded_into(layers, GROUPS)
+        self.least_bytes = least_moved(folding.graph)
+        large_bytes = least_moved(self.graph)
+        deep = DeepPlanning(folding, self.mover, self.deadline, plan, begin_s, large_bytes)
+        self.bound_s = deep.bound_s = max(begin_s, deep.relaxed_bound_s())
+        for moved in deep.found():
+            self.offer(self.mover.program(moved), "equal layers")
+        self.changes_tried += deep.changes_tried
+        self.stats["equal_layers"] = len(layers.core)
+        self.stats["folded_cpu_s"] = deep.folded_cpu_s
+        return self.best is not None
+
+    def decided(self) -> list[Decisions]:
+        """The best that the local search has decided, and the runs of the best program."""
+        found = [] if self.decisions is None else [self.decisions[0]]
+        if self.best is not None:
+            try:
+                runs = self.table.runs_of(self.best[0])
+            except KeyError:
+                return found
+            found.append(self._local_search().start(runs))
+        return found
 
     @property
     def _beats_moving(self) -> bool:

@@ -69,8 +69,8 @@ class LinkedModel(TimePointModel):
             t for t in tensors - self.graph.kept if self.size[t] >= max(1, self.least_bytes)
         )
         model = self.model
-        h = {t: model.variable() for t in movable}
-        out = {t: model.variable() for t in movable} if point else h
+        h = {t: self.tensor_variable(t, "h", point) for t in movable}
+        out = {t: self.tensor_variable(t, "o", point) for t in movable} if point else h
         for t, v in h.items():
             if point:
                 model.implies_any(out[t], self._sources(point - 1, t))
@@ -78,7 +78,7 @@ class LinkedModel(TimePointModel):
                 model.implies_any(v, [out[t], *earlier])
             else:
                 model.implies_any(v, [self.run[j][p] for j, p in self.made[t]])
-        back = {t: model.variable() for t in movable}
+        back = {t: self.tensor_variable(t, "f", point) for t in movable}
         for t, v in back.items():
             model.implies_any(v, [h[t]])
         self.h.append(h)
@@ -145,11 +145,15 @@ class LinkedModel(TimePointModel):
         for point, out in enumerate(self.o):
             copies += [(seconds[t], v) for t, v in out.items()]
             self._at_most(list(copies), self._times(-1, point))
-        for begin in range(0, self.first, max(1, self.first // SUFFIXES)):
+        for begin in self._suffixes():
             late = [t for t in self.h[0] if all(j >= begin for j, _ in self.made[t])]
             time = self._seconds((i, self.run[i]) for i in range(begin, self.first))
             time.append((1.0, self.w[0]))
             self._at_most([(seconds[t], self.h[0][t]) for t in late], time)
+
+    def _suffixes(self) -> list[int]:
+        """Forward operators from which on the copies have a row of their own."""
+        return list(range(0, self.first, max(1, self.first // SUFFIXES)))
 
     def _homeward(self) -> None:
         def back(points: range, without: set[int]) -> list[Term]:

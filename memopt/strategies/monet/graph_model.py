@@ -40,12 +40,16 @@ class GraphModel:
 
     def __post_init__(self) -> None:
         graph = self.graph
-        self.model = BinaryProgram()
+        self.model = self.new_program()
         self.first, self.count = graph.first_backward, len(graph.operators)
         self.size = [tensor.size_bytes for tensor in graph.tensors]
         self.choices = [choices_of(operator, self.allowed) for operator in graph.operators]
         self.made = self.writers(range(self.first))
         """Forward tensor → (operator, place of the implementation) that write it."""
+
+    def new_program(self) -> BinaryProgram:
+        """The program to fill."""
+        return BinaryProgram()
 
     def writers(self, operators: Iterable[int]) -> dict[int, list[tuple[int, int]]]:
         """Map each tensor to (operator, place of the implementation) that write it."""
@@ -56,9 +60,18 @@ class GraphModel:
                     writers[t].append((i, place))
         return dict(writers)
 
-    def run_variables(self, i: int) -> list[int]:
-        """Add a variable for a run of operator i by each of its implementations."""
+    def run_variables(self, i: int, point: int = -1) -> list[int]:
+        """Add a variable for a run of operator i by each of its implementations.
+
+        Args:
+            i: the operator.
+            point: the time point after which it runs again; -1: its first run.
+        """
         return [self.model.variable(choice.time_s) for _, choice in self.choices[i]]
+
+    def tensor_variable(self, t: int, kind: str, point: int) -> int:
+        """Add a variable of a tensor at a time point; `kind` is its letter in the mathematics."""
+        return self.model.variable()
 
     def bytes_of(self, tensors: Iterable[int]) -> int:
         """Sum up tensors' bytes."""

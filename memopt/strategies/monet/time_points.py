@@ -46,7 +46,7 @@ class TimePointModel(GraphModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.gradients = self.writers(range(self.first, self.count))
-        self.needed = needed_operators(self.graph)
+        self.needed = self._needed_operators()
         self.run = [self.run_variables(i) for i in range(self.count)]
         """d of the forward operators, b of the others."""
         self.s: list[dict[int, int]] = []
@@ -55,6 +55,10 @@ class TimePointModel(GraphModel):
         for point in range(len(self.at) + 1):
             self._time_point(point)
         self._backward()
+
+    def _needed_operators(self) -> frozenset[int]:
+        """Find the operators that every program runs, by one of their implementations."""
+        return needed_operators(self.graph)
 
     def _must_run_once(self, i: int) -> bool:
         """Whether operator i must run, and exactly once, in the forward."""
@@ -93,7 +97,7 @@ class TimePointModel(GraphModel):
         operators: set[int] = set()
         stack = [
             t for k in range(begin, self.count) for _, choice in self.choices[k]
-            for t in choice.reads
+            for t in self._operands(k, choice)
         ]  # fmt: skip
         while stack:
             t = stack.pop()
@@ -103,8 +107,12 @@ class TimePointModel(GraphModel):
             for i, _ in self.made[t]:
                 if i not in operators and self.graph.operators[i].recomputable:
                     operators.add(i)
-                    stack += [u for _, choice in self.choices[i] for u in choice.reads]
+                    stack += [u for _, one in self.choices[i] for u in self._operands(i, one)]
         return tensors, operators
+
+    def _operands(self, i: int, choice: Operator | Variant) -> tuple[int, ...]:
+        """What a run of operator i may need."""
+        return choice.reads
 
     def _time_point(self, point: int) -> None:
         """Add what is in memory at a time point, and what runs again after it."""
@@ -112,7 +120,7 @@ class TimePointModel(GraphModel):
         begin = self._begin(point)
         tensors, operators = self._needed(begin)
         kept = {t for t in graph.kept if t in self.made}
-        held = {t: model.variable() for t in sorted(tensors | kept)}
+        held = {t: self.tensor_variable(t, "s", point) for t in sorted(tensors | kept)}
         for t, v in held.items():
             if t in kept:
                 model.fixed[v] = True
@@ -121,7 +129,7 @@ class TimePointModel(GraphModel):
                 model.implies_any(v, self._sources(point - 1, t))
             else:
                 model.implies_any(v, [self.run[j][p] for j, p in self.made[t]])
-        again = {i: self.run_variables(i) for i in sorted(operators)}
+        again = {i: self.run_variables(i, point) for i in sorted(operators)}
         self.s.append(held)
         self.r.append(again)
         for i, variables in again.items():

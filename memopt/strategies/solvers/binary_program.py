@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,11 +40,6 @@ class Row:
     memory: bool = False
     when: int | None = None
 
-    @property
-    def largest_excess(self) -> float:
-        """The most that the left side can exceed the bound."""
-        return sum(c for c, _ in self.terms if c > 0) - self.bound
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -67,6 +63,10 @@ class BinaryProgram:
     """Values to start from; they need not be all, nor feasible."""
     amounts: set[int] = field(default_factory=set)
     """Variables of any value from 0 on, which CP-SAT cannot solve."""
+    most: dict[int, int] = field(default_factory=dict)
+    """Variables of any whole value up to a most, in place of 1; CP-SAT cannot solve them."""
+    relaxed: bool = False
+    """Whether MathOpt's solvers may give any value between the whole ones."""
     count: int = 0
 
     def amount(self, cost: float = 0.0) -> int:
@@ -107,18 +107,22 @@ class BinaryProgram:
         """Require constant + Σ terms ≤ peak, only where `when` holds."""
         self.rows.append(Row(tuple(t for t in terms if t[0]), -constant, True, when))
 
+    def largest_excess(self, row: Row) -> float:
+        """The most that the left side of a memory row can exceed its bound."""
+        return sum(c * self.most.get(v, 1) for c, v in row.terms if c > 0) - row.bound
+
     def solve(self, limit_bytes: int | None = None, options: SolverOptions | None = None) -> Answer:
         """Minimise the cost with a peak of at most `limit_bytes`; None: minimise the peak."""
         options = options or SolverOptions()
         least_peak = limit_bytes is None
-        limit = int(max((row.largest_excess for row in self.rows if row.memory), default=0))
+        limit = int(max((self.largest_excess(row) for row in self.rows if row.memory), default=0))
         limit = limit if limit_bytes is None else min(limit, limit_bytes)
         if limit < 0:
             return Answer(Status.INFEASIBLE)
         if options.solver is not Solver.CP_SAT:
             return solve_with_mathopt(self, limit, least_peak, options)
-        if self.amounts:
-            raise ValueError("a program with amounts needs HiGHS or SCIP")
+        if self.amounts or self.most or self.relaxed:
+            raise ValueError("a program with other than 0-1 variables needs HiGHS or SCIP")
         return self._solve_with_cp_sat(limit, least_peak, options)
 
     def _solve_with_cp_sat(self, limit: int, least_peak: bool, options: SolverOptions) -> Answer:
@@ -261,11 +265,16 @@ def _built(
 
     model = mathopt.Model()
     variables = [
-        model.add_variable(lb=0.0) if v in program.amounts else model.add_binary_variable()
+        model.add_variable(
+            lb=0.0,
+            ub=math.inf if v in program.amounts else program.most.get(v, 1),
+            is_integer=v not in program.amounts and not program.relaxed,
+        )
         for v in range(program.count)
     ]
     for index, value in program.fixed.items():
-        variables[index].lower_bound = variables[index].upper_bound = float(value)
+        only = float(value) * program.most.get(index, 1)
+        variables[index].lower_bound = variables[index].upper_bound = only
     unit = max(1, limit_bytes) / SCALE
     peak = model.add_variable(lb=0.0, ub=limit_bytes / unit)
     for row in program.rows:
@@ -276,7 +285,7 @@ def _built(
         for coefficient, v in row.terms:
             terms[v] = terms.get(v, 0.0) + coefficient / share
         if row.when is not None:
-            excess = max(0.0, row.largest_excess / share)
+            excess = max(0.0, program.largest_excess(row) / share)
             terms[row.when] = terms.get(row.when, 0.0) + excess
             constraint.upper_bound = top + excess
         for v, factor in terms.items():

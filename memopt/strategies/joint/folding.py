@@ -1,0 +1,163 @@
+"""A step with fewer of its equal layers: planned in their place, its plans unfolded again.
+
+Equal layers are divided into groups of neighbours. The folded step has one layer of each group, and
+everything outside of the layers; what a layer reads of the one before or after it, the folded one
+reads of the group's before or after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TypeVar
+
+from memopt.models.graph import Graph, Implementation, Operator
+from memopt.strategies.joint.repeated_layers import RepeatedLayers, ways, written
+
+One = TypeVar("One", Operator, Implementation)
+
+
+def even_groups(count: int, groups: int) -> tuple[int, ...]:
+    """Sizes of so many groups of neighbours, as equal as can be, but for the first and the last,
+    which are of one."""
+    inner = max(1, groups - 2)
+    cuts = [(count - 2) * k // inner for k in range(inner + 1)]
+    return (1, *(b - a for a, b in pairwise(cuts)), 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Folding:
+    """A step, and what it becomes with one layer of each group.
+
+    Attributes:
+        layers: the equal layers of the step.
+        groups: how many layers each group has; they add up to all of `layers.core`.
+    """
+
+    layers: RepeatedLayers
+    groups: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if sum(self.groups) != len(self.layers.core) or min(self.groups) < 1:
+            raise ValueError(f"groups of {sum(self.groups)} layers, not {len(self.layers.core)}")
+        if self.groups[0] > 1 or self.groups[-1] > 1:
+            raise ValueError("what is outside reads of the first and the last layer: groups of one")
+
+    @cached_property
+    def first(self) -> tuple[int, ...]:
+        """The first layer of each group, which stands for it."""
+        begin = self.layers.core.start
+        return tuple(begin + sum(self.groups[:g]) for g in range(len(self.groups)))
+
+    @cached_property
+    def group(self) -> tuple[int | None, ...]:
+        """The group of each of the step's operators; None outside of all."""
+        numbers = [g for g, size in enumerate(self.groups) for _ in range(size)]
+        core = self.layers.core
+        return tuple(
+            numbers[own - core.start] if own is not None and own in core else None
+            for own in self.layers.layer
+        )
+
+    @cached_property
+    def kept(self) -> tuple[int, ...]:
+        """The operators of the step that the folded one has."""
+        firsts = set(self.first)
+        return tuple(
+            i for i, g in enumerate(self.group) if g is None or self.layers.layer[i] in firsts
+        )
+
+    @cached_property
+    def number(self) -> tuple[int, ...]:
+        """Operator of the step → that of the folded one which stands for it."""
+        places = {i: n for n, i in enumerate(self.kept)}
+        return tuple(
+            places[i if g is None else self.layers.at(i, self.first[g])]
+            for i, g in enumerate(self.group)
+        )
+
+    @cached_property
+    def tensors(self) -> tuple[int, ...]:
+        """The tensors of the step that the folded one has."""
+        graph = self.layers.graph
+        found = set(graph.tangents) | {t for i in self.kept for t in written(graph.operators[i])}
+        for i in self.kept:
+            for one in ways(graph.operators[i]):
+                found.update(graph.resident.intersection(one.reads or ()))
+        return tuple(sorted(found))
+
+    @cached_property
+    def image(self) -> dict[int, int]:
+        """Tensor of the step → that of the folded one which stands for it."""
+        places = {t: n for n, t in enumerate(self.tensors)}
+        found = dict(places)
+        for t, (i, slot) in self.layers.home.items():
+            g = self.group[i]
+            if g is not None:
+                first = self.layers.at(i, self.first[g])
+                found[t] = places[written(self.layers.graph.operators[first])[slot]]
+        return found
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The folded step. Of a group's seconds and workspaces it has the least."""
+        whole, own = self.layers.graph, set(self.tensors)
+
+        def kept(tensors: tuple[int, ...]) -> list[int]:
+            return [self.image[t] for t in tensors if t in own]
+
+        return Graph(
+            [whole.tensors[t] for t in self.tensors],
+            [self._folded(i) for i in self.kept],
+            outputs=kept(whole.outputs),
+            gradients=kept(whole.gradients),
+            tangents=kept(whole.tangents),
+            tangents_held=whole.tangents_held,
+            boundary_bytes=whole.boundary_bytes,
+            extra_resident_bytes=whole.extra_resident_bytes,
+            allocator_owned=kept(whole.allocator_owned),
+            repeated=whole.repeated,
+        )
+
+    def _folded(self, i: int) -> Operator:
+        operator, g = self.layers.graph.operators[i], self.group[i]
+        alike = [operator]
+        if g is not None:
+            members = range(self.first[g], self.first[g] + self.groups[g])
+            alike = [self.layers.graph.operators[self.layers.at(i, one)] for one in members]
+        choices = tuple(
+            self._moved_to(i, _least(choice, [x.implementations[n] for x in alike]))
+            for n, choice in enumerate(operator.implementations)
+        )
+        return self._moved_to(i, _least(replace(operator, implementations=choices), alike))
+
+    def _moved_to(self, i: int, one: One) -> One:
+        """An operator, or a way to run it, by the folded step's tensors."""
+        reads, writes = (
+            None if many is None else tuple(self.seen(i, t) for t in many)
+            for many in (one.reads, one.writes)
+        )
+        over = tuple(self.seen(i, t) for t in one.in_place)
+        return replace(one, reads=reads, writes=writes, in_place=over)
+
+    def seen(self, i: int, t: int) -> int:
+        """The folded step's tensor that stands for one of operator i's."""
+        g, home = self.group[i], self.layers.home.get(t)
+        if g is None or home is None or self.group[home[0]] is None:
+            return self.image[t]
+        layer, own = self.layers.layer[home[0]], self.layers.layer[i]
+        assert layer is not None
+        assert own is not None
+        maker = self.layers.at(home[0], self.first[g + layer - own])
+        return self.image[written(self.layers.graph.operators[maker])[home[1]]]
+
+
+def _least(one: One, alike: Sequence[Operator] | Sequence[Implementation]) -> One:
+    """One of several that are alike with the least seconds and workspace of all."""
+    return replace(
+        one,
+        time_s=min(x.time_s for x in alike),
+        workspace_bytes=min(x.workspace_bytes for x in alike),
+    )
