@@ -176,3 +176,30 @@ def test_kernels_of_the_forward_do_not_write_it() -> None:
             assert read.isdisjoint(again.tensors)
             assert again.kept & read
             assert {t for node in one.again for t in lowering.storages[node]} == set(again.written)
+
+
+class Turned(nn.Module):
+    """Rows of several heads times the cosines of their positions."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.linear, self.angles = nn.Linear(WIDTH, heads * WIDTH), nn.Buffer(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).view(-1, self.heads, WIDTH)
+        z: Tensor = torch.tanh(y * torch.cos(self.angles)[None, None])
+        return z
+
+
+@pytest.mark.parametrize(("heads", "rows", "again"), [(1, 2, True), (4, 4, False)])
+def test_what_is_laid_along_larger_values_is_not_made_again(
+    heads: int, rows: int, again: bool
+) -> None:
+    """It would be made once for each place: cosines for each head and row."""
+    model = Turned(heads)
+    lowering = build(model, capture(model, Call((torch.randn(rows, WIDTH),), {})))
+    free = [op for op, node in enumerate(lowering.nodes) if is_fusible(node)]
+    found = rematerialised(lowering, divide(lowering), free)
+    (cosines,) = (node for node in lowering.nodes if node.target is torch.ops.aten.cos.default)
+    assert (lowering.storages[cosines][0] in found.tensors) == again

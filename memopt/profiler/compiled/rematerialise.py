@@ -37,6 +37,9 @@ _WRITTEN, _UNWRITTEN = 10, 11
 _WRITTEN_AGAIN = 2
 """Weight of a byte that a kernel of the backward writes for a product."""
 
+_SPREAD = 4
+"""How many times as large a result is of whose operand each element counts several times."""
+
 
 @dataclass(frozen=True)
 class Rematerialised:
@@ -110,6 +113,8 @@ class _Step:
             if one.phase is not Phase.FORWARD or (one.random and op not in inside):
                 continue
             statistics = statistics_of(lowering, op)
+            if _is_spread(graph, one.writes[0]):
+                continue
             if is_pointwise(nodes[op]):
                 made_of[one.writes[0]] = one.reads
             elif statistics is not None:
@@ -185,6 +190,14 @@ class _Step:
         return {
             t for t in self.with_operands(tensors, ways) if t not in ways and self._of_forward(t)
         }
+
+
+def _is_spread(graph: Graph, tensor: int) -> bool:
+    """Whether a reader lays a tensor along a larger one: made again there it would be made once
+    for each of its places (the cosines of positions, for every head)."""
+    written = (t for op in graph.readers[tensor] for t in graph.operators[op].writes)
+    most_bytes = max((graph.tensors[t].size_bytes for t in written), default=0)
+    return most_bytes >= _SPREAD * graph.tensors[tensor].size_bytes
 
 
 class _Order:
