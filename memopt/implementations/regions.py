@@ -89,18 +89,13 @@ def compiled(
 def usable(lowering: Lowering, device: torch.device, progress: Progress = silent) -> Lowering:
     """A lowering whose forms are compiled, without those that could not be, or that give other
     bits than what they stand in for."""
-    forms = forms_of(lowering)
-    if not forms:
+    if not forms_of(lowering):
         return lowering
-    out = set(compiled(lowering, device, progress=progress))
-    lowering, forms = without(lowering, out), _left(forms, out)
+    lowering = without(lowering, set(compiled(lowering, device, progress=progress)))
+    forms = forms_of(lowering)
     regions = [key for key, form in forms.items() if form.part is not None]
     same = SameBits(lowering, regions, dict(_twins(lowering, forms)), device)
     return without(lowering, {key for key in regions if not same.of(*key)})
-
-
-def _left(forms: dict[Key, Form], out: Collection[Key]) -> dict[Key, Form]:
-    return {key: form for key, form in forms.items() if key not in out}
 
 
 def _twins(lowering: Lowering, forms: Iterable[Key]) -> Iterator[tuple[int, int]]:

@@ -166,6 +166,26 @@ def test_forms_that_are_left_can_be_chosen() -> None:
     assert len(counts) > 2
 
 
+def test_a_form_that_cannot_be_compiled_takes_those_that_need_it_along() -> None:
+    lowering = attached()
+    keys, operators = set(forms_of(lowering)), lowering.graph.operators
+    extra = {
+        key: set(variant(operators[key[0]], key[1]).writes) - set(operators[key[0]].writes)
+        for key in keys
+    }
+    refused = next(k for k in sorted(keys) if operators[k[0]].phase is Phase.FORWARD and extra[k])
+    device = torch.device("cpu")
+    with (
+        mock.patch.object(regions, "compiled", return_value={refused: "refused"}),
+        mock.patch.object(SameBits, "of", return_value=True),
+    ):
+        left = set(forms_of(regions.usable(lowering, device)))
+    reading = {k for k in keys if extra[refused] & set(variant(operators[k[0]], k[1]).reads)}
+    assert reading
+    assert left == needed(lowering, keys - {refused})
+    assert left.isdisjoint({refused, *reading})
+
+
 @pytest.mark.parametrize(
     ("share", "more", "names"),
     [
