@@ -164,16 +164,7 @@ def _allowed(lowering: Lowering, profiled: Profiled) -> Lowering:
         with torch.no_grad():
             return not test(*given)
 
-    out = {key for key, node in lowering.alternatives.items() if refused(node)}
-    if not out:
-        return lowering
-    operators = [
-        replace(o, implementations=tuple(c for c in o.implementations if (i, c.name) not in out))
-        for i, o in enumerate(lowering.graph.operators)
-    ]
-    kept = {key: node for key, node in lowering.alternatives.items() if key not in out}
-    graph = replace(lowering.graph, operators=tuple(operators))
-    return replace(lowering, graph=graph, alternatives=kept)
+    return lowering.without({key for key, node in lowering.alternatives.items() if refused(node)})
 
 
 def _has_values(given: Node | torch.Tensor) -> bool:

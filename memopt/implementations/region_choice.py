@@ -51,14 +51,7 @@ def without(lowering: Lowering, out: Collection[Key]) -> Lowering:
     if not out:
         return lowering
     keys = set(forms_of(lowering))
-    gone = {*out, *(keys - needed(lowering, keys - set(out)))}
-    operators = [
-        replace(o, implementations=tuple(c for c in o.implementations if (i, c.name) not in gone))
-        for i, o in enumerate(lowering.graph.operators)
-    ]
-    kept = {key: node for key, node in lowering.alternatives.items() if key not in gone}
-    graph = replace(lowering.graph, operators=tuple(operators))
-    return replace(lowering, graph=graph, alternatives=kept)
+    return lowering.without({*out, *(keys - needed(lowering, keys - set(out)))})
 
 
 class Needs:

@@ -313,9 +313,7 @@ class Partitioner(CustomPartitionerFn):
             saved=one.saved,
             recomputed=one.recomputed,
             rounds=rounds,
-            chosen=f"torch, activation_memory_budget={one.torch_budget}"
-            if within is None
-            else "memopt",
+            chosen=one.whose,
         )
 
 

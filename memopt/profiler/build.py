@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -66,6 +66,20 @@ class Lowering:
     def node_of(self, op: int, implementation: str | None) -> Node:
         """The kernel call that runs an operator under an implementation (None: its own)."""
         return self.nodes[op] if implementation is None else self.alternatives[op, implementation]
+
+    def without(self, out: Collection[tuple[int, str]]) -> Lowering:
+        """The lowering without some of its alternatives."""
+        if not out:
+            return self
+        operators = [
+            replace(
+                o, implementations=tuple(c for c in o.implementations if (i, c.name) not in out)
+            )
+            for i, o in enumerate(self.graph.operators)
+        ]
+        kept = {key: node for key, node in self.alternatives.items() if key not in out}
+        graph = replace(self.graph, operators=tuple(operators))
+        return replace(self, graph=graph, alternatives=kept)
 
     @cached_property
     def signatures(self) -> tuple[Signature, ...]:

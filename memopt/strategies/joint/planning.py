@@ -52,9 +52,10 @@ MOVERS, CHAINS = frozenset({"offload-graph"}), frozenset({"rotor-menus"})
 bound; the others, if there is none after a descent from what these have found."""
 
 
-def least_moved(graph: Graph) -> int:
-    """The bytes of a tensor that is large enough to be moved, and to count in the relaxation."""
-    peak_bytes = replay(graph, stored(graph)).peak_bytes
+def least_moved(graph: Graph, whole: Program) -> int:
+    """The bytes of a tensor that is large enough to be moved, and to count in the relaxation;
+    `whole` is the step as it is."""
+    peak_bytes = replay(graph, whole).peak_bytes
     return max(1, int(SMALL * (peak_bytes - graph.resident_bytes)))
 
 
@@ -103,7 +104,7 @@ class JointPlanning:
     @cached_property
     def mover(self) -> Mover:
         """Makes runs fit the budget."""
-        least_bytes = self.least_bytes or least_moved(self.graph)
+        least_bytes = self.least_bytes or least_moved(self.graph, self.small[0])
         return Mover(self.table, self.limit_bytes, self.device, self.host_bytes, least_bytes)
 
     @property
@@ -182,8 +183,8 @@ class JointPlanning:
 
         begin_s = self.bound_s
         folding = folded_into(layers, GROUPS)
-        self.least_bytes = least_moved(folding.graph)
-        large_bytes = least_moved(self.graph)
+        self.least_bytes = least_moved(folding.graph, stored(folding.graph))
+        large_bytes = least_moved(self.graph, self.small[0])
         deep = DeepPlanning(folding, self.mover, self.deadline, plan, begin_s, large_bytes)
         self.bound_s = deep.bound_s = max(begin_s, deep.relaxed_bound_s())
         for moved in deep.found():

@@ -65,8 +65,6 @@ class BinaryProgram:
     """Variables of any value from 0 on, which CP-SAT cannot solve."""
     most: dict[int, int] = field(default_factory=dict)
     """Variables of any whole value up to a most, in place of 1; CP-SAT cannot solve them."""
-    relaxed: bool = False
-    """Whether MathOpt's solvers may give any value between the whole ones."""
     count: int = 0
 
     def amount(self, cost: float = 0.0) -> int:
@@ -121,7 +119,7 @@ class BinaryProgram:
             return Answer(Status.INFEASIBLE)
         if options.solver is not Solver.CP_SAT:
             return solve_with_mathopt(self, limit, least_peak, options)
-        if self.amounts or self.most or self.relaxed:
+        if self.amounts or self.most:
             raise ValueError("a program with other than 0-1 variables needs HiGHS or SCIP")
         return self._solve_with_cp_sat(limit, least_peak, options)
 
@@ -268,7 +266,7 @@ def _built(
         model.add_variable(
             lb=0.0,
             ub=math.inf if v in program.amounts else program.most.get(v, 1),
-            is_integer=v not in program.amounts and not program.relaxed,
+            is_integer=v not in program.amounts,
         )
         for v in range(program.count)
     ]
