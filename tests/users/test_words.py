@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -16,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memopt
 from memopt.errors import CaptureError
+from memopt.profiler import torch_private
+from memopt.profiler.capture import capture
+from memopt.profiler.inputs import to_call
 
 IDS = torch.arange(2, 34).view(2, 16)
 TEXT = {"input_ids": IDS, "labels": IDS}
@@ -50,6 +54,15 @@ def gpt2(**settings: Any) -> nn.Module:
     )
     model: nn.Module = transformers.GPT2LMHeadModel(config).train()
     return model
+
+
+@pytest.mark.parametrize("make", [gpt2, t5])
+def test_hugging_faces_models_are_traced_once(make: Callable[[], nn.Module]) -> None:
+    """They ask whether they are compiled where it changes nothing that they compute."""
+    trace = torch_private.dynamo_capture
+    with mock.patch.object(torch_private, "dynamo_capture", wraps=trace) as traced:
+        capture(make(), to_call({**TEXT, "use_cache": False}))
+    assert traced.call_count == 1
 
 
 class Transformed(nn.Module):

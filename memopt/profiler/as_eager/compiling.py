@@ -38,10 +38,18 @@ _MOST_PLACES = 8
 """After so many that cannot be captured as in eager, the model is taken as it is compiled."""
 _OF_TRACERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 """Torch's own code, and memopt's, is written to be traced."""
-_KNOWN_ALIKE = ("transformers/masking_utils.py",)
-"""What looks whether a mask masks anything: `memopt.profiler.as_eager.masks` is about these."""
+_KNOWN_ALIKE = (
+    ("transformers/masking_utils.py", ""),  # see `memopt.profiler.as_eager.masks`
+    ("transformers/utils/output_capturing.py", "set"),
+    ("transformers/modeling_utils.py", "warn_if_padding_and_no_attention_mask"),
+    ("transformers/utils/generic.py", "_register_model_output_pytree_node"),
+)
+"""Ends of files, and functions in them ("": any), that compute the same whatever they are told: how
+a value is kept, a warning, a type's registration. To trace again for them would double the time of
+every model of Hugging Face's."""
 
-Place = tuple[tuple[str, int], ...]
+Frame = tuple[str, int, str]
+Place = tuple[Frame, ...]
 Trace = tuple[Any, Dependencies]
 
 
@@ -57,12 +65,12 @@ class _Answers:
     compiled: set[Place] | None
     asked: list[Place] = field(default_factory=list)
 
-    def of(self, frames: tuple[tuple[str, int], ...]) -> bool:
+    def of(self, frames: tuple[Frame, ...]) -> bool:
         """Whether code at these frames, the innermost first, is told that it is compiled."""
         if frames[0][0].startswith(_OF_TRACERS):
             return True
         place = frames[:_FRAMES]
-        if any(file.endswith(_KNOWN_ALIKE) for file, _ in place):
+        if any(_known_alike(frame) for frame in place):
             return True
         self.asked.append(place)
         return self.compiled is None or place in self.compiled
@@ -124,7 +132,7 @@ def _uncompiled(trace: Callable[[], Trace]) -> Trace | None:
             place = answers.last_as_eager
             if place is None:
                 return None
-            _LOG.info("what %s:%d does in eager cannot be traced: %s", *place[-1], error)
+            _LOG.info("what %s:%d does in eager cannot be traced: %s", *place[-1][:2], error)
             told.add(place)
     return None
 
@@ -188,9 +196,14 @@ def _answering(answers: _Answers) -> Iterator[None]:
             handlers.update(usual)
 
 
-def _frames(translator: Any) -> Iterator[tuple[str, int]]:
-    """File and line of what dynamo is in, the innermost first."""
+def _known_alike(frame: Frame) -> bool:
+    path, _, function = frame
+    return any(path.endswith(file) and name in ("", function) for file, name in _KNOWN_ALIKE)
+
+
+def _frames(translator: Any) -> Iterator[Frame]:
+    """File, line and function of what dynamo is in, the innermost first."""
     while translator is not None:
         frame = translator.frame_summary()
-        yield frame.filename, frame.lineno
+        yield frame.filename, frame.lineno, frame.name
         translator = getattr(translator, "parent", None)
