@@ -21,7 +21,7 @@ import torch
 from memopt.errors import CaptureError
 from memopt.models.locks import ForkedLock
 from memopt.profiler.dependencies.dynamo_guards import TraceGuards, guards_heard
-from memopt.profiler.transforms import transforms_traced
+from memopt.profiler.real_values import real_values_uncopied
 
 _MOVED = (
     "this torch ({version}) has no {name}, which memopt needs; memopt supports torch 2.11 to 2.13"
@@ -121,7 +121,7 @@ def dynamo_capture(
         _not_exporting(),
         guards_heard() as heard,
         _calls_kept_whole(),
-        transforms_traced(),
+        real_values_uncopied(),
     ):
         warnings.simplefilter("always")
         global _in_capture

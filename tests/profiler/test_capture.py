@@ -17,6 +17,7 @@ from memopt.profiler import torch_private
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import to_call
+from memopt.profiler.memory import metered
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 
@@ -39,6 +40,16 @@ class Block(nn.Module):
         for layer in self.layers:
             y = functional.dropout(layer(y).relu(), 0.5)
         return y
+
+
+def test_a_capture_copies_no_parameter_and_no_gradient() -> None:
+    """An export of dynamo's would copy them all."""
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    x = torch.randn(4, 512)
+    model(x).sum().backward()
+    with metered(torch.device("cpu")) as use:
+        captured(model, x)
+    assert 0 < use.peak_bytes < model[0].weight.nbytes / 4
 
 
 def test_primals_are_named() -> None:
