@@ -11,6 +11,7 @@ from torch.fx import Graph
 
 import memopt
 from benchmarks.same_masks import dropouts_in_kernels, same_masks
+from memopt.profiler import profile_model
 from memopt.profiler.compiled.inductor import compiled
 from memopt.profiler.compiled.kernel import PREFIX
 from memopt.profiler.compiled.region_graph import Layout, Subgraph
@@ -29,6 +30,16 @@ def test_equal_regions_are_one_kernel() -> None:
     assert len(set(targets)) < len(targets)
     assert sum(one.random for one in plan.graph.operators) == 1
     assert any("same bits" in note for note in plan.notes)
+
+
+def test_equal_regions_with_dropouts_are_measured_once() -> None:
+    """Wherever among the step's seeds theirs are."""
+    model = network(depth=4)
+    profiled = profile_model(model, inputs(), kernels="compiled")
+    lowering = profiled.lowering
+    kernels = [one for one in lowering.signatures if str(one.target).startswith(PREFIX)]
+    assert len(kernels) == 8
+    assert len({one.text for one in kernels}) == len({str(one.target) for one in kernels})
 
 
 def test_gradients_are_those_of_eager_without_dropout() -> None:

@@ -176,9 +176,13 @@ def _seeds(
 
 
 def _seed(graph: FxGraph, seeds: dict[Node, tuple[Node, int]], dropout: Node) -> Node:
+    """A dropout's seed. Its fake value does not say which of them it is: equal regions are
+    measured once, wherever their seeds are."""
     drawn, place = seeds[dropout]
     fake_mode = drawn.meta["val"].fake_mode
-    return add_call(graph, fake_mode, torch.ops.aten.select.int, drawn, 0, place)
+    seed = add_call(graph, fake_mode, torch.ops.aten.select.int, drawn, 0, 0)
+    seed.args = (drawn, 0, place)
+    return seed
 
 
 def add_call(graph: FxGraph, fake_mode: Any, target: Any, *args: Any, **kwargs: Any) -> Node:
