@@ -20,6 +20,7 @@ from memopt.models.step_rules import PLAIN, StepRules
 from memopt.profiler.backend import autocast_off, random_state_kept, timed
 from memopt.profiler.dropped_outputs import unread
 from memopt.profiler.eager_step import eager_step
+from memopt.profiler.garbage import full_collections_put_off
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
 from memopt.profiler.model_outputs import gradients_of, in_memory_of_its_own, tangent_of
@@ -30,6 +31,9 @@ from memopt.profiler.torch_private import backward_owns_tangents
 _MINIMUM_STEPS = 3
 _MOST_STEPS = 10
 _ENOUGH_S = 2.0
+_ALIKE = 1.1
+"""Two steps that take so long together are enough if one takes at most so many times the other:
+their mean is within 5% of both."""
 LARGEST_NUMBER_BYTES = 64
 """The memory that torch allocates for a loss that is no more than a number."""
 
@@ -133,8 +137,9 @@ def measure_baseline(
     optimizer: torch.optim.Optimizer | None = None,
     rules: StepRules = PLAIN,
 ) -> Baseline:
-    """The unplanned step: the first warms up, the second is metered, the rest are timed. What a
-    module's step returns is held while the metered one ends.
+    """The unplanned step: the first warms up, the last is metered, those between are timed (after
+    a metered one memory is new, which takes time). What a module's step returns is held while the
+    metered one ends.
 
     Args:
         model: the user's model, in its mode.
@@ -171,11 +176,11 @@ def measure_baseline(
         clear()
         with kept.first_run():
             step()
+        time_s = median_step_s(step, clear, device)
         clear()
         with metered(device) as use:
             held = step()
         del held
-        time_s = median_step_s(step, clear, device)
         clear()
         (peak_bytes,) = largest([use.peak_bytes])
         return Baseline(int(peak_bytes), time_s, True, library_bytes(device))
@@ -193,11 +198,19 @@ def median_step_s(
 ) -> float:
     """Median seconds of a step that has run before: of a few, `clear` called before each."""
     times: list[float] = []
-    while len(times) < _MINIMUM_STEPS or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
-        clear()
-        # The slowest rank's, where several measure together: all make the same number of steps.
-        times += largest([timed(step, device)])
+    with full_collections_put_off():
+        while not _are_enough(times):
+            clear()
+            # The slowest rank's, where several measure together: all make as many steps.
+            times += largest([timed(step, device)])
     return statistics.median(times)
+
+
+def _are_enough(times: Sequence[float]) -> bool:
+    if len(times) == _MOST_STEPS:
+        return True
+    alike = len(times) > 1 and max(times) <= _ALIKE * min(times)
+    return sum(times) >= _ENOUGH_S and (len(times) >= _MINIMUM_STEPS or alike)
 
 
 @dataclass(frozen=True)
