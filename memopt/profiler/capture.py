@@ -41,6 +41,7 @@ from memopt.profiler.joint_graph import (
     split_joint,
     without_zero_gradients,
 )
+from memopt.profiler.lean_trace import lean_trace
 from memopt.profiler.model_outputs import NO_OUTPUTS, TracedOutputs, hand_out, separate_outputs
 from memopt.profiler.remedies import without_labels
 from memopt.profiler.uncaptured import (
@@ -194,7 +195,7 @@ def capture(
                 "strings, None and pytrees of them; keep other objects as attributes of the model"
             )
     device = computing_device(model, call)
-    with tracing_as_eager(device) as tracing:
+    with tracing_as_eager(device) as tracing, lean_trace():
         traced, dependencies = _trace(model, call, tracing)
         trace = digest(traced, model, dependencies)
         outputs = separate_outputs(traced, gradients())
@@ -204,7 +205,7 @@ def capture(
 
 def traced_again(captured: Captured, model: nn.Module) -> Dependencies | None:
     """The dependencies of a new trace of the model; None if it gives another graph."""
-    with tracing_as_eager(captured.device) as tracing:
+    with tracing_as_eager(captured.device) as tracing, lean_trace():
         traced, dependencies = _trace(model, captured.call, tracing)
     return dependencies if digest(traced, model, dependencies) == captured.trace else None
 

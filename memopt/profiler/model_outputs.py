@@ -295,7 +295,6 @@ def hand_out(module: GraphModule, outputs: TracedOutputs) -> None:
         for empty in copy.all_input_nodes:
             if not empty.users and empty.target is torch.ops.aten.new_empty_strided.default:
                 module.graph.erase_node(empty)
-    module.recompile()
 
 
 def dense_strides(value: torch.Tensor) -> tuple[int, ...]:

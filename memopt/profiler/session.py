@@ -31,6 +31,7 @@ from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured
 from memopt.profiler.captures import captured_again
 from memopt.profiler.compiled.choice import check_kernels, chosen_kernels
+from memopt.profiler.garbage import full_collections_put_off
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.measure import MeasureOptions, Progress, environment, measure
@@ -140,7 +141,7 @@ def _profiled(
     used = cache(
         lambda: measure_loss(model, call, loss, device) if loss else LossUse(0, output_gradients)
     )
-    with diagnosed(model, call, loss):
+    with diagnosed(model, call, loss), full_collections_put_off():
         captured = captured_again(model, call, lambda: used().gradients, kernels=kernels)
         told = part_of(report, 0.05, 0.2)
         fuse = chosen_kernels(kernels, device, chosen, backend.block_bytes, told)

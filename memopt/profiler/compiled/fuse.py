@@ -31,6 +31,7 @@ from memopt.profiler.compiled.rematerialise import Rematerialised, rematerialise
 from memopt.profiler.compiled.replace import with_kernels
 from memopt.profiler.compiled.subgraph import subgraphs
 from memopt.profiler.flops import Work
+from memopt.profiler.garbage import full_collections_put_off
 from memopt.profiler.memory_layout import storage_of
 
 Progress = Callable[[float, str], None]
@@ -64,6 +65,7 @@ _RUNS: dict[str, Run | str] = {}
 """What runs each region that this process has compiled, or why it cannot be compiled."""
 
 
+@full_collections_put_off()
 def fused(
     model: nn.Module,
     captured: Captured,

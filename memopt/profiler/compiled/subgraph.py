@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from memopt.models.graph import Phase
 from memopt.profiler.build import Lowering
@@ -30,6 +30,7 @@ from memopt.profiler.compiled.pooling import (
 )
 from memopt.profiler.compiled.region_graph import Layout, Subgraph
 from memopt.profiler.compiled.rematerialise import Rematerialised
+from memopt.profiler.signature import each
 
 _FORM = "3"
 """Named anew where equal operators are compiled otherwise: costs that were measured go by keys."""
@@ -52,21 +53,28 @@ def subgraphs(
 
 @dataclass(frozen=True)
 class _Together:
-    """The regions that are to be replaced together: their calls, all calls of the backward, and
-    what its regions make again."""
+    """The regions that are to be replaced together: their calls, all calls of the backward, what
+    its regions make again, and which nodes hold each tensor."""
 
     calls: frozenset[Node]
     backward: frozenset[Node]
     again: Rematerialised
+    holders: Mapping[int, Sequence[Node]]
 
     @staticmethod
     def of(lowering: Lowering, regions: Sequence[Region], again: Rematerialised) -> _Together:
         nodes, operators = lowering.nodes, lowering.graph.operators
         backward = (op for op, one in enumerate(operators) if one.phase is Phase.BACKWARD)
+        holders: dict[int, list[Node]] = defaultdict(list)
+        for node, held in lowering.storages.items():
+            for tensor in held:
+                if tensor is not None:
+                    holders[tensor].append(node)
         return _Together(
             frozenset(nodes[op] for region in regions for op in region.operators),
             frozenset(nodes[op] for op in backward),
             again,
+            holders,
         )
 
 
@@ -123,14 +131,12 @@ class _Taken:
 
     def _outputs(self) -> tuple[Node, ...]:
         """The nodes that name the tensors which something outside reads."""
-        wanted: dict[int, None] = {}
-        kept = self.together.again.kept
-        for node, held in self.lowering.storages.items():
-            for tensor in held:
-                if tensor in self.written and (tensor in kept or self._leaves(node)):
-                    wanted.setdefault(tensor)
-        bases = self.lowering.bases
-        return tuple(bases[tensor] for tensor in sorted(wanted) if tensor in bases)
+        together, bases = self.together, self.lowering.bases
+        return tuple(
+            bases[tensor]
+            for tensor in sorted(self.written & bases.keys())
+            if tensor in together.again.kept or any(map(self._leaves, together.holders[tensor]))
+        )
 
     def _leaves(self, node: Node) -> bool:
         """Whether a kernel outside the region, or the step's result, reads a node; the masks of
@@ -280,6 +286,6 @@ def _key(graph: FxGraph, layouts: Iterable[Layout], results: Iterable[Layout]) -
     lines = [_FORM, *map(str, layouts), "->", *map(str, results)]
     for node in graph.nodes:
         if node.op != "placeholder":
-            shown = pytree.tree_map(str, (named(node.args), named(node.kwargs)))
+            shown = each(str, named(node.args)), each(str, named(node.kwargs))
             lines.append(f"{node.target}{shown}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]

@@ -329,6 +329,6 @@ class TraceReader:
         text = re.sub(r"\.__dict__\['(\w+)'\]", r".\1", text)
         for alias in self._aliases.values():
             value = self.names[alias]
-            if isinstance(value, types.ModuleType):
+            if alias in text and isinstance(value, types.ModuleType):
                 text = re.sub(rf"\b{alias}\b", value.__name__, text)
         return re.sub(r"\bmodel\b", self._root, text, count=1).lstrip(".")
