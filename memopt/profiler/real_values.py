@@ -1,4 +1,4 @@
-"""What a dynamo trace keeps of real tensors: nothing."""
+"""What a dynamo trace keeps of real tensors: nothing, unless it computes with them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,47 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from torch.fx import Node
+
 
 @contextlib.contextmanager
 def real_values_uncopied() -> Iterator[None]:
     """Trace without copies of parameters, buffers, inputs and their gradients.
 
-    An export keeps a copy of each real tensor that it meets, which nothing here asks for: a model
-    would take its own size in memory once more, and as much for its gradients. Under a transform
-    (`torch.func.vmap`, `grad`) the copy fails: it is of a tensor without memory of its own.
+    An export keeps a copy of each real tensor that it meets, in case something computes with it: a
+    model would take its own size in memory once more, and as much for its gradients. Few do (a
+    function of `torch._dynamo.assume_constant_result` that is given a tensor), and they get copies
+    then. Under a transform (`torch.func.vmap`, `grad`) a copy would fail: it is of a tensor without
+    memory of its own.
     """
-    home = importlib.import_module("torch._dynamo.variables.builder")
-    if not hasattr(home, "_clone_input"):
+    builder = importlib.import_module("torch._dynamo.variables.builder")
+    tensors = importlib.import_module("torch._dynamo.variables.tensor")
+    clone, compute = (
+        getattr(builder, "_clone_input", None),
+        getattr(tensors, "get_real_value", None),
+    )
+    if clone is None or compute is None:
         yield
         return
+    copied: set[Node] = set()
 
     def itself(value: Any, _mode: Any) -> Any:
         return value
 
-    with mock.patch.object(home, "_clone_input", itself):
+    def computed(node: Node, tracer: Any) -> Any:
+        waiting, seen = [node], {node}
+        while waiting:
+            one = waiting.pop()
+            if one in tracer.real_value_cache and one not in copied:
+                tracer.real_value_cache[one] = clone(tracer.real_value_cache[one], None)
+            copied.add(one)
+            new = [source for source in one.all_input_nodes if source not in seen]
+            seen.update(new)
+            waiting += new
+        return compute(node, tracer)
+
+    with (
+        mock.patch.object(builder, "_clone_input", itself),
+        mock.patch.object(tensors, "get_real_value", computed),
+    ):
         yield

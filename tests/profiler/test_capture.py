@@ -52,6 +52,28 @@ def test_a_capture_copies_no_parameter_and_no_gradient() -> None:
     assert 0 < use.peak_bytes < model[0].weight.nbytes / 4
 
 
+def test_a_capture_that_computes_with_a_buffer_leaves_it_as_it_was() -> None:
+    @torch._dynamo.assume_constant_result
+    def total(values: Tensor) -> float:
+        return float(values.sum())
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("calls", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls = self.calls.add_(1)
+            return self.linear(x) * total(calls)
+
+    model = Counts()
+    found, _ = captured(model, torch.randn(2, 3))
+    scales = [node.args[1] for node in found.module.graph.nodes if node.name == "mul"]
+    assert scales == [6.0]  # what was computed: with the buffer as the forward makes it
+    assert torch.equal(model.calls, torch.ones(3))
+
+
 def test_primals_are_named() -> None:
     found, _ = captured(Block(), torch.randn(4, 6))
     by_kind: dict[str, list[str]] = {}
