@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Iterator
 
+from memopt.models.locks import ForkedLock
+
 _NEVER = 1_000_000
-_lock = threading.Lock()
+_lock = ForkedLock()
 _inside: list[tuple[int, int, int]] = []
 """The thresholds that were found, once for each block that is under way."""
 
@@ -26,6 +27,6 @@ def full_collections_put_off() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            gc.set_threshold(*_inside.pop())
-            if _inside:
-                gc.set_threshold(found[0], found[1], _NEVER)
+            _inside.pop()
+            if not _inside:
+                gc.set_threshold(*found)

@@ -23,10 +23,8 @@ def real_values_uncopied() -> Iterator[None]:
     """
     builder = importlib.import_module("torch._dynamo.variables.builder")
     tensors = importlib.import_module("torch._dynamo.variables.tensor")
-    clone, compute = (
-        getattr(builder, "_clone_input", None),
-        getattr(tensors, "get_real_value", None),
-    )
+    clone = getattr(builder, "_clone_input", None)
+    compute = getattr(tensors, "get_real_value", None)
     if clone is None or compute is None:
         yield
         return
@@ -36,15 +34,15 @@ def real_values_uncopied() -> Iterator[None]:
         return value
 
     def computed(node: Node, tracer: Any) -> Any:
-        waiting, seen = [node], {node}
+        waiting = [node]
         while waiting:
             one = waiting.pop()
-            if one in tracer.real_value_cache and one not in copied:
-                tracer.real_value_cache[one] = clone(tracer.real_value_cache[one], None)
+            if one in copied:
+                continue
             copied.add(one)
-            new = [source for source in one.all_input_nodes if source not in seen]
-            seen.update(new)
-            waiting += new
+            if one in tracer.real_value_cache:
+                tracer.real_value_cache[one] = clone(tracer.real_value_cache[one], None)
+            waiting += one.all_input_nodes
         return compute(node, tracer)
 
     with (
