@@ -10,9 +10,8 @@ import contextlib
 import functools
 import importlib
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -269,36 +268,6 @@ def kernels_kept_whole() -> Iterator[None]:
             for overload, kernels in zip(overloads, kept, strict=True):
                 overload.py_kernels.update(kernels)
                 overload._dispatch_cache.clear()
-
-
-@contextlib.contextmanager
-def fake_results_through(
-    wanted: Callable[[Any, Any], bool], change: Callable[[Any, Any, Any, Any], Any]
-) -> Iterator[None]:
-    """Trace with `change(overload, args, kwargs, result)` in place of every result that this
-    thread's fake kernels give and for which `wanted(overload, result)`."""
-    mode = imported("torch._subclasses.fake_tensor", "FakeTensorMode")
-    asked = mode.dispatch
-    thread, inside = threading.get_ident(), False
-
-    def dispatch(
-        self: Any, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        nonlocal inside
-        if inside or threading.get_ident() != thread:
-            return asked(self, func, types, args, kwargs or {})
-        inside = True
-        try:
-            result = asked(self, func, types, args, kwargs or {})
-            if result is NotImplemented or not wanted(func, result):
-                return result
-            with self:
-                return change(func, args, kwargs or {}, result)
-        finally:
-            inside = False
-
-    with ONE_TRACE_AT_A_TIME, mock.patch.object(mode, "dispatch", dispatch):
-        yield
 
 
 def compile_joint(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.profiler.as_eager.layouts import computing_device
+from memopt.profiler.as_eager.layouts import computing_device, layouts_of_kernels
 from memopt.profiler.capture import capture
 from memopt.profiler.fake import Fakes
 from memopt.profiler.inputs import to_call
@@ -243,3 +245,56 @@ def test_one_element_has_the_same_bytes_with_any_stride() -> None:
     assert not equal_bytes(pivots, torch.tensor([8], dtype=torch.int32))
     columns = torch.arange(6.0).reshape(2, 3)
     assert equal_bytes(columns.t().contiguous().t(), columns)
+
+
+class WritesIntoASlice(nn.Module):
+    """A step that copies views, in copies of the storages that they look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) + 1
+        slice_ = y[..., 1:]
+        slice_.mul_(2)
+        return y + slice_.sum()
+
+
+@pytest.mark.parametrize("kernels", ["aten", "compiled"])
+def test_copies_of_views_are_as_large_in_every_trace(kernels: str) -> None:
+    """torch's cache of fake results forgets how large they are: the second trace had others."""
+    model = WritesIntoASlice()
+    plan = memopt.plan(
+        model, torch.ones(4, 8), strategy="store-all", kernels=kernels, cache=False, progress=False
+    )
+    assert "aten.copy.default" in {one.target for one in plan.graph.operators}
+    again = copy.deepcopy(model)
+    plan.apply(again)(torch.ones(4, 8)).sum().backward()
+    model(torch.ones(4, 8)).sum().backward()
+    assert again.layer.weight.grad is not None
+    torch.testing.assert_close(again.layer.weight.grad, model.layer.weight.grad)
+
+
+_COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "copy": lambda view: torch.ops.aten.copy.default(view, torch.ones(4, 3)),
+    "slice": lambda view: torch.slice_scatter(view, torch.ones(4, 1), 1, 0, 1),
+    "select": lambda view: torch.select_scatter(view, torch.ones(4), 1, 0),
+    "diagonal": lambda view: torch.diagonal_scatter(view, torch.ones(3)),
+    "strided": lambda view: torch.as_strided_scatter(view, torch.ones(2, 2), (2, 2), (8, 1), 10),
+}
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), None])
+@pytest.mark.parametrize("name", list(_COPIES))
+def test_fake_copies_of_views_have_the_storages_of_real_ones(
+    name: str, device: torch.device | None
+) -> None:
+    def size_bytes() -> int:
+        copied = _COPIES[name](torch.ones(6, 8)[1:5, 2:5])
+        assert copied.storage_offset() == 10
+        return copied.untyped_storage().nbytes()
+
+    with FakeTensorMode(), layouts_of_kernels(device):
+        fake = [size_bytes() for _ in range(2)]
+    assert fake == [size_bytes()] * 2

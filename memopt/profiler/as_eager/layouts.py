@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from memopt.profiler import torch_private
+from memopt.profiler.as_eager.fake_results import fake_results_through
 from memopt.profiler.backend import random_state_kept
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.memory_layout import same_strides
@@ -57,16 +57,16 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
     Args:
         device: where the model runs; None: nothing may be computed, fake layouts stay.
     """
-    if device is None:
-        yield
-        return
 
     def wanted(overload: Any, result: Any) -> bool:
-        return _returns_new_tensors(overload) and any(
-            _may_differ(value, device) for value in pytree.tree_leaves(result)
+        return (
+            device is not None
+            and _returns_new_tensors(overload)
+            and any(_may_differ(value, device) for value in pytree.tree_leaves(result))
         )
 
     def corrected(overload: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        assert device is not None
         results = pytree.tree_leaves(result)
         given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         everything = [*given, *(v for v in results if isinstance(v, Tensor))]
@@ -76,7 +76,7 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
         place = f"{device}|{torch.get_num_threads()}|{call.text}"
         return _restrided(result, _known.find(place, lambda: _measured(call, results, device)))
 
-    with torch_private.fake_results_through(wanted, corrected):
+    with fake_results_through(wanted, corrected):
         yield
 
 

@@ -64,7 +64,9 @@ def is_fusible(node: Node) -> bool:
         return True
     if not isinstance(target, torch._ops.OpOverload) or is_random(node):
         return False
-    if any(not _plain(value) for value in _values(node)):
+    if any(not _plain(value) for value in _values(node, *node.all_input_nodes)):
+        return False
+    if not all(map(_fills_storage, _values(node))):
         return False
     name = str(target)
     return _is_tagged(target) or name in _FUSED or name in _MADE_OF_NOTHING
@@ -88,9 +90,9 @@ def is_constant(node: Node) -> bool:
     return str(node.target) in _MADE_OF_NOTHING
 
 
-def _values(node: Node) -> list[torch.Tensor]:
+def _values(*nodes: Node) -> list[torch.Tensor]:
     found = []
-    for one in (node, *node.all_input_nodes):
+    for one in nodes:
         value = one.meta.get("val")
         items = value if isinstance(value, (tuple, list)) else (value,)
         found += [item for item in items if isinstance(item, torch.Tensor)]
@@ -105,3 +107,12 @@ def _plain(value: torch.Tensor) -> bool:
         and value.numel() > 0
         and not value.is_neg()
     )
+
+
+def _fills_storage(value: torch.Tensor) -> bool:
+    """Whether a result begins and ends where its storage does, as those of compiled kernels do.
+    Copies of views (`aten.copy`, `slice_scatter`...) are in copies of what they look into, and
+    `as_strided` may read more of those."""
+    steps = zip(value.shape, value.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in steps)
+    return value.storage_offset() == 0 and value.untyped_storage().nbytes() == span * value.itemsize

@@ -1,0 +1,86 @@
+"""What fake kernels give while a model is traced, corrected.
+
+Operators that return a changed copy of a view copy the whole storage that it looks into
+(`at::clone_preserve_strides`). Fake kernels do so for some of them, and torch's cache of fake
+results remembers strides alone: the second time the same call has a storage as small as the view.
+Which a trace met first decided how large a step's tensors were, and that a plan was for another
+model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from memopt.profiler.torch_private import ONE_TRACE_AT_A_TIME, imported
+
+_aten = torch.ops.aten
+_COPY_STORAGES = frozenset(
+    {
+        _aten.copy.default,
+        _aten.slice_scatter.default,
+        _aten.select_scatter.default,
+        _aten.diagonal_scatter.default,
+        _aten.as_strided_scatter.default,
+    }
+)
+"""Their result is the first argument, changed, in a storage as large as the argument's."""
+
+
+@contextlib.contextmanager
+def fake_results_through(
+    wanted: Callable[[Any, Any], bool], change: Callable[[Any, Any, Any, Any], Any]
+) -> Iterator[None]:
+    """Trace with `change(overload, args, kwargs, result)` in place of every result that this
+    thread's fake kernels give and for which `wanted(overload, result)`; copies of views have the
+    storages that kernels give them."""
+    mode = imported("torch._subclasses.fake_tensor", "FakeTensorMode")
+    asked = mode.dispatch
+    thread, inside = threading.get_ident(), False
+
+    def dispatch(
+        self: Any, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        nonlocal inside
+        if inside or threading.get_ident() != thread:
+            return asked(self, func, types, args, kwargs or {})
+        inside = True
+        try:
+            result = asked(self, func, types, args, kwargs or {})
+            if result is NotImplemented:
+                return result
+            if func in _COPY_STORAGES:
+                with self:
+                    return _in_whole_storage(result, args[0])
+            if not wanted(func, result):
+                return result
+            with self:
+                return change(func, args, kwargs or {}, result)
+        finally:
+            inside = False
+
+    with ONE_TRACE_AT_A_TIME, mock.patch.object(mode, "dispatch", dispatch):
+        yield
+
+
+def _in_whole_storage(result: Tensor, of: Tensor) -> Tensor:
+    """A fake result in a storage as large as that of what it is a copy of."""
+    size_bytes = of.untyped_storage().nbytes()
+    static = all(isinstance(n, int) for n in (size_bytes, *of.shape, *of.stride()))
+    if not static or _overlaps(of) or result.untyped_storage().nbytes() == size_bytes:
+        return result
+    whole = result.new_empty(size_bytes // result.element_size())
+    return whole.as_strided(of.shape, of.stride(), of.storage_offset())
+
+
+def _overlaps(value: Tensor) -> bool:
+    """Whether elements of a tensor share memory: such a one is copied element by element."""
+    return any(
+        size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
