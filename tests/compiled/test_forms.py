@@ -97,7 +97,7 @@ Share = Callable[[str], float]
 """Of a form's name: its time as a share of that of what it stands in for."""
 
 
-def priced(share: Share) -> Profiled:
+def priced(share: Share, given: Profiled | None = None) -> Profiled:
     """The profile with forms whose times are given, and whose workspaces are measured."""
     measured = regions.figures
 
@@ -112,7 +112,7 @@ def priced(share: Share) -> Profiled:
 
     free = mock.patch.object(regions, "byte_s", return_value=0.0)
     with free, mock.patch.object(regions, "figures", figures):
-        return with_implementations(profiled()[1], exact_only=True)
+        return with_implementations(given or profiled()[1], exact_only=True)
 
 
 def chosen(plan: Plan) -> set[tuple[int, str]]:
@@ -285,6 +285,19 @@ def test_a_form_that_gives_other_bits_is_found() -> None:
 
     with mock.patch.object(target, "run", other):
         assert not SameBits(lowering, keys, twins, torch.device("cpu")).of(*key)
+
+
+@pytest.mark.slow
+def test_what_atens_kernel_rounds_otherwise_is_not_read_in_its_place() -> None:
+    """A GELU between products is a region of one operator and stays ATen's; the kernel of the
+    backward that makes its values again for the weight's gradient rounds some of them otherwise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
+    given = memopt.profiler.profile_model(model, torch.randn(4, 5, 6), kernels="compiled")
+    assert "aten.gelu.default" in {one.target for one in given.graph.operators}
+    offered = forms_of(attach(given.lowering, exact_only=True))
+    assert {name for _, name in offered} == {OPERANDS}
+    assert not any(one.implementations for one in priced(lambda _: 0.5, given).graph.operators)
 
 
 @pytest.mark.slow

@@ -2,13 +2,15 @@
 
 What the form reads is computed by the kernels of the forward that write it, of random numbers, and
 so is what the region's own kernel makes the same values of. No branch of a kernel depends on what
-it computes: where every element of random tensors is equal, in every lane and remainder of a loop,
-the kernels round alike.
+it computes, but loops with lanes and their remainders may call other functions (erf, exp...), which
+round most numbers alike: so the same calls run with other numbers, small and large, until many
+elements were equal, each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +27,12 @@ from memopt.profiler.trial import equal_bytes
 
 Key = tuple[int, str]
 """(operator, implementation)."""
+_ELEMENTS = 1 << 16
+"""So many elements are compared, in as few runs as that takes..."""
+_RUNS = 256
+"""... but no more than these."""
+_SCALES = (1.0, 0.1, 8.0, 0.01)
+"""Of the random numbers, in turn."""
 
 
 class SameBits:
@@ -46,6 +54,7 @@ class SameBits:
     ) -> None:
         self._lowering, self._twins, self._device = lowering, twins, device
         self._graph = lowering.graph
+        self._again = frozenset(twins.values())
         self._extra: dict[int, Key] = {}
         """Tensor that only forms write → one of them."""
         for op, name in forms:
@@ -62,7 +71,7 @@ class SameBits:
             try:
                 with torch.no_grad(), torch.random.fork_rng():
                     torch.manual_seed(0)
-                    self._known[text] = self._run(calls)
+                    self._known[text] = self._are_equal(calls)
             except REFUSALS:
                 self._known[text] = False
         return self._known[text]
@@ -93,12 +102,14 @@ class SameBits:
         return [*found, self._lowering.nodes[op], self._lowering.alternatives[op, name]]
 
     def _source(self, tensor: int) -> Key | None:
-        """The kernel of the forward that writes a tensor; its own form is named ""."""
+        """The kernel of the forward that writes a tensor; its own form is named "". ATen's kernels
+        count where their result is what a region writes again."""
         op = self._graph.producer.get(tensor)
         source = self._extra.get(tensor) if op is None else (op, "")
         if source is None or self._graph.operators[source[0]].phase is not Phase.FORWARD:
             return None
-        return source if isinstance(self._lowering.nodes[source[0]].target, FusedKernel) else None
+        compiled = isinstance(self._lowering.nodes[source[0]].target, FusedKernel)
+        return source if compiled or tensor in self._again else None
 
     def _text(self, calls: Iterable[Node]) -> str:
         """Equal for calls that are equal and have the same in common."""
@@ -111,12 +122,22 @@ class SameBits:
             lines.append(str([numbers.setdefault(t, len(numbers)) for t in tensors]))
         return "\n".join(lines)
 
-    def _run(self, calls: Iterable[Node]) -> bool:
+    def _are_equal(self, calls: Sequence[Node]) -> bool:
+        written = [t for call in calls for t in self._lowering.storages[call] if t is not None]
+        largest = max(self._lowering.bases[t].meta["val"].numel() for t in written)
+        runs = min(_RUNS, -(-_ELEMENTS // largest))
+        scales = itertools.islice(itertools.cycle(_SCALES), runs)
+        return all(self._run(calls, scale) for scale in scales)
+
+    def _run(self, calls: Sequence[Node], scale: float) -> bool:
         values: dict[int, Tensor] = {}
         written: dict[int, Tensor] = {}
         for call in calls:
-            args = map_arg(call.args, lambda node: self._value(node, values))
-            results = call.target(*args)  # type: ignore[operator]
+            given = call.args, call.kwargs
+            args, kwargs = map_arg(given, lambda node: self._value(node, values, scale))
+            results = call.target(*args, **kwargs)  # type: ignore[operator]
+            if isinstance(results, Tensor):
+                results = (results,)
             for tensor, result in zip(self._lowering.storages[call], results, strict=True):
                 if tensor is None:
                     continue
@@ -126,22 +147,23 @@ class SameBits:
         pairs = [(again, one) for again, one in self._twins.items() if {again, one} <= set(written)]
         return all(equal_bytes(written[again], written[one]) for again, one in pairs)
 
-    def _value(self, node: Node, values: dict[int, Tensor]) -> Tensor:
+    def _value(self, node: Node, values: dict[int, Tensor], scale: float) -> Tensor:
         """The value of what a call reads; random numbers if nothing has computed it."""
         (tensor,) = self._lowering.storages[node]
         assert tensor is not None
         base = self._lowering.bases[tensor]
         if node is not base and node.op == "call_function":
-            args, kwargs = map_arg((node.args, node.kwargs), lambda one: self._value(one, values))
+            given = node.args, node.kwargs
+            args, kwargs = map_arg(given, lambda one: self._value(one, values, scale))
             made: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
             return made
         if tensor not in values:
-            values[tensor] = _random(describe_value(base), self._device)
+            values[tensor] = _random(describe_value(base), self._device, scale)
         return values[tensor]
 
 
-def _random(like: TensorArgument, device: torch.device) -> Tensor:
+def _random(like: TensorArgument, device: torch.device, scale: float) -> Tensor:
     count = -(-like.storage_bytes // like.dtype.itemsize)
     if like.dtype.is_floating_point:
-        return like.over(torch.randn(count, device=device).to(like.dtype))
+        return like.over((scale * torch.randn(count, device=device)).to(like.dtype))
     return like.over(torch.randint(0, 2, (count,), device=device).to(like.dtype))
