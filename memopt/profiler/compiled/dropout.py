@@ -9,6 +9,10 @@ drops the same elements; they are not those that eager drops.
 The number of an element is a hash of its index in 32-bit integers, which compilers vectorise, with
 the finalisers of MurmurHash3 and of lowbias32 (Wellons 2018), each after one half of the seed. An
 element is kept where the lower 31 bits are p · 2^31 or more.
+
+C++ compilers take it that signed integers do not overflow. Of an index alone, which loops bound,
+they see where a product would, and that such a loop ends before: GCC 12 left its end out. So the
+seed, of which they know nothing, comes first.
 """
 
 from __future__ import annotations
@@ -26,10 +30,11 @@ from memopt.profiler.as_eager.operators import define
 
 _ATEN = torch.ops.aten
 _LARGEST = 2**31
-_STEP = -1640531527
 _FIRST = ((16, -2048144789), (13, -1028477387), (16, 1))
 _SECOND = ((16, 2146121005), (15, -2073254261), (16, 1))
 """Finalisers: (bits to shift right by, factor)."""
+_ROUNDS = ((_ATEN.bitwise_xor.Tensor, _FIRST), (_ATEN.add.Tensor, _SECOND))
+"""How a half of the seed is joined to what comes before, and what follows."""
 
 
 def _drawn(count: int, device: torch.device) -> torch.Tensor:
@@ -79,9 +84,9 @@ def kept_elements(graph: FxGraph, like: torch.Tensor, p: float, seed: Node) -> N
 
     count = math.prod(like.shape)
     bits = call(_ATEN.arange.start_step, 0, count, 1, dtype=torch.int32, device=like.device)
-    bits = call(_ATEN.view.default, call(_ATEN.mul.Tensor, bits, _STEP), list(like.shape))
-    for half, rounds in enumerate((_FIRST, _SECOND)):
-        bits = call(_ATEN.add.Tensor, bits, call(_ATEN.select.int, seed, 0, half))
+    bits = call(_ATEN.view.default, bits, list(like.shape))
+    for half, (joined, rounds) in enumerate(_ROUNDS):
+        bits = call(joined, bits, call(_ATEN.select.int, seed, 0, half))
         for shift, factor in rounds:
             shifted = call(_ATEN.__rshift__.Scalar, bits, shift)
             shifted = call(_ATEN.bitwise_and.Scalar, shifted, 2 ** (32 - shift) - 1)
