@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 import memopt
+from tests.fuzz.compiled import fuzz_compiled
 from tests.fuzz.modules import fuzz_module
 from tests.fuzz.plans import fuzz_plans
 from tests.sweeps.grammar import random_module
@@ -35,6 +36,7 @@ def swept(seed: int) -> Found:
 
 KINDS: dict[str, Callable[[int], str]] = {
     "modules": lambda seed: fuzz_module(seed).line,
+    "compiled": lambda seed: fuzz_compiled(seed).line,
     "sweep": lambda seed: swept(seed).line,
     "plans": lambda seed: fuzz_plans(seed).line,
 }

@@ -21,6 +21,7 @@ from tests.fuzz.drawn import Drawn
 from tests.sweeps.grammar import RandomModule, random_module
 from tests.sweeps.modules import (
     PASSES,
+    Cases,
     Found,
     compare,
     plan_or_refusal,
@@ -41,11 +42,24 @@ OPTIMIZERS: dict[str, Any] = {
 
 def fuzz_module(seed: int, limit_s: float = 1.0) -> Found:
     """All cases of a seed's module."""
+    dice, made = drawn_module(seed)
+    found = sweep_module(seed, made, drawn_cases(dice, made, limit_s))
+    if found.operators and dice.random() < WHOLE_STEPS:
+        _whole_step(dice, made, found)
+    return found
+
+
+def drawn_module(seed: int) -> tuple[Random, RandomModule]:
+    """A seed's module, and what its cases are drawn with."""
     dice = Random(f"cases {seed}")
-    made = random_module(seed, (4, 30) if dice.random() < 0.2 else (3, 14))
+    return dice, random_module(seed, (4, 30) if dice.random() < 0.2 else (3, 14))
+
+
+def drawn_cases(dice: Random, made: RandomModule, limit_s: float) -> Cases:
+    """A few strategies at two budgets each, and drawn programs."""
 
     def cases(profiled: Profiled, found: Found) -> Iterator[tuple[str, memopt.Plan]]:
-        for label, wanted in _wanted(dice, seed, profiled):
+        for label, wanted in _wanted(dice, made.seed, profiled):
             possible = wanted.get("budget") == "min"
             with made.context():
                 plan = plan_or_refusal(
@@ -54,10 +68,7 @@ def fuzz_module(seed: int, limit_s: float = 1.0) -> Found:
             if plan is not None:
                 yield label, plan
 
-    found = sweep_module(seed, made, cases)
-    if found.operators and dice.random() < WHOLE_STEPS:
-        _whole_step(dice, made, found)
-    return found
+    return cases
 
 
 def _wanted(dice: Random, seed: int, profiled: Profiled) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -72,15 +72,25 @@ class Found:
 
 Cases = Callable[[Profiled, Found], Iterator[tuple[str, memopt.Plan]]]
 """Makes plans of a module's profile, with names, and notes what is refused."""
+Expect = Callable[[nn.Module, Profiled, RandomModule, int, Found], dict[str, Any]]
+"""What so many steps of a module leave, as `train` gives it; may note what is wrong."""
 
 
-def sweep_module(seed: int, made: RandomModule, cases: Cases, steps: int = 3) -> Found:
-    """Profile a module, run its plans beside eager, and look at what planning has left."""
+def sweep_module(
+    seed: int,
+    made: RandomModule,
+    cases: Cases,
+    steps: int = 3,
+    kernels: str = "aten",
+    expect: Expect = lambda model, _profiled, made, steps, _found: train(model, None, made, steps),
+) -> Found:
+    """Profile a module, run its plans beside what is expected (eager's steps, if nothing else is
+    said), and look at what planning has left."""
     found = Found(seed)
     model, inputs = made.build(), made.inputs()
     before = owned(model, inputs)
     try:
-        profiled = profiled_quickly(made, model, inputs)
+        profiled = profiled_quickly(made, model, inputs, kernels)
     except memopt.MemoptError as error:
         found.refused[sentence(error)] += 1
         return found
@@ -91,7 +101,7 @@ def sweep_module(seed: int, made: RandomModule, cases: Cases, steps: int = 3) ->
         compare(before, owned(model, inputs), "changed by planning", "profile", found)
     found.operators = len(profiled.graph.operators)
     start = copy.deepcopy(model.state_dict())
-    expected = train(copy.deepcopy(model), None, made, steps)
+    expected = expect(copy.deepcopy(model), profiled, made, steps, found)
     known: set[str] = set()
     for label, plan in cases(profiled, found):
         found.cases += 1
@@ -112,7 +122,9 @@ def sweep_module(seed: int, made: RandomModule, cases: Cases, steps: int = 3) ->
     return found
 
 
-def profiled_quickly(made: RandomModule, model: nn.Module, inputs: tuple[Tensor, ...]) -> Profiled:
+def profiled_quickly(
+    made: RandomModule, model: nn.Module, inputs: tuple[Tensor, ...], kernels: str = "aten"
+) -> Profiled:
     """The model's profile; times do not matter here."""
     with made.context():
         return profile_model(
@@ -120,6 +132,7 @@ def profiled_quickly(made: RandomModule, model: nn.Module, inputs: tuple[Tensor,
             inputs,
             loss=Loss(made.loss),
             options=MeasureOptions(cap_s=1e-9, max_rounds=1),
+            kernels=kernels,
         )
 
 
