@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
+
+_FEW = 1 << 16
+"""Elements whose places are looked at one by one."""
 
 
 def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
@@ -15,6 +19,31 @@ def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
         if stride != room:
             return False
         room *= size
+    return True
+
+
+def shares_elements(value: torch.Tensor) -> bool:
+    """Whether some elements of a tensor are the same memory (or it has too many, with unusual
+    strides, to tell)."""
+    pairs = sorted(
+        (stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1
+    )
+    if not value.numel() or _is_nested(pairs):
+        return False
+    if value.numel() > _FEW:
+        return True
+    steps = (range(0, size * stride, stride) if stride else [0] * size for stride, size in pairs)
+    places = set(map(sum, itertools.product(*steps)))
+    return len(places) < value.numel()
+
+
+def _is_nested(pairs: Iterable[tuple[int, int]]) -> bool:
+    """Whether of (stride, size) in ascending order each steps over all before it."""
+    span = 0
+    for stride, size in pairs:
+        if stride <= span:
+            return False
+        span += (size - 1) * stride
     return True
 
 

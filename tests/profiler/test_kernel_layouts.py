@@ -298,3 +298,38 @@ def test_fake_copies_of_views_have_the_storages_of_real_ones(
     with FakeTensorMode(), layouts_of_kernels(device):
         fake = [size_bytes() for _ in range(2)]
     assert fake == [size_bytes()] * 2
+
+
+class ChangesAView(nn.Module):
+    """An update of a view of given strides."""
+
+    def __init__(self, size: tuple[int, int], stride: tuple[int, int]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.size, self.stride = size, stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) * 1
+        y.as_strided(self.size, self.stride).add_(1)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("size", "stride"), [((2, 2), (1, 1)), ((20, 3), (1, 1)), ((3, 4), (3, 2))]
+)
+def test_changing_elements_that_are_the_same_memory_is_refused(
+    size: tuple[int, int], stride: tuple[int, int]
+) -> None:
+    """Eager added one or two to such an element, a planned step always one."""
+    with pytest.raises(memopt.CaptureError, match="elements are the same memory"):
+        capture(ChangesAView(size, stride), to_call((torch.ones(4, 8),)))
+
+
+@pytest.mark.parametrize(("size", "stride"), [((2, 2), (8, 1)), ((3, 2), (2, 3)), ((1, 3), (0, 1))])
+def test_changing_elements_that_interleave_is_not(
+    size: tuple[int, int], stride: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    model, given = ChangesAView(size, stride), torch.randn(4, 8)
+    plan = memopt.plan(model, given, strategy="store-all", cache=False, progress=False)
+    assert torch.equal(plan.apply(model)(given), model(given))

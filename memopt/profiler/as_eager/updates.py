@@ -30,7 +30,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
 from memopt.profiler.as_eager.operators import CallsThrough, define, functional_name
-from memopt.profiler.memory_layout import same_strides
+from memopt.profiler.memory_layout import same_strides, shares_elements
 from memopt.profiler.torch_private import as_functional, is_functional, replace_functional
 
 _ATEN = torch.ops.aten
@@ -47,6 +47,8 @@ _IN_PLACE = (
     _ATEN.random_.to,
     getattr(_ATEN.random_, "from"),
 )
+_FILL = (_ATEN.fill_.Scalar, _ATEN.fill_.Tensor, _ATEN.zero_.default)
+"""Updates that give every element the same value."""
 _LAYOUT = "int[] size, int[] stride, ScalarType dtype, Device device"
 
 
@@ -185,6 +187,8 @@ class InPlaceAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
     backwards of random operators get eager's strides (`with_own_names` afterwards)."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (_updates(func) and func not in _FILL) or func in _IN_PLACE:
+            _refuse_shared(func, args[0])
         if func in _MISDESCRIBED and args[0].device.type == "cpu":
             return _described_rightly(func)(*args, **kwargs)
         if func is _ATEN.rrelu_with_noise.default and args[0].device.type == "cpu":
@@ -210,6 +214,21 @@ class InPlaceAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
         layout = (list(tensor.shape), list(tensor.stride()), tensor.dtype, tensor.device)
         replace_functional(tensor, _functional_draw(func)(*layout, *given))
         return tensor
+
+
+def _refuse_shared(func: Any, tensor: Tensor) -> None:
+    """Refuse an update of elements that share memory: what it gives is the kernel's own affair, and
+    a trace gives something else. torch refuses those that it sees (`expand`, `unfold`).
+
+    Raises:
+        RuntimeError: as torch's own refusals.
+    """
+    if shares_elements(tensor):
+        raise RuntimeError(
+            f"{func} changes a view of shape {list(tensor.shape)} and strides "
+            f"{list(tensor.stride())}, some of whose elements are the same memory: torch leaves "
+            "open what that gives. Change a clone of the view, or views without overlap"
+        )
 
 
 def _value_now(value: Any) -> Any:
