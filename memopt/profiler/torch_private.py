@@ -255,19 +255,32 @@ def kernels_kept_whole() -> Iterator[None]:
         getattr(getattr(torch.ops.aten, packet, None), form, None)  # not every torch has all
         for packet, _, form in (name.partition(".") for name in _TAKEN_APART)
     ]
-    overloads = [overload for overload in found if overload is not None]
+    dropout = torch.ops.aten.dropout.default
+    overloads = [dropout, *(overload for overload in found if overload is not None)]
     with ONE_TRACE_AT_A_TIME:
         kept = [dict(overload.py_kernels) for overload in overloads]
         try:
             for overload in overloads:
                 for key in keys:
-                    overload.py_kernels.pop(key, None)
+                    whole = overload.py_kernels.pop(key, None)
+                    if overload is dropout and whole is not None:
+                        overload.py_kernels[key] = _itself_or(whole)
                 overload._dispatch_cache.clear()
             yield
         finally:
             for overload, kernels in zip(overloads, kept, strict=True):
                 overload.py_kernels.update(kernels)
                 overload._dispatch_cache.clear()
+
+
+def _itself_or(dropout: Callable[..., Any]) -> Callable[..., Any]:
+    """A dropout that drops nothing returns what it is given, as the real one does; torch's
+    decomposition returns a row-major copy: memory, other strides, and no update in place."""
+
+    def kernel(given: torch.Tensor, p: float, train: bool | None) -> Any:
+        return dropout(given, p, train) if train and p != 0 and given.numel() else given
+
+    return kernel
 
 
 def compile_joint(

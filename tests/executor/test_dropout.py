@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import memopt
@@ -65,3 +67,31 @@ def test_in_a_plan(dtype: torch.dtype, place: bool) -> None:
         assert found is not None
         assert expected is not None
         assert torch.equal(found, expected)
+
+
+class DropsNothing(nn.Module):
+    """A dropout of a tensor with gaps, whose result is updated in place."""
+
+    def __init__(self, p: float, train: bool) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(p).train(train)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)[..., ::2] * 1
+        z = self.drop(self.layer(x)[..., ::2])
+        self.drop(y).add_(1)
+        return self.norm(z) + y
+
+
+@pytest.mark.parametrize(("p", "train"), [(0.0, True), (0.5, False)])
+def test_a_dropout_that_drops_nothing_is_what_it_is_given(p: float, train: bool) -> None:
+    """Traces copied it: memory, other bits in what adds along its strides, and updates in place of
+    its result did not reach what it was given."""
+    torch.manual_seed(0)
+    model = DropsNothing(p, train)
+    twin, x = copy.deepcopy(model), torch.randn(16, 8)
+    plan = memopt.plan(model, x, strategy="store-all", cache=False, progress=False)
+    assert "aten.clone.default" not in {one.target for one in plan.graph.operators}
+    assert torch.equal(plan.apply(model)(x), twin(x))
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
