@@ -51,6 +51,21 @@ class Strided(nn.Module):
         return self.conv(x).as_strided((2, 4), (256, 64))
 
 
+class TwoViews(nn.Module):
+    """Returns an image and another view of it: copies would not share their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        image = self.conv(x)
+        return image, image.detach()
+
+
+OTHERS = [Strided(), TwoViews(), nn.Sequential(nn.Flatten(), nn.Linear(192, 2))]
+
+
 def captured(model: nn.Module, *shape: int) -> Captured:
     return capture(model, Call((torch.randn(*shape),), {}))
 
@@ -118,7 +133,7 @@ def test_convolutions_read_channels_last_and_results_are_as_before() -> None:
     assert all_strides(graph) == strides
 
 
-@pytest.mark.parametrize("model", [Strided(), nn.Sequential(nn.Flatten(), nn.Linear(192, 2))])
+@pytest.mark.parametrize("model", OTHERS)
 def test_other_steps_are_left_as_they_are(model: nn.Module) -> None:
     step = captured(model, *IMAGE)
     before = str(step.module.graph)

@@ -11,6 +11,7 @@ convolutions gain, a U-Net gains an eighth of its step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.profiler.as_eager.layouts import layouts_of_kernels
 from memopt.profiler.capture import Captured
-from memopt.profiler.memory_layout import same_strides
+from memopt.profiler.memory_layout import same_strides, storage_of
 from memopt.profiler.signature import REFUSALS
 
 _ATEN = torch.ops.aten
@@ -161,8 +162,14 @@ class _Layouts:
         return is_image and not value.is_contiguous(memory_format=_CHANNELS_LAST)
 
     def can_return(self) -> bool:
-        """Whether each result of the step is laid out as before, or was row-major."""
-        return all(before.is_contiguous() for _, before in self._returned())
+        """Whether each result of the step is laid out as before, or was row-major and shared its
+        memory with no other: it is returned as a copy."""
+        results = self.captured.module.graph.output_node().all_input_nodes
+        shared = Counter(storage_of(value) for one in results for value in _tensors([one]))
+        return all(
+            before.is_contiguous() and shared[storage_of(before)] == 1
+            for _, before in self._returned()
+        )
 
     def _returned(self) -> Iterator[tuple[Node, torch.Tensor]]:
         """The results of the step that are laid out otherwise now, and as they were before."""
