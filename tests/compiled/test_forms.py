@@ -146,6 +146,38 @@ def attached() -> Lowering:
     return attach(made.lowering, exact_only=True)
 
 
+class Cosine(torch.autograd.Function):
+    """Its backward computes something of the input alone, as a forward does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return -gradient * x.sin()
+
+
+class OfTheInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x) * 2, Cosine.apply(x) + 1
+
+
+def test_forms_read_nothing_that_only_regions_read() -> None:
+    """What was an operator of its own, and is made again by its reader now, no longer is there."""
+    model = OfTheInput()
+    step = capture(model, Call((inputs().requires_grad_(),), {}))
+    made, _ = fuse.planned_regions(model, step, build(model, step), "compiled", 1)
+    assert "aten.sin.default" not in {str(one.target) for one in made.lowering.nodes}
+    assert not forms_of(attach(made.lowering, exact_only=True))
+
+
 def test_forms_that_are_left_can_be_chosen() -> None:
     """Whatever is left out, what each of the rest needs is there."""
     lowering = attached()

@@ -49,7 +49,8 @@ def _store_all(
     except StopIteration:
         found.refused["not compared with eager, which makes dropouts that nothing reads"] += 1
         return expected
-    off = _off_by(expected, own, CLOSE_IN_BFLOAT16 if made.autocast else CLOSE)
+    rounded = made.autocast or "bfloat16" in made.source
+    off = _off_by(expected, own, CLOSE_IN_BFLOAT16 if rounded else CLOSE)
     if off:
         found.wrong.append(("store-all", f"far from eager: {off}"))
     return expected

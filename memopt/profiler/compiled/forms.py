@@ -215,16 +215,21 @@ def forms_of(wanted: Sequence[Wanted], replaced: Replaced, lowering: Lowering) -
     """
     products = _of_products(replaced, lowering)
     found: list[Form] = []
+    # What ATen's kernels computed for regions alone, which make it again now, is gone.
+    there = set(lowering.storages)
     for one in wanted:
         call = replaced.calls[one.region]
         unwritten = set(replaced.written_by[one.region]) - set(one.part.outputs)
         if not unwritten <= products.keys():
             continue
         operands = [_now(operand, replaced) for operand in one.operands]
+        if not there.issuperset(operand.base for operand in operands):
+            continue
         given = one.part.graph.find_nodes(op="placeholder")[len(operands) :]
         seeds = zip(one.part.dropouts, given, strict=True)
         operands += [_seed(replaced, dropout, node.meta["val"]) for dropout, node in seeds]
         results = tuple(replaced.result(one.region, node) for node in one.part.outputs)
+        there.update(results)
         kernel = FusedKernel(one.part.key)
         found.append(Form(call, one.name, kernel, operands, results, one.part, one.work))
     kinds = {reader: form for forms in products.values() for reader, form in forms.items()}
