@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzz import __main__ as runner
+from tests.fuzz.compiled import fuzz_compiled
 from tests.fuzz.modules import fuzz_module
 
 
@@ -26,6 +27,14 @@ def test_a_module(seed: int) -> None:
     row = fuzz_module(seed)
     assert not row.wrong, row.wrong
     assert row.cases >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [103, 127, 128, 249, 292])
+def test_a_module_with_compiled_kernels(seed: int) -> None:
+    row = fuzz_compiled(seed)
+    assert not row.wrong, row.wrong
+    assert row.ran
 
 
 def test_runs_are_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
