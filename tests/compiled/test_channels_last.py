@@ -17,8 +17,10 @@ import memopt
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.compiled import choice
 from memopt.profiler.compiled.channels_last import in_channels_last
+from memopt.profiler.compiled.orders import computes_alike
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory_layout import same_strides
+from memopt.profiler.signature import call_signature
 
 IMAGE = (2, 3, 8, 8)
 
@@ -131,6 +133,43 @@ def test_convolutions_read_channels_last_and_results_are_as_before() -> None:
     graph.lint()
     assert str(graph) == text
     assert all_strides(graph) == strides
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_kernels_that_mind_the_order_read_row_major_copies(groups: int) -> None:
+    """The backward of a weight norm goes through memory as if its filter's gradient were row-major;
+    a convolution of images with channels last gives another order."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 6, 3, groups=groups)),
+        nn.utils.parametrizations.spectral_norm(nn.Conv2d(6, 4, 3)),
+        nn.GroupNorm(2, 4),
+        nn.PixelShuffle(2),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+    )
+    model.eval()  # spectral norm draws nothing
+    step = captured(model, *IMAGE)
+    before = returned(model, step)
+    put = in_channels_last(step)
+    assert put is not None
+    for old, new in zip(before, returned(model, put.captured), strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-4)
+
+
+def test_orders_are_compared_on_numbers() -> None:
+    filters, norms = torch.empty(3, 4, 2, 2), torch.empty(3, 1, 1, 1)
+    last = filters.to(memory_format=torch.channels_last)
+    aten, cpu = torch.ops.aten, torch.device("cpu")
+
+    def alike(target: Any, *rest: Any) -> bool:
+        calls = (call_signature(target, (one, *rest), {}) for one in (filters, last))
+        return computes_alike(*calls, cpu)
+
+    backward = aten._weight_norm_interface_backward.default
+    assert not alike(backward, filters, norms, norms, 0)
+    assert alike(aten.max_pool2d_with_indices.default, [2, 2])
+    assert alike(aten.cumsum.default, 2)
+    assert alike(aten.argmax.default, 1)
 
 
 @pytest.mark.parametrize("model", OTHERS)

@@ -11,6 +11,7 @@ convolutions gain, a U-Net gains an eighth of its step.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -23,8 +24,10 @@ from torch.utils import _pytree as pytree
 
 from memopt.profiler.as_eager.layouts import layouts_of_kernels
 from memopt.profiler.capture import Captured
+from memopt.profiler.compiled.orders import computes_alike
 from memopt.profiler.memory_layout import same_strides, storage_of
-from memopt.profiler.signature import REFUSALS
+from memopt.profiler.nodes import is_random
+from memopt.profiler.signature import REFUSALS, call_signature, signature
 
 _ATEN = torch.ops.aten
 _CONVOLUTIONS: dict[Any, int] = {
@@ -35,6 +38,7 @@ _CONVOLUTIONS: dict[Any, int] = {
 _BOUND_TO_STRIDES = frozenset(
     {"aten.as_strided.default", "aten.as_strided_scatter.default", "aten.view_as_real.default"}
 )
+_EMPTY = (_ATEN.empty_like.default, _ATEN.new_empty.default, _ATEN.new_empty_strided.default)
 _ROW_MAJOR, _CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 
 
@@ -122,9 +126,24 @@ class _Layouts:
         if all(self.values[one] is one.meta["val"] for one in node.all_input_nodes):
             return node.meta["val"]
         try:
-            return self._result(node, None)
+            result = self._result(node, None)
         except REFUSALS:
             return self._result(node, _ROW_MAJOR)
+        return result if self._computes_alike(node) else self._result(node, _ROW_MAJOR)
+
+    def _computes_alike(self, node: Node) -> bool:
+        """Whether a kernel minds no order; views mind none, nor what gives random numbers or
+        none."""
+        target: Any = node.target
+        if target is operator.getitem or is_random(node) or target in _EMPTY:
+            return True
+        if isinstance(target, torch._ops.OpOverload) and target.is_view:
+            return True
+        before = signature(node)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda one: self.values[one])
+        device = self.captured.device
+        assert device is not None
+        return computes_alike(before, call_signature(node.target, args, kwargs), device)
 
     def _result(self, node: Node, order: torch.memory_format | None) -> Any:
         """What a call gives whose images are in an order; None: in that which they have."""
