@@ -174,7 +174,8 @@ def page(rows: Sequence[Row], note: str) -> str:
         'configurations, dropout included, in `memopt.wrap(model, "min")`. Two steps and one of '
         "two accumulated micro-batches, beside the same model without memopt: **exact** means "
         "that all losses, gradients, buffers and parameters are equal bit for bit and that all "
-        "four calls ran under a plan.",
+        "four calls ran under a plan. Beside: with use_cache=False, as the plan says that it runs "
+        "them.",
         f"**{exact} of {len(default)} are exact as they are**, {len(refused)} refused.",
         "*min* is the smallest budget over the step's peak without a plan, where parameters and "
         "gradients, which stay, are most of these small models; *seconds* are those of the wrapped "
@@ -187,6 +188,12 @@ def page(rows: Sequence[Row], note: str) -> str:
             ]
         ),
     ]
+    if any(row.outcome.startswith("differs") for row in rows):
+        parts.append(
+            "**Differs**: a model that is wrapped without its loss gets gradients of zeros for "
+            "what it returns beside it. They change no number of a sum, but may lay it out otherwise, "
+            "and what adds its elements then adds them in another order."
+        )
     if refused:
         parts.append("## Refusals")
         parts += [f"**{row.name}**: {row.sentence}" for row in refused]
