@@ -26,6 +26,7 @@ from memopt.api.plan import Plan
 from memopt.api.planning import plan
 from memopt.errors import InfeasibleBudgetError
 from memopt.executor.in_compiled_code import compiled_code_kept
+from memopt.integrations.custom_functions import with_custom_functions
 from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
 from memopt.programs.lifetimes import lifetimes
 
@@ -219,7 +220,7 @@ def memopt_backend(
         step = _STEPS.setdefault(id(options), step)
     # A plain one, whose forward dynamo does not skip; in training mode, since what the mode decides
     # is in the graph.
-    own = torch.fx.GraphModule(module, module.graph)
+    own = with_custom_functions(torch.fx.GraphModule(module, module.graph))
     own.training = True
     name, kinds = _begins_at(module), dict[Any, PlannedGraph]()
 

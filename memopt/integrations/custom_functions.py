@@ -1,0 +1,84 @@
+"""Custom autograd functions in a graph by dynamo, put back as such.
+
+Dynamo hands over an operator that holds their forward and backward as graphs, and does not take it
+when the graph is traced again. In its place stands a function with the same two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+
+def with_custom_functions(module: GraphModule) -> GraphModule:
+    """A graph whose custom functions are functions again, in place; operators that were made
+    otherwise than torch 2.11 to 2.13 do are left."""
+    apply = torch.ops.higher_order.autograd_function_apply
+    changed = False
+    for node in module.graph.find_nodes(op="call_function", target=apply):
+        forward, backward = (_body(module, one) for one in node.args[:2])
+        if forward is None or backward is None:
+            continue
+        marks = (
+            tuple(node.kwargs.get(f"{name}_idx", ())) for name in ("dirty", "non_differentiable")
+        )
+        with module.graph.inserting_before(node):
+            made = module.graph.call_function(
+                _function(forward, backward, *marks), tuple(node.args[2:])
+            )
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        module.graph.erase_node(node)
+        changed = True
+    if changed:
+        module.recompile()
+    return module
+
+
+def _body(module: GraphModule, named: Any) -> Any:
+    if not isinstance(named, Node) or named.op != "get_attr":
+        return None
+    found = getattr(module, str(named.target), None)
+    return found if isinstance(found, GraphModule) else None
+
+
+def _function(
+    run: GraphModule, run_backward: GraphModule, dirty: Sequence[int], constant: Sequence[int]
+) -> Callable[..., Any]:
+    """A function of the operands of such an operator.
+
+    Args:
+        run: gives what the function returns, and a tuple of what its backward reads.
+        run_backward: takes gradients, and that.
+        dirty, constant: which of its results are operands that it changes, and which have no
+            gradient.
+    """
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *operands: Any) -> Any:
+            result, kept = run(*operands)
+            tensors = [isinstance(one, torch.Tensor) for one in kept]
+            ctx.tensors = tensors
+            ctx.others = [one for one in kept if not isinstance(one, torch.Tensor)]
+            ctx.save_for_backward(*[one for one in kept if isinstance(one, torch.Tensor)])
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            if dirty:
+                ctx.mark_dirty(*[results[i] for i in dirty])
+            if constant:
+                ctx.mark_non_differentiable(*[results[i] for i in constant])
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            saved, others = list(ctx.saved_tensors), list(ctx.others)
+            kept = [saved.pop(0) if is_tensor else others.pop(0) for is_tensor in ctx.tensors]
+            return run_backward(*gradients, *kept)
+
+    def custom_function(*operands: Any) -> Any:
+        return Function.apply(*operands)  # type: ignore[no-untyped-call]
+
+    return custom_function
