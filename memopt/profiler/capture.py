@@ -24,7 +24,7 @@ from memopt.models.record import OutputGradients
 from memopt.profiler import torch_private
 from memopt.profiler.as_eager.compiling import traced_as_eager
 from memopt.profiler.as_eager.corrections import joint_as_eager, tracing_as_eager
-from memopt.profiler.as_eager.layouts import computing_device
+from memopt.profiler.as_eager.layouts import computing_device, layouts_of_kernels
 from memopt.profiler.as_eager.masks import with_whole_masks
 from memopt.profiler.as_eager.recorded_outputs import hooks_set
 from memopt.profiler.as_eager.settled import settles
@@ -245,7 +245,9 @@ def _dynamo_trace(
     from torch._dynamo.exc import TorchDynamoException
 
     def trace() -> Any:
-        return torch_private.dynamo_capture(model, call.args, call.kwargs)
+        # Strides that the model asks for are those of its kernels.
+        with layouts_of_kernels(computing_device(model, call)):
+            return torch_private.dynamo_capture(model, call.args, call.kwargs)
 
     try:
         return tracing(lambda: with_whole_masks(call, trace))  # type: ignore[no-any-return]

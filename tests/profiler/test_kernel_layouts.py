@@ -333,3 +333,25 @@ def test_changing_elements_that_interleave_is_not(
     model, given = ChangesAView(size, stride), torch.randn(4, 8)
     plan = memopt.plan(model, given, strategy="store-all", cache=False, progress=False)
     assert torch.equal(plan.apply(model)(given), model(given))
+
+
+class AsksForStrides(nn.Module):
+    """A view by the strides that a tensor has: batch norm's result is row-major, whatever it is
+    given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x.transpose(2, 3) * 2)
+        return y.as_strided(y.shape, y.stride())
+
+
+def test_strides_that_a_model_asks_for_are_those_of_its_kernels() -> None:
+    """Torch described batch norm's result with the strides of what it was given."""
+    torch.manual_seed(0)
+    model = AsksForStrides()
+    twin, x = copy.deepcopy(model), torch.randn(2, 4, 5, 6)
+    plan = memopt.plan(model, x, strategy="store-all", cache=False, progress=False)
+    assert torch.equal(plan.apply(model)(x), twin(x))

@@ -82,14 +82,14 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
 
 @functools.cache
 def _returns_new_tensors(overload: Any) -> bool:
-    """Whether an operator is a kernel that changes nothing and looks into nothing."""
+    """Whether an operator is a kernel whose results are no views, nor what it was given (batch
+    norm updates its statistics beside)."""
     if not isinstance(overload, torch._ops.OpOverload) or overload.namespace not in (
         "aten",
         "memopt",
     ):
         return False
-    schema = overload._schema
-    return not schema.is_mutable and all(one.alias_info is None for one in schema.returns)
+    return all(one.alias_info is None for one in overload._schema.returns)
 
 
 def _may_differ(value: Any, device: torch.device) -> bool:
