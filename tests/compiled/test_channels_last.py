@@ -135,6 +135,26 @@ def test_convolutions_read_channels_last_and_results_are_as_before() -> None:
     assert all_strides(graph) == strides
 
 
+class Checked(nn.Module):
+    """Checks, by operators that give nothing, that classes are in range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.conv(x)
+        return image * functional.one_hot(image.argmax(1), 4).permute(0, 3, 1, 2)
+
+
+def test_operators_that_give_nothing_are_left() -> None:
+    step = captured(Checked(), *IMAGE)
+    assert any("_assert_async" in str(node.target) for node in step.module.graph.nodes)
+    put = in_channels_last(step)
+    assert put is not None
+    put.undo()
+
+
 @pytest.mark.parametrize("groups", [1, 3])
 def test_kernels_that_mind_the_order_read_row_major_copies(groups: int) -> None:
     """The backward of a weight norm goes through memory as if its filter's gradient were row-major;

@@ -90,7 +90,7 @@ def _reads_image(node: Node) -> bool:
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
     for one in pytree.tree_leaves(values):
-        held = pytree.tree_leaves(one.meta["val"]) if isinstance(one, Node) else [one]
+        held = pytree.tree_leaves(one.meta.get("val")) if isinstance(one, Node) else [one]
         yield from (value for value in held if isinstance(value, torch.Tensor))
 
 
@@ -123,8 +123,8 @@ class _Layouts:
     def _value(self, node: Node) -> Any:
         if node.target in _CONVOLUTIONS and _reads_image(node):
             return self._result(node, _CHANNELS_LAST)
-        if all(self.values[one] is one.meta["val"] for one in node.all_input_nodes):
-            return node.meta["val"]
+        if all(self.values[one] is one.meta.get("val") for one in node.all_input_nodes):
+            return node.meta.get("val")
         try:
             result = self._result(node, None)
         except REFUSALS:
@@ -155,10 +155,10 @@ class _Layouts:
 
         args, kwargs = map_arg((node.args, node.kwargs), given)
         if order is _ROW_MAJOR:
-            return node.meta["val"]
+            return node.meta.get("val")
         fake = next((v.fake_mode for v in _tensors(node)), None)  # type: ignore[attr-defined]
         if fake is None:
-            return node.meta["val"]
+            return node.meta.get("val")
         with fake:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
@@ -176,7 +176,7 @@ class _Layouts:
         others of what was row-major before."""
         value = self.values[one]
         if order is _ROW_MAJOR:
-            return value is not one.meta["val"] and isinstance(value, torch.Tensor)
+            return value is not one.meta.get("val") and isinstance(value, torch.Tensor)
         is_image = one in reader.args[: _CONVOLUTIONS[reader.target]]
         return is_image and not value.is_contiguous(memory_format=_CHANNELS_LAST)
 
@@ -211,7 +211,7 @@ class _Layouts:
                         made[one, order] = self._copy(reader, one, order)
                     reader.replace_input_with(one, made[one, order])
         for node, value in self.values.items():
-            if node.op == "call_function":
+            if node.op == "call_function" and "val" in node.meta:
                 node.meta["val"] = value
         renamed = {}
         for one, before in returned:
@@ -227,7 +227,7 @@ class _Layouts:
                 copy.replace_all_uses_with(one)
                 graph.erase_node(copy)
             for node, value in before_values.items():
-                if node.op == "call_function":
+                if node.op == "call_function" and "val" in node.meta:
                     node.meta["val"] = value
 
         changed = replace(
