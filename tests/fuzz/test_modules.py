@@ -30,7 +30,7 @@ def test_a_module(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [103, 127, 128, 249, 292])
+@pytest.mark.parametrize("seed", [103, 127, 128, 249, 292, 558, 678])
 def test_a_module_with_compiled_kernels(seed: int) -> None:
     row = fuzz_compiled(seed)
     assert not row.wrong, row.wrong
