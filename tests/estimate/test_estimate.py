@@ -104,7 +104,7 @@ def test_meta_and_real_parameters_give_the_same_graph() -> None:
 
 @pytest.mark.parametrize("device", [CPU_CORE, H100], ids=lambda d: d.name)
 def test_an_estimated_plan_runs_on_a_real_model(device: memopt.Device) -> None:
-    chosen = get("mlp")
+    chosen = get("vit_b_16")
     model, inputs = chosen.build("tiny"), chosen.inputs("tiny")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
