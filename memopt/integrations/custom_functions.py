@@ -61,8 +61,7 @@ def _function(
         @staticmethod
         def forward(ctx: Any, *operands: Any) -> Any:
             result, kept = run(*operands)
-            tensors = [isinstance(one, torch.Tensor) for one in kept]
-            ctx.tensors = tensors
+            ctx.tensors = [isinstance(one, torch.Tensor) for one in kept]
             ctx.others = [one for one in kept if not isinstance(one, torch.Tensor)]
             ctx.save_for_backward(*[one for one in kept if isinstance(one, torch.Tensor)])
             results = result if isinstance(result, (tuple, list)) else (result,)

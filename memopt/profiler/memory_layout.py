@@ -61,3 +61,10 @@ def storage_of(value: torch.Tensor) -> int:
 def fills_storage(value: torch.Tensor) -> bool:
     """Whether a tensor is all of its storage, without gaps."""
     return value.storage_offset() == 0 and value.untyped_storage().nbytes() == value.nbytes
+
+
+def spans_storage(value: torch.Tensor) -> bool:
+    """Whether a tensor begins and ends where its storage does, with or without gaps."""
+    steps = zip(value.shape, value.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in steps)
+    return value.storage_offset() == 0 and value.untyped_storage().nbytes() == span * value.itemsize

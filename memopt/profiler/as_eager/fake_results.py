@@ -80,7 +80,8 @@ def _in_whole_storage(result: Tensor, of: Tensor) -> Tensor:
 
 
 def _overlaps(value: Tensor) -> bool:
-    """Whether elements of a tensor share memory: such a one is copied element by element."""
+    """Whether kernels see that elements of a tensor share memory, by strides of zero alone: such a
+    one is copied element by element."""
     return any(
         size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)
     )

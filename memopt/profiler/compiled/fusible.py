@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from memopt.profiler.compiled.dropout import is_dropout
+from memopt.profiler.memory_layout import spans_storage
 from memopt.profiler.nodes import is_random
 
 
@@ -66,7 +67,9 @@ def is_fusible(node: Node) -> bool:
         return False
     if any(not _plain(value) for value in _values(node, *node.all_input_nodes)):
         return False
-    if not all(map(_fills_storage, _values(node))):
+    # Copies of views (`aten.copy`, `slice_scatter`...) are in copies of all that they look into,
+    # and `as_strided` may read more of those; compiled kernels write results alone.
+    if not all(map(spans_storage, _values(node))):
         return False
     name = str(target)
     return _is_tagged(target) or name in _FUSED or name in _MADE_OF_NOTHING
@@ -107,12 +110,3 @@ def _plain(value: torch.Tensor) -> bool:
         and value.numel() > 0
         and not value.is_neg()
     )
-
-
-def _fills_storage(value: torch.Tensor) -> bool:
-    """Whether a result begins and ends where its storage does, as those of compiled kernels do.
-    Copies of views (`aten.copy`, `slice_scatter`...) are in copies of what they look into, and
-    `as_strided` may read more of those."""
-    steps = zip(value.shape, value.stride(), strict=True)
-    span = 1 + sum((size - 1) * stride for size, stride in steps)
-    return value.storage_offset() == 0 and value.untyped_storage().nbytes() == span * value.itemsize
