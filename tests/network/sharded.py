@@ -11,6 +11,8 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.distributed.gloo import in_one_thread
+
 _GATHER = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
 """Under its new name, where torch has that."""
 
@@ -27,7 +29,8 @@ def fake_ranks(ranks: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """A real process group of this process, whose collectives run in threads of gloo."""
+    """A real process group of this process, whose collectives run in a thread of gloo."""
+    in_one_thread()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         yield

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memopt
+from tests.distributed.gloo import in_one_thread
 
 STEPS = 4
 
@@ -45,6 +46,7 @@ def trained(rank: int, wrapped: bool) -> tuple[list[torch.Tensor], int]:
 
 def one_rank(rank: int, store: str, folder: str) -> None:
     torch.set_num_threads(1)
+    in_one_thread()
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
     torch.save([trained(rank, False), trained(rank, True)], f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()

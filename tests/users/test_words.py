@@ -20,6 +20,7 @@ from memopt.errors import CaptureError
 from memopt.profiler import torch_private
 from memopt.profiler.capture import capture
 from memopt.profiler.inputs import to_call
+from tests.distributed.gloo import in_one_thread
 
 IDS = torch.arange(2, 34).view(2, 16)
 TEXT = {"input_ids": IDS, "labels": IDS}
@@ -196,6 +197,7 @@ def test_a_classifier_gets_the_problem_type_of_its_labels(
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
     where = f"file://{tmp_path / 'store'}"
+    in_one_thread()
     torch.distributed.init_process_group("gloo", init_method=where, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
