@@ -12,8 +12,9 @@ FUZZ_DIR ?= out/fuzz
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# -qq: only errors; pip warns about every package index that lacks a package. --no-compile: Python
-# compiles what is imported when it is; compiling all of transformers takes most of a minute.
+# -qq: only errors; pip warns about every package index that lacks a package. --no-compile: all that
+# is installed is compiled at the end, on every core, so that no process does it when it imports (one
+# that may not write bytecode, as in many containers, would do it each time, for 5 seconds).
 PIP := $(BIN)/python -m pip install -qq --no-compile -c constraints.txt
 # Each of the test workers is one thread of torch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
@@ -31,6 +32,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) -e '.[dev]'
 	@echo "installing torchvision and timm without what they depend on"
 	@$(PIP) --no-deps torchvision timm
+	@echo "compiling what was installed"
+	@# Templates among the files are no Python, and fail.
+	@$(BIN)/python -m compileall -qq -j $(WORKERS) $(VENV)/lib || true
 	@touch $@
 
 demo: $(STAMP)

@@ -25,6 +25,7 @@ from memopt.models.budget import (
 )
 from memopt.models.chain import Chain
 from memopt.models.device import Device
+from memopt.models.garbage import full_collections_put_off
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
 from memopt.models.step_rules import PLAIN, StepRules
@@ -90,6 +91,7 @@ def parse_returns(returns: str) -> Returns:
     return "loss" if returns == "loss" else "all"
 
 
+@full_collections_put_off()
 def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     """Profile a model, if it is one, and plan its step; see `memopt.plan`."""
     host_bytes = parse_host_budget(wanted.host_budget)
@@ -107,7 +109,7 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
         whole = takes_whole_step(chosen, whole_step, *how, movable=bool(wanted.movable))
         ranks = planning_ranks(model, wanted.mode)
         with profiling_together(ranks, model, inputs, wanted):
-            profiled = profiled_for(model, inputs, _priced(wanted, target, whole), report)
+            profiled = profiled_for(model, inputs, _priced(wanted, chosen, target, whole), report)
             if wanted.accumulate:
                 from memopt.profiler.accumulation import accumulating
 
@@ -183,9 +185,10 @@ class Request:
     returns: Returns = "all"
     kernels: str = "aten"
     rules: StepRules = PLAIN
+    forms: bool = True
 
 
-def _priced(wanted: PlanRequest, target: Device, whole: bool) -> Request:
+def _priced(wanted: PlanRequest, chosen: Strategy, target: Device, whole: bool) -> Request:
     return Request(
         wanted.loss_fn,
         wanted.targets,
@@ -198,6 +201,7 @@ def _priced(wanted: PlanRequest, target: Device, whole: bool) -> Request:
         parse_returns(wanted.returns),
         wanted.kernels,
         wanted.rules,
+        chosen.features.implementations,
     )
 
 
@@ -245,6 +249,7 @@ def profiled_for(model: Any, inputs: Any, request: Request, report: Progress) ->
         loss_alone=request.returns == "loss",
         kernels=request.kernels,
         rules=request.rules,
+        forms=request.forms,
         progress=report,
     )
 

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memopt.models.garbage import full_collections_put_off
 from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.models.step_rules import PLAIN, StepRules
 from memopt.profiler.backend import autocast_off, random_state_kept, timed
 from memopt.profiler.dropped_outputs import unread
 from memopt.profiler.eager_step import eager_step
-from memopt.profiler.garbage import full_collections_put_off
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
 from memopt.profiler.model_outputs import gradients_of, in_memory_of_its_own, tangent_of

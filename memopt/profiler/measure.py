@@ -62,12 +62,15 @@ class MeasureOptions:
         max_rounds: samples per kernel call at most.
         cache: where costs are kept; None: nowhere.
         renew: whether to measure again, and replace, what the cache has.
+        forms: whether to look for other forms of compiled regions, which not all strategies choose
+            from.
     """
 
     cap_s: float = 15.0
     max_rounds: int = 25
     cache: ProfileCache | None = None
     renew: bool = False
+    forms: bool = True
 
 
 def environment(device: torch.device) -> str:

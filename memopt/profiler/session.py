@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from memopt.models.budget import format_bytes
 from memopt.models.device import in_blocks
+from memopt.models.garbage import full_collections_put_off
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
 from memopt.profiler.backend import backend_of
@@ -31,7 +32,6 @@ from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured
 from memopt.profiler.captures import captured_again
 from memopt.profiler.compiled.choice import check_kernels, chosen_kernels
-from memopt.profiler.garbage import full_collections_put_off
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.measure import MeasureOptions, Progress, environment, measure

@@ -291,6 +291,9 @@ def compile_joint(
 ) -> Callable[..., Any]:
     """Wrap our own forward and backward callables in AOTAutograd's runtime."""
     compile_ = imported("torch._functorch.aot_autograd", "aot_compile_joint_with_descriptors")
+    with contextlib.suppress(AttributeError):
+        # It would write the joint graph down for its log, whether or not anyone keeps one.
+        joint._aot_state.aot_config.enable_log = False
     # AOTAutograd writes one long expression over all parameters, and Python's compiler recurses
     # into it: the default limit stops models of about a thousand layers (ResNet-1001).
     limit = sys.getrecursionlimit()

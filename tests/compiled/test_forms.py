@@ -93,6 +93,20 @@ def profiled(p: float = 0.2) -> tuple[nn.Module, Profiled]:
     return model, memopt.profiler.profile_model(model, inputs(), kernels="compiled")
 
 
+@pytest.mark.parametrize(("strategy", "chooses"), [("rotor", False), ("rotor-menus", True)])
+def test_forms_are_looked_for_where_the_strategy_chooses(strategy: str, chooses: bool) -> None:
+    looked: list[bool] = []
+    look = fuse._Divided.forms
+
+    def looking(divided: Any, *given: Any) -> Any:
+        looked.append(True)
+        return look(divided, *given)
+
+    with mock.patch.object(fuse._Divided, "forms", looking):
+        memopt.plan(network(0.2), inputs(), budget=0.9, strategy=strategy, kernels="compiled")
+    assert bool(looked) == chooses
+
+
 Share = Callable[[str], float]
 """Of a form's name: its time as a share of that of what it stands in for."""
 

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
+from memopt.models.garbage import full_collections_put_off
 from memopt.profiler import baseline
-from memopt.profiler.garbage import full_collections_put_off
 
 
 def test_full_collections_come_back() -> None:

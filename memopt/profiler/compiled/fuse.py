@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from memopt.models.garbage import full_collections_put_off
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured
 from memopt.profiler.compiled.divide import Region, divide
@@ -31,7 +32,6 @@ from memopt.profiler.compiled.rematerialise import Rematerialised, rematerialise
 from memopt.profiler.compiled.replace import with_kernels
 from memopt.profiler.compiled.subgraph import subgraphs
 from memopt.profiler.flops import Work
-from memopt.profiler.garbage import full_collections_put_off
 from memopt.profiler.memory_layout import storage_of
 
 Progress = Callable[[float, str], None]
@@ -76,6 +76,7 @@ def fused(
     aten: Collection[str] = (),
     slower: Callable[[Found], set[str]] = lambda _found: set(),
     block_bytes: int = 1,
+    forms: bool = True,
     progress: Progress = lambda _fraction, _what: None,
 ) -> Fused:
     """A captured step with the kernels of its regions.
@@ -89,6 +90,7 @@ def fused(
         aten: keys of regions that stay ATen's and need not be compiled.
         slower: of regions that compiled, the keys of those that stay ATen's all the same.
         block_bytes: the allocator's granularity.
+        forms: whether to look for other forms of regions.
         progress: called with (fraction, what).
 
     Raises:
@@ -119,7 +121,7 @@ def fused(
     slow -= refused.total()
     if found:
         calls = [(region, one, kernel_of(one, device)) for region, one in found]
-        wanted = divided.forms(lowering)
+        wanted = divided.forms(lowering) if forms else []
         replaced = with_kernels(captured, lowering, calls)
         captured = replaced.captured
         lowering = build(model, captured, block_bytes)

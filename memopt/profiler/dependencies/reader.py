@@ -268,7 +268,7 @@ class TraceReader:
             if identity and self._read(source) is not value:
                 # Made by every look, such as a bound method.
                 identity, look = False, f"type({source})"
-            planned = self._read(look)
+            planned = self._seen(look, source, value)
         except UNREADABLE:
             return None
         if type(planned) in (list, set, dict):
@@ -305,6 +305,12 @@ class TraceReader:
             if other != source:
                 shown = f"{self._shown(source)} and {self._shown(other)}"
                 yield Dependency(shown, source, f"{source} is {other}", True)
+
+    def _seen(self, look: str, source: str, value: Any) -> Any:
+        """What a look at a value shows; the commonest without reading the value again."""
+        if look == source:
+            return value
+        return type(value) if look == f"type({source})" else self._read(look)
 
     def _read(self, expression: str) -> Any:
         return read(expression, self._model, self.names)
