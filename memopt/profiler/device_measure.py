@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from memopt.models.device import Device
-from memopt.profiler.backend import backend_of
+from memopt.profiler.backend import backend_of, random_state_kept
 from memopt.profiler.device_probes import (
     PROBES,
     STREAM_ELEMENTS,
@@ -35,7 +35,7 @@ def measure_device(device: torch.device | str | None = None) -> Device:
     """
     default = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device if device is not None else default)
-    with torch.no_grad(), torch.random.fork_rng():
+    with torch.no_grad(), random_state_kept([place]):
         _settle_allocator(place)
         to_host, from_host, duplex = _link(place)
         return Device(

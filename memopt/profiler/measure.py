@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from memopt.errors import ProfileError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Tensor
-from memopt.profiler.backend import autocast_off, backend_of
+from memopt.profiler.backend import autocast_off, backend_of, random_state_kept
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured
@@ -132,7 +132,7 @@ def costs_of(
     known = readable.load(list(keys.values())) if readable else {}
     missing = [s for text, s in distinct.items() if keys[text] not in known]
     if missing:
-        with torch.random.fork_rng(), torch.no_grad(), autocast_off():
+        with random_state_kept([device]), torch.no_grad(), autocast_off():
             fresh = _measure(missing, device, options, progress, captured, timed)
         fresh_by_key = {keys[s.text]: cost for s, cost in zip(missing, fresh, strict=True)}
         if options.cache and timed:
@@ -330,7 +330,8 @@ def real_arguments(captured: Captured, wanted: Collection[str]) -> dict[str, Arg
     primals = {primal.node: primal for primal in captured.primals}
     nodes = list(captured.module.graph.nodes)
     last = {read: node for node in nodes for read in node.all_input_nodes}
-    with torch.random.fork_rng(), torch.no_grad(), autocast_off():
+    own = [] if captured.device is None else [captured.device]
+    with random_state_kept(own), torch.no_grad(), autocast_off():
         for node in nodes:
             if len(found) == len(wanted) or node.op == "output":
                 break

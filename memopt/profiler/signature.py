@@ -147,7 +147,8 @@ class StandIns:
     """Stand-in tensor arguments on a device, each in a storage of its own, as in a real step
     (some kernels clone the whole storage of what they get).
 
-    Values are harmless for every kernel: floats uniform in [0, 1), integers 0, booleans True.
+    Values are harmless for every kernel: floats uniform in [0, 1), integers 0, booleans True. They
+    are drawn by a generator of their own: training goes on with the numbers that it would have.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -163,7 +164,8 @@ class StandIns:
         pool = self._pools.get(dtype)
         if pool is None or pool.numel() < elements:
             real = dtype if dtype.is_complex else torch.float32
-            pool = torch.rand(elements, device=self._device, dtype=real).to(dtype)
+            draw = torch.Generator(self._device).manual_seed(0)
+            pool = torch.rand(elements, device=self._device, dtype=real, generator=draw).to(dtype)
             self._pools[dtype] = pool
         return pool[:elements]
 

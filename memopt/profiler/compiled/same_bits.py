@@ -69,7 +69,8 @@ class SameBits:
         text = self._text(calls)
         if text not in self._known:
             try:
-                with torch.no_grad(), torch.random.fork_rng():
+                # A seed is that of all devices.
+                with torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
                     torch.manual_seed(0)
                     self._known[text] = self._are_equal(calls)
             except REFUSALS:
