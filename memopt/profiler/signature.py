@@ -153,6 +153,7 @@ class StandIns:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._generator = torch.Generator(device).manual_seed(0)
         self._pools: dict[torch.dtype, torch.Tensor] = {}
         self._given: dict[str, Arguments] = {}
 
@@ -164,7 +165,7 @@ class StandIns:
         pool = self._pools.get(dtype)
         if pool is None or pool.numel() < elements:
             real = dtype if dtype.is_complex else torch.float32
-            draw = torch.Generator(self._device).manual_seed(0)
+            draw = self._generator
             pool = torch.rand(elements, device=self._device, dtype=real, generator=draw).to(dtype)
             self._pools[dtype] = pool
         return pool[:elements]

@@ -257,7 +257,7 @@ def address_space(room: Room) -> int:
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     free, hard = resource.getrlimit(resource.RLIMIT_AS)
     happened = 0
-    for megabytes in range(5, 120, 10 if room.everywhere else 30):
+    for megabytes in range(5, 120, 5 if room.everywhere else 30):
         model.zero_grad(set_to_none=True)
         with open("/proc/self/statm", encoding="ascii") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
