@@ -38,6 +38,7 @@ from memopt.profiler.compiled.choice import planned_kernels
 from memopt.profiler.host_updates import as_planned, lowered
 from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, device_of
+from memopt.profiler.joint_store import JointStore
 from memopt.profiler.measure import MeasureOptions, costs_of
 from memopt.profiler.movable import movable_as_planned, state_bytes
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
@@ -209,7 +210,14 @@ def with_step(
         with diagnosed(model, user_call, loss):
             fuse = planned_kernels(record, device, record.block_bytes)
             parts = capture_step(
-                model, user_call, loss, optimizer, record.block_bytes, fuse, record.rules
+                model,
+                user_call,
+                loss,
+                optimizer,
+                record.block_bytes,
+                fuse,
+                record.rules,
+                JointStore(),
             )
         captured, lowering = with_updates(parts, parts.lowering, {})
         block_bytes = record.block_bytes

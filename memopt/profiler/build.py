@@ -21,11 +21,12 @@ from torch.fx import Node
 from memopt.errors import CaptureError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.profiler.capture import Captured, named_tensors
+from memopt.profiler.capture import Captured
 from memopt.profiler.collectives import collective_of, is_wait
 from memopt.profiler.compiled.form import Form
 from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.in_place import overwritable, same_bits_in_place
+from memopt.profiler.inputs import named_tensors
 from memopt.profiler.memory_layout import storage_of
 from memopt.profiler.nodes import is_random, module_paths, overload_of
 from memopt.profiler.signature import Signature, signature, values_of

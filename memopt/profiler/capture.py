@@ -29,8 +29,9 @@ from memopt.profiler.as_eager.masks import with_whole_masks
 from memopt.profiler.as_eager.recorded_outputs import hooks_set
 from memopt.profiler.as_eager.settled import settles
 from memopt.profiler.dependencies.dependencies import Dependencies, digest
-from memopt.profiler.inputs import Call
+from memopt.profiler.inputs import Call, named_tensors
 from memopt.profiler.joined_collectives import buckets_of, join_collectives
+from memopt.profiler.joint_cache import joint_graphs_kept
 from memopt.profiler.joint_graph import (
     Boxed,
     compiler,
@@ -41,6 +42,7 @@ from memopt.profiler.joint_graph import (
     split_joint,
     without_zero_gradients,
 )
+from memopt.profiler.joint_store import JointStore
 from memopt.profiler.lean_trace import lean_trace
 from memopt.profiler.model_outputs import NO_OUTPUTS, TracedOutputs, hand_out, separate_outputs
 from memopt.profiler.remedies import without_labels
@@ -165,7 +167,10 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, call: Call, gradients: Callable[[], OutputGradients] = OutputGradients
+    model: nn.Module,
+    call: Call,
+    gradients: Callable[[], OutputGradients] = OutputGradients,
+    joints: JointStore | None = None,
 ) -> Captured:
     """Capture one training step of `model` for the example call.
 
@@ -175,6 +180,7 @@ def capture(
         gradients: what the user's loss is known to do with the leaves of the model's output. For
             those that it does not use no gradient is traced, made or charged. Asked once
             the forward is traced, so that a model that cannot be is refused first.
+        joints: keeps the joint graphs that AOTAutograd traces; None: nothing is kept.
 
     Raises:
         CaptureError: the model cannot be captured whole (a data-dependent branch...),
@@ -199,7 +205,8 @@ def capture(
         traced, dependencies = _trace(model, call, tracing)
         trace = digest(traced, model, dependencies)
         outputs = separate_outputs(traced, gradients())
-        captured = _export(model, traced, call, dependencies, outputs)
+        with joint_graphs_kept(traced, device, joints):
+            captured = _export(model, traced, call, dependencies, outputs)
         return replace(captured, device=device, dependencies=dependencies, trace=trace)
 
 
@@ -341,14 +348,6 @@ def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, to
     known = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
     tensors = {name: attrgetter(name)(traced) for name in (*joint.params_spec, *joint.buffers_spec)}
     return {name: (known.get(id(tensor), ""), tensor) for name, tensor in tensors.items()}
-
-
-def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """A model's parameters and buffers, one that has several names under each of them."""
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
 
 
 def registered(model: nn.Module, name: str) -> Any:

@@ -164,3 +164,11 @@ def _same_value(value: Any, default: Any) -> bool:
     if value is default:
         return True
     return not isinstance(value, Tensor) and type(value) is type(default) and value == default
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """A model's parameters and buffers, one that has several names under each of them."""
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]

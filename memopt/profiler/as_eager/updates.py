@@ -100,15 +100,18 @@ _MISDESCRIBED: dict[Any, Callable[..., Tensor]] = {
 
 
 @functools.cache
-def _described_rightly(overload: Any) -> Any:
-    """An operator that is traced in place of one whose result torch describes wrongly."""
-    schema = str(overload._schema).removeprefix("aten::")
-    return define(schema, overload, _MISDESCRIBED[overload])
+def described_rightly() -> dict[Any, Any]:
+    """Operator → the one of memopt's that is traced in its place, since torch describes its result
+    wrongly; made once in a process."""
+    return {
+        overload: define(str(overload._schema).removeprefix("aten::"), overload, described)
+        for overload, described in _MISDESCRIBED.items()
+    }
 
 
 def with_own_names(module: GraphModule) -> None:
     """Give the operators that were traced under another name their own again, in place."""
-    own = {_described_rightly(overload): overload for overload in _MISDESCRIBED}
+    own = {other: overload for overload, other in described_rightly().items()}
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target in own:
             node.target = own[node.target]
@@ -190,7 +193,7 @@ class InPlaceAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
         if (_updates(func) and func not in _FILL) or func in _IN_PLACE:
             _refuse_shared(func, args[0])
         if func in _MISDESCRIBED and args[0].device.type == "cpu":
-            return _described_rightly(func)(*args, **kwargs)
+            return described_rightly()[func](*args, **kwargs)
         if func is _ATEN.rrelu_with_noise.default and args[0].device.type == "cpu":
             # Its functional form keeps the input's layout; eager's result is row-major.
             return func(args[0].contiguous(), *args[1:], **kwargs)

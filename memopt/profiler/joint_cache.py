@@ -1,0 +1,243 @@
+"""Joint graphs that AOTAutograd has traced before, in this process or another, from disk.
+
+To trace a model's backward takes a third of the time to its plan, and gives the same graph each
+time: dynamo's graph, the inputs' layouts and torch's settings decide it (`joint_key`). Dynamo
+itself traces the model each time, since only that can tell whether the model is still the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import pickle
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from memopt.errors import CaptureError
+from memopt.profiler.as_eager.updates import described_rightly
+from memopt.profiler.joint_key import (
+    Nameless,
+    function_name,
+    joint_key,
+    stacks_of,
+    tensor_text,
+    traced_plainly,
+)
+from memopt.profiler.joint_store import JointStore
+from memopt.profiler.torch_private import ONE_TRACE_AT_A_TIME, imported
+
+_LOG = logging.getLogger(__name__)
+
+_PICKLING = "torch.fx._graph_pickler"
+_UNPICKLED = (NotImplementedError, AssertionError, AttributeError, KeyError, TypeError, ValueError)
+"""What torch's pickler says of what it does not know."""
+FEWEST_NODES = 100
+"""Of dynamo's graph; the joint graph of a smaller one is traced in no time."""
+_KEPT = frozenset(
+    {
+        "autograd_backward",
+        "desc",
+        "is_functional_regenerated",
+        "is_gradient_acc",
+        "partitioner_tag",
+        "seq_nr",
+        "val",
+    }
+)
+"""What is kept of a joint graph's nodes beside the stacks, which dynamo's nodes have."""
+_NOT_READ = frozenset(
+    {"eager_input_vals", "from_node", "original_aten", "source_fn_stack", "tensor_meta"}
+)
+"""What nothing reads any more."""
+_STACKS = frozenset({"nn_module_stack", "stack_trace"})
+_SUM_OF_GRADIENTS = "Gradient addition node"
+"""Begins what AOTAutograd writes below the source lines of a sum of gradients."""
+
+
+@contextlib.contextmanager
+def joint_graphs_kept(
+    traced: GraphModule, device: torch.device | None, store: JointStore | None
+) -> Iterator[None]:
+    """Inside, AOTAutograd traces `traced` unless its joint graph is known.
+
+    Args:
+        traced: dynamo's graph.
+        device: where its kernels run; None: it is traced in any case.
+        store: keeps joint graphs; None: it is traced in any case.
+    """
+    small = len(traced.graph.nodes) < FEWEST_NODES
+    if store is None or device is None or small or not traced_plainly():
+        yield
+        return
+    home = importlib.import_module("torch._functorch._aot_autograd.graph_capture")
+    trace, thread = getattr(home, "_create_graph", None), threading.get_ident()
+    try:
+        imported(_PICKLING, "GraphPickler")
+    except CaptureError:
+        trace = None
+    if trace is None:
+        yield
+        return
+
+    def known_or_traced(
+        function: Callable[..., Any], args: Any, args_descs: Any = None, **options: Any
+    ) -> Any:
+        def make() -> Any:
+            return trace(function, args, args_descs, **options)
+
+        if threading.get_ident() != thread or args_descs is None:
+            return make()
+        given, _ = pytree.tree_flatten(args)
+        descriptors, _ = pytree.tree_flatten(args_descs)
+        try:
+            key = joint_key(traced, given, descriptors, device)
+        except Nameless as error:
+            _LOG.debug("a joint graph has no key: %s", error)
+            return make()
+        data = store.load(key)
+        found = None if data is None else _unpacked(data, traced, given, descriptors)
+        if found is None:
+            found = make()
+            packed = _packed(found, traced)
+            if packed is not None:
+                store.store(key, packed)
+        return found
+
+    with ONE_TRACE_AT_A_TIME, mock.patch.object(home, "_create_graph", known_or_traced):
+        yield
+
+
+def _packed(joint: GraphModule, traced: GraphModule) -> bytes | None:
+    """A joint graph as bytes; None if it holds what another process could not make again."""
+    try:
+        for node in joint.graph.nodes:
+            _check(node)
+        return zlib.compress(_pickled(joint, _places(joint, traced)), 1)
+    except (Nameless, *_UNPICKLED) as error:
+        _LOG.debug("a joint graph is not kept: %s", error)
+        return None
+
+
+def _check(node: Node) -> None:
+    """Refuse a node of a joint graph that a file cannot hold.
+
+    Raises:
+        Nameless: the reason.
+    """
+    if node.op not in ("placeholder", "call_function", "output"):
+        raise Nameless(f"a {node.op} in the joint graph")
+    if node.op == "call_function" and node.target not in described_rightly().values():
+        function_name(node.target)
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            raise Nameless(f"{node.target}, an update that is left in the joint graph")
+    unknown = node.meta.keys() - _KEPT - _NOT_READ - _STACKS
+    if unknown:
+        raise Nameless(f"a node with {', '.join(sorted(unknown))}")
+    for value in pytree.tree_leaves(node.meta.get("val")):
+        if value is not None:
+            tensor_text(value)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where a node of a joint graph comes from.
+
+    Attributes:
+        modules: the first node of dynamo's graph with its stack of modules; None: it has none.
+        source: the first one with its source lines; None: it has none.
+        added: what AOTAutograd has written below those.
+    """
+
+    modules: int | None
+    source: int | None
+    added: str = ""
+
+    def restore(self, node: Node, traced: Sequence[Node]) -> None:
+        """Give a node the stacks of dynamo's."""
+        if self.modules is not None:
+            node.meta["nn_module_stack"] = traced[self.modules].meta["nn_module_stack"]
+        if self.source is not None:
+            node.meta["stack_trace"] = traced[self.source].meta["stack_trace"] + self.added
+
+
+def _places(joint: GraphModule, traced: GraphModule) -> list[_Places]:
+    """Where the nodes of a joint graph come from.
+
+    Raises:
+        Nameless: from somewhere else than dynamo's graph.
+    """
+    modules: dict[str | None, int | None] = {}
+    sources: dict[str | None, int | None] = {}
+    for place, node in enumerate(traced.graph.nodes):
+        module, source = stacks_of(node)
+        modules.setdefault(module, place)
+        sources.setdefault(source, place)
+    modules[None] = sources[None] = None
+    found = []
+    for node in joint.graph.nodes:
+        module, source = stacks_of(node)
+        head, mark, rest = (source or "").partition(_SUM_OF_GRADIENTS)
+        known = head if mark else source
+        if module not in modules or known not in sources:
+            raise Nameless("a node from lines that are not in dynamo's graph")
+        found.append(_Places(modules[module], sources[known], mark + rest))
+    return found
+
+
+def _pickled(joint: GraphModule, places: list[_Places]) -> bytes:
+    options = imported(_PICKLING, "Options")(
+        ops_filter=None, node_metadata_key_filter=_KEPT.__contains__
+    )
+    graph = joint.graph
+    try:
+        # Without what the tracer has left in the module.
+        pickler = imported(_PICKLING, "GraphPickler")
+        data: bytes = pickler.dumps((_module(graph), places), options)
+        return data
+    finally:
+        graph.owning_module = joint
+
+
+def _module(graph: Graph) -> GraphModule:
+    make = imported("torch.fx._lazy_graph_module", "_make_graph_module")
+    module: GraphModule = make(torch.nn.Module(), graph)
+    return module
+
+
+def _unpacked(
+    data: bytes, traced: GraphModule, given: list[Any], descriptors: list[Any]
+) -> GraphModule | None:
+    """The joint graph in these bytes, for these inputs; None if they hold none."""
+    described_rightly()  # defines the operators
+    try:
+        with warnings.catch_warnings():
+            # torch's own, of a class that its pickler still asks for.
+            warnings.simplefilter("ignore", FutureWarning)
+            pickler = imported(_PICKLING, "GraphPickler")
+            bare, places = pickler.loads(zlib.decompress(data), given[0].fake_mode)
+    except (zlib.error, pickle.UnpicklingError, EOFError, *_UNPICKLED):
+        return None
+    joint = _module(bare.graph)
+    inputs = joint.graph.find_nodes(op="placeholder")
+    if [_input(n.meta["desc"], n.meta["val"]) for n in inputs] != [
+        _input(descriptor, value) for descriptor, value in zip(descriptors, given, strict=True)
+    ]:
+        return None
+    sources = list(traced.graph.nodes)
+    for node, place in zip(joint.graph.nodes, places, strict=True):
+        place.restore(node, sources)
+    return joint
+
+
+def _input(descriptor: Any, value: torch.Tensor) -> tuple[object, ...]:
+    return repr(descriptor), value.shape, value.stride(), value.dtype, value.device
