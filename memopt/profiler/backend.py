@@ -6,6 +6,8 @@ for each kind of device, is named for records and messages, entered again, and s
 
 from __future__ import annotations
 
+import contextlib
+import platform
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -97,6 +99,15 @@ def random_state_kept(devices: Iterable[torch.device]) -> AbstractContextManager
     before: each time it is entered the same numbers come."""
     own = [d for d in devices if d.type in BACKENDS and not BACKENDS[d.type].on_host]
     return torch.random.fork_rng(devices=own)
+
+
+def processor() -> str:
+    """What the host's processor calls itself."""
+    name = platform.processor()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = names[0] if names else name
+    return f"{platform.machine()} {name}"
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:

@@ -122,7 +122,7 @@ def _packed(joint: GraphModule, traced: GraphModule) -> bytes | None:
     try:
         for node in joint.graph.nodes:
             _check(node)
-        return zlib.compress(_pickled(joint, _places(joint, traced)), 1)
+        return zlib.compress(_pickled(joint, _beside(joint, traced)), 1)
     except (Nameless, *_UNPICKLED) as error:
         _LOG.debug("a joint graph is not kept: %s", error)
         return None
@@ -149,32 +149,38 @@ def _check(node: Node) -> None:
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where a node of a joint graph comes from.
+class _Beside:
+    """What torch's pickler leaves out of a joint graph's node.
 
     Attributes:
         modules: the first node of dynamo's graph with its stack of modules; None: it has none.
         source: the first one with its source lines; None: it has none.
         added: what AOTAutograd has written below those.
+        storage_bytes: of its tensors' memory, which may be larger than they are.
     """
 
     modules: int | None
     source: int | None
-    added: str = ""
+    added: str
+    storage_bytes: tuple[int, ...]
 
     def restore(self, node: Node, traced: Sequence[Node]) -> None:
-        """Give a node the stacks of dynamo's."""
+        """Give a node what it had; `traced` are the nodes of dynamo's graph."""
         if self.modules is not None:
             node.meta["nn_module_stack"] = traced[self.modules].meta["nn_module_stack"]
         if self.source is not None:
             node.meta["stack_trace"] = traced[self.source].meta["stack_trace"] + self.added
+        for value, size_bytes in zip(_tensors(node), self.storage_bytes, strict=True):
+            storage = value.untyped_storage()
+            if storage.nbytes() != size_bytes:
+                storage.resize_(size_bytes)
 
 
-def _places(joint: GraphModule, traced: GraphModule) -> list[_Places]:
-    """Where the nodes of a joint graph come from.
+def _beside(joint: GraphModule, traced: GraphModule) -> list[_Beside]:
+    """What torch's pickler leaves out of a joint graph, node by node.
 
     Raises:
-        Nameless: from somewhere else than dynamo's graph.
+        Nameless: a node comes from somewhere else than dynamo's graph.
     """
     modules: dict[str | None, int | None] = {}
     sources: dict[str | None, int | None] = {}
@@ -190,11 +196,17 @@ def _places(joint: GraphModule, traced: GraphModule) -> list[_Places]:
         known = head if mark else source
         if module not in modules or known not in sources:
             raise Nameless("a node from lines that are not in dynamo's graph")
-        found.append(_Places(modules[module], sources[known], mark + rest))
+        sizes = tuple(value.untyped_storage().nbytes() for value in _tensors(node))
+        found.append(_Beside(modules[module], sources[known], mark + rest, sizes))
     return found
 
 
-def _pickled(joint: GraphModule, places: list[_Places]) -> bytes:
+def _tensors(node: Node) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _pickled(joint: GraphModule, beside: list[_Beside]) -> bytes:
     options = imported(_PICKLING, "Options")(
         ops_filter=None, node_metadata_key_filter=_KEPT.__contains__
     )
@@ -202,7 +214,7 @@ def _pickled(joint: GraphModule, places: list[_Places]) -> bytes:
     try:
         # Without what the tracer has left in the module.
         pickler = imported(_PICKLING, "GraphPickler")
-        data: bytes = pickler.dumps((_module(graph), places), options)
+        data: bytes = pickler.dumps((_module(graph), beside), options)
         return data
     finally:
         graph.owning_module = joint
@@ -224,7 +236,7 @@ def _unpacked(
             # torch's own, of a class that its pickler still asks for.
             warnings.simplefilter("ignore", FutureWarning)
             pickler = imported(_PICKLING, "GraphPickler")
-            bare, places = pickler.loads(zlib.decompress(data), given[0].fake_mode)
+            bare, beside = pickler.loads(zlib.decompress(data), given[0].fake_mode)
     except (zlib.error, pickle.UnpicklingError, EOFError, *_UNPICKLED):
         return None
     joint = _module(bare.graph)
@@ -234,8 +246,8 @@ def _unpacked(
     ]:
         return None
     sources = list(traced.graph.nodes)
-    for node, place in zip(joint.graph.nodes, places, strict=True):
-        place.restore(node, sources)
+    for node, one in zip(joint.graph.nodes, beside, strict=True):
+        one.restore(node, sources)
     return joint
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from memopt.profiler.backend import autocast_state
+from memopt.profiler.backend import autocast_state, processor
 from memopt.profiler.torch_private import imported
 
 NOT_READ = frozenset(
@@ -102,8 +102,8 @@ def _environment(device: torch.device) -> str:
         torch.version.git_version,
         torch.version.cuda,
         platform.python_version(),
-        platform.machine(),
         device,
+        processor(),
     ]
     if device.type == "cuda":
         parts.append(torch.cuda.get_device_properties(device))
@@ -250,9 +250,11 @@ def _target(traced: GraphModule, node: Node) -> str:
                 raise Nameless(f"a {type(held).__name__} in the graph")
             return str(node.target)
         case "call_method":
-            method = getattr(torch.Tensor, str(node.target), None)
-            _check_own(method)
+            _check_own(getattr(torch.Tensor, str(node.target), None))
             return str(node.target)
+        case "call_function" if node.target is getattr:
+            _check_own(getattr(torch.Tensor, str(node.args[1]), None))
+            return "getattr"
         case "call_function":
             return function_name(node.target)
     raise Nameless(f"a {node.op}")

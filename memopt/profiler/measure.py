@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -23,7 +22,7 @@ from torch.fx.node import map_arg
 from memopt.errors import ProfileError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Tensor
-from memopt.profiler.backend import autocast_off, backend_of, random_state_kept
+from memopt.profiler.backend import autocast_off, backend_of, processor, random_state_kept
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured
@@ -85,18 +84,7 @@ def environment(device: torch.device) -> str:
     if runtime is not None:
         return f"{runtime.get_device_name(device)}|torch {torch.__version__}"
     threads = torch.get_num_threads()
-    return f"cpu {platform.machine()} {_processor()}|{threads} threads|torch {torch.__version__}"
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor()
+    return f"cpu {processor()}|{threads} threads|torch {torch.__version__}"
 
 
 def measure(
