@@ -114,7 +114,7 @@ def plan(
             planned: `model` is then a function from a torch DeviceMesh to the model that
             communicates over it (`lambda mesh: memopt.shard(build(), mesh)`), `inputs` one
             rank's. `Plan.stats` has what the network takes and hides, and tokens per second.
-        cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
+        cache: whether measured costs and the traced backward are kept on disk (MEMOPT_CACHE_DIR).
         progress: True shows a bar on a terminal; or your own callback.
 
     Raises:

@@ -259,7 +259,8 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
             lambda: plan.output_gradients,
             capture,
             kernels=kernels,
-            joints=JointStore(),
+            # Whoever plans in this process has chosen what is kept on disk.
+            joints=JointStore() if plan.profiled is None else None,
         )
     # For the next time that this plan is applied.
     vars(plan)["_captured"] = captured

@@ -209,16 +209,8 @@ def with_step(
     if differs is None:
         with diagnosed(model, user_call, loss):
             fuse = planned_kernels(record, device, record.block_bytes)
-            parts = capture_step(
-                model,
-                user_call,
-                loss,
-                optimizer,
-                record.block_bytes,
-                fuse,
-                record.rules,
-                JointStore(),
-            )
+            given = (record.block_bytes, fuse, record.rules, JointStore())
+            parts = capture_step(model, user_call, loss, optimizer, *given)
         captured, lowering = with_updates(parts, parts.lowering, {})
         block_bytes = record.block_bytes
         lowering = movable_as_planned(parts, lowering, graph, optimizer, block_bytes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import pickle
 import threading
 import warnings
 import zlib
@@ -26,6 +25,7 @@ from torch.utils import _pytree as pytree
 from memopt.errors import CaptureError
 from memopt.profiler.as_eager.updates import described_rightly
 from memopt.profiler.joint_key import (
+    PICKLING,
     Nameless,
     function_name,
     joint_key,
@@ -38,9 +38,6 @@ from memopt.profiler.torch_private import ONE_TRACE_AT_A_TIME, imported
 
 _LOG = logging.getLogger(__name__)
 
-_PICKLING = "torch.fx._graph_pickler"
-_UNPICKLED = (NotImplementedError, AssertionError, AttributeError, KeyError, TypeError, ValueError)
-"""What torch's pickler says of what it does not know."""
 FEWEST_NODES = 100
 """Of dynamo's graph; the joint graph of a smaller one is traced in no time."""
 _KEPT = frozenset(
@@ -82,7 +79,7 @@ def joint_graphs_kept(
     home = importlib.import_module("torch._functorch._aot_autograd.graph_capture")
     trace, thread = getattr(home, "_create_graph", None), threading.get_ident()
     try:
-        imported(_PICKLING, "GraphPickler")
+        imported(PICKLING, "GraphPickler")
     except CaptureError:
         trace = None
     if trace is None:
@@ -123,7 +120,7 @@ def _packed(joint: GraphModule, traced: GraphModule) -> bytes | None:
         for node in joint.graph.nodes:
             _check(node)
         return zlib.compress(_pickled(joint, _beside(joint, traced)), 1)
-    except (Nameless, *_UNPICKLED) as error:
+    except Exception as error:  # noqa: BLE001  # a pickler may raise anything; it is traced again
         _LOG.debug("a joint graph is not kept: %s", error)
         return None
 
@@ -207,13 +204,13 @@ def _tensors(node: Node) -> list[torch.Tensor]:
 
 
 def _pickled(joint: GraphModule, beside: list[_Beside]) -> bytes:
-    options = imported(_PICKLING, "Options")(
+    options = imported(PICKLING, "Options")(
         ops_filter=None, node_metadata_key_filter=_KEPT.__contains__
     )
     graph = joint.graph
     try:
         # Without what the tracer has left in the module.
-        pickler = imported(_PICKLING, "GraphPickler")
+        pickler = imported(PICKLING, "GraphPickler")
         data: bytes = pickler.dumps((_module(graph), beside), options)
         return data
     finally:
@@ -235,9 +232,10 @@ def _unpacked(
         with warnings.catch_warnings():
             # torch's own, of a class that its pickler still asks for.
             warnings.simplefilter("ignore", FutureWarning)
-            pickler = imported(_PICKLING, "GraphPickler")
+            pickler = imported(PICKLING, "GraphPickler")
             bare, beside = pickler.loads(zlib.decompress(data), given[0].fake_mode)
-    except (zlib.error, pickle.UnpicklingError, EOFError, *_UNPICKLED):
+    except Exception as error:  # noqa: BLE001  # what the bytes ask for is not here
+        _LOG.debug("a joint graph cannot be read: %s", error)
         return None
     joint = _module(bare.graph)
     inputs = joint.graph.find_nodes(op="placeholder")

@@ -2,13 +2,15 @@
 
 Two traces with one key give the same graph, in any process. What a text cannot name has no key
 (`Nameless`), and is traced each time: functions that are not torch's own, sub-graphs, custom
-operators, tensor subclasses, dispatch modes, hooks on saved tensors, overridden kernels.
+operators, tensor subclasses, dispatch modes, hooks on saved tensors, code that stands in the place
+of torch's own (`foreign_code`).
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import math
 import platform
 import types
@@ -23,8 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from memopt.profiler.backend import autocast_state, processor
+from memopt.profiler.foreign_code import foreign_code, own_functions
 from memopt.profiler.torch_private import imported
 
+PICKLING = "torch.fx._graph_pickler"
 NOT_READ = frozenset(
     {
         "creation_timestamp",
@@ -104,6 +108,8 @@ def _environment(device: torch.device) -> str:
         platform.python_version(),
         device,
         processor(),
+        # What writes a graph must be there to read it.
+        getattr(importlib.import_module(PICKLING), "dill", None) is not None,
     ]
     if device.type == "cuda":
         parts.append(torch.cuda.get_device_properties(device))
@@ -143,12 +149,12 @@ _SETTINGS = {
 
 def _state() -> list[str]:
     """Everything that can be set in torch and that a trace depends on."""
-    implemented = imported("torch.library", "_impls")
-    own = sorted(name for name in implemented if name.startswith("aten/"))
-    if any(name.rpartition("/")[2].startswith(("Autograd", "Composite")) for name in own):
-        raise Nameless("ATen operators whose derivatives are somebody's own")
+    foreign = foreign_code()
+    if foreign is not None:
+        raise Nameless(f"code that is not torch's: {foreign}")
+    priority = getattr(torch._C, "_get_sdp_priority_order", list)
     said = {
-        "aten": hashlib.sha256("\n".join(own).encode()).hexdigest(),
+        "functions": hashlib.sha256("\n".join(own_functions()).encode()).hexdigest(),
         "functorch": imported("torch._functorch", "config").save_config_portable(),
         "shapes": imported("torch.fx.experimental", "_config").save_config_portable(),
         "autocast": (autocast_state(), torch.is_autocast_cache_enabled()),
@@ -159,6 +165,7 @@ def _state() -> list[str]:
         ),
         "precision": torch.get_float32_matmul_precision(),
         "threads": torch.get_num_threads(),
+        "attention": priority(),
         **{name: _settings(name, settings) for name, settings in _SETTINGS.items()},
     }
     return [f"{name}: {value!r}" for name, value in said.items()]
@@ -250,14 +257,19 @@ def _target(traced: GraphModule, node: Node) -> str:
                 raise Nameless(f"a {type(held).__name__} in the graph")
             return str(node.target)
         case "call_method":
-            _check_own(getattr(torch.Tensor, str(node.target), None))
-            return str(node.target)
+            return _method(str(node.target))
         case "call_function" if node.target is getattr:
-            _check_own(getattr(torch.Tensor, str(node.args[1]), None))
-            return "getattr"
+            return f"getattr {_method(str(node.args[1]))}"
         case "call_function":
             return function_name(node.target)
     raise Nameless(f"a {node.op}")
+
+
+def _method(name: str) -> str:
+    # Whose it is `_state` has asked.
+    if not hasattr(torch.Tensor, name):
+        raise Nameless(f"the method {name}")
+    return name
 
 
 def function_name(function: Any) -> str:
@@ -267,10 +279,11 @@ def function_name(function: Any) -> str:
         Nameless: it is not torch's, or not found by its name.
     """
     if isinstance(function, torch._ops.OpOverload):
-        if function.namespace not in ("aten", "prims"):
+        if function.namespace != "aten":
             raise Nameless(f"the operator {function}")
         return str(function)
-    _check_own(function)
+    if not isinstance(function, (types.FunctionType, types.BuiltinFunctionType)):
+        raise Nameless(f"the function {function!r}")
     name: str = imported("torch.fx.node", "_get_qualified_name")(function)
     root, *rest = name.split(".")
     found: Any = {"torch": torch, "_operator": __import__("operator")}.get(root)
@@ -279,27 +292,6 @@ def function_name(function: Any) -> str:
     if found is not function:
         raise Nameless(f"the function {name}")
     return name
-
-
-_BUILT_IN = (
-    types.BuiltinFunctionType,
-    types.BuiltinMethodType,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-    types.GetSetDescriptorType,
-)
-
-
-def _check_own(function: Any) -> None:
-    """Refuse what neither torch's library nor torch's own Python code defines."""
-    if isinstance(function, _BUILT_IN):
-        return
-    home = str(Path(torch.__file__).parent)
-    own = isinstance(function, types.FunctionType) and function.__code__.co_filename.startswith(
-        home
-    )
-    if not own:
-        raise Nameless(f"the function {function!r}")
 
 
 def _text(value: Any, order: Mapping[Node, int]) -> str:

@@ -204,7 +204,12 @@ def _forget_compiled() -> None:
 def export_joint(
     stack: contextlib.ExitStack, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The joint forward+backward ATen graph with descriptors, without decompositions."""
+    """The joint forward+backward ATen graph with descriptors, without decompositions.
+
+    What torch remembers of fake results says nothing of one tensor that is returned twice (an
+    LSTM's gradients of its biases): a graph would depend on what was traced before it.
+    """
+    imported("torch._subclasses.fake_tensor", "FakeTensorMode").cache_clear()
     export = imported("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
     stack.enter_context(kernels_kept_whole())
     return export(stack, module, args, kwargs)
