@@ -38,6 +38,7 @@ from memopt.profiler.torch_private import ONE_TRACE_AT_A_TIME, imported
 
 _LOG = logging.getLogger(__name__)
 
+_TRACING = "torch._functorch._aot_autograd.graph_capture"
 FEWEST_NODES = 100
 """Of dynamo's graph; the joint graph of a smaller one is traced in no time."""
 _KEPT = frozenset(
@@ -72,19 +73,11 @@ def joint_graphs_kept(
         device: where its kernels run; None: it is traced in any case.
         store: keeps joint graphs; None: it is traced in any case.
     """
-    small = len(traced.graph.nodes) < FEWEST_NODES
-    if store is None or device is None or small or not traced_plainly():
+    trace = _tracer() if len(traced.graph.nodes) >= FEWEST_NODES else None
+    if store is None or device is None or trace is None:
         yield
         return
-    home = importlib.import_module("torch._functorch._aot_autograd.graph_capture")
-    trace, thread = getattr(home, "_create_graph", None), threading.get_ident()
-    try:
-        imported(PICKLING, "GraphPickler")
-    except CaptureError:
-        trace = None
-    if trace is None:
-        yield
-        return
+    thread = threading.get_ident()
 
     def known_or_traced(
         function: Callable[..., Any], args: Any, args_descs: Any = None, **options: Any
@@ -98,7 +91,8 @@ def joint_graphs_kept(
         descriptors, _ = pytree.tree_flatten(args_descs)
         try:
             key = joint_key(traced, given, descriptors, device)
-        except Nameless as error:
+        except (Nameless, CaptureError, AttributeError) as error:
+            # AttributeError and CaptureError: this torch has moved what a key is made of.
             _LOG.debug("a joint graph has no key: %s", error)
             return make()
         data = store.load(key)
@@ -110,8 +104,20 @@ def joint_graphs_kept(
                 store.store(key, packed)
         return found
 
+    home = importlib.import_module(_TRACING)
     with ONE_TRACE_AT_A_TIME, mock.patch.object(home, "_create_graph", known_or_traced):
         yield
+
+
+def _tracer() -> Any:
+    """What traces joint graphs in AOTAutograd; None: somebody looks on who would miss the trace, or
+    this torch has other names."""
+    try:
+        imported(PICKLING, "GraphPickler")
+        return imported(_TRACING, "_create_graph") if traced_plainly() else None
+    except CaptureError as error:
+        _LOG.debug("joint graphs are not kept: %s", error)
+        return None
 
 
 def _packed(joint: GraphModule, traced: GraphModule) -> bytes | None:
