@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -35,6 +36,8 @@ _NOT_RUN = (
     "torch.utils.data",
 )
 """What AOTAutograd does not run. Dynamo traces the code of `torch.nn`'s modules anew each time."""
+_NOT_CALLED = frozenset({"torch.compile", "torch.load", "torch.save"})
+"""What a trace does not call, and trainers replace: Lightning has a torch.compile of its own."""
 _USED_BY_TORCH = ("numpy", "opt_einsum", "optree", "sympy", "torchgen", "typing_extensions")
 _NAMESPACES = (
     "torch",
@@ -62,16 +65,14 @@ _BUILT_IN = (
 
 @functools.cache
 def _homes() -> tuple[str, ...]:
-    """The folders of code that torch may call."""
-    modules = [sys.modules.get(name) for name in _USED_BY_TORCH]
-    files = [
-        torch.__file__,
-        str(Path(__file__).parent),
-        *(getattr(m, "__file__", 0) for m in modules),
-    ]
-    folders = [str(Path(file).parent) + os.sep for file in files if isinstance(file, str)]
-    # Of packages that are one file beside others, that file alone.
-    return tuple(f for f in folders if not f.endswith(f"site-packages{os.sep}"))
+    """The folders, and files, of code that torch may call."""
+    found = [f"{home}{os.sep}" for home in (Path(torch.__file__).parent, Path(__file__).parents[1])]
+    for name in _USED_BY_TORCH:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            folder = str(Path(spec.origin).parent) + os.sep
+            found.append(folder if spec.submodule_search_locations else spec.origin)
+    return tuple(found)
 
 
 def is_foreign(function: Any) -> bool:
@@ -90,7 +91,12 @@ def is_foreign(function: Any) -> bool:
 @functools.cache
 def _own_module(name: str) -> bool:
     top = name.partition(".")[0]
-    return top in ("torch", "memopt", *_USED_BY_TORCH) or top in sys.stdlib_module_names
+    if top in ("torch", "memopt", *_USED_BY_TORCH):
+        return True
+    # A module of the user's may have the name of one of Python's; a mock stands for something else.
+    file = getattr(sys.modules.get(top), "__file__", None)
+    pythons = top in sys.stdlib_module_names and (file is None or _of_python(file))
+    return pythons and top != "unittest"
 
 
 @functools.cache
@@ -99,15 +105,17 @@ def _own_code(file: str, module: str | None) -> bool:
         # Written by `dataclasses` and `namedtuple`, or a part of Python that is built in.
         frozen = file.startswith("<frozen") and _own_module(module or "")
         return frozen or not module or module.startswith(("namedtuple_", "torch"))
-    if file.startswith(_homes()) or Path(file).name == "typing_extensions.py":
-        return True
+    return file.startswith(_homes()) or _of_python(file)
+
+
+def _of_python(file: str) -> bool:
     return file.startswith(sysconfig.get_path("stdlib") + os.sep) and "site-packages" not in file
 
 
 def foreign_code() -> str | None:
     """What is not torch's own in what a trace runs; None: nothing."""
     for where, function in _functions():
-        if is_foreign(function):
+        if where not in _NOT_CALLED and is_foreign(function):
             return where
     return _foreign_kernel()
 
@@ -174,7 +182,8 @@ def own_functions() -> list[str]:
     lines = []
     for home, held in homes:
         for name, value in sorted(vars(held).items()):
-            if isinstance(value, (types.FunctionType, *_BUILT_IN)):
+            called = f"{home}.{name}" not in _NOT_CALLED
+            if called and isinstance(value, (types.FunctionType, *_BUILT_IN)):
                 lines.append(f"{home}.{name} {_name(value)}")
     return lines
 

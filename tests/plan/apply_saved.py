@@ -82,9 +82,9 @@ def main() -> None:
     models: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {}
     captures: dict[int, Captured] = {}
 
-    def captured_once(model: nn.Module, example: Call, unused: tuple[int, ...]) -> Captured:
+    def captured_once(model: nn.Module, example: Call, *rest: Any) -> Captured:
         if id(model) not in captures:
-            captures[id(model)] = real(model, example, unused)
+            captures[id(model)] = real(model, example, *rest)
         return captures[id(model)]
 
     real = apply.capture

@@ -36,14 +36,14 @@ def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     known: dict[str, Captured] = {}
     real = apply.capture
 
-    def capture(model: nn.Module, call: Call, unused: Callable[[], Any]) -> Captured:
+    def capture(model: nn.Module, call: Call, unused: Callable[[], Any], *rest: Any) -> Captured:
         leaves = [
             (x.shape, x.stride(), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x
             for x in call.leaves
         ]
         key = repr((id(model), leaves, call.spec, unused(), apply.autocast_state()))
         if key not in known:
-            known[key] = real(model, call, unused)
+            known[key] = real(model, call, unused, *rest)
         return known[key]
 
     monkeypatch.setattr(apply, "capture", capture)

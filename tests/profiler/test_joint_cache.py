@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import sqlite3
 import stat
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -263,6 +265,7 @@ _FOREIGN: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         nn.functional, "softmax", functools.wraps(nn.functional.softmax)(twice_softmax)
     ),
     "a partial function": flag(nn.functional, "softmax", functools.partial(twice_softmax, dim=1)),
+    "a mock": flag(nn.functional, "softmax", mock.Mock(side_effect=twice_softmax)),
     "a method": flag(Tensor, "relu", lambda x: x.sin()),
     "what stands in while tracing": flag(torch._decomp, "core_aten_decompositions", twice_softmax),
     "a kernel": lambda: registered("CPU"),
@@ -290,10 +293,14 @@ def test_code_in_the_place_of_torchs_own(name: str, tmp_path: Path, reads: Reads
     assert reads.known == 1
 
 
-def test_models_that_import_much_are_kept() -> None:
-    """Nothing in the packages that models are made of is taken for a patch."""
+def test_models_and_trainers_that_import_much_are_kept() -> None:
+    """Nothing in the packages that models are made of, and trained with, is taken for a patch."""
     for family in zoo.FAMILIES:
         family.build("tiny")
+    for trainer in ("accelerate", "lightning.pytorch", "peft", "transformers.trainer"):
+        importlib.import_module(trainer)
+    assert torch.compile.__module__ != "lightning.fabric.wrappers"  # It pretends to be torch's.
+    assert "lightning" in torch.compile.__code__.co_filename
     assert foreign_code() is None
 
 

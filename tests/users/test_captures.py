@@ -23,9 +23,9 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
     calls: list[Any] = []
 
-    def counted(model: nn.Module, call: Any, gradients: Any) -> Any:
+    def counted(model: nn.Module, call: Any, *rest: Any) -> Any:
         calls.append(call)
-        return capture(model, call, gradients)
+        return capture(model, call, *rest)
 
     monkeypatch.setattr(apply_module, "capture", counted)
     # The default argument of the one that profiling calls.
