@@ -29,7 +29,7 @@ from memopt.profiler.foreign_code import foreign_code, own_functions
 from memopt.profiler.torch_private import imported
 
 PICKLING = "torch.fx._graph_pickler"
-NOT_READ = frozenset(
+_NOT_READ = frozenset(
     {
         "creation_timestamp",
         "example_value",
@@ -233,7 +233,7 @@ def _graph(traced: GraphModule) -> list[str]:
     modules: dict[str | None, int] = {}
     sources: dict[str | None, int] = {}
     for place, node in enumerate(traced.graph.nodes):
-        unknown = node.meta.keys() - NOT_READ
+        unknown = node.meta.keys() - _NOT_READ
         if unknown:
             raise Nameless(f"a node with {', '.join(sorted(unknown))}")
         given = f"{_text(node.args, order)} {_text(node.kwargs, order)}"

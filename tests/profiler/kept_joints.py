@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,3 +87,41 @@ def lines(made: Captured) -> list[tuple[object, ...]]:
     rest = (made.mutated, made.given, made.outputs, made.trace, len(made.tangents))
     held = [(p.kind, p.name, p.index, p.part) for p in made.primals]
     return [*made_of, (repr(rest), repr(held))]
+
+
+class Block(nn.Module):
+    """Linear, dropout, batch norm and attention; a view of the input is added at the end."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.norm, self.drop = nn.BatchNorm1d(width), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.norm(self.first(x)).relu())
+        z = self.second(y).view(1, 2, -1, 8)
+        return nn.functional.scaled_dot_product_attention(z, z, z).flatten() + x.reshape(-1)
+
+
+def inputs() -> Tensor:
+    return torch.randn(6, 8)
+
+
+def set_to(function: Callable[[Any], None], value: Any, before: Any) -> Any:
+    @contextlib.contextmanager
+    def context() -> Any:
+        function(value)
+        try:
+            yield
+        finally:
+            function(before)
+
+    return context
+
+
+def flag(home: Any, name: str, value: Any) -> Any:
+    return set_to(lambda one: setattr(home, name, one), value, getattr(home, name))
+
+
+def database(folder: Path) -> Path:
+    return folder / "graphs-v1" / "graphs.sqlite"

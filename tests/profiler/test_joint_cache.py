@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import os
 import sqlite3
-import stat
 import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,35 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
-from memopt.profiler import joint_cache, joint_key
-from memopt.profiler.foreign_code import foreign_code
-from memopt.profiler.joint_store import LARGEST_GRAPH_BYTES, MOST_GRAPHS, JointStore
+from memopt.profiler import joint_key
+from memopt.profiler.joint_store import JointStore
 from tests import zoo
-from tests.profiler.kept_joints import Reads, captured, lines
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
-    monkeypatch.setattr(joint_cache, "FEWEST_NODES", 0)
-    return Reads(monkeypatch)
-
-
-class Block(nn.Module):
-    """Linear, dropout, batch norm and attention; a view of the input is added at the end."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
-        self.norm, self.drop = nn.BatchNorm1d(width), nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.drop(self.norm(self.first(x)).relu())
-        z = self.second(y).view(1, 2, -1, 8)
-        return nn.functional.scaled_dot_product_attention(z, z, z).flatten() + x.reshape(-1)
-
-
-def inputs() -> Tensor:
-    return torch.randn(6, 8)
+from tests.profiler.kept_joints import Block, Reads, captured, database, flag, inputs, lines, set_to
 
 
 @pytest.mark.parametrize(
@@ -192,22 +163,6 @@ def test_modules_of_other_names_have_their_own(tmp_path: Path, reads: Reads) -> 
     assert lines(captured(model, inputs(), store)) == lines(captured(model, inputs()))
 
 
-def set_to(function: Callable[[Any], None], value: Any, before: Any) -> Any:
-    @contextlib.contextmanager
-    def context() -> Any:
-        function(value)
-        try:
-            yield
-        finally:
-            function(before)
-
-    return context
-
-
-def flag(home: Any, name: str, value: Any) -> Any:
-    return set_to(lambda one: setattr(home, name, one), value, getattr(home, name))
-
-
 _SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "autocast to half": lambda: torch.autocast("cpu", torch.float16),
@@ -231,93 +186,6 @@ def test_settings_of_torch(tmp_path: Path, reads: Reads) -> None:
             captured(model, inputs(), store)
     assert len(set(reads.keys)) == 1 + len(_SETTINGS)
     assert not reads.known
-
-
-def twice_softmax(*args: Any, **kwargs: Any) -> Tensor:
-    return torch.softmax(*args, **kwargs) * 2
-
-
-@contextlib.contextmanager
-def registered(key: str) -> Iterator[None]:
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("relu", lambda x: x.sin(), key)
-    try:
-        yield
-    finally:
-        library._destroy()
-
-
-@contextlib.contextmanager
-def in_python() -> Iterator[None]:
-    relu = torch.ops.aten.relu.default
-    relu.py_impl(torch._C.DispatchKey.Autograd)(lambda x: x.sin())
-    relu._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        del relu.py_kernels[torch._C.DispatchKey.Autograd]
-        relu._dispatch_cache.clear()
-
-
-_FOREIGN: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "a function": flag(nn.functional, "softmax", twice_softmax),
-    "a wrapped function": flag(
-        nn.functional, "softmax", functools.wraps(nn.functional.softmax)(twice_softmax)
-    ),
-    "a partial function": flag(nn.functional, "softmax", functools.partial(twice_softmax, dim=1)),
-    "a mock": flag(nn.functional, "softmax", mock.Mock(side_effect=twice_softmax)),
-    "a method": flag(Tensor, "relu", lambda x: x.sin()),
-    "what stands in while tracing": flag(torch._decomp, "core_aten_decompositions", twice_softmax),
-    "a kernel": lambda: registered("CPU"),
-    "a derivative": lambda: registered("AutogradCPU"),
-    "a rounding": lambda: registered("AutocastCPU"),
-    "a kernel of the tracer": in_python,
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*Warning only once for all operators")
-@pytest.mark.filterwarnings("ignore:Overriding a previously registered kernel")
-def test_code_in_the_place_of_torchs_own(tmp_path: Path, reads: Reads) -> None:
-    """Attention packages replace functions, extensions register kernels for ATen's operators."""
-    store, model = JointStore(tmp_path), Block()
-    captured(model, inputs(), store)
-    for name, place in _FOREIGN.items():
-        with place():
-            assert foreign_code() is not None, name
-            captured(model, inputs(), store)
-        assert foreign_code() is None, name
-    assert len(reads.keys) == 1
-    captured(model, inputs(), store)
-    assert reads.known == 1
-
-
-def test_models_and_trainers_that_import_much_are_kept() -> None:
-    """Nothing in the packages that models are made of, and trained with, is taken for a patch."""
-    for family in zoo.FAMILIES:
-        family.build("tiny")
-    for trainer in ("accelerate", "lightning.pytorch", "peft", "transformers.trainer"):
-        importlib.import_module(trainer)
-    assert torch.compile.__module__ != "lightning.fabric.wrappers"  # It pretends to be torch's.
-    assert "lightning" in torch.compile.__code__.co_filename
-    assert foreign_code() is None
-
-
-def test_attention_of_somebody_else(tmp_path: Path, reads: Reads) -> None:
-    """`nn.MultiheadAttention` is one function in dynamo's graph, which calls what was replaced."""
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
-    x, store = torch.randn(2, 5, 16), JointStore(tmp_path)
-    captured(layer, x, store)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.softmax(2 * (q @ k.transpose(-2, -1)), -1) @ v
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.functional, "scaled_dot_product_attention", attention)
-        fresh = lines(captured(layer, x))
-        assert lines(captured(layer, x, store)) == fresh
-        store = JointStore(tmp_path / "its own")
-        captured(layer, x, store)
-    assert lines(captured(layer, x, store)) == lines(captured(layer, x)) != fresh
 
 
 def test_order_of_attention_kernels(reads: Reads) -> None:
@@ -393,10 +261,9 @@ def test_what_no_key_names_is_traced_each_time(
 
 
 _PROGRAM = """
-import sys, torch, memopt
-from memopt.profiler import joint_cache, joint_key
-from memopt.profiler.foreign_code import foreign_code
-from tests.profiler.test_joint_cache import Block, inputs
+import torch, memopt
+from memopt.profiler import joint_cache
+from tests.profiler.kept_joints import Block, inputs
 joint_cache.FEWEST_NODES = 0
 found, unpacked = [], joint_cache._unpacked
 def told(*args):
@@ -426,10 +293,6 @@ def test_other_processes(tmp_path: Path) -> None:
     assert answers[0][2] == answers[1][2]
 
 
-def database(folder: Path) -> Path:
-    return folder / "graphs-v1" / "graphs.sqlite"
-
-
 def test_a_damaged_graph_is_traced_anew(tmp_path: Path, reads: Reads) -> None:
     store, model = JointStore(tmp_path), Block()
     fresh = lines(captured(model, inputs(), store))
@@ -448,59 +311,11 @@ def test_a_damaged_graph_is_traced_anew(tmp_path: Path, reads: Reads) -> None:
     assert reads.known == 1
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owners here")
-def test_what_others_may_write_is_not_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nor in a folder where they may put a journal, which would be played into the file."""
-    store = JointStore(tmp_path)
-    store.store("key", b"graph")
-    file = database(tmp_path)
-    for path, own, shared in ((file, 0o600, 0o660), (file.parent, 0o700, 0o777)):
-        assert stat.S_IMODE(path.stat().st_mode) == own
-        path.chmod(shared)
-        assert store.load("key") is None
-        assert "chmod go-w" in caplog.text
-        path.chmod(own)
-        assert store.load("key") == b"graph"
-    if os.getuid() == 0:
-        os.chown(file.parent, 12345, 12345)
-        assert store.load("key") is None
-
-
-def test_a_process_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("MEMOPT_CACHE_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", none)
-    store = JointStore()
-    store.store("key", b"graph")
-    assert store.load("key") is None
-
-
 def test_a_folder_that_cannot_be_written(tmp_path: Path, reads: Reads) -> None:
     (tmp_path / "file").write_text("in the way")
     store, model = JointStore(tmp_path / "file"), Block()
     assert lines(captured(model, inputs(), store)) == lines(captured(model, inputs()))
     assert not reads.known
-
-
-def test_the_last_ones_are_kept(tmp_path: Path) -> None:
-    store = JointStore(tmp_path)
-    for number in range(MOST_GRAPHS):
-        store.store(f"{number}", b"graph")
-    store.store("0", b"again")
-    store.store("one more", b"graph")
-    assert store.load("1") is None
-    assert (store.load("0"), store.load("2"), store.load("one more")) == (
-        b"again",
-        b"graph",
-        b"graph",
-    )
-    store.store("2", bytes(LARGEST_GRAPH_BYTES + 1))
-    assert store.load("2") == b"graph"
 
 
 def test_several_threads(tmp_path: Path, reads: Reads) -> None:
