@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import sysconfig
@@ -181,7 +182,8 @@ def own_functions() -> list[str]:
     homes += [("Tensor", torch.Tensor), ("torch._C._nn", imported("torch._C", "_nn"))]
     lines = []
     for home, held in homes:
-        for name, value in sorted(vars(held).items()):
+        # Inherited ones, too: one that is set on Tensor and set back stays there, and is the same.
+        for name, value in inspect.getmembers_static(held):
             called = f"{home}.{name}" not in _NOT_CALLED
             if called and isinstance(value, (types.FunctionType, *_BUILT_IN)):
                 lines.append(f"{home}.{name} {_name(value)}")
