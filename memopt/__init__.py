@@ -70,6 +70,9 @@ def partitioner(
 
     Returns:
         A `memopt.integrations.partitioner.Partitioner`; imports torch.
+
+    Raises:
+        MemoptError: the strategy does nothing but move tensors.
     """
     from memopt.integrations.partitioner import Partitioner
 

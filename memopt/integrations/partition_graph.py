@@ -25,16 +25,23 @@ NAME = "memopt_node"
 """Under which a node of memopt's copy has its name in Inductor's graph."""
 
 
+def moves_tensors(strategy: str) -> MemoptError:
+    """The error for a strategy whose plans Inductor's own pipeline cannot follow."""
+    return MemoptError(
+        f"strategy {strategy!r} moves tensors to the host, which Inductor's own pipeline does not: "
+        'name one that recomputes ("rotor", "monet"), or use torch.compile(backend="memopt")'
+    )
+
+
 def kept_by(plan: PlanRecord) -> frozenset[int]:
-    """What a plan has in memory at the loss boundary."""
-    program = plan.program
-    if program.has_transfers:
-        raise MemoptError(
-            f"strategy {plan.strategy.name!r} moves tensors to the host, which Inductor's own "
-            'pipeline does not: name one that recomputes ("rotor", "monet"), or use '
-            'torch.compile(backend="memopt")'
-        )
-    return kept_at_loss(plan.graph, program)
+    """What a plan has in memory at the loss boundary.
+
+    Raises:
+        MemoptError: it moves tensors to the host.
+    """
+    if plan.program.has_transfers:
+        raise moves_tensors(plan.strategy.name)
+    return kept_at_loss(plan.graph, plan.program)
 
 
 def kept_at_loss(graph: Graph, program: Program) -> frozenset[int]:

@@ -38,6 +38,7 @@ from memopt.integrations.partition_graph import (
     kept_at_loss,
     kept_by,
     made_again_once,
+    moves_tensors,
     saved_tensors,
 )
 from memopt.integrations.partition_search import PartitionReport, RealStep
@@ -94,6 +95,9 @@ class Partitioner(CustomPartitionerFn):
     ) -> None:
         self.budget = budget
         self.strategy = resolve(strategy)
+        features = self.strategy.features
+        if features.offload and not features.recompute:
+            raise moves_tensors(self.strategy.name)
         self.device = _device(device)
         self.torch_budget = torch_budget
         """Torch chooses, with this `activation_memory_budget`; None: a plan does."""

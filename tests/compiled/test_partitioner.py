@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,10 +11,16 @@ from torch.nn import functional
 
 import memopt
 from benchmarks.steps import peak_of
+from memopt.api.solving import solve
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.integrations import partitioner
+from memopt.integrations.partition_graph import kept_by
 from memopt.integrations.partition_search import RealStep
+from memopt.models.budget import MINIMUM
+from memopt.models.device import Device
+from memopt.models.generate import random_graph
 from memopt.models.presets import find_device
+from memopt.strategies import resolve
 
 WIDTH = 48
 DEVICE = find_device("H100")
@@ -105,10 +113,18 @@ def test_what_a_measured_step_writes_to_is_put_back(
         assert torch.equal(value, now)
 
 
-def test_what_moves_tensors_is_refused() -> None:
-    model, x = blocks()
+def test_a_strategy_that_only_moves_tensors_is_refused_at_once() -> None:
     with pytest.raises(MemoptError, match="moves tensors to the host"):
-        memopt.partitioner(0.7, "offload-graph", DEVICE).compile(model, x)
+        memopt.partitioner(0.7, "offload-graph", DEVICE)
+
+
+def test_a_plan_that_moves_tensors_is_refused() -> None:
+    """Of a strategy whose plans may do without."""
+    link = Device(to_host_bytes_per_s=1.0)
+    graph = random_graph(Random(3), 8)
+    plan = solve(graph, MINIMUM, resolve("offload-graph"), device=link)
+    with pytest.raises(MemoptError, match="moves tensors to the host"):
+        kept_by(plan)
 
 
 @pytest.mark.slow
