@@ -22,6 +22,9 @@ from memopt.strategies.olla.joined_buffers import JoinedBuffers, _forest, _scrat
 from tests.olla.oracles import overlap
 from tests.olla.test_tiling import filled_up
 
+pytestmark = pytest.mark.xdist_group("address kernels")
+"""In one worker: where nothing is compiled yet, two would take half a minute each for the same."""
+
 Stack: TypeAlias = tuple[int, ...]
 SPIRAL = [(0, 1, 3), (0, 2, 3), (1, 2, 2), (1, 3, 1), (2, 3, 5)]
 """Five buffers that no straight cut separates: (first section, end of sections, size)."""

@@ -27,6 +27,9 @@ from memopt.strategies.olla.greedy import pyramid
 from memopt.strategies.olla.repair import repaired_placement, stacked_results
 from tests.olla.oracles import FULL_SECTIONS, best_placement_bytes, overlap
 
+pytestmark = pytest.mark.xdist_group("address kernels")
+"""In one worker: where nothing is compiled yet, two would take half a minute each for the same."""
+
 DATA = Path(__file__).parent.parent / "data" / "minimalloc"
 
 # Instance → (lower bound, best peak published).
