@@ -88,6 +88,7 @@ def test_the_faster_kernels_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert step(twin, loaded).same_bits(step(model, plan.apply(model)))
 
 
+@pytest.mark.slow
 def test_auto_measures() -> None:
     _, everything = store_all()
     plan = memopt.plan(network(), inputs(), strategy="store-all", kernels="auto", progress=False)

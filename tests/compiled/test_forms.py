@@ -93,7 +93,10 @@ def profiled(p: float = 0.2) -> tuple[nn.Module, Profiled]:
     return model, memopt.profiler.profile_model(model, inputs(), kernels="compiled")
 
 
-@pytest.mark.parametrize(("strategy", "chooses"), [("rotor", False), ("rotor-menus", True)])
+@pytest.mark.parametrize(
+    ("strategy", "chooses"),
+    [("rotor", False), pytest.param("rotor-menus", True, marks=pytest.mark.slow)],
+)
 def test_forms_are_looked_for_where_the_strategy_chooses(strategy: str, chooses: bool) -> None:
     looked: list[bool] = []
     look = fuse._Divided.forms

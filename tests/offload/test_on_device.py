@@ -34,7 +34,7 @@ def to(device: torch.device, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("device_name", DEVICES)
-@pytest.mark.parametrize("name", ["resnet50", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("resnet50", marks=pytest.mark.slow), "gpt2"])
 def test_peak_gradients_and_time(name: str, device_name: str) -> None:
     """Peak within the budget, enforced; gradients eager's; on CUDA the time as predicted."""
     device = torch.device(device_name)

@@ -171,8 +171,10 @@ def test_recomputing_strategies_plan_the_module_alone_unless_asked() -> None:
         memopt.plan(model, batches(1)[0][0], whole_step=True, progress=False)
 
 
-@pytest.mark.parametrize("interpreted", [False, True])
-@pytest.mark.parametrize("strategy", ["rotor", "rotor-free", "dynprog"])
+@pytest.mark.parametrize(
+    ("strategy", "interpreted"),
+    [("rotor", False), ("rotor", True), ("rotor-free", False), ("dynprog", False)],
+)
 def test_chain_strategies_plan_whole_steps(strategy: str, interpreted: bool) -> None:
     make = MAKES["adamw"]
     expected_model, expected_optimizer, expected_losses = eager(make)
