@@ -87,6 +87,19 @@ def all_strides(graph: torch.fx.Graph) -> list[tuple[int, ...]]:
     return [tuple(value.stride()) for value in values if isinstance(value, Tensor)]
 
 
+def test_a_gradient_that_is_one_value_for_many_places_is_no_obstacle() -> None:
+    """Of a global average: its elements share memory, into which nothing can be copied."""
+    torch.manual_seed(0)
+    pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Tanh())
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), pooled)
+    step = captured(model, *IMAGE)
+    before = returned(model, step)
+    put = in_channels_last(step)
+    assert put is not None
+    for value, expected in zip(returned(model, put.captured), before, strict=True):
+        torch.testing.assert_close(value, expected)
+
+
 @pytest.mark.parametrize("faster", [True, False])
 def test_the_faster_order_is_taken(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever was measured; compiled kernels run in both."""

@@ -49,8 +49,8 @@ def _tried(before: Signature, after: Signature, device: torch.device) -> bool:
         # Values of either sign tell more, but not every kernel takes them.
         for data in (TrialData(device), StandIns(device)):
             given = data.arguments(after)
-            same = _laid_out(given, before)
             try:
+                same = _laid_out(given, before)
                 found, wanted = (before.target(*one[0], **one[1]) for one in (given, same))
             except REFUSALS:
                 continue
@@ -59,10 +59,14 @@ def _tried(before: Signature, after: Signature, device: torch.device) -> bool:
 
 
 def _laid_out(given: Arguments, like: Signature) -> Arguments:
-    """Arguments with the values of others and the strides of a call."""
+    """Arguments with the values of others and the strides of a call.
+
+    Raises:
+        RuntimeError: elements that share memory have different values.
+    """
 
     def copied(value: Any, wanted: Any) -> Any:
-        if not isinstance(wanted, TensorArgument):
+        if not isinstance(wanted, TensorArgument) or value.stride() == wanted.stride:
             return value
         made = torch.empty_strided(
             wanted.shape, wanted.stride, dtype=value.dtype, device=value.device
