@@ -21,6 +21,8 @@ from memopt.profiler.compiled.orders import computes_alike
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.signature import call_signature
+from memopt.profiler.training_call import training_call
+from tests.zoo import FAMILIES, Family
 
 IMAGE = (2, 3, 8, 8)
 
@@ -98,6 +100,20 @@ def test_a_gradient_that_is_one_value_for_many_places_is_no_obstacle() -> None:
     assert put is not None
     for value, expected in zip(returned(model, put.captured), before, strict=True):
         torch.testing.assert_close(value, expected)
+
+
+OF_IMAGES = [
+    pytest.param(family, marks=[] if family.name == "resnet50" else [pytest.mark.slow])
+    for family in FAMILIES
+    if family.name not in ("bert", "gpt2", "llama", "mlp", "r3d_18")
+]
+
+
+@pytest.mark.parametrize("family", OF_IMAGES, ids=str)
+def test_families_of_images_can_be_in_either_order(family: Family) -> None:
+    model = family.build("tiny")
+    step = capture(model, training_call(model, family.inputs("tiny")))
+    assert in_channels_last(step) is not None
 
 
 @pytest.mark.parametrize("faster", [True, False])
