@@ -203,3 +203,17 @@ def test_what_is_laid_along_larger_values_is_not_made_again(
     found = rematerialised(lowering, divide(lowering), free)
     (cosines,) = (node for node in lowering.nodes if node.target is torch.ops.aten.cos.default)
     assert (lowering.storages[cosines][0] in found.tensors) == again
+
+
+@pytest.mark.parametrize("times", [1, 8])
+def test_what_a_product_reads_is_made_again_however_much_it_writes(times: int) -> None:
+    """Nothing is laid along it there."""
+    model = Between(gelu_of_norm)
+    model.last = nn.Linear(WIDTH, times * WIDTH)
+    lowering = build(model, capture(model, Call((torch.randn(4, WIDTH),), {})))
+    free = [op for op, node in enumerate(lowering.nodes) if is_fusible(node)]
+    found = rematerialised(lowering, divide(lowering), free)
+    addmm = "aten.addmm.default"
+    _, last = (one for one in lowering.graph.operators if one.target == addmm)
+    (read,) = (t for t in last.reads if t in lowering.graph.producer)
+    assert read in found.tensors

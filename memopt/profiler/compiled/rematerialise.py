@@ -113,7 +113,7 @@ class _Step:
             if one.phase is not Phase.FORWARD or (one.random and op not in inside):
                 continue
             statistics = statistics_of(lowering, op)
-            if _is_spread(graph, one.writes[0]):
+            if _is_spread(lowering, one.writes[0]):
                 continue
             if is_pointwise(nodes[op]):
                 made_of[one.writes[0]] = one.reads
@@ -192,10 +192,13 @@ class _Step:
         }
 
 
-def _is_spread(graph: Graph, tensor: int) -> bool:
+def _is_spread(lowering: Lowering, tensor: int) -> bool:
     """Whether a reader lays a tensor along a larger one: made again there it would be made once
-    for each of its places (the cosines of positions, for every head)."""
-    written = (t for op in graph.readers[tensor] for t in graph.operators[op].writes)
+    for each of its places (the cosines of positions, for every head). Products write more than they
+    read, too, but read it as it is."""
+    graph = lowering.graph
+    readers = (op for op in graph.readers[tensor] if is_pointwise(lowering.nodes[op]))
+    written = (t for op in readers for t in graph.operators[op].writes)
     most_bytes = max((graph.tensors[t].size_bytes for t in written), default=0)
     return most_bytes >= _SPREAD * graph.tensors[tensor].size_bytes
 
