@@ -119,7 +119,7 @@ def test_a_strategy_that_only_moves_tensors_is_refused_at_once() -> None:
 
 
 def test_a_plan_that_moves_tensors_is_refused() -> None:
-    """Of a strategy whose plans may do without."""
+    """Whatever strategy made it: those that recompute as well are asked for a plan first."""
     link = Device(to_host_bytes_per_s=1.0)
     graph = random_graph(Random(3), 8)
     plan = solve(graph, MINIMUM, resolve("offload-graph"), device=link)
