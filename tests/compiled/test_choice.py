@@ -95,6 +95,7 @@ def test_auto_measures() -> None:
     assert 0 < len(fused(plan)) <= len(fused(everything))
 
 
+@pytest.mark.slow
 def test_code_on_disk_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network()
     for _ in range(2):

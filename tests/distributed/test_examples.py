@@ -38,6 +38,7 @@ def examples(rank: int, ranks: int, ports: list[int]) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path / "cache"))
     stores = [
