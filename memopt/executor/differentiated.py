@@ -113,6 +113,12 @@ class AsOriginal:
             self._used()
             output = model(*call.args, **call.kwargs)
         found = pytree.tree_leaves(output)
+        if any(_leaf_of(one) >= len(found) for one in captured.tangents):
+            raise ExecutionError(
+                f"{_WHY}: a gradient comes from {', '.join(captured.effects.shown)}, where it leaves "
+                "tensors behind. Train that model without a plan (memopt.unwrap(model), or "
+                "planned.original)"
+            )
         pairs = [
             (found[_leaf_of(placeholder)], tangent)
             for placeholder, tangent in zip(captured.tangents, tangents, strict=True)

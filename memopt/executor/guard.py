@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,11 @@ from torch import nn
 
 from memopt.errors import CaptureError, GuardError
 from memopt.profiler.backend import autocast_state
-from memopt.profiler.capture import Captured, traced_again
+from memopt.profiler.capture import Captured
 from memopt.profiler.dependencies.dependencies import Dependencies
 from memopt.profiler.dependencies.reader import Dependency, described, described_text, same
 from memopt.profiler.inputs import Call, repeated
+from memopt.profiler.trace import traced_again
 
 _LOG = logging.getLogger(__name__)
 
@@ -112,45 +114,66 @@ class DependencyCheck:
     def __init__(
         self, captured: Captured, dependencies: Dependencies, structure: Sequence[Dependency]
     ) -> None:
-        self._captured, self._dependencies, self._structure = captured, dependencies, structure
-        self._everything = dependencies.with_others(structure)
+        self._captured, self._structure = captured, structure
+        # States of which the graph is known to be the same, the latest first.
+        self._known = [dependencies]
+        self._everything = [dependencies.with_others(structure)]
         self._refused: tuple[Dependency, Any] | None = None
+        self._traces = 0
 
     def unchanged(self, model: nn.Module) -> bool:
         """Whether nothing has changed, the structure included."""
-        return self._everything.unchanged(model)
+        return any(one.unchanged(model) for one in self._everything)
 
     def difference(self, model: nn.Module) -> str | None:
         """What changed and both values; None: all is as planned.
 
-        Dynamo asks for more than a graph needs where a global is concerned: a registry that has
-        grown fails its guards. Where only such things changed, the model is traced again, and what
-        gives the same graph is right.
+        Dynamo asks for more than a graph needs where a global is concerned, or what the forward
+        itself changes: a registry that has grown fails its guards. Where only such things changed,
+        the model is traced again, and what gives the same graph is right.
         """
-        changed = self._dependencies.changed(model)
+        found = [one.changed(model) for one in self._known]
+        changed = None if None in found else found[0]
         if changed is None:
             return None
-        dependency, found = changed
-        difference = dependency.difference(found)
+        dependency, value = changed
+        difference = dependency.difference(value)
         refused = self._refused
         if dependency.shared and not (
-            refused and refused[0] is dependency and same(found, refused[1])
+            refused and refused[0] is dependency and same(value, refused[1])
         ):
             _LOG.info("tracing again: %s", difference)
             dependencies = self._traced_again(model)
             if dependencies is not None:
-                self._dependencies = dependencies
-                self._everything = dependencies.with_others(self._structure)
+                self._known = [dependencies, *self._known][:_MOST_STATES]
+                everything = dependencies.with_others(self._structure)
+                self._everything = [everything, *self._everything][:_MOST_STATES]
+                self._count(difference)
                 return None
             # A trace takes seconds: not for every call.
-            self._refused = (dependency, found)
+            self._refused = (dependency, value)
         return difference
 
+    def _count(self, difference: str) -> None:
+        """Warn, once, where every call finds another state."""
+        self._traces += 1
+        if self._traces == _MOST_STATES:
+            warnings.warn(
+                f"the model was traced {self._traces} times again, which takes seconds each, because "
+                f"something that its forward reads or adds to differs from call to call (the last: "
+                f"{difference}). Clear such lists and dicts between steps",
+                stacklevel=4,
+            )
+
     def _traced_again(self, model: nn.Module) -> Dependencies | None:
+        captured = self._captured
         try:
-            return traced_again(self._captured, model)
+            return traced_again(model, captured.call, captured.device, captured.trace)
         except (CaptureError, RuntimeError):
             return None
+
+
+_MOST_STATES = 8
 
 
 @dataclass(frozen=True)

@@ -356,9 +356,14 @@ class PlannedModule(nn.Module):
 
         random = runtime.random
         again = AsOriginal(captured, model, call, guard, random, used)
-        return refusing_gradients(
+        output = refusing_gradients(
             runtime.run(program, held, call, again), captured.outputs.gradients.refused
         )
+        if not captured.effects:
+            return output
+        output, made = output if captured.effects.made_by_call else (output, ())
+        captured.effects.carry_out(model, call, made)
+        return output
 
     def _warn_of_gradients(self, spare_bytes: int) -> None:
         """Say, once, that gradients are there for which the budget has no room."""

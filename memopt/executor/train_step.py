@@ -186,7 +186,10 @@ class TrainStep:
                     f"{name.removeprefix('model.')} has a gradient from before: train steps do "
                     "not add to it; set it to None first, as model.zero_grad() does"
                 )
-        return self._run(joined_call(calls) if len(calls) > 1 else calls[0])
+        losses = self._run(joined_call(calls) if len(calls) > 1 else calls[0])
+        for call in calls:
+            self._parts.once.effects.carry_out(self._parts.module, call, ())
+        return losses
 
     def _planned_call(self, given: Call, targets: Any) -> Call:
         """A call of the model as one of the planned module.

@@ -22,12 +22,8 @@ from torch.fx import GraphModule, Node
 from memopt.errors import CaptureError
 from memopt.models.record import OutputGradients
 from memopt.profiler import torch_private
-from memopt.profiler.as_eager.compiling import traced_as_eager
 from memopt.profiler.as_eager.corrections import joint_as_eager, tracing_as_eager
-from memopt.profiler.as_eager.layouts import computing_device, layouts_of_kernels
-from memopt.profiler.as_eager.masks import with_whole_masks
-from memopt.profiler.as_eager.recorded_outputs import hooks_set
-from memopt.profiler.as_eager.settled import settles
+from memopt.profiler.as_eager.layouts import computing_device
 from memopt.profiler.dependencies.dependencies import Dependencies, digest
 from memopt.profiler.inputs import Call, named_tensors
 from memopt.profiler.joined_collectives import buckets_of, join_collectives
@@ -46,16 +42,14 @@ from memopt.profiler.joint_store import JointStore
 from memopt.profiler.lean_trace import lean_trace
 from memopt.profiler.model_outputs import NO_OUTPUTS, TracedOutputs, hand_out, separate_outputs
 from memopt.profiler.remedies import without_labels
+from memopt.profiler.side_effects import NO_EFFECTS, SideEffects
+from memopt.profiler.trace import effects_of, trace_of
 from memopt.profiler.uncaptured import (
     check_effects,
     check_initialised,
     first_line,
     shape_from_data,
-    side_effects,
     value_read,
-    why_not_captured,
-    why_not_taken,
-    why_side_effects,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -137,6 +131,8 @@ class Captured:
         model: weak reference to the user's model.
         outputs: what is known of the leaves of the output.
         ends: what the backward half returns beside gradients (whole steps).
+        effects: what the forward leaves behind; with values of the graph's among them `compiled`
+            returns a pair of the model's output and these.
     """
 
     module: GraphModule
@@ -155,6 +151,7 @@ class Captured:
     trace: str = ""
     outputs: TracedOutputs = NO_OUTPUTS
     ends: tuple[Any, ...] = ()
+    effects: SideEffects = NO_EFFECTS
 
     @property
     def leaves(self) -> tuple[int | None, ...]:
@@ -202,68 +199,14 @@ def capture(
             )
     device = computing_device(model, call)
     with tracing_as_eager(device) as tracing, lean_trace():
-        traced, dependencies = _trace(model, call, tracing)
-        trace = digest(traced, model, dependencies)
+        traced, dependencies = trace_of(model, call, tracing)
+        trace, effects = digest(traced, model, dependencies), effects_of(traced)
         outputs = separate_outputs(traced, gradients())
         with joint_graphs_kept(traced, device, joints):
             captured = _export(model, traced, call, dependencies, outputs)
-        return replace(captured, device=device, dependencies=dependencies, trace=trace)
-
-
-def traced_again(captured: Captured, model: nn.Module) -> Dependencies | None:
-    """The dependencies of a new trace of the model; None if it gives another graph."""
-    with tracing_as_eager(captured.device) as tracing, lean_trace():
-        traced, dependencies = _trace(model, captured.call, tracing)
-    return dependencies if digest(traced, model, dependencies) == captured.trace else None
-
-
-def _trace(
-    model: nn.Module, call: Call, tracing: Callable[[Callable[[], Any]], Any]
-) -> tuple[Any, Dependencies]:
-    return traced_as_eager(model, call, lambda: _traced(model, call, tracing))
-
-
-def _traced(
-    model: nn.Module, call: Call, tracing: Callable[[Callable[[], Any]], Any]
-) -> tuple[Any, Dependencies]:
-    def traced() -> tuple[Any, tuple[str, ...], Any]:
-        return _dynamo_trace(model, call, tracing)
-
-    module, changed, guards = traced()
-    names = side_effects(model, call, changed)
-    if names:
-        before = digest(module, model, Dependencies.of(model, guards, changed))
-
-        def unchanged() -> bool:
-            nonlocal module, guards
-            module, _, guards = traced()
-            return digest(module, model, Dependencies.of(model, guards)) == before
-
-        if not settles(model, call, names, unchanged):
-            raise CaptureError(why_side_effects(names))
-        changed = ()
-    return module, Dependencies.of(model, guards, changed)
-
-
-def _dynamo_trace(
-    model: nn.Module, call: Call, tracing: Callable[[Callable[[], Any]], Any]
-) -> tuple[Any, tuple[str, ...], Any]:
-    """See `memopt.profiler.torch_private.dynamo_capture`."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    def trace() -> Any:
-        # Strides that the model asks for are those of its kernels.
-        with layouts_of_kernels(computing_device(model, call)):
-            return torch_private.dynamo_capture(model, call.args, call.kwargs)
-
-    try:
-        return tracing(lambda: with_whole_masks(call, trace))  # type: ignore[no-any-return]
-    except (TorchDynamoException, torch_private.shape_from_data_error()) as error:
-        if hooks_set(model, call, error):
-            return _dynamo_trace(model, call, tracing)
-        raise CaptureError(why_not_captured(model, call, error)) from error
-    except AssertionError as error:
-        raise CaptureError(why_not_taken(model, error)) from error
+        return replace(
+            captured, device=device, dependencies=dependencies, trace=trace, effects=effects
+        )
 
 
 def _export(

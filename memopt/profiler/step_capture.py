@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from memopt.errors import CaptureError
 from memopt.models.graph import Operator, Phase
 from memopt.models.step_rules import PLAIN, StepRules
 from memopt.profiler.baseline import Loss
@@ -127,6 +128,12 @@ def capture_step(
     module = StepModule(model, loss.function)
     step_call = Call((loss.targets, *call.args), call.kwargs)
     captured = capture(module, step_call, joints=joints)
+    if captured.effects.made_by_call:
+        raise CaptureError(
+            f"the step leaves tensors behind in {', '.join(captured.effects.shown)}, which a "
+            "train step does not do: clear it in loss_fn, or plan the module alone "
+            "(memopt.plan(model, inputs) and plan.apply, or memopt.wrap), which does"
+        )
     captured = replace(captured, tangents=of_the_loss(captured.tangents))
     lowering = build(module, captured, block_bytes)
     made = Fused(captured, lowering)

@@ -5,12 +5,10 @@ Each function says what is missing when a torch version has moved its name.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import importlib
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -94,27 +92,22 @@ def shape_from_data_error() -> type[Exception]:
     return error
 
 
-_SIDE_EFFECTS = "certain side effects happened"
-
-
 def dynamo_capture(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, tuple[str, ...], TraceGuards]:
-    """One FX graph of the whole model by dynamo, sharing the model's parameters; the Python
-    objects that the forward changes (in dynamo's words), which the graph will not change; and
-    what the trace read of others."""
+) -> tuple[Any, TraceGuards]:
+    """One FX graph of the whole model by dynamo, sharing the model's parameters; and what the trace
+    read of other Python objects, and what of them the forward changes, which the graph will not."""
     capture = imported("torch._dynamo.functional_export", "_dynamo_graph_capture_for_export")
     import torch._dynamo.config as config
 
     wanted = {
         "allow_rnn": True,
-        "side_effect_replay_policy": "warn",
+        "side_effect_replay_policy": "silent",
         # addcmul_ and the like would be traced as a product and a fused multiply-add: other bits.
         "enable_dynamo_decompositions": False,
     }
     patch = config.patch({name: value for name, value in wanted.items() if hasattr(config, name)})
     with (
-        warnings.catch_warnings(record=True) as caught,
         patch,
         kernels_kept_whole(),
         _not_exporting(),
@@ -122,7 +115,6 @@ def dynamo_capture(
         _calls_kept_whole(),
         real_values_uncopied(),
     ):
-        warnings.simplefilter("always")
         global _in_capture
         _in_capture = True
         try:
@@ -130,14 +122,7 @@ def dynamo_capture(
         finally:
             _in_capture = False
             _forget_compiled()
-    changed: list[str] = []
-    for one in caught:
-        text = str(one.message)
-        if _SIDE_EFFECTS in text:
-            changed += ast.literal_eval(text[text.index("[") :])
-        else:
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-    return module, tuple(changed), heard()
+    return module, heard()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
-from memopt.profiler.dependencies.dynamo_guards import ROOT
+from memopt.profiler.dependencies.changes import Change
+from memopt.profiler.dependencies.dynamo_guards import ROOT, TraceGuards
 from memopt.profiler.inputs import Call
 from memopt.profiler.remedies import known_remedy, without_labels
 from memopt.profiler.restored_state import state_restored
@@ -148,38 +149,29 @@ def _line_of(node: Node) -> str:
     return " at {}:{} ({})".format(*places[-1]) if places else ""
 
 
-def side_effects(model: nn.Module, call: Call, changed: Iterable[str]) -> list[str]:
-    """Names of the model's and its inputs' objects that a planned step would not leave behind as
-    the forward does: it sets their attributes, or assigns a buffer anew.
+def lasting_changes(model: nn.Module, call: Call, guards: TraceGuards) -> TraceGuards:
+    """The guards of a trace without the changes of `self.buffer += 1`, which assigns the same
+    tensor again: only the update counts, and that is in the graph.
 
     Args:
-        model: the user's model.
-        call: the captured call.
-        changed: dynamo's names of the objects that the forward changes.
+        model, call: what was traced.
+        guards: what the trace read and changed.
     """
-    # Globals are left out: libraries set and reset context variables there.
-    names = [_python_name(source) for source in changed if source.startswith("L[")]
-    if names and all(name.endswith("._buffers") for name in names):
-        # `self.buffer += 1` assigns the same tensor again: only the update counts.
-        names = _assigned_buffers(model, call)
-    return names
+    buffers = [one for one in guards.changes if one.source.endswith("._buffers")]
+    if not buffers:
+        return guards
+    assigned = _assigned_buffers(model, call)
+
+    def lasts(change: Change) -> bool:
+        name = f"{python_name(change.source).removesuffix('._buffers')}.{change.name}"
+        return change not in buffers or name in assigned
+
+    return replace(guards, changes=tuple(filter(lasts, guards.changes)))
 
 
-def why_side_effects(names: Iterable[str]) -> str:
-    """The message on what the forward changes, as `side_effects` names it."""
-    return (
-        f"the forward changes Python state of {', '.join(names)}, which a planned step would leave "
-        "as it is. Return such values as outputs; update buffers in place (self.buffer.copy_(...)) "
-        "instead of assigning them; if this is a cache that the first call builds, call the model "
-        "once before planning"
-    )
-
-
-def _python_name(source: str) -> str:
+def python_name(source: str) -> str:
     """`L['self']._modules['_export_root']._modules['i']._buffers` → `model.i._buffers`."""
-    path = source.replace(ROOT, "model")
-    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
-    return re.sub(r"^L\['flat_args'\]", "inputs", path)
+    return re.sub(r"\._modules\['([^']*)'\]", r".\1", source.replace(ROOT, "model"))
 
 
 def _assigned_buffers(model: nn.Module, call: Call) -> list[str]:

@@ -29,6 +29,9 @@ from memopt.profiler.dependencies.reader import (
     same,
 )
 
+EFFECTS = "side_effects"
+"""Under which key a traced graph has what its forward leaves behind."""
+
 
 @dataclass(frozen=True, eq=False)
 class Dependencies:
@@ -45,16 +48,16 @@ class Dependencies:
     tensors: tuple[tuple[str, torch.Tensor], ...] = ()
 
     @staticmethod
-    def of(model: nn.Module, guards: TraceGuards, changed: Iterable[str] = ()) -> Dependencies:
-        """The things that the guards of a trace are about, as they are now.
+    def of(model: nn.Module, guards: TraceGuards) -> Dependencies:
+        """The things that the guards of a trace are about, as they are now; what the forward changes
+        and changes back is not looked at.
 
         Args:
             model: the model that was traced.
             guards: of its trace.
-            changed: expressions of what the forward itself changes: that is not looked at.
         """
         reader = TraceReader(model, guards)
-        dependencies = tuple(reader.dependencies(tuple(changed)))
+        dependencies = tuple(reader.dependencies())
         return Dependencies(dependencies, tuple(reader.names.items()), reader.unregistered())
 
     def unchanged(self, model: nn.Module) -> bool:
@@ -114,6 +117,7 @@ class Dependencies:
 def digest(traced: GraphModule, model: nn.Module, dependencies: Dependencies) -> str:
     """Names a traced graph of a model: two with one name compute the same."""
     found = hashlib.sha256()
+    found.update(str(traced.meta.get(EFFECTS, "")).encode())
     for name, module in traced.named_modules():
         if isinstance(module, GraphModule):
             found.update(f"{name}: {module.code}".encode())

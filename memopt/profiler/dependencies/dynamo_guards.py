@@ -1,4 +1,4 @@
-"""Dynamo's guards: what a trace read beside its inputs.
+"""Dynamo's guards: what a trace read beside its inputs, and what it changes.
 
 A guard says where something was read (an expression over the traced frame's locals `L` and
 globals `G`) and what about it the trace relied on: a constant's value, an object's type, the
@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 
 from memopt.errors import CaptureError
+from memopt.profiler.dependencies.changes import Change, changes_heard, expression_of
 
 ROOT = "L['self']._modules['_export_root']"
 """The captured model, in Dynamo's expressions."""
@@ -50,12 +51,16 @@ class TraceGuards:
         names: what the expressions call beside Python's own functions.
         scope: values of the globals that the expressions read.
         code: the code objects of all Python functions that were traced.
+        changes: what the forward changes in objects that were there before it.
+        undone: the places that it changes and changes back.
     """
 
     guards: tuple[DynamoGuard, ...] = ()
     names: Mapping[str, Any] = field(default_factory=dict)
     scope: Mapping[str, Any] = field(default_factory=dict)
     code: frozenset[types.CodeType] = frozenset()
+    changes: tuple[Change, ...] = ()
+    undone: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager
@@ -78,7 +83,7 @@ def guards_heard() -> Iterator[Callable[[], TraceGuards]]:
         result = captured(*args, **kwargs)
         varies = _has_varying_shapes(result.backend_input)
         try:
-            heard = _heard(result.graph_capture_output)
+            heard = _heard(result.graph_capture_output, *changed())
         except AttributeError as error:
             raise CaptureError(
                 f"this torch ({torch.__version__}) keeps what a trace read elsewhere ({error}); "
@@ -91,6 +96,7 @@ def guards_heard() -> Iterator[Callable[[], TraceGuards]]:
             compare_shapes(*args, **kwargs)
 
     with contextlib.ExitStack() as patches:
+        changed = patches.enter_context(changes_heard())
         patches.enter_context(mock.patch.object(home, "fullgraph_capture", listening))
         if compare_shapes is not None:
             patches.enter_context(mock.patch.object(home, _COMPARE_SHAPES, compared))
@@ -107,20 +113,22 @@ def _has_varying_shapes(traced: Any) -> bool:
     return bool(getattr(shape_env, "var_to_range", True))
 
 
-def _heard(output: Any) -> TraceGuards:
+def _heard(output: Any, changes: tuple[Change, ...], undone: tuple[str, ...]) -> TraceGuards:
     graph = output.output_graph
     guards = [
         DynamoGuard(one.create_fn_name(), one.name, _detail(one.create_fn)) for one in graph.guards
     ]
     guards += [
-        DynamoGuard("DICT_KEYS_MATCH", _expression(source)) for source in graph.guard_on_key_order
+        DynamoGuard("DICT_KEYS_MATCH", expression_of(source)) for source in graph.guard_on_key_order
     ]
     # One place is guarded once for each time that it was read.
     distinct = {(one.kind, one.name, repr(one.detail)): one for one in guards}.values()
-    read = {name for one in distinct for name in re.findall(r"\bG\['([^']+)'\]", one.name)}
+    places = (*(one.name for one in distinct), *(one.source for one in changes))
+    read = {name for place in places for name in re.findall(r"\bG\['([^']+)'\]", place)}
     scope = {name: graph.global_scope[name] for name in read if name in graph.global_scope}
     helpers = importlib.import_module("torch._dynamo.guards")._get_closure_vars()
-    return TraceGuards(tuple(distinct), helpers, scope, frozenset(output.traced_code))
+    code = frozenset(output.traced_code)
+    return TraceGuards(tuple(distinct), helpers, scope, code, changes, undone)
 
 
 def _detail(create: Any) -> Any:
@@ -128,12 +136,4 @@ def _detail(create: Any) -> Any:
     if not isinstance(create, functools.partial):
         return None
     given = (*create.args, *create.keywords.values())
-    return _expression(given[0]) if given else None
-
-
-def _expression(value: Any) -> Any:
-    """The expression of one of Dynamo's sources: a property, or a method; other values as is."""
-    if not hasattr(value, "guard_source"):
-        return value
-    name = value.name
-    return name() if callable(name) else name
+    return expression_of(given[0]) if given else None

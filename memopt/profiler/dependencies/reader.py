@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from memopt.profiler.dependencies.changes import Change
 from memopt.profiler.dependencies.dynamo_guards import ROOT, DynamoGuard, TraceGuards
 
 HOOKS = re.compile(r"\._(?:global_)?((?:forward|backward)(?:_pre)?)_hooks$")
@@ -58,7 +59,8 @@ class Dependency:
         look: what about it counts, as an expression over `model`.
         planned: what the look gave when the graph was captured.
         identity: whether it must be the same object, not just an equal one.
-        shared: whether it is a global thing, which others change for reasons of their own.
+        shared: whether it is a global thing, which others change for reasons of their own, or one
+            that the forward changes.
     """
 
     shown: str
@@ -224,20 +226,39 @@ class TraceReader:
         self._registered = {id(one) for one in (*model.parameters(), *model.buffers())}
         self._root = getattr(type(model), "in_messages", "model")
         self.tensors: dict[str, torch.Tensor] = {}
+        places = (place for change in guards.changes for place in change.places)
+        self._changed = (*places, "\0")
 
-    def dependencies(self, changed: tuple[str, ...]) -> list[Dependency]:
-        """Everything that was read but `changed`, expressions of what the forward itself changes;
-        what other things are found through comes first."""
+    def dependencies(self) -> list[Dependency]:
+        """Everything that was read but what the forward changes and changes back; what other things
+        are found through comes first."""
+        undone = self._guards.undone or ("\0",)
         told = [
             guard
             for guard in sorted(self._guards.guards, key=lambda one: len(one.name))
             if guard.name
             and not _ELSEWHERE.search(guard.name)
-            and not guard.name.startswith(changed or ("\0",))
+            and not guard.name.startswith(undone)
         ]
         found = [dependency for guard in told if (dependency := self._watch(guard)) is not None]
         found += [*self._methods(found), *self._aliased(), *self._settings()]
         return list({dependency.look: dependency for dependency in reversed(found)}.values())[::-1]
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """What the forward changes in objects that were there before it."""
+        return self._guards.changes
+
+    def read_later(self, source: str) -> Callable[..., Any]:
+        """What reads one of Dynamo's expressions, given the model (and whatever else)."""
+        look = f"lambda model, *_: {self._expression(source)}"
+        reads: Callable[..., Any] = eval(look, dict(self.names))
+        return reads
+
+    def shown(self, source: str) -> str:
+        """One of Dynamo's expressions, for people."""
+        text = self._shown(self._expression(source).removesuffix(".cell_contents"))
+        return text or self._root
 
     def unregistered(self) -> tuple[tuple[str, torch.Tensor], ...]:
         """The tensors that the model does not register, and where they were read."""
@@ -273,7 +294,8 @@ class TraceReader:
             return None
         if type(planned) in (list, set, dict):
             planned = type(planned)(planned)
-        shown, shared = self._shown(source), "model" not in _words(look)
+        shown = self._shown(source)
+        shared = "model" not in _words(look) or guard.name.startswith(self._changed)
         if guard.kind == "DUPLICATE_INPUT":
             shown += f" and {self._shown(detail)}"
         return Dependency(shown, source, look, planned, identity, shared)

@@ -1,0 +1,251 @@
+"""Dynamo's side effects: what a forward changes in Python objects that were there before it.
+
+`torch.compile` runs its graph and then makes these changes; an export, which is how memopt
+captures, drops them. So they are read while dynamo still has them, as plain data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from memopt.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A value that the trace knows: a number, a text, a function, a class, or a list of them."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Existing:
+    """An object that was there before, read from a place of its own.
+
+    Attributes:
+        source: the place, as Dynamo's expression.
+    """
+
+    source: str
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A value that each call makes: a tensor, or a container with tensors in it."""
+
+
+Value = Constant | Existing | Traced
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of one object.
+
+    Attributes:
+        source: the object, as Dynamo's expression.
+        kind: "attribute" and "item" are set, "deleted attribute" and "deleted item" are gone,
+            "append" adds values at the end of a list, "clear" comes before
+            the items of a dict that are set, "add" and "discard" are a set's; anything else is a
+            kind that memopt does not know, in Dynamo's words.
+        name: the attribute or key; of "append" how many items stay as they are.
+        values: what is set, added or discarded.
+        path: of an argument of the call instead of a source: its position or name, then the indices
+            and keys of the containers in it.
+    """
+
+    source: str
+    kind: str
+    name: Any = None
+    values: tuple[Value, ...] = ()
+    path: tuple[Any, ...] = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether memopt can make this change."""
+        return self.kind in _KNOWN
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The expressions by which Dynamo's guards read what is changed."""
+        if "attribute" not in self.kind:
+            return (self.source,)
+        return f"{self.source}.{self.name}", f"{self.source}.__dict__[{self.name!r}]"
+
+
+_KNOWN = (
+    "attribute",
+    "item",
+    "deleted attribute",
+    "deleted item",
+    "append",
+    "clear",
+    "add",
+    "discard",
+)
+
+
+@contextlib.contextmanager
+def changes_heard() -> Iterator[Callable[[], tuple[tuple[Change, ...], tuple[str, ...]]]]:
+    """Hear the side effects of the traces made inside; what is yielded gives those of the last one:
+    the changes that last, and the places that it changed and changed back.
+
+    To be entered by one thread at a time.
+
+    Raises:
+        CaptureError: in the trace, if this torch keeps its side effects elsewhere.
+    """
+    home = importlib.import_module("torch._dynamo.side_effects").SideEffects
+    emit: Callable[..., Any] = home.codegen_update_mutated
+    heard: tuple[tuple[Change, ...], tuple[str, ...]] = ((), ())
+
+    def listening(effects: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal heard
+        try:
+            heard = _changes(effects)
+        except AttributeError as error:
+            raise CaptureError(
+                f"this torch ({torch.__version__}) keeps what a forward changes elsewhere "
+                f"({error}); memopt supports torch 2.11 to 2.13"
+            ) from error
+        return emit(effects, *args, **kwargs)
+
+    with mock.patch.object(home, "codegen_update_mutated", listening):
+        yield lambda: heard
+
+
+def _changes(effects: Any) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+    found: list[Change] = []
+    undone: list[str] = []
+    for variable in effects._get_modified_vars():
+        if not type(variable.mutation_type).__name__.endswith("MutationExisting"):
+            continue
+        source = expression_of(variable.source)
+        made = list(_of(variable, source, effects))
+        found += made
+        if not made:
+            set_back = [Change(source, "attribute", n) for n in _attributes(variable, effects)]
+            undone += [place for one in set_back or [Change(source, "")] for place in one.places]
+    return tuple(found), tuple(undone)
+
+
+def _attributes(variable: Any, effects: Any) -> dict[str, Any]:
+    return dict(effects.store_attr_mutations.get(variable, {}))
+
+
+def _of(variable: Any, source: str, effects: Any) -> Iterator[Change]:
+    """The lasting changes of one of Dynamo's variables."""
+    attributes = _attributes(variable, effects)
+    # Of an object that is a container the items are a variable of their own.
+    inner = getattr(variable, "_base_vt", None)
+    if inner is not None and effects.is_modified(inner):
+        yield from _of_container(inner, source)
+    elif type(variable.mutation_type).__name__ == "ValueMutationExisting":
+        yield from _of_container(variable, source)
+    for name, value in attributes.items():
+        if _is_a(value, "DeletedVariable"):
+            yield Change(source, "deleted attribute", name)
+            continue
+        if not _read_from(_unwrapped(value), f"{source}.{name}"):
+            yield Change(source, "attribute", name, (_value(value),))
+
+
+def _of_container(variable: Any, source: str) -> Iterator[Change]:
+    if _is_a(variable, "ListVariable", "DequeVariable"):
+        items = list(map(_unwrapped, variable.items))
+        stay = 0
+        while stay < len(items) and _read_from(items[stay], f"{source}[{stay}]"):
+            stay += 1
+        yield Change(source, "append", stay, tuple(map(_value, items[stay:])))
+    elif _is_a(variable, "SetVariable"):
+        now, before = _keys(variable.items), _keys(variable.original_items)
+        if Traced() in now:
+            yield Change(source, "tensor in a set")
+            return
+        for kind, these, others in (("add", now, before), ("discard", before, now)):
+            values = tuple(key for key in these if key not in others)
+            if values:
+                yield Change(source, kind, None, values)
+    elif _is_a(variable, "ConstDictVariable"):
+        yield from _of_dict(variable, source)
+    else:
+        yield Change(source, type(variable).__name__.removesuffix("Variable"))
+
+
+def _of_dict(variable: Any, source: str) -> Iterator[Change]:
+    now, before = _keys(variable.items), _keys(variable.original_items)
+    if not all(isinstance(key, Constant) for key in now):
+        yield Change(source, "item with such a key")
+        return
+    new = [key for key in now if key not in before]
+    order = [key for key in before if key in now] + new
+    if order == list(now):
+        for key in before:
+            if key not in now:
+                yield Change(source, "deleted item", key.value)
+        now = {key: one for key, one in now.items() if key in new or not _one(one, before[key])}
+    else:
+        yield Change(source, "clear")
+    for key, one in now.items():
+        yield Change(source, "item", key.value, (_value(one),))
+
+
+def _keys(items: Any) -> dict[Value, Any]:
+    """The items of a dict's or set's variable by their keys."""
+    keys = {_unwrapped(getattr(key, "vt", key)): value for key, value in items.items()}
+    return {_constant(key) or _value(key): value for key, value in keys.items()}
+
+
+def _one(value: Any, other: Any) -> bool:
+    """Whether two of Dynamo's variables are one."""
+    return _unwrapped(value) is _unwrapped(other)
+
+
+def _value(variable: Any) -> Value:
+    variable = _unwrapped(variable)
+    is_tensor = _is_a(variable, "TensorVariable", "SymNodeVariable", "NumpyNdarrayVariable")
+    if _has_place(variable):
+        return Traced() if is_tensor else Existing(expression_of(variable.source))
+    return Traced() if is_tensor else _constant(variable) or Traced()
+
+
+def _constant(variable: Any) -> Constant | None:
+    if variable.is_python_constant():
+        with contextlib.suppress(NotImplementedError):
+            return Constant(variable.as_python_constant())
+    return None
+
+
+def _has_place(variable: Any) -> bool:
+    """Whether a value was there before the forward, in a place of its own."""
+    source = variable.source
+    return source is not None and type(source).__name__ != "TempLocalSource"
+
+
+def _read_from(variable: Any, place: str) -> bool:
+    return _has_place(variable) and expression_of(variable.source) == place
+
+
+def _unwrapped(variable: Any) -> Any:
+    """What stands for a variable once it is used; one that was not stays, which adds no guards."""
+    return variable.realize() if getattr(variable, "is_realized", lambda: False)() else variable
+
+
+def _is_a(variable: Any, *names: str) -> bool:
+    """Whether one of Dynamo's variables is of a class with one of these names: in which modules
+    they are is another thing from one torch to the next."""
+    return any(one.__name__ in names for one in type(variable).__mro__)
+
+
+def expression_of(value: Any) -> Any:
+    """The expression of one of Dynamo's sources: a property, or a method; other values as is."""
+    if not hasattr(value, "guard_source"):
+        return value
+    name = value.name
+    return name() if callable(name) else name

@@ -1,0 +1,142 @@
+"""Dynamo's trace of a model: its graph, what that depends on, and what the forward leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from memopt.errors import CaptureError
+from memopt.profiler import torch_private
+from memopt.profiler.as_eager.compiling import traced_as_eager
+from memopt.profiler.as_eager.corrections import tracing_as_eager
+from memopt.profiler.as_eager.layouts import computing_device, layouts_of_kernels
+from memopt.profiler.as_eager.masks import with_whole_masks
+from memopt.profiler.as_eager.recorded_outputs import hooks_set
+from memopt.profiler.as_eager.settled import settles
+from memopt.profiler.dependencies.dependencies import EFFECTS, Dependencies, digest
+from memopt.profiler.dependencies.dynamo_guards import TraceGuards
+from memopt.profiler.dependencies.reader import TraceReader
+from memopt.profiler.inputs import Call
+from memopt.profiler.lean_trace import lean_trace
+from memopt.profiler.side_effects import (
+    NO_EFFECTS,
+    SideEffects,
+    side_effects,
+    why_not_left_behind,
+)
+from memopt.profiler.traced_arguments import arguments_compared, values_returned
+from memopt.profiler.uncaptured import lasting_changes, python_name, why_not_captured, why_not_taken
+
+Tracing: TypeAlias = Callable[[Callable[[], Any]], Any]
+Trace: TypeAlias = tuple[GraphModule, Dependencies]
+
+
+def trace_of(model: nn.Module, call: Call, tracing: Tracing) -> Trace:
+    """A model's graph, as eager computes it, and what it depends on.
+
+    Args:
+        model, call: what is traced.
+        tracing: runs Dynamo, see `tracing_as_eager`.
+
+    Raises:
+        CaptureError: it cannot be traced, or a planned step could not leave behind what the
+            forward leaves behind.
+    """
+    return traced_as_eager(model, call, lambda: _trace(model, call, tracing))
+
+
+def traced_again(
+    model: nn.Module, call: Call, device: torch.device | None, trace: str
+) -> Dependencies | None:
+    """The dependencies of a new trace of the model; None if it gives another graph than `trace`."""
+    with tracing_as_eager(device) as tracing, lean_trace():
+        traced, dependencies = trace_of(model, call, tracing)
+    return dependencies if digest(traced, model, dependencies) == trace else None
+
+
+def effects_of(traced: GraphModule) -> SideEffects:
+    """What the forward leaves behind. If it returns values for them, it returns a pair: the
+    model's output and these."""
+    found: SideEffects = traced.meta.get(EFFECTS, NO_EFFECTS)
+    return found
+
+
+def _trace(model: nn.Module, call: Call, tracing: Tracing) -> Trace:
+    def traced(frame: AbstractContextManager[None]) -> tuple[GraphModule, TraceGuards]:
+        with frame:
+            return _dynamo_trace(model, call, tracing)
+
+    module, guards = traced(arguments_compared(call))
+    guards = lasting_changes(model, call, guards)
+    if not guards.changes:
+        return module, Dependencies.of(model, guards)
+    settled = _settled(model, call, module, guards, lambda: traced(nullcontext()))
+    if settled is not None:
+        return settled
+    effects = side_effects(model, call, TraceReader(model, guards))
+    if effects.made_by_call:
+        try:
+            module, _ = traced(values_returned(model, call, effects.made_by_call))
+        except CaptureError as error:
+            raise CaptureError(why_not_left_behind(effects.shown)) from error
+    if effects.set_other_constants(model, call):
+        with effects.constants_set(model, call):
+            _, after = traced(arguments_compared(call))
+            after = lasting_changes(model, call, after)
+            if str(side_effects(model, call, TraceReader(model, after))) != str(effects):
+                raise CaptureError(why_not_left_behind(effects.shown))
+    module.meta[EFFECTS] = effects
+    return module, Dependencies.of(model, guards)
+
+
+def _settled(
+    model: nn.Module,
+    call: Call,
+    module: GraphModule,
+    guards: TraceGuards,
+    traced: Callable[[], tuple[GraphModule, TraceGuards]],
+) -> Trace | None:
+    """The trace of a model whose attributes stay as a first call sets them; None: they do not."""
+    names = dict.fromkeys(python_name(one.source) for one in guards.changes)
+    before = digest(module, model, Dependencies.of(model, guards))
+    found: Trace | None = None
+
+    def unchanged() -> bool:
+        nonlocal found
+        module, guards = traced()
+        found = module, Dependencies.of(model, guards)
+        return digest(module, model, found[1]) == before
+
+    return found if settles(model, call, names, unchanged) else None
+
+
+def _dynamo_trace(
+    model: nn.Module, call: Call, tracing: Tracing
+) -> tuple[GraphModule, TraceGuards]:
+    """See `memopt.profiler.torch_private.dynamo_capture`."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    def trace() -> Any:
+        # Strides that the model asks for are those of its kernels.
+        with layouts_of_kernels(computing_device(model, call)):
+            return torch_private.dynamo_capture(model, call.args, call.kwargs)
+
+    try:
+        found: tuple[GraphModule, TraceGuards] = tracing(lambda: with_whole_masks(call, trace))
+        return found
+    except (TorchDynamoException, torch_private.shape_from_data_error()) as error:
+        if hooks_set(model, call, error):
+            return _dynamo_trace(model, call, tracing)
+        raise CaptureError(why_not_captured(model, call, error)) from error
+    except AssertionError as error:
+        raise CaptureError(why_not_taken(model, error)) from error
+    except NotImplementedError as error:
+        # Dynamo has no words of its own for an object that the forward makes and leaves behind.
+        if "TempLocalSource" not in str(error):
+            raise
+        raise CaptureError(why_not_left_behind(["an object that it makes"])) from error

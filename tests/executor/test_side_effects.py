@@ -1,0 +1,278 @@
+"""What a forward leaves behind in Python objects: planned steps leave the same, or are refused."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt
+from memopt.errors import CaptureError
+from memopt.executor.module import PlannedModule
+
+LOSSES: list[Any] = []
+FEATURES: dict[str, Tensor] = {}
+QUEUE: collections.deque[Tensor] = collections.deque()
+NAMES: set[str] = set()
+KEPT: dict[str, Any] = {}
+NUMBERS = itertools.count()
+LAST: Tensor | None = None
+COUNT = 0
+
+
+class Tracker:
+    """Of a class of the user's."""
+
+    calls = 0
+    latest: Any = None
+
+    def __init__(self) -> None:
+        self.hidden: Tensor | None = None
+        self.mode = "eval"
+
+
+TRACKER = Tracker()
+
+
+class Net(nn.Module):
+    def __init__(self, leave: Callable[[Net, Tensor, Any], Any]) -> None:
+        super().__init__()
+        self.gate, self.linear, self.leave = nn.Linear(3, 2), nn.Linear(3, 3), leave
+        self.register_buffer("mean", torch.zeros(3))
+        self.hidden: Any = None
+        self.stored: list[Tensor] = []
+
+    def forward(self, x: Tensor, batch: Any = None) -> Tensor:
+        h = self.linear(x).tanh()
+        self.leave(self, h, batch)
+        return h * self.gate(x).softmax(-1).amax(-1, keepdim=True)
+
+
+def last(_net: Net, h: Tensor, _: Any) -> None:
+    global LAST
+    LAST = h
+
+
+def several(_net: Net, h: Tensor, _: Any) -> None:
+    LOSSES.append(h.square().sum())
+    LOSSES.append({"view": h[0], "name": "a", "number": 3})
+    LOSSES.append(5)
+
+
+def cell() -> Callable[[Net, Tensor, Any], None]:
+    kept: Any = None
+
+    def leave(_net: Net, h: Tensor, _: Any) -> None:
+        nonlocal kept
+        kept = h.sum()
+
+    return leave
+
+
+def tracked(_net: Net, h: Tensor, _: Any) -> None:
+    TRACKER.hidden, TRACKER.mode = h.detach() * 2, "train"
+
+
+def own(net: Net, h: Tensor, _: Any) -> None:
+    net.hidden = h
+    net.stored.append(h.mean())
+
+
+def assigned(net: Net, h: Tensor, _: Any) -> None:
+    net.mean = net.mean * 0.9 + h.detach().mean(0)
+
+
+LEAVES: dict[str, Callable[[Net, Tensor, Any], Any]] = {
+    "a list": lambda net, h, _: LOSSES.append(h.square().sum()),
+    "values of several kinds": several,
+    "a dict": lambda net, h, _: FEATURES.update(a=h, b=h[:1]),
+    "a deque": lambda net, h, _: QUEUE.append(h.detach()),
+    "a set": lambda net, h, _: NAMES.add("called"),
+    "a global": last,
+    "a closure's variable": cell(),
+    "an object's attributes": tracked,
+    "a class's attribute": lambda net, h, _: setattr(Tracker, "latest", h),
+    "the model's attributes": own,
+    "a buffer": assigned,
+    "an argument that is a list": lambda net, h, batch: batch.append(h),
+    "an argument's dict": lambda net, h, batch: batch[0].update(h=h, n=[h.sum()]),
+    "an argument's item": lambda net, h, batch: batch[0].pop("gone"),
+}
+
+
+def reset() -> None:
+    global LAST
+    for one in (LOSSES, FEATURES, QUEUE, NAMES, KEPT):
+        one.clear()
+    LAST, Tracker.latest = None, None
+    TRACKER.__init__()  # type: ignore[misc]
+
+
+def told(value: Any) -> Any:
+    """A value as it can be compared: tensors bit for bit, and whether they have a gradient."""
+    if isinstance(value, Tensor):
+        return "tensor", value.tolist(), value.requires_grad
+    if isinstance(value, dict):
+        return {key: told(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple, collections.deque)):
+        return type(value).__name__, [told(one) for one in value]
+    if isinstance(value, types.CellType):
+        return told(value.cell_contents)
+    return value
+
+
+def world(net: Net, batch: Any) -> Any:
+    cells = net.leave.__closure__ or ()
+    own = {name: value for name, value in vars(net).items() if name in ("hidden", "stored")}
+    buffers = dict(net.named_buffers())
+    other = (LOSSES, FEATURES, QUEUE, NAMES, LAST, Tracker.latest, dict(vars(TRACKER)))
+    return told((*other, own, buffers, batch, cells))
+
+
+def found(value: Any) -> list[Tensor]:
+    """The tensors with gradients in containers."""
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for one in value for t in found(one)] if isinstance(value, (list, tuple)) else []
+
+
+def trained(net: Net, module: nn.Module) -> list[Any]:
+    seen = []
+    for step in range(3):
+        reset()
+        net.stored.clear()
+        batch = [{"gone": torch.ones(2)}]
+        x = torch.randn(4, 3, generator=torch.manual_seed(step))
+        loss = module(x, batch).square().mean()
+        for one in found([LOSSES, FEATURES, LAST, Tracker.latest, batch, net.hidden, net.stored]):
+            loss = loss + one.square().sum() * 0.1
+        loss.backward()
+        gradients = [told(p.grad) for p in net.parameters()]
+        seen.append((loss.item(), world(net, batch), gradients))
+        net.zero_grad()
+    return seen
+
+
+def net_of(leave: Callable[..., Any]) -> Net:
+    torch.manual_seed(0)
+    reset()
+    return Net(leave)
+
+
+def planned(net: Net) -> PlannedModule:
+    inputs = (torch.randn(4, 3), [{"gone": torch.ones(2)}])
+    module: Any = memopt.plan(net, inputs, budget="min", progress=False, cache=False).apply(net)
+    assert isinstance(module, PlannedModule)
+    return module
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_is_left_behind_as_in_eager(name: str) -> None:
+    net = net_of(LEAVES[name])
+    eager = trained(net, net)
+    net = net_of(LEAVES[name])
+    module = planned(net)
+    assert trained(net, module) == eager
+    assert module.calls.planned == 3
+
+
+def counted(_net: Net, _h: Tensor, _: Any) -> None:
+    global COUNT
+    COUNT += 1
+
+
+def counts_in_itself(net: Net, _h: Tensor, _: Any) -> None:
+    net.hidden = (net.hidden or 0) + 1
+
+
+REFUSED: dict[str, tuple[Callable[[Net, Tensor, Any], Any], str]] = {
+    "a count": (counted, r"test_side_effects"),
+    "a count of the model's": (counts_in_itself, r"of model\b"),
+    "a class's count": (
+        lambda net, h, _: setattr(Tracker, "calls", Tracker.calls + 1),
+        r"test_side_effects\.Tracker",
+    ),
+    "an iterator": (lambda net, h, _: FEATURES.update(a=h * next(NUMBERS)), r"NUMBERS"),
+    "a tensor in a set": (lambda net, h, _: NAMES.add(h), r"NAMES"),
+    "an argument's container moved": (
+        lambda net, h, batch: batch.append(batch[0]),
+        r"argument 1\b",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_by_name(name: str) -> None:
+    leave, named = REFUSED[name]
+    with pytest.raises(CaptureError, match=named):
+        planned(net_of(leave))
+
+
+def test_a_list_that_is_not_cleared_is_traced_again_and_warned_of() -> None:
+    net = net_of(LEAVES["a list"])
+    module = planned(net)
+    reset()
+    x = torch.randn(4, 3)
+    with pytest.warns(UserWarning, match=r"LOSSES: planned \d+ items, got \d+.*Clear such lists"):
+        for _ in range(10):
+            module(x, [{"gone": torch.ones(2)}]).sum().backward()
+    assert len(LOSSES) == module.calls.planned == 10
+
+
+def test_a_list_that_is_another_object_each_time() -> None:
+    net = net_of(lambda net, h, _: net.stored.append(h.sum()))
+    module = planned(net)
+    for step in range(2):
+        net.stored = []
+        module(torch.full((4, 3), float(step)), [{"gone": torch.ones(2)}])
+        assert len(net.stored) == 1
+
+
+def test_a_flag_that_is_set_is_set_by_each_step() -> None:
+    net = net_of(lambda net, h, _: setattr(TRACKER, "mode", "train"))
+    module = planned(net)
+    for _ in range(2):
+        TRACKER.mode = "eval"
+        module(torch.randn(4, 3), [{"gone": torch.ones(2)}])
+        assert TRACKER.mode == "train"
+
+
+def whole_step(net: Net, loss_fn: Callable[..., Tensor]) -> float:
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    x = torch.randn(4, 3, generator=torch.manual_seed(1))
+    given = {"loss_fn": loss_fn, "optimizer": optimizer, "whole_step": True}
+    plan = memopt.plan(net, x, progress=False, cache=False, **given)
+    reset()
+    return float(plan.train_step(net, loss_fn, optimizer)(x))
+
+
+def test_a_train_step_whose_loss_takes_what_the_forward_left() -> None:
+    def loss_fn(y: Tensor) -> Tensor:
+        loss = y.square().mean() + sum(LOSSES)
+        LOSSES.clear()
+        return loss
+
+    net = net_of(LEAVES["a list"])
+    x = torch.randn(4, 3, generator=torch.manual_seed(1))
+    want = loss_fn(net(x)).item()
+    assert whole_step(net, loss_fn) == want
+    assert not LOSSES
+
+
+def test_a_train_step_that_would_leave_tensors_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"LOSSES.*clear it in loss_fn"):
+        whole_step(net_of(LEAVES["a list"]), lambda y: y.square().mean())
+
+
+def test_a_train_step_sets_flags() -> None:
+    net = net_of(lambda net, h, _: setattr(TRACKER, "mode", "train"))
+    whole_step(net, lambda y: y.square().mean())
+    assert TRACKER.mode == "train"
