@@ -115,8 +115,8 @@ class AsOriginal:
         found = pytree.tree_leaves(output)
         if any(_leaf_of(one) >= len(found) for one in captured.tangents):
             raise ExecutionError(
-                f"{_WHY}: a gradient comes from {', '.join(captured.effects.shown)}, where it leaves "
-                "tensors behind. Train that model without a plan (memopt.unwrap(model), or "
+                f"{_WHY}: a gradient comes from {', '.join(captured.effects.shown)}, where it "
+                "leaves tensors behind. Train that model without a plan (memopt.unwrap(model), or "
                 "planned.original)"
             )
         pairs = [

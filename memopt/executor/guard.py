@@ -159,8 +159,8 @@ class DependencyCheck:
         self._traces += 1
         if self._traces == _MOST_STATES:
             warnings.warn(
-                f"the model was traced {self._traces} times again, which takes seconds each, because "
-                f"something that its forward reads or adds to differs from call to call (the last: "
+                f"the model was traced {self._traces} times again, which takes seconds each: "
+                "something that its forward reads or adds to differs from call to call (the last: "
                 f"{difference}). Clear such lists and dicts between steps",
                 stacklevel=4,
             )

@@ -250,7 +250,7 @@ def _as_it_is(change: Change, owner: Any) -> Callable[[], None]:
 
 
 def _item(owner: Any, name: Any) -> Any:
-    return owner[name] if name in owner else GONE
+    return owner.get(name, GONE)
 
 
 def _attribute(owner: Any, name: str) -> Any:
@@ -265,5 +265,6 @@ def _dict(owner: Any) -> Any:
 
 def _setter(owner: Any) -> Callable[[Any, str, Any], None]:
     """What sets an attribute: the `__setattr__` of a class may do more, which was traced."""
-    plain = isinstance(owner, (nn.Module, type)) or type(owner).__setattr__ is object.__setattr__
+    own: Any = type(owner).__setattr__
+    plain = isinstance(owner, (nn.Module, type)) or own is object.__setattr__
     return setattr if plain else object.__setattr__

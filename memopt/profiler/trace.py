@@ -1,4 +1,4 @@
-"""Dynamo's trace of a model: its graph, what that depends on, and what the forward leaves behind."""
+"""Dynamo's trace of a model: its graph, what that depends on, what the forward leaves behind."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from memopt.profiler.dependencies.changes import Change, Constant, Traced
 from memopt.profiler.inputs import Call
@@ -85,22 +86,25 @@ def _frame(forward: Callable[..., Any], attributes: dict[str, Any]) -> Iterator[
         yield
 
 
+# The frames themselves, which run with the globals of torch's own.
+
+
 def _returning(self: Any, *flat_args: Any) -> Any:
-    args, kwargs = pytree.tree_unflatten(flat_args, self.in_spec)  # noqa: F821
+    args, kwargs = pytree.tree_unflatten(flat_args, self.in_spec)
     res = self._export_root(*args, **kwargs)
-    out_flat, out_spec = pytree.tree_flatten((res, self.values(self, args, kwargs)))  # noqa: F821
-    return ExportTracerOutput(out_flat, out_spec)  # noqa: F821
+    out_flat, out_spec = pytree.tree_flatten((res, self.values(self, args, kwargs)))
+    return ExportTracerOutput(out_flat, out_spec)  # type: ignore[name-defined]  # noqa: F821
 
 
 def _comparing(self: Any, *flat_args: Any) -> Any:
-    args, kwargs = pytree.tree_unflatten(flat_args, self.in_spec)  # noqa: F821
+    args, kwargs = pytree.tree_unflatten(flat_args, self.in_spec)
     before = self.contents(args, kwargs)
     res = self._export_root(*args, **kwargs)
     found = self.compare(before)
     if found:
         self.found = found
-    out_flat, out_spec = pytree.tree_flatten(res)  # noqa: F821
-    return ExportTracerOutput(out_flat, out_spec)  # noqa: F821
+    out_flat, out_spec = pytree.tree_flatten(res)
+    return ExportTracerOutput(out_flat, out_spec)  # type: ignore[name-defined]  # noqa: F821
 
 
 def _contents(args: Any, kwargs: Any) -> list[Contents]:

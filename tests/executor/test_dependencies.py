@@ -17,6 +17,7 @@ import memopt
 from memopt.errors import GuardError
 from memopt.executor.module import PlannedModule
 from memopt.profiler.dependencies.dependencies import Dependencies
+from memopt.profiler.trace import traced_again
 from tests.executor.harness import prepare
 
 X = torch.randn(4, 6, generator=torch.manual_seed(0))

@@ -221,9 +221,14 @@ def test_a_list_that_is_not_cleared_is_traced_again_and_warned_of() -> None:
     module = planned(net)
     reset()
     x = torch.randn(4, 3)
-    with pytest.warns(UserWarning, match=r"LOSSES: planned \d+ items, got \d+.*Clear such lists"):
+    message = r"LOSSES: planned \d+ items, got \d+.*Clear such lists"
+
+    def ten_steps() -> None:
         for _ in range(10):
             module(x, [{"gone": torch.ones(2)}]).sum().backward()
+
+    with pytest.warns(UserWarning, match=message):
+        ten_steps()
     assert len(LOSSES) == module.calls.planned == 10
 
 

@@ -180,7 +180,7 @@ def _of_container(variable: Any, source: str) -> Iterator[Change]:
 
 def _of_dict(variable: Any, source: str) -> Iterator[Change]:
     now, before = _keys(variable.items), _keys(variable.original_items)
-    if not all(isinstance(key, Constant) for key in now):
+    if not all(isinstance(key, Constant) for key in (*now, *before)):
         yield Change(source, "item with such a key")
         return
     new = [key for key in now if key not in before]
@@ -188,12 +188,12 @@ def _of_dict(variable: Any, source: str) -> Iterator[Change]:
     if order == list(now):
         for key in before:
             if key not in now:
-                yield Change(source, "deleted item", key.value)
+                yield Change(source, "deleted item", getattr(key, "value", None))
         now = {key: one for key, one in now.items() if key in new or not _one(one, before[key])}
     else:
         yield Change(source, "clear")
     for key, one in now.items():
-        yield Change(source, "item", key.value, (_value(one),))
+        yield Change(source, "item", getattr(key, "value", None), (_value(one),))
 
 
 def _keys(items: Any) -> dict[Value, Any]:

@@ -49,8 +49,8 @@ class Dependencies:
 
     @staticmethod
     def of(model: nn.Module, guards: TraceGuards) -> Dependencies:
-        """The things that the guards of a trace are about, as they are now; what the forward changes
-        and changes back is not looked at.
+        """The things that the guards of a trace are about, as they are now; not what the forward
+        changes and changes back.
 
         Args:
             model: the model that was traced.
