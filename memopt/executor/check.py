@@ -22,7 +22,6 @@ from memopt.profiler.baseline import (
     as_targets,
     clear_gradients,
     differentiable,
-    median_step_s,
 )
 from memopt.profiler.dropped_outputs import without
 from memopt.profiler.inputs import Call, device_of
@@ -31,6 +30,7 @@ from memopt.profiler.model_outputs import dense_strides
 from memopt.profiler.own_backward import OwnBackward
 from memopt.profiler.ranks import ranks_of, together
 from memopt.profiler.restored_state import StorageCopies, state_restored
+from memopt.profiler.step_time import median_step_s
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord

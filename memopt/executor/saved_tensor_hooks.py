@@ -41,7 +41,7 @@ def token_as_it_is() -> AbstractContextManager[object]:
             "they change values (compression), gradients are those without them; if that "
             "matters, call the unplanned model there (planned.original, or "
             "memopt.unwrap(model)). This is said once",
-            stacklevel=2,
+            stacklevel=6,
         )
     return saved_tensors_hooks(_itself, _itself)
 

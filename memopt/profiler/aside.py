@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from memopt.profiler.reached_state import ReachedState
 from memopt.profiler.torch_private import imported
 
 P = ParamSpec("P")
@@ -43,6 +44,10 @@ def surroundings_off() -> Iterator[None]:
         if modes and not any(mode.is_infra_mode() for mode in modes):
             off = imported("torch.utils._python_dispatch", "_disable_current_modes")
             stack.enter_context(off())
+        functions = imported("torch.overrides", "_get_current_function_mode_stack")()
+        if functions:
+            # These stay, for a forward may depend on them; what they count or keep does not.
+            stack.callback(ReachedState(functions).put_back)
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         if torch.is_anomaly_enabled():

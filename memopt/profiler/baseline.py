@@ -5,7 +5,6 @@ Measuring leaves what the user owns as it was, see `memopt.profiler.restored_sta
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,10 +14,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from memopt.models.garbage import full_collections_put_off
 from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.models.step_rules import PLAIN, StepRules
-from memopt.profiler.backend import random_state_kept, timed
+from memopt.profiler.backend import random_state_kept
 from memopt.profiler.dropped_outputs import unread
 from memopt.profiler.eager_step import eager_step
 from memopt.profiler.inputs import Call
@@ -27,14 +25,9 @@ from memopt.profiler.model_outputs import gradients_of, in_memory_of_its_own, ta
 from memopt.profiler.own_backward import OwnBackward
 from memopt.profiler.ranks import largest, meet
 from memopt.profiler.restored_state import state_restored
+from memopt.profiler.step_time import median_step_s
 from memopt.profiler.torch_private import backward_owns_tangents
 
-_MINIMUM_STEPS = 3
-_MOST_STEPS = 10
-_ENOUGH_S = 2.0
-_ALIKE = 1.1
-"""Two steps that take so long together are enough if one takes at most so many times the other:
-their mean is within 5% of both."""
 LARGEST_NUMBER_BYTES = 64
 """The memory that torch allocates for a loss that is no more than a number."""
 
@@ -203,26 +196,6 @@ def clear_gradients(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> No
     for tensor in (*model.parameters(), *inputs):
         if tensor.is_leaf:
             tensor.grad = None
-
-
-def median_step_s(
-    step: Callable[[], object], clear: Callable[[], None], device: torch.device
-) -> float:
-    """Median seconds of a step that has run before: of a few, `clear` called before each."""
-    times: list[float] = []
-    with full_collections_put_off():
-        while not _are_enough(times):
-            clear()
-            # The slowest rank's, where several measure together: all make as many steps.
-            times += largest([timed(step, device)])
-    return statistics.median(times)
-
-
-def _are_enough(times: Sequence[float]) -> bool:
-    if len(times) == _MOST_STEPS:
-        return True
-    alike = len(times) > 1 and max(times) <= _ALIKE * min(times)
-    return sum(times) >= _ENOUGH_S and (len(times) >= _MINIMUM_STEPS or alike)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointFunction
 
 from memopt.profiler.backend import autocast_off
 
@@ -39,7 +40,7 @@ class OwnBackward:
     Where something else holds on to what accumulates a leaf's gradient (DistributedDataParallel, a
     hook on that node, a graph whose backward is still to come), or where the graph goes on into
     one that the user has made, autograd is asked for gradients up to there, which are accumulated
-    here.
+    here. A reentrant checkpoint refuses that: in a model with one the node's own hooks run.
 
     Args:
         tensors: the user's tensors, before a forward runs.
@@ -51,6 +52,7 @@ class OwnBackward:
         self._alone = {id(t) for t in self._tensors if t.is_leaf and _held_once(t)}
         self._made_before = {t.grad_fn for t in self._tensors if t.grad_fn is not None}
         self._is_plain: bool | None = None
+        self._reentrant = False
 
     def __call__(
         self, outputs: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor] | None = None
@@ -63,7 +65,7 @@ class OwnBackward:
             leaves, edges = self._ends(outputs)
             # An empty leaf makes a detached input one that was computed.
             others = any(id(leaf) not in self._alone for leaf in leaves if leaf.numel())
-            self._is_plain = not edges and not others
+            self._is_plain = not edges and (not others or self._reentrant)
         with autocast_off(), gradient_hooks_off(self._tensors):
             if self._is_plain:
                 torch.autograd.backward(outputs, tangents)
@@ -96,6 +98,8 @@ class OwnBackward:
                 seen.add(node)
                 if hasattr(node, "variable"):
                     leaves.append(node.variable)
+                if getattr(type(node), "_forward_cls", None) is CheckpointFunction:
+                    self._reentrant = True
                 waiting += node.next_functions
         return leaves, edges
 

@@ -26,7 +26,6 @@ from memopt.profiler.backend import random_state_kept
 from memopt.profiler.inputs import Call
 from memopt.profiler.own_backward import OwnBackward, gradient_hooks_off
 from memopt.profiler.reached_state import ReachedState
-from memopt.profiler.torch_private import imported
 
 _ON_ALL_MODULES = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _WRITTEN_UNSAID = ("running_mean", "running_var")
@@ -190,10 +189,9 @@ def forward_restored(
 
 
 def _looking_on() -> Iterator[Any]:
-    """What runs with every module's forward: hooks on all modules, modes of functions."""
+    """What runs with every module's forward: the hooks on all modules."""
     for hooks in _ON_ALL_MODULES:
         yield from getattr(nn.modules.module, hooks, {}).values()
-    yield from imported("torch.overrides", "_get_current_function_mode_stack")()
 
 
 def _other_generators() -> Callable[[], None]:

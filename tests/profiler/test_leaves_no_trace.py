@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +35,17 @@ def test_what_a_forward_reaches_is_put_back(name: str) -> None:
     with state_restored(model, to_call(x)) as kept, kept.first_run():
         kept.backward([model(x).sum()])
         assert look(model) != before
+    assert look(model) == before
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_planning_puts_back_what_a_forward_reaches(name: str) -> None:
+    """Whether the model is planned or refused."""
+    touch, look = TRACES[name]
+    model, x = Base(touch), torch.randn(2, 4)
+    before = look(model)
+    with contextlib.suppress(memopt.CaptureError):
+        memopt.plan(model, x, loss_fn=_mean, progress=False, cache=False)
     assert look(model) == before
 
 
@@ -146,6 +158,21 @@ def test_measured_where_nodes_are_held_is_what_is_measured_elsewhere() -> None:
     assert told == []
 
 
+def test_a_reentrant_checkpoint_where_nodes_are_held() -> None:
+    class Checkpointed(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(super().forward, x, use_reentrant=True)
+            return y * self.scale
+
+    model = Checkpointed(lambda *_: None)
+    model.scale = nn.Parameter(torch.ones(4))
+    node = model.scale.expand_as(model.scale).grad_fn
+    x = torch.randn(2, 4, requires_grad=True)
+    assert measure_baseline(model, to_call(x), Loss(_mean), CPU).peak_bytes > 0
+    assert model.layer.weight.grad is None
+    assert node is not None
+
+
 def test_graphs_of_the_user_are_not_run() -> None:
     """Targets and what a loss holds may have been computed: their backward is still to come."""
     teacher, model = nn.Linear(4, 2), nn.Linear(4, 2)
@@ -185,6 +212,28 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         return func(*args, **(kwargs or {}))
+
+
+class Looking(TorchFunctionMode):
+    """Keeps what it sees of linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_functions_leave_no_trace() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with Looking() as mode:
+        memopt.plan(model, x, loss_fn=_mean, progress=False).check(model, x)
+        assert mode.seen == []
+        model(x)
+        assert len(mode.seen) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
