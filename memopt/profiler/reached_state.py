@@ -13,6 +13,7 @@ import collections
 import functools
 import io
 import logging
+import operator
 import random
 import sys
 import types
@@ -30,10 +31,21 @@ from torch.utils.data import DataLoader
 _MOST_OBJECTS = 100_000
 """Where the walk over Python objects ends; the model itself comes first."""
 _LEFT_ALONE = frozenset({"torch", "numpy", "memopt", *sys.stdlib_module_names})
-_MAPPINGS = (dict, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
-_SETS = (set, weakref.WeakSet)
+_MAPPINGS: tuple[Any, ...] = (
+    collections.OrderedDict,
+    dict,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+)
+_SETS: tuple[Any, ...] = (set, weakref.WeakSet)
+_SEQUENCES: tuple[Any, ...] = (list, deque, *_SETS)
 _OPEN = (collections.UserDict, collections.UserList, types.SimpleNamespace, local)
 """Classes of Python's whose objects are a user's own."""
+_OPERATORS = {name for name in vars(operator) if name.startswith("__")} | {
+    *("__call__", "__enter__", "__exit__", "__iter__", "__next__", "__len__", "__bool__"),
+    *("__getattr__", "__getattribute__", "__setattr__", "__radd__", "__rsub__", "__rmul__"),
+}
+"""Methods that are called without being named."""
 _RUNNING = (Thread, Queue, logging.Logger, io.IOBase, DataLoader)
 """Classes whose objects, a user's subclasses' included, other threads and the system use."""
 _ABSENT = object()
@@ -88,11 +100,14 @@ class ReachedState:
             case random.Random() if not isinstance(one, random.SystemRandom):
                 self._random.append((one.setstate, one.getstate()))
             case _ if isinstance(one, _MAPPINGS):
-                self._dicts.append((one, dict(one)))
-                return [*one.values(), *self._attributes(one)]
-            case _ if isinstance(one, (list, deque, *_SETS)):
-                self._sequences.append((one, list(one)))
-                return [*one, *self._attributes(one)]
+                # By the methods of the base: a subclass's may import, or make, what it holds.
+                held = dict(list(_base(one, _MAPPINGS).items(one)))
+                self._dicts.append((one, held))
+                return [*held.values(), *self._attributes(one)]
+            case _ if isinstance(one, _SEQUENCES):
+                items = list(_base(one, _SEQUENCES).__iter__(one))
+                self._sequences.append((one, items))
+                return [*items, *self._attributes(one)]
             case tuple():
                 return one
             case functools.partial():
@@ -174,8 +189,7 @@ class ReachedState:
         for owner, before, walked in self._variables:
             names = self._named & before.keys()
             if isinstance(owner, type):
-                # What operators and brackets call; not what makes an object.
-                names |= {name for name in before if name.startswith("__")} - {"__init__"}
+                names |= _OPERATORS & before.keys()
             for name in names - walked:
                 walked.add(name)
                 value = before[name]
@@ -187,14 +201,17 @@ class ReachedState:
     def put_back(self) -> None:
         """Make the objects what they were; those that still are, are left alone."""
         for now, before in self._dicts:
-            same = [*map(id, now)] == [*map(id, before)]
-            if not same or any(now.get(key, _ABSENT) is not before[key] for key in before):
-                now.clear()
-                now.update(before)
-        for items, old in self._sequences:
-            if len(items) != len(old) or any(a is not b for a, b in zip(items, old, strict=True)):
-                items.clear()
-                (items.update if isinstance(items, _SETS) else items.extend)(old)
+            base = _base(now, _MAPPINGS)
+            if not _same_items(base.items(now), before.items()):
+                base.clear(now)
+                for key, value in before.items():
+                    base.__setitem__(now, key, value)
+        for one, old in self._sequences:
+            base = _base(one, _SEQUENCES)
+            items = list(base.__iter__(one))
+            if [*map(id, items)] != [*map(id, old)]:
+                base.clear(one)
+                (base.update if base in _SETS else base.extend)(one, old)
         for cell, content in self._cells:
             if _content(cell) is not content:
                 _set_content(cell, content)
@@ -218,6 +235,16 @@ class ReachedState:
             # A module that the forward imports stays: it is not imported again.
             if new is not old and not (old is _ABSENT and isinstance(new, types.ModuleType)):
                 _assign(owner, name, old)
+
+
+def _base(one: Any, kinds: tuple[Any, ...]) -> Any:
+    """Which of these classes an object is of."""
+    return next(kind for kind in kinds if isinstance(one, kind))
+
+
+def _same_items(now: Iterable[tuple[Any, Any]], before: Iterable[tuple[Any, Any]]) -> bool:
+    """Whether items are the same objects, in the same order."""
+    return [(id(k), id(v)) for k, v in now] == [(id(k), id(v)) for k, v in before]
 
 
 def _left_alone(one: Any) -> bool:

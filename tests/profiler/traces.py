@@ -17,7 +17,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+
+class Making(dict[str, Any]):
+    """Makes what it is asked for."""
+
+    made = 0
+
+    def __getitem__(self, key: str) -> Any:
+        Making.made += 1
+        return super().__getitem__(key)
+
+    def items(self) -> Any:
+        raise AssertionError("asked for all it holds")
+
+    values = get = items
+
+
 AUX: list[Tensor] = []
+MAKING = Making(a=1)
 BY_NAME: dict[str, Any] = {}
 COUNTER = 0
 COUNTS = np.zeros(3)
@@ -236,6 +253,10 @@ TRACES: dict[str, tuple[Callable[..., Any], Look]] = {
     "a name in a string": (_by_string, lambda _: TRACKER.inner),
     "a partial": (functools.partial(_default, seen=AUX), lambda _: len(AUX)),
     "a cached function": (lambda _, y: _cached(y.shape[0]), lambda _: len(AUX)),
+    "a dict that makes": (
+        lambda _, y: MAKING.__setitem__("b", y),
+        lambda _: (len(MAKING), Making.made),
+    ),
     "an array": (lambda _, y: COUNTS.__setitem__(0, 7), lambda _: COUNTS.tolist()),
     "thread's own": (lambda _, y: HERE.seen.append(y), lambda _: len(HERE.seen)),
     "generators": (
