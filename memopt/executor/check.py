@@ -16,19 +16,21 @@ from memopt.executor.apply import apply_plan, planned_call
 from memopt.executor.recorder import recorder_for
 from memopt.models.record import OutputGradients
 from memopt.models.recording import Recorded
-from memopt.profiler.backend import autocast_off, backend_of, timed
+from memopt.profiler.aside import aside
+from memopt.profiler.backend import backend_of, timed
 from memopt.profiler.baseline import (
     as_targets,
     clear_gradients,
     differentiable,
-    median_step_s,
 )
 from memopt.profiler.dropped_outputs import without
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.memory import metered
 from memopt.profiler.model_outputs import dense_strides
+from memopt.profiler.own_backward import OwnBackward
 from memopt.profiler.ranks import ranks_of, together
 from memopt.profiler.restored_state import StorageCopies, state_restored
+from memopt.profiler.step_time import median_step_s
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -70,12 +72,10 @@ class _Steps:
         """No gradients, as before a step."""
         clear_gradients(self.model, self.call.tensors())
 
-    def run(self, module: nn.Module) -> Any:
+    def run(self, module: nn.Module, run_backward: OwnBackward) -> Any:
         """A step of `module`, which is `model` or planned; its output."""
         output = self._output(module)
-        loss = loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients)
-        with autocast_off():
-            loss.backward()
+        run_backward([loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients)])
         return output
 
     def _output(self, module: nn.Module) -> Any:
@@ -83,29 +83,37 @@ class _Steps:
         dropped = self.plan.output_gradients.dropped
         return without(module(*self.call.args, **self.call.kwargs), dropped)
 
-    def seconds(self, module: nn.Module) -> float:
+    def seconds(self, module: nn.Module, run_backward: OwnBackward) -> float:
         """Seconds of a step."""
         self.clear()
-        return timed(partial(self.run, module), self.device)
+        return timed(partial(self.run, module, run_backward), self.device)
 
     def peak_bytes(self, module: nn.Module, kept: StorageCopies) -> int:
         """Total peak bytes of a step that is not the first, which runs before. It holds its output
         to its end and, while it makes its loss, the last step's."""
         self.clear()
         with kept.first_run():
-            self.run(module)
+            self.run(module, kept.backward)
         with metered(self.device) as use:
             for _ in range(2 if self.plan.loss_bytes else 1):
                 self.clear()
                 output = None
                 output = self._output(module)
                 loss = loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients)
-                with autocast_off():
-                    loss.backward()
+                kept.backward([loss])
             del output, loss
         return unmetered_bytes(self.plan, self.device) + use.peak_bytes
 
 
+def _steps(
+    plan: PlanRecord, model: nn.Module, inputs: Any, loss_fn: Any, targets: tuple[Any, ...]
+) -> _Steps:
+    """Steps on tensors without their history, which is the user's."""
+    call = planned_call(plan, model, inputs).detached()
+    return _Steps(plan, model, call, loss_fn, Call(as_targets(targets), {}).detached().args)
+
+
+@aside
 def measure_step(
     plan: PlanRecord,
     model: nn.Module,
@@ -114,14 +122,15 @@ def measure_step(
     targets: tuple[Any, ...] = (),
 ) -> Measured:
     """The peak and time of a step under the plan; see `Plan.check`."""
-    steps = _Steps(plan, model, planned_call(plan, model, inputs).detached(), loss_fn, targets)
+    steps = _steps(plan, model, inputs, loss_fn, targets)
     planned = apply_plan(plan, model, inputs)
     with together(ranks_of(model)), steps.restored() as kept:
         peak_bytes = steps.peak_bytes(planned, kept)
-        run = partial(steps.run, planned)
+        run = partial(steps.run, planned, kept.backward)
         return peak_bytes, median_step_s(run, steps.clear, steps.device)
 
 
+@aside
 def measure_in_turn(
     plans: Sequence[PlanRecord],
     model: nn.Module,
@@ -144,7 +153,7 @@ def measure_in_turn(
         rounds: timed rounds, at least 1; a metered one, which also warms up, comes first.
         progress: called after every step; may raise KeyboardInterrupt.
     """
-    steps = _Steps(plans[0], model, planned_call(plans[0], model).detached(), loss_fn, targets)
+    steps = _steps(plans[0], model, None, loss_fn, targets)
     modules = [model, *(apply_plan(plan, model) for plan in plans)]
     report = progress or (lambda _fraction, _what: None)
     peaks: list[int] = []
@@ -155,13 +164,14 @@ def measure_in_turn(
             report(len(peaks) / (len(modules) * (rounds + 1)), "measuring peaks")
         for done in range(1, rounds + 1):
             for seconds, module in zip(times, modules, strict=True):
-                seconds.append(steps.seconds(module))
+                seconds.append(steps.seconds(module, kept.backward))
             report((done + 1) / (rounds + 1), "measuring step times")
     medians = [statistics.median(seconds) for seconds in times]
     baseline, *planned = zip(peaks, medians, strict=True)
     return baseline, tuple(planned)
 
 
+@aside
 def record_step(
     plan: PlanRecord,
     model: nn.Module,
@@ -171,14 +181,14 @@ def record_step(
 ) -> tuple[Recorded, ...]:
     """What a step under the plan does when: the one of median time of RECORDED_STEPS, after a first
     one. Arguments and errors are those of `Plan.check`."""
-    steps = _Steps(plan, model, planned_call(plan, model, inputs).detached(), loss_fn, targets)
+    steps = _steps(plan, model, inputs, loss_fn, targets)
     recorder = recorder_for(steps.device)
     module = apply_plan(plan, model, inputs, recorder=recorder)
     found: list[tuple[float, tuple[Recorded, ...]]] = []
     with steps.restored() as kept:
         for number in range(RECORDED_STEPS + 1):
             with nullcontext() if number else kept.first_run():
-                seconds = steps.seconds(module)
+                seconds = steps.seconds(module, kept.backward)
             found.append((seconds, recorder.take()))
     rest = sorted(found[1:], key=lambda pair: pair[0])
     return rest[len(rest) // 2][1]

@@ -25,6 +25,7 @@ from memopt.profiler.backend import autocast_as, autocast_off, autocast_state
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
 from memopt.profiler.nodes import is_random
+from memopt.profiler.own_backward import gradient_hooks_off
 from memopt.profiler.restored_state import state_restored
 
 _STATISTICS = ("running_mean", "running_var")
@@ -99,7 +100,9 @@ class AsOriginal:
                 "plan (memopt.unwrap(model), or planned.original)"
             )
         wanted = [i for i, gradient in enumerate(captured.gradients) if gradient is not None]
-        primals = [captured.primals[i].value(model, call.leaves) for i in wanted]
+        # The hooks of the user's tensors run when these gradients come to them, not here too.
+        inner = _aliased(call)
+        primals = [captured.primals[i].value(model, inner.leaves) for i in wanted]
         with ExitStack() as stack:
             stack.enter_context(state_restored(model, call))
             stack.enter_context(unplanned())
@@ -111,7 +114,7 @@ class AsOriginal:
             except GuardError as error:
                 raise ExecutionError(f"{_WHY} as it ran: {error}") from error
             self._used()
-            output = model(*call.args, **call.kwargs)
+            output = model(*inner.args, **inner.kwargs)
         found = pytree.tree_leaves(output)
         if any(_leaf_of(one) >= len(found) for one in captured.tangents):
             raise ExecutionError(
@@ -124,7 +127,7 @@ class AsOriginal:
             for placeholder, tangent in zip(captured.tangents, tangents, strict=True)
             if tangent is not None
         ]
-        with autocast_off():
+        with autocast_off(), gradient_hooks_off(primals):
             gradients = torch.autograd.grad(
                 [output for output, _ in pairs],
                 primals,
@@ -134,6 +137,16 @@ class AsOriginal:
             )
         by_position = dict(zip(wanted, gradients, strict=True))
         return tuple(by_position.get(i) for i in range(len(captured.gradients)))
+
+
+def _aliased(call: Call) -> Call:
+    """The call with aliases of its computed tensors, which have no hooks."""
+    made: dict[int, torch.Tensor] = {}
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_leaf else made.setdefault(id(tensor), tensor.view_as(tensor))
+
+    return call.with_tensors(one)
 
 
 def draws(captured: Captured) -> bool:

@@ -22,6 +22,7 @@ from memopt.errors import ExecutionError
 from memopt.executor.differentiated import AsOriginal, differentiable_through, draws
 from memopt.executor.handover import Handover, HandoverOrder
 from memopt.executor.random_state import RandomStates
+from memopt.executor.saved_tensor_hooks import token_as_it_is
 from memopt.executor.tied_values import TiedValue, tie
 from memopt.profiler.as_eager.casts import backward_would_cast
 from memopt.profiler.backend import autocast_off, autocast_state
@@ -133,7 +134,8 @@ class Runtime:
         made = _Call(program, again, chain)
         try:
             self._local.call = weakref.ref(made)
-            output = self._captured.compiled(*held, *call.args, **call.kwargs)
+            with token_as_it_is():
+                output = self._captured.compiled(*held, *call.args, **call.kwargs)
             if not self._differentiable and torch.is_grad_enabled():
                 self._differentiable = True
                 differentiable_through(output)

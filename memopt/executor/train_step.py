@@ -21,6 +21,7 @@ from memopt.executor.input_gradients import check_behind, pass_on
 from memopt.executor.loss_scaling import LossScaling
 from memopt.executor.module import install
 from memopt.executor.random_state import RandomStates
+from memopt.executor.saved_tensor_hooks import token_as_it_is
 from memopt.executor.step_checks import other_parameters, plan_of_step
 from memopt.executor.undo import Changes, Undo
 from memopt.models.step_rules import scales
@@ -244,7 +245,7 @@ class TrainStep:
         try:
             target.begin(update)
             # The casts are in the graph.
-            with ctrl_c_deferred() as begin, torch.no_grad(), autocast_off():
+            with ctrl_c_deferred() as begin, torch.no_grad(), autocast_off(), token_as_it_is():
                 there = partial(update_there, self._optimizer, self._parameters, changes, undo)
                 self._homes.begin(begin, there)
                 return self._attempt(call, changes)

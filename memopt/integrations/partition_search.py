@@ -18,6 +18,7 @@ from memopt.profiler.backend import timed
 from memopt.profiler.baseline import Loss, backward, clear_gradients
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import metered
+from memopt.profiler.own_backward import OwnBackward
 from memopt.profiler.restored_state import state_restored
 
 _TURNS = 7
@@ -81,13 +82,13 @@ class RealStep:
     def peak_bytes(self, run: Any) -> int:
         """Peak of a step with all that is resident, after one to compile and warm up."""
         device = self._device
-        with self._left_alone() as call:
+        with self._left_alone() as (call, run_backward):
             # What is found in AOTAutograd's cache is divided already; Inductor's own is used.
             with functorch_config.patch(enable_autograd_cache=False):
-                self._step(run, call)
+                self._step(run, call, run_backward)
             clear_gradients(self.model, call.tensors())
             with metered(device) as use:
-                held = self._step(run, call)
+                held = self._step(run, call, run_backward)
             del held
         return self.resident_bytes + use.peak_bytes
 
@@ -95,11 +96,11 @@ class RealStep:
         """Median seconds of a step of each, in turns; all have been compiled."""
         device = self._device
         times: list[list[float]] = [[] for _ in runs]
-        with self._left_alone() as call:
+        with self._left_alone() as (call, run_backward):
             for turn in range(_TURNS + 1):
                 for run, found in zip(runs, times, strict=True):
                     clear_gradients(self.model, call.tensors())
-                    seconds = timed(partial(self._step, run, call), device)
+                    seconds = timed(partial(self._step, run, call, run_backward), device)
                     if turn:  # the first is to warm up
                         found.append(seconds)
         return [statistics.median(found) for found in times]
@@ -109,17 +110,18 @@ class RealStep:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     @contextmanager
-    def _left_alone(self) -> Iterator[Call]:
-        """Around steps: the call to make; afterwards all is put back."""
-        call = self.call.detached()
-        parts = self.loss.parts if self.loss else ()
+    def _left_alone(self) -> Iterator[tuple[Call, OwnBackward]]:
+        """Around steps: the call to make, and what runs its backward; afterwards all is put
+        back."""
+        call, loss = self.call.detached(), self.loss
+        parts = loss.parts if loss else ()
         with state_restored(self.model, call, *parts) as kept:
             kept.keep_all()
             clear_gradients(self.model, call.tensors())
-            yield call
+            yield call, kept.backward
             clear_gradients(self.model, call.tensors())
 
-    def _step(self, run: Any, call: Call) -> Any:
+    def _step(self, run: Any, call: Call, run_backward: OwnBackward) -> Any:
         output = run(*call.args, **call.kwargs)
-        backward(output, self.loss)
+        backward(output, self.loss, run_backward)
         return output

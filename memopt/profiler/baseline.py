@@ -5,7 +5,6 @@ Measuring leaves what the user owns as it was, see `memopt.profiler.restored_sta
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,25 +14,20 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from memopt.models.garbage import full_collections_put_off
 from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.models.step_rules import PLAIN, StepRules
-from memopt.profiler.backend import autocast_off, random_state_kept, timed
+from memopt.profiler.backend import random_state_kept
 from memopt.profiler.dropped_outputs import unread
 from memopt.profiler.eager_step import eager_step
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
 from memopt.profiler.model_outputs import gradients_of, in_memory_of_its_own, tangent_of
+from memopt.profiler.own_backward import OwnBackward
 from memopt.profiler.ranks import largest, meet
 from memopt.profiler.restored_state import state_restored
+from memopt.profiler.step_time import median_step_s
 from memopt.profiler.torch_private import backward_owns_tangents
 
-_MINIMUM_STEPS = 3
-_MOST_STEPS = 10
-_ENOUGH_S = 2.0
-_ALIKE = 1.1
-"""Two steps that take so long together are enough if one takes at most so many times the other:
-their mean is within 5% of both."""
 LARGEST_NUMBER_BYTES = 64
 """The memory that torch allocates for a loss that is no more than a number."""
 
@@ -63,6 +57,10 @@ class Loss:
                 f"loss_fn must be callable as loss_fn(output, *targets), got {self.function!r}"
             )
         object.__setattr__(self, "targets", as_targets(self.targets))
+
+    def detached(self) -> Loss:
+        """The same loss, with targets that come without their history; see `Call.detached`."""
+        return replace(self, targets=Call(self.targets, {}).detached().args)
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -116,17 +114,14 @@ def differentiable(output: Any, unused: tuple[int, ...] = ()) -> dict[int, torch
     return dict(found.values())
 
 
-def backward(output: Any, loss: Loss | None) -> None:
+def backward(output: Any, loss: Loss | None, run: OwnBackward) -> None:
     """The step after the forward: the user's loss, or unit tangents for every output. The backward
     itself comes after a loop's `with torch.autocast`."""
     if loss is not None:
-        value = loss.value(output)
-        with autocast_off():
-            value.backward()  # type: ignore[no-untyped-call]
+        run([loss.value(output)])
         return
     tensors = list(differentiable(output).values())
-    with autocast_off():
-        torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
+    run(tensors, [torch.ones_like(t) for t in tensors])
 
 
 def measure_baseline(
@@ -155,24 +150,10 @@ def measure_baseline(
     """
     call = call.detached()
     meet()
-    whole = None
-    if optimizer is not None and loss is not None:
-        whole = eager_step(model, call, loss.value, optimizer, rules)
-
-    def step() -> Any:
-        if optimizer is None and loss is not None and loss.alone:
-            value = loss.value(model(*call.args, **call.kwargs))
-            with autocast_off():
-                value.backward()  # type: ignore[no-untyped-call]
-            return value
-        if whole is not None:
-            return whole()
-        output = model(*call.args, **call.kwargs)
-        backward(output, loss)
-        return output
-
+    loss = loss and loss.detached()
     clear = partial(clear_gradients, model, () if optimizer else call.tensors())
     with state_restored(model, call, *(loss.parts if loss else ()), optimizer) as kept:
+        step = _unplanned_step(model, call, loss, optimizer, rules, kept.backward)
         clear()
         with kept.first_run():
             step()
@@ -186,31 +167,35 @@ def measure_baseline(
         return Baseline(int(peak_bytes), time_s, True, library_bytes(device))
 
 
+def _unplanned_step(
+    model: nn.Module,
+    call: Call,
+    loss: Loss | None,
+    optimizer: torch.optim.Optimizer | None,
+    rules: StepRules,
+    run_backward: OwnBackward,
+) -> Callable[[], Any]:
+    """The step that `measure_baseline` measures; returns what a loop holds while it ends."""
+    if optimizer is not None and loss is not None:
+        return eager_step(model, call, loss.value, optimizer, rules, run_backward)
+
+    def step() -> Any:
+        output = model(*call.args, **call.kwargs)
+        if loss is not None and loss.alone:
+            output = loss.value(output)
+            run_backward([output])
+        else:
+            backward(output, loss, run_backward)
+        return output
+
+    return step
+
+
 def clear_gradients(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> None:
     """No gradients on parameters and inputs, as before a step."""
     for tensor in (*model.parameters(), *inputs):
         if tensor.is_leaf:
             tensor.grad = None
-
-
-def median_step_s(
-    step: Callable[[], object], clear: Callable[[], None], device: torch.device
-) -> float:
-    """Median seconds of a step that has run before: of a few, `clear` called before each."""
-    times: list[float] = []
-    with full_collections_put_off():
-        while not _are_enough(times):
-            clear()
-            # The slowest rank's, where several measure together: all make as many steps.
-            times += largest([timed(step, device)])
-    return statistics.median(times)
-
-
-def _are_enough(times: Sequence[float]) -> bool:
-    if len(times) == _MOST_STEPS:
-        return True
-    alike = len(times) > 1 and max(times) <= _ALIKE * min(times)
-    return sum(times) >= _ENOUGH_S and (len(times) >= _MINIMUM_STEPS or alike)
 
 
 @dataclass(frozen=True)
@@ -357,6 +342,7 @@ def loss_text(loss: Loss) -> str | None:
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
     """Run the loss forward and backward on detached outputs of the model; not where no output
     has a gradient, which is the model's fault and `capture`'s to say."""
+    loss = loss.detached()
     with state_restored(model, call, *loss.parts) as kept:
         with kept.first_run():
             output = model(*call.args, **call.kwargs)
@@ -376,8 +362,7 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
                 cut = _Boundary.apply(arrivals, reached, *values)  # type: ignore[no-untyped-call]
                 with kept.first_run():
                     value = loss.value(tree.with_tensors(cut))
-                with autocast_off():
-                    value.backward()  # type: ignore[no-untyped-call]
+                kept.backward([value])
         found_bytes = sum(gradient.nbytes for gradient in arrivals.gradients.values())
         held_bytes = sum(size_bytes for _, size_bytes in arrivals.held)
         gradients = gradients_of(tree.ranks, arrivals.gradients, held_bytes)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from memopt.models.record import OutputGradients
+from memopt.profiler.aside import aside
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.dependencies.reader import described
 from memopt.profiler.inputs import Call, device_of, repeated
@@ -28,6 +29,7 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, list[tuple[_Kind, weakref.ref[Captu
 _KNOWN = weakref.WeakKeyDictionary()
 
 
+@aside
 def captured_again(
     model: nn.Module,
     call: Call,

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from memopt.models.step_rules import StepRules
-from memopt.profiler.backend import autocast_off
 from memopt.profiler.inputs import Call
+from memopt.profiler.own_backward import OwnBackward
 
 
 def eager_step(
@@ -19,6 +19,7 @@ def eager_step(
     loss_of: Callable[[Any], torch.Tensor],
     optimizer: torch.optim.Optimizer,
     rules: StepRules,
+    run_backward: OwnBackward,
 ) -> Callable[[], None]:
     """A step that takes the same batch as each of its micro-batches.
 
@@ -27,6 +28,7 @@ def eager_step(
         loss_of: the loss of the model's output.
         optimizer: steps, and drops the gradients.
         rules: what happens to gradients before that.
+        run_backward: runs its backwards.
     """
     device = next((p.device.type for p in model.parameters()), "cpu")
     scaler = torch.amp.GradScaler(device, init_scale=1.0, enabled=rules.scaled)
@@ -39,8 +41,7 @@ def eager_step(
             if rules.micro_batches > 1:
                 value = value / rules.micro_batches
             value = scaler.scale(value)
-            with autocast_off():
-                value.backward()  # type: ignore[no-untyped-call]
+            run_backward([value])
             del value
         if rules.scaled:
             scaler.unscale_(optimizer)

@@ -22,6 +22,7 @@ from torch import nn
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.profiler.aside import aside
 from memopt.profiler.backend import estimated_backend
 from memopt.profiler.baseline import (
     LARGEST_NUMBER_BYTES,
@@ -166,6 +167,7 @@ def _result_bytes(call: Signature, outputs: Any, device: Device) -> tuple[int, .
     return tuple(device.allocated_bytes(size) for size in sizes)
 
 
+@aside
 def estimate_model(
     model: nn.Module,
     inputs: Any,

@@ -1,9 +1,8 @@
 """Running a user's model and loss so that they are afterwards what they were before.
 
-Kept are the attributes of their modules, what lists and dicts there and in the closures of their
-functions (hooks, the loss) hold, the values of their tensors, gradients, and the states of the
-random generators. Other objects' attributes are left alone, but for the tensors among them: they
-may belong to running threads, such as a data loader's.
+Kept are what their functions can reach and change (`memopt.profiler.reached_state`), the values of
+their tensors, gradients and hooks of these, and the states of the random generators. The hooks do
+not run: they are what a user does with gradients, and planning's are none of his.
 
 Values are copied before they are first written to, so that a model that updates few tensors costs
 few copies: a watched run (`StorageCopies.first_run`) finds them. Buffers are copied beforehand,
@@ -15,8 +14,6 @@ from __future__ import annotations
 import functools
 import random
 import sys
-import types
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,20 +24,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.profiler.backend import random_state_kept
 from memopt.profiler.inputs import Call
+from memopt.profiler.own_backward import OwnBackward, gradient_hooks_off
+from memopt.profiler.reached_state import ReachedState
 
-_MOST_OBJECTS = 100_000
-"""Where the walk over Python objects ends; the model itself comes first."""
+_ON_ALL_MODULES = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _WRITTEN_UNSAID = ("running_mean", "running_var")
 
 
 class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies of the storages of a user's tensors, each made before it is first written to."""
+    """Copies of the storages of a user's tensors, each made before it is first written to.
+
+    Attributes:
+        backward: runs a backward, and no hook of the user's.
+    """
 
     supports_higher_order_operators = True
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        found = (_storage(tensor) for tensor in tensors)
+        given = list(tensors)
+        self.backward = OwnBackward(given)
+        found = map(_storage, given)
         self._storages = {int(s._cdata): s for s in found if s is not None}
         self._copies: dict[int, Any] = {}
 
@@ -102,59 +106,12 @@ def _copied(storage: Any) -> Any:
     return storage.clone() if storage.device.type == "cpu" else storage.cpu()
 
 
-class _Reached:
-    """Everything that can be reached from a user's objects, and its state before."""
+class _Tensors:
+    """A user's tensors, and where their values, their gradients and their hooks are."""
 
-    def __init__(self, roots: Iterable[Any]) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
-        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._sequences: list[tuple[Any, list[Any]]] = []
-        self._held: dict[int, Any] = {}
-        waiting = deque(roots)
-        self._roots = set(map(id, waiting))
-        while waiting and len(self._held) < _MOST_OBJECTS:
-            one = waiting.popleft()
-            if id(one) not in self._held:
-                self._held[id(one)] = one
-                waiting.extend(self._look_at(one))
-        self._flags = [(t, t.requires_grad, t.grad) for t in self.tensors if t.is_leaf]
-        self._places = [(t, t.data) for t in self.tensors if _storage(t) is not None]
-
-    def _look_at(self, one: Any) -> Iterable[Any]:
-        """Note how an object is; what it holds."""
-        match one:
-            case torch.Tensor():
-                self.tensors.append(one)
-            case torch.Generator():
-                self._generators.append((one, one.get_state()))
-            case dict():
-                self._dicts.append((one, dict(one)))
-                return list(one.values())
-            case list() | deque() | set():
-                self._sequences.append((one, list(one)))
-                return list(one)
-            case tuple():
-                return one
-            case functools.partial():
-                return (one.func, one.args, one.keywords)
-            case types.MethodType():
-                self._roots.add(id(one.__self__))
-                return (one.__self__, one.__func__)
-            case types.FunctionType():
-                return [*_contents(one.__closure__ or ()), *(one.__defaults__ or ())]
-            case nn.Module():
-                return (one.__dict__,)
-            case type() | types.ModuleType():
-                return ()
-            case _ if isinstance(getattr(one, "__dict__", None), dict):
-                # The attributes of a loss that is an object; of others the tensors.
-                state = one.__dict__
-                values = [
-                    v for v in state.values() if isinstance(v, (torch.Tensor, torch.Generator))
-                ]
-                return (state,) if id(one) in self._roots else values
-        return ()
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._flags = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
+        self._places = [(t, t.data) for t in tensors if _storage(t) is not None]
 
     def without_gradients(self) -> None:
         """No tensor has a gradient, so that none of the user's is added to."""
@@ -162,18 +119,7 @@ class _Reached:
             tensor.grad = None
 
     def put_back(self) -> None:
-        """Make the objects what they were; those that still are, are left alone."""
-        for now, before in self._dicts:
-            same = [*map(id, now)] == [*map(id, before)]
-            if not same or any(now[key] is not before[key] for key in before):
-                now.clear()
-                now.update(before)
-        for items, old in self._sequences:
-            if len(items) != len(old) or any(a is not b for a, b in zip(items, old, strict=True)):
-                items.clear()
-                (items.update if isinstance(items, set) else items.extend)(old)
-        for generator, state in self._generators:
-            generator.set_state(state)
+        """Make the tensors what they were, but for their values."""
         for tensor, data in self._places:
             if tensor.data_ptr() != data.data_ptr():
                 tensor.data = data
@@ -181,14 +127,6 @@ class _Reached:
             if tensor.is_leaf and tensor.requires_grad is not requires_grad:
                 tensor.requires_grad_(requires_grad)
             tensor.grad = gradient
-
-
-def _contents(cells: Iterable[types.CellType]) -> Iterator[Any]:
-    for cell in cells:
-        try:
-            yield cell.cell_contents
-        except ValueError:  # empty until its function has run
-            continue
 
 
 @contextmanager
@@ -201,9 +139,10 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
 
     Yields:
         What copies values: the first run inside is to be `first_run()`, or, where compiled code
-        runs, after `keep_all()`.
+        runs, after `keep_all()`. Its `backward` is how a backward is run inside.
     """
-    reached = _Reached((model, call.args, call.kwargs, *others))
+    reached = ReachedState((model, call.args, call.kwargs, *others, *_looking_on()))
+    tensors = _Tensors(reached.tensors)
     kept = StorageCopies(reached.tensors)
     owners = [one for one in (model, *others) if isinstance(one, nn.Module)]
     for buffer in (b for owner in owners for b in owner.buffers()):
@@ -212,8 +151,8 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
     restore = _other_generators()
     dtype = torch.get_default_dtype()
     try:
-        reached.without_gradients()
-        with random_state_kept(devices), torch.enable_grad():
+        tensors.without_gradients()
+        with gradient_hooks_off(reached.tensors), random_state_kept(devices), torch.enable_grad():
             yield kept
     finally:
 
@@ -221,6 +160,7 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
             torch.set_default_dtype(dtype)
             restore()
             reached.put_back()
+            tensors.put_back()
             kept.put_back()
 
         try:
@@ -246,6 +186,12 @@ def forward_restored(
     """
     with state_restored(model, call) as kept, kept.first_run(), torch.no_grad():
         yield (way or model)(*call.args, **call.kwargs)
+
+
+def _looking_on() -> Iterator[Any]:
+    """What runs with every module's forward: the hooks on all modules."""
+    for hooks in _ON_ALL_MODULES:
+        yield from getattr(nn.modules.module, hooks, {}).values()
 
 
 def _other_generators() -> Callable[[], None]:

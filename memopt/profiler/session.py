@@ -18,6 +18,7 @@ from memopt.models.device import in_blocks
 from memopt.models.garbage import full_collections_put_off
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
+from memopt.profiler.aside import aside
 from memopt.profiler.backend import backend_of
 from memopt.profiler.baseline import (
     Baseline,
@@ -88,6 +89,7 @@ def part_of(report: Progress, start: float, end: float) -> Progress:
     return lambda fraction, what: report(start + (end - start) * fraction, what)
 
 
+@aside
 def profile_model(
     model: nn.Module,
     inputs: Any,

@@ -21,7 +21,9 @@ from torch import nn
 
 from memopt.profiler.backend import backend_of
 from memopt.profiler.optimizer_state import PER_PARAMETER
+from memopt.profiler.torch_private import imported
 
+_ON_ALL_OPTIMIZERS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 Run: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor | None, torch.Tensor | None], None]
 
 
@@ -85,6 +87,12 @@ def check_splittable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ValueError(
             f"{kind.__name__} has step hooks, which would run once per parameter; remove them"
+        )
+    if any(imported("torch.optim.optimizer", name) for name in _ON_ALL_OPTIMIZERS):
+        raise ValueError(
+            "there are step hooks on all optimizers (register_optimizer_step_pre_hook or "
+            "..._post_hook), which would run once per parameter; remove them, or plan the module "
+            "alone (without an optimizer instance)"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:

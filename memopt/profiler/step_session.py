@@ -14,6 +14,7 @@ from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
 from memopt.models.record import ModelRecord
 from memopt.models.step_rules import PLAIN, StepRules
+from memopt.profiler.aside import aside
 from memopt.profiler.backend import backend_of, timed
 from memopt.profiler.baseline import Baseline, Loss, measure_baseline
 from memopt.profiler.compiled.choice import check_kernels, chosen_kernels
@@ -57,6 +58,7 @@ class ProfiledStep(Profiled):
     movable_state_bytes: int = 0
 
 
+@aside
 def profile_step(
     model: nn.Module,
     inputs: Any,

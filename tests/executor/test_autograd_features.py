@@ -273,3 +273,24 @@ def test_buffers_updated_in_a_checkpoint_are_updated_once_and_a_note_says_so() -
         wrapped.state_dict().items(), plain.state_dict().values(), strict=True
     ):
         assert torch.equal(found, wanted), name
+
+
+def test_hooks_run_once_in_a_backward_that_is_differentiated() -> None:
+    """On a parameter and on an input, which is a leaf or was computed."""
+
+    def gradients(planned: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4, requires_grad=True)
+        called: Any = memopt.plan(model, x, progress=False).apply(model) if planned else model
+        computed = x * 1.5
+        computed.register_hook(lambda g: 2 * g)
+        x.register_hook(lambda g: 3 * g)
+        model[0].weight.register_hook(lambda g: 5 * g)
+        wanted = (model[0].weight, computed, x)
+        found = torch.autograd.grad(called(computed).sum(), wanted, create_graph=True)
+        sum(one.square().sum() for one in found).backward()  # type: ignore[union-attr]
+        return [*(one.detach() for one in found), model[0].weight.grad, x.grad]  # type: ignore[list-item]
+
+    with pytest.warns(UserWarning, match="differentiated itself"):
+        found = gradients(planned=True)
+    assert all(map(torch.equal, found, gradients(planned=False)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memopt.models.garbage import full_collections_put_off
-from memopt.profiler import baseline
+from memopt.profiler import step_time
 
 
 def test_full_collections_come_back() -> None:
@@ -56,6 +56,6 @@ def test_full_collections_come_back_after_the_last_of_several_threads() -> None:
 )
 def test_a_step_is_timed_until_its_time_is_known(seconds: list[float], steps: int) -> None:
     clock = mock.Mock(side_effect=[*seconds, AssertionError("one step too many")])
-    with mock.patch.object(baseline, "timed", clock):
-        baseline.median_step_s(lambda: None, lambda: None, torch.device("cpu"))
+    with mock.patch.object(step_time, "timed", clock):
+        step_time.median_step_s(lambda: None, lambda: None, torch.device("cpu"))
     assert clock.call_count == steps

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memopt
 from memopt.api.plan import Plan
@@ -290,6 +291,12 @@ def test_hooks_are_refused() -> None:
 
     with pytest.raises(ValueError, match="step hooks"):
         planned(hooked)
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        with pytest.raises(ValueError, match="hooks on all optimizers"):
+            planned(MAKES["sgd"])
+    finally:
+        handle.remove()
 
 
 def test_other_calls_and_left_over_gradients_are_refused() -> None:

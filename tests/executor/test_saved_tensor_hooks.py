@@ -1,0 +1,96 @@
+"""Planned steps inside the user's hooks on saved tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import memopt
+from memopt.executor import saved_tensor_hooks
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def _copied(value: Tensor) -> Tensor:
+    return value.clone()
+
+
+def _detached(value: Tensor) -> Tensor:
+    return value.detach().clone()
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
+
+
+def _as_text(value: Tensor) -> str:
+    return str(value)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_tensor_hooks, "_said", set())
+
+
+@pytest.mark.parametrize("pack", [_itself, _copied, _detached])
+def test_hooks_that_keep_values(pack: Callable[[Tensor], Tensor], said: None) -> None:
+    x = torch.randn(4, 6)
+    model = _model()
+    model(x).square().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    planned = memopt.plan(model, x, progress=False).apply(model)
+
+    def step() -> None:
+        model.zero_grad()
+        with saved_tensors_hooks(pack, _itself):
+            loss = planned(x).square().sum()
+        loss.backward()
+
+    with pytest.warns(UserWarning, match=rf"saved_tensors_hooks\(.*{pack.__name__}"):
+        step()
+    step()  # which says nothing: a warning is an error here
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+    assert planned.calls.planned == 2
+
+
+def test_hooks_of_torch_and_of_a_checkpoint(said: None, recwarn: pytest.WarningsRecorder) -> None:
+    x = torch.randn(4, 6)
+    model = _model()
+    model(x).square().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    planned = memopt.plan(model, x, progress=False).apply(model)
+    recwarn.clear()
+    model.zero_grad()
+    with save_on_cpu():
+        loss = planned(x).square().sum()
+    loss.backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+    model.zero_grad()
+    checkpoint(planned, x, use_reentrant=False).square().sum().backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+    assert planned.calls.planned == 3, "the checkpoint runs the call again"
+    assert not recwarn.list
+
+
+def test_a_train_step_says_that_hooks_see_nothing(said: None) -> None:
+    model, x, y = _model(), torch.randn(4, 6), torch.randn(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plan = memopt.plan(
+        model, x, strategy="store-all", loss_fn=nn.functional.mse_loss, targets=y,
+        optimizer=optimizer, progress=False,
+    )  # fmt: skip
+    step = plan.train_step(model, nn.functional.mse_loss, optimizer)
+    with (
+        pytest.warns(UserWarning, match="do not see what it keeps"),
+        saved_tensors_hooks(_as_text, _itself),
+    ):
+        step(x, targets=y)
