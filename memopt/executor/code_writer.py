@@ -246,11 +246,21 @@ class Writer:
                 self.arrive(tensor)
         if in_place is not None:
             self.settle(in_place)
-        into = None
+        into, absent = None, ""
+        if self.lowering.nodes[op] in self.halves.absence.nodes:
+            absent, reads = self.absent(node), ()
         if self.arena is not None:
             self.arena.before(self, operator.name, reads)
-            into = self.arena.call(self, node, outputs, self.position)
-        text = into or (self.call(node) if in_place is None else self.call_over(node, in_place))
+            into = self.arena.call(self, node, outputs, self.position, absent)
+        if absent:
+            over = (
+                ""
+                if in_place is None
+                else self.argument(argument_in(self.lowering, node, in_place))
+            )
+            text = into or (f"{absent}.over({over})" if over else f"{absent}()")
+        else:
+            text = into or (self.call(node) if in_place is None else self.call_over(node, in_place))
         indent = ""
         if op in self.halves.repeated_random and op in self.ran:
             self.emit(f"with random.lock, random.replay(state_{op}):")
@@ -290,6 +300,12 @@ class Writer:
                 self.arena.taken(self, in_place, outputs, operator.name)
             self.held.discard(in_place)
             self.free(in_place)
+
+    def absent(self, node: Node) -> str:
+        """The name of what stands for a call's results that is not made."""
+        name = f"absent_{node.name}"
+        self.globals[name] = self.halves.absence.result(node, self.lowering.storages[node])
+        return name
 
     def lay_out(self, node: Node, kept: Iterable[tuple[Any, Node, int]], own: bool) -> None:
         """Remember of which results of a call the layout is certain; `own`: it runs as captured."""

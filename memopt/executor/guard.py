@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -140,11 +141,42 @@ class DependencyCheck:
             dependencies = self._traced_again(model)
             if dependencies is not None:
                 self._dependencies = dependencies
+                vars(self).pop("_late", None)
                 self._everything = dependencies.with_others(self._structure)
                 return None
             # A trace takes seconds: not for every call.
             self._refused = (dependency, found)
         return difference
+
+    @cached_property
+    def _late(self) -> Dependencies:
+        return self._dependencies.late(self._captured.outputs.recomputes)
+
+    def late_difference(self, model: nn.Module, values: Sequence[Any]) -> str | None:
+        """What has changed since the forward of that which eager reads in the backward; None:
+        nothing.
+
+        Args:
+            model: the user's model.
+            values: of the captured inputs in the forward.
+        """
+        late = self._late
+        changed = None if late.unchanged(model) else late.changed(model)
+        if changed is not None:
+            dependency, found = changed
+            return dependency.difference(found)
+        if late.late_names == frozenset():
+            return None
+        for primal, value in zip(self._captured.primals, values, strict=True):
+            source = late.source_of(primal.constant) if primal.constant is not None else primal.name
+            if (
+                primal.held
+                and not primal.part
+                and late.may_read(source)
+                and primal.value(model, ()) is not value
+            ):
+                return f"{source} is another tensor"
+        return None
 
     def _traced_again(self, model: nn.Module) -> Dependencies | None:
         try:
@@ -240,6 +272,11 @@ class Guard:
         difference = next(self._differences(model, call), None)
         if difference is not None:
             raise GuardError(f"{difference}; {REMEDY}")
+
+    def late_difference(self, model: nn.Module, values: Sequence[Any]) -> str | None:
+        """See `DependencyCheck.late_difference`."""
+        check = self.dependencies
+        return None if check is None else check.late_difference(model, values)
 
     def _differences(self, model: nn.Module, call: Call) -> Iterator[str]:
         """Where the call is not the planned one, the first first; not to be asked for a second."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import torch
 
+from memopt.executor.absence import Absence
 from memopt.executor.arena import ArenaFamily, Arenas, arena_layout
 from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.codegen import generate
 from memopt.executor.handover import HandoverOrder
 from memopt.executor.homes import Homes
 from memopt.executor.interpret import interpret
+from memopt.executor.partial_backward import Backward, PartialBackward, partial_backward
 from memopt.executor.random_state import RandomStates
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Installed
@@ -65,6 +70,19 @@ def install(
     else:
         forward, backward, source = generate(halves, mover, random, recorder, arenas, homes)
         order = HandoverOrder.of(halves, mover, random, recorder, arenas)
+
+    def without(absence: Absence) -> Backward:
+        part = replace(halves, absence=absence)
+        if interpreted:
+            _, made = interpret(part, mover, random, homes)
+        else:
+            _, made, _ = generate(part, mover, random, recorder, arenas, homes)
+        return random.settling(made)
+
+    @functools.cache
+    def partial(missing: frozenset[int]) -> PartialBackward | None:
+        return partial_backward(captured, lowering, program, missing, without)
+
     mutated = set(captured.mutated)
     return Installed(
         forward=random.settling(forward),
@@ -80,6 +98,7 @@ def install(
         watched_outputs=halves.outputs_read_later,
         fork=list if arenas is None else arenas.fork,
         handover=order,
+        partial=partial,
     )
 
 

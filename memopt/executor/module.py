@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 from memopt.errors import ExecutionError, GuardError
-from memopt.executor.differentiated import AsOriginal, pattern
+from memopt.executor.differentiated import (
+    DIFFERENTIATED,
+    PARTIAL,
+    REMEDIES,
+    AsOriginal,
+    pattern,
+)
 from memopt.executor.guard import Guard
 from memopt.executor.runtime import Installed, Runtime
 from memopt.models.budget import format_bytes
@@ -42,7 +48,7 @@ class Calls:
     original: int = 0
     replanned: int = 0
     _warned: bool = field(default=False, repr=False, compare=False)
-    _differentiated: bool = field(default=False, repr=False, compare=False)
+    _told: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def fall_back(self, model: nn.Module, reason: str) -> None:
         """Count a call of the unplanned model; warn when it is the first training step.
@@ -62,18 +68,21 @@ class Calls:
                 stacklevel=5,
             )
 
-    def take_back(self) -> None:
-        """Count a planned call as one of the unplanned model, which runs in its place for a
-        backward that is differentiated itself; the first time warn."""
+    def take_back(self, why: str) -> None:
+        """Count a planned call as one of the unplanned model, which runs again in place of its
+        backward; the first time warn.
+
+        Args:
+            why: see `memopt.executor.differentiated.REMEDIES`.
+        """
         self.planned -= 1
         self.original += 1
-        if not self._differentiated:
-            self._differentiated = True
+        if why not in self._told:
+            self._told.add(why)
+            remedy = f". You can {REMEDIES[why]}" if why is PARTIAL else ""
             warnings.warn(
-                "a planned call's backward is differentiated itself (create_graph=True: a gradient "
-                "penalty, a product with a Hessian), which a plan cannot do: the original model "
-                "runs for it, outside of the budget. The planned module's .calls counts such "
-                "calls; this is said once",
+                f"{why}: the original model runs for it, outside of the budget{remedy}. The "
+                "planned module's .calls counts such calls; this is said once",
                 stacklevel=2,
             )
 
@@ -256,11 +265,11 @@ class PlannedModule(nn.Module):
             self._warn_of_gradients(self.__dict__["_memopt_spare"])
         held = [p.value(model, ()) for p in captured.primals if p.held]
 
-        def used() -> None:
+        def used(why: str) -> None:
             # Calls with arguments such as this one's are made for that, and run so from now on.
-            if any(wants_gradients):
+            if why is DIFFERENTIATED and any(wants_gradients):
                 self.__dict__["_memopt_twice"].add(wants_gradients)
-            self.calls.take_back()
+            self.calls.take_back(why)
 
         random = runtime.random
         again = AsOriginal(captured, model, call, guard, random, used)
