@@ -25,6 +25,7 @@ from memopt.models.budget import format_bytes
 from memopt.profiler.capture import Captured
 from memopt.profiler.dependencies.dependencies import Dependencies
 from memopt.profiler.inputs import Call, align
+from memopt.profiler.memory_layout import storage_of
 from memopt.profiler.model_outputs import refusing_gradients
 from memopt.profiler.torch_private import captured_around
 from memopt.profiler.training_call import as_planned
@@ -279,8 +280,15 @@ class PlannedModule(nn.Module):
 
     def _warn_of_gradients(self, spare_bytes: int) -> None:
         """Say, once, that gradients are there for which the budget has no room."""
-        held = (p.grad for p in self.original.parameters())
-        held_bytes = sum(g.untyped_storage().nbytes() for g in held if g is not None)
+        # Of several in one buffer, each its own part of it.
+        parts: dict[int, int] = {}
+        whole: dict[int, int] = {}
+        for gradient in (p.grad for p in self.original.parameters()):
+            if gradient is not None:
+                storage = storage_of(gradient)
+                parts[storage] = parts.get(storage, 0) + gradient.nbytes
+                whole[storage] = gradient.untyped_storage().nbytes()
+        held_bytes = sum(min(size, parts[storage]) for storage, size in whole.items())
         if held_bytes <= spare_bytes:
             return
         self.__dict__["_memopt_spare"] = None

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.errors import ExecutionError
 from memopt.executor.absence import Like
+from memopt.executor.added_later import AddedLater
 from memopt.executor.differentiated import (
     DIFFERENTIATED,
     PARTIAL,
@@ -114,6 +115,7 @@ class Runtime:
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self._casts = backward_would_cast(captured.module)
+        self._added_later = AddedLater(captured)
         self._sharded = any(primal.part for primal in captured.primals)
         device = captured.device or torch.device("cpu")
         self.random = RandomStates(device) if draws(captured) else None
@@ -262,6 +264,7 @@ class Runtime:
             state.again.check_unchanged(state.primals)
         if torch.is_grad_enabled() and state.again is not None:
             return self._as_original(state, args[1:], DIFFERENTIATED)
+        self._added_later.look(state.primals)
         run = program.backward
         missing = frozenset(i for i, tangent in enumerate(args[1:]) if tangent is None)
         if missing:

@@ -74,7 +74,8 @@ def last_name(shown: str) -> str:
 
 def _backwards(function: type) -> Iterator[types.CodeType]:
     """The code of the backwards of all autograd functions."""
-    for one in function.__subclasses__():
+    subclasses: list[type] = function.__subclasses__()
+    for one in subclasses:
         yield from _backwards(one)
         for name in ("backward", "vjp"):
             made = getattr(one.__dict__.get(name), "__func__", None)
@@ -91,7 +92,8 @@ def _read_by(code: types.CodeType) -> set[str]:
 
 def _kept_by_forward(code: types.CodeType) -> set[str]:
     """The names that a backward reads of its context alone, where its forward has put them."""
-    kept, others = set(), set()
+    kept: set[str] = set()
+    others: set[str] = set()
     before: Any = None
     for one in dis.get_instructions(code):
         if one.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"):
