@@ -246,21 +246,8 @@ class Writer:
                 self.arrive(tensor)
         if in_place is not None:
             self.settle(in_place)
-        into, absent = None, ""
-        if self.lowering.nodes[op] in self.halves.absence.nodes:
-            absent, reads = self.absent(node), ()
-        if self.arena is not None:
-            self.arena.before(self, operator.name, reads)
-            into = self.arena.call(self, node, outputs, self.position, absent)
-        if absent:
-            over = (
-                ""
-                if in_place is None
-                else self.argument(argument_in(self.lowering, node, in_place))
-            )
-            text = into or (f"{absent}.over({over})" if over else f"{absent}()")
-        else:
-            text = into or (self.call(node) if in_place is None else self.call_over(node, in_place))
+        into = self.into_arena(op, node, outputs, reads)
+        text = into or self.run_of(op, node, in_place)
         indent = ""
         if op in self.halves.repeated_random and op in self.ran:
             self.emit(f"with random.lock, random.replay(state_{op}):")
@@ -301,8 +288,30 @@ class Writer:
             self.held.discard(in_place)
             self.free(in_place)
 
-    def absent(self, node: Node) -> str:
-        """The name of what stands for a call's results that is not made."""
+    def into_arena(
+        self, op: int, node: Node, outputs: tuple[int, ...], reads: Iterable[int]
+    ) -> str | None:
+        """The call that writes an operator's results at their addresses; None: they have none."""
+        if self.arena is None:
+            return None
+        absent = self.absent(op, node)
+        name = self.lowering.graph.operators[op].name
+        self.arena.before(self, name, () if absent else reads)
+        return self.arena.call(self, node, outputs, self.position, absent)
+
+    def run_of(self, op: int, node: Node, in_place: int | None) -> str:
+        """The call that makes an operator's results, or writes them over a tensor."""
+        absent = self.absent(op, node)
+        if absent and in_place is not None:
+            return f"{absent}.over({self.argument(argument_in(self.lowering, node, in_place))})"
+        if absent:
+            return f"{absent}()"
+        return self.call(node) if in_place is None else self.call_over(node, in_place)
+
+    def absent(self, op: int, node: Node) -> str:
+        """The name of what stands for results that are not made; "": they are."""
+        if self.lowering.nodes[op] not in self.halves.absence.nodes:
+            return ""
         name = f"absent_{node.name}"
         self.globals[name] = self.halves.absence.result(node, self.lowering.storages[node])
         return name
