@@ -168,15 +168,19 @@ class _Walk:
         for node in kernel.graph.nodes:
             if node.op == "call_function":
                 known = walk.takes(node)
-                computed = walk.absent.get(node, False) and not getattr(
-                    node.target, "is_view", False
-                )
+                computed = walk.absent.get(node, False) and not _keeps_neutral(node)
                 if not known or computed:
                     return False
         results = kernel.graph.output_node().all_input_nodes
         return all(str(number) == str(NEUTRAL) for number in walk.numbers.values()) and not any(
             walk.absent.get(result, False) for result in results
         )
+
+
+def _keeps_neutral(node: Node) -> bool:
+    """Whether a node makes nothing but -0.0 of -0.0: a view, or a sum."""
+    is_sum = node.target is _ADD and not node.kwargs and len(node.all_input_nodes) == len(node.args)
+    return is_sum or getattr(node.target, "is_view", False)
 
 
 def _is_sum(node: Node, missing: Node) -> bool:
