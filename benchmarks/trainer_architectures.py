@@ -188,12 +188,6 @@ def page(rows: Sequence[Row], note: str) -> str:
             ]
         ),
     ]
-    if any(row.outcome.startswith("differs") for row in rows):
-        parts.append(
-            "**Differs**: a model that is wrapped without its loss gets gradients of zeros for "
-            "what it returns beside it. They change no number of a sum, but may lay it out "
-            "otherwise, and what adds its elements then adds them in another order."
-        )
     if refused:
         parts.append("## Refusals")
         parts += [f"**{row.name}**: {row.sentence}" for row in refused]

@@ -38,7 +38,7 @@ class Plan(PlanRecord):
     @property
     def code(self) -> str:
         """The generated Python that runs the plan's forward and backward."""
-        from memopt.executor.module import install
+        from memopt.executor.install import install
 
         profiled = self._need_profile("show its code")
         return install(profiled.captured, profiled.lowering, self.program).source

@@ -17,7 +17,8 @@ from memopt.errors import CaptureError, GuardError, PlanFileError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.cuda_graph import Capturer, CudaGraphs, GraphedProgram, why_not
 from memopt.executor.in_step import InStep
-from memopt.executor.module import OnMismatch, PlannedModule, install
+from memopt.executor.install import install
+from memopt.executor.module import OnMismatch, PlannedModule
 from memopt.executor.recaptured import again, planned_lowering, where_graphs_differ
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Installed, Runtime

@@ -46,7 +46,14 @@ class ArenaWriter:
         writer.emit("arena = arenas.lease()")
         writer.emit("slots = arena.slots")
 
-    def call(self, writer: Writer, node: Node, outputs: Iterable[int], position: int) -> str | None:
+    def call(
+        self,
+        writer: Writer,
+        node: Node,
+        outputs: Iterable[int],
+        position: int,
+        absent: str = "",
+    ) -> str | None:
         """The call of a kernel that writes into its slots, after lines that bind its outputs; None
         where no result has a slot."""
         held = self.layout.lowering.storages[node]
@@ -54,8 +61,10 @@ class ArenaWriter:
         if node not in self.layout.out_variants or all(slot is None for slot in slots):
             return None
         variant = self.layout.out_variants[node]
-        arguments = [writer.argument(a) for a in node.args]
-        arguments += [f"{k}={writer.argument(v)}" for k, v in node.kwargs.items()]
+        arguments, targets = [], []
+        if not absent:
+            arguments = [writer.argument(a) for a in node.args]
+            arguments += [f"{k}={writer.argument(v)}" for k, v in node.kwargs.items()]
         kept = {p or 0: base for p, base, _ in unpacked(self.layout.lowering, node, outputs)}
         for i, (slot, like) in enumerate(zip(slots, values_of(node), strict=True)):
             target = f"slots[{slot}]" if slot is not None else _empty(writer, like)
@@ -63,9 +72,12 @@ class ArenaWriter:
                 name = writer.bind(kept[i])
                 writer.emit(f"{name} = {target}")
                 target = name
-            arguments.append(f"{variant.names[i]}={target}")
-        writer.globals[variant.label] = variant.target
+            targets.append(target)
         self._note(held, slots, set(outputs))
+        if absent:
+            return f"{absent}.into({', '.join(targets)})"
+        writer.globals[variant.label] = variant.target
+        arguments += [f"{n}={t}" for n, t in zip(variant.names, targets, strict=True)]
         return f"{variant.label}({', '.join(arguments)})"
 
     def _note(

@@ -246,11 +246,8 @@ class Writer:
                 self.arrive(tensor)
         if in_place is not None:
             self.settle(in_place)
-        into = None
-        if self.arena is not None:
-            self.arena.before(self, operator.name, reads)
-            into = self.arena.call(self, node, outputs, self.position)
-        text = into or (self.call(node) if in_place is None else self.call_over(node, in_place))
+        into = self.into_arena(op, node, outputs, reads)
+        text = into or self.run_of(op, node, in_place)
         indent = ""
         if op in self.halves.repeated_random and op in self.ran:
             self.emit(f"with random.lock, random.replay(state_{op}):")
@@ -290,6 +287,34 @@ class Writer:
                 self.arena.taken(self, in_place, outputs, operator.name)
             self.held.discard(in_place)
             self.free(in_place)
+
+    def into_arena(
+        self, op: int, node: Node, outputs: tuple[int, ...], reads: Iterable[int]
+    ) -> str | None:
+        """The call that writes an operator's results at their addresses; None: they have none."""
+        if self.arena is None:
+            return None
+        absent = self.absent(op, node)
+        name = self.lowering.graph.operators[op].name
+        self.arena.before(self, name, () if absent else reads)
+        return self.arena.call(self, node, outputs, self.position, absent)
+
+    def run_of(self, op: int, node: Node, in_place: int | None) -> str:
+        """The call that makes an operator's results, or writes them over a tensor."""
+        absent = self.absent(op, node)
+        if absent and in_place is not None:
+            return f"{absent}.over({self.argument(argument_in(self.lowering, node, in_place))})"
+        if absent:
+            return f"{absent}()"
+        return self.call(node) if in_place is None else self.call_over(node, in_place)
+
+    def absent(self, op: int, node: Node) -> str:
+        """The name of what stands for results that are not made; "": they are."""
+        if self.lowering.nodes[op] not in self.halves.absence.nodes:
+            return ""
+        name = f"absent_{node.name}"
+        self.globals[name] = self.halves.absence.result(node, self.lowering.storages[node])
+        return name
 
     def lay_out(self, node: Node, kept: Iterable[tuple[Any, Node, int]], own: bool) -> None:
         """Remember of which results of a call the layout is certain; `own`: it runs as captured."""

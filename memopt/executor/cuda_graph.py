@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from memopt.errors import ExecutionError
+from memopt.executor.partial_backward import PartialBackward
 from memopt.executor.runtime import Installed
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph, TensorKind
@@ -125,7 +126,11 @@ class GraphedProgram:
     def installed(self) -> Installed:
         """The program as what a planned module runs."""
         return replace(
-            self._program, forward=self.forward, backward=self.backward, fork=self._no_fork
+            self._program,
+            forward=self.forward,
+            backward=self.backward,
+            fork=self._no_fork,
+            partial=self._partial,
         )
 
     def forward(self, primals: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -188,6 +193,21 @@ class GraphedProgram:
         self._replay_backward()
         saved.clear()
         return tuple(_copy(value) for value in self._gradients)
+
+    def _partial(self, missing: frozenset[int]) -> PartialBackward | None:
+        """As `Installed.partial`.
+
+        Raises:
+            ExecutionError: the captured backward computes what is not to be computed.
+        """
+        found = self._program.partial(missing)
+        if found is None or found.run is not None:
+            raise ExecutionError(
+                "some outputs got no gradient, and with cuda_graph=True a backward computes those "
+                "of all: name the loss (loss_fn= of memopt.plan), or apply the plan without "
+                "cuda_graph=True"
+            )
+        return found
 
     def _where(self, primals: Sequence[Any]) -> list[int | None]:
         """Addresses of what is read where it is; None of inputs and of what is no tensor."""

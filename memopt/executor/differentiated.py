@@ -1,14 +1,14 @@
-"""Backwards that are differentiated themselves (`create_graph=True`): gradient penalties, products
-with a Hessian.
+"""Backwards in whose place the unplanned model runs again, as its forward ran.
 
-A planned backward has no derivative. In its place the unplanned model runs again, as its forward
-ran, and the backward of that, which has one, gives the gradients.
+Those that are differentiated themselves (`create_graph=True`: gradient penalties, products with a
+Hessian), since a planned backward has no derivative; and those that begin at some of the outputs,
+where autograd does more than leave out what only the others need.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,28 +24,40 @@ from memopt.executor.unplanned import unplanned
 from memopt.profiler.backend import autocast_as, autocast_off, autocast_state
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
+from memopt.profiler.model_outputs import TracedOutputs
 from memopt.profiler.nodes import is_random
 from memopt.profiler.own_backward import gradient_hooks_off
 from memopt.profiler.restored_state import state_restored
 
 _STATISTICS = ("running_mean", "running_var")
-_WHY = (
-    "the backward of a planned call is differentiated itself (create_graph=True), and its forward "
-    "cannot run again for that"
+DIFFERENTIATED = (
+    "the backward of a planned call is differentiated itself (create_graph=True: a gradient "
+    "penalty, a product with a Hessian)"
 )
+PARTIAL = (
+    "the backward of a planned call begins at some of its outputs only, and what autograd makes of "
+    "the others' missing gradients is not in the plan"
+)
+REMEDIES = {
+    DIFFERENTIATED: "train it without a plan (memopt.unwrap(model), or planned.original)",
+    PARTIAL: "name the loss that you train with (loss_fn= of memopt.plan or memopt.wrap), or train "
+    "without a plan (memopt.unwrap(model), or planned.original)",
+}
+"""Why the unplanned model runs in place of a planned backward, and what to do where it cannot."""
 
 
-def differentiable_through(output: Any) -> None:
-    """Let AOTAutograd's function behind a planned output return gradients that have a backward, if
-    they have one. It refuses a second derivative, and torch 2.11 forgets to."""
-    nodes = [v.grad_fn for v in pytree.tree_leaves(output) if isinstance(v, torch.Tensor)]
-    while nodes:
-        node: Any = nodes.pop()
+def prepare_backward(output: Any, outputs: TracedOutputs) -> None:
+    """Let AOTAutograd's function behind a planned output pass on which outputs get no gradient,
+    where it would make zeros, and return gradients that have a backward, if they have one. It
+    refuses a second derivative, and torch 2.11 forgets to."""
+    leaves = pytree.tree_leaves(output)
+    for position in outputs.copied:
+        node: Any = getattr(leaves[position], "grad_fn", None)
         function: Any = getattr(type(node), "_forward_cls", None)
         if hasattr(function, "_double_backward"):
             function._double_backward = staticmethod(_as_computed)
+            node.set_materialize_grads(False)
             return
-        nodes += [one for one, _ in getattr(node, "next_functions", ())]
 
 
 def _as_computed(_context: Any, compute: Any, _arguments: Any) -> Any:
@@ -61,7 +73,7 @@ class AsOriginal:
         call: the call, before it runs.
         guard: looks whether the call is still the planned one.
         random: of the device where it draws random numbers; None: it draws none.
-        used: told before the call runs again.
+        used: told why before the call runs again.
     """
 
     def __init__(
@@ -71,33 +83,55 @@ class AsOriginal:
         call: Call,
         guard: Guard,
         random: RandomStates | None,
-        used: Callable[[], None],
+        used: Callable[[str], None],
     ) -> None:
         self._captured, self._model, self._call, self._guard = captured, model, call, guard
         self._autocast, self._used = autocast_state(), used
         self._random = random
         self._replay = [] if random is None else random.replay_from_now()
 
-    def gradients(self, tangents: list[Any]) -> tuple[Any, ...]:
-        """The gradients of the joint graph's inputs, with a backward of their own.
+    def check_unchanged(self, values: Sequence[Any]) -> None:
+        """Look again, before the backward, at what eager would read there.
 
         Args:
-            tangents: the gradients of its outputs, in the joint graph's order.
+            values: of the joint graph's inputs in the forward.
+
+        Raises:
+            ExecutionError: it has changed since the forward, with whose values the planned
+                backward computes.
+        """
+        difference = self._guard.late_difference(self._model, values)
+        if difference is not None:
+            raise ExecutionError(
+                f"{difference}, since this step's forward. The unplanned backward (a custom "
+                "autograd function's, a tensor's hook or a checkpoint) reads it when it runs, the "
+                "planned one has the forward's: set it before the forward, or train that model "
+                "without a plan (memopt.unwrap(model), or planned.original)"
+            )
+
+    def gradients(self, tangents: list[Any], why: str) -> tuple[Any, ...]:
+        """The gradients of the joint graph's inputs; where gradients are computed with
+        `create_graph=True`, with a backward of their own.
+
+        Args:
+            tangents: the gradients of its outputs, in the joint graph's order; None: it has none.
+            why: why it runs, a key of `REMEDIES`.
 
         Raises:
             ExecutionError: the forward cannot run again as it ran.
         """
         run = self._gradients if self._random is None else self._random.settling(self._gradients)
-        found: tuple[Any, ...] = run(tangents)
+        found: tuple[Any, ...] = run(tangents, why)
         return found
 
-    def _gradients(self, tangents: list[Any]) -> tuple[Any, ...]:
+    def _gradients(self, tangents: list[Any], why: str) -> tuple[Any, ...]:
+        differentiated = torch.is_grad_enabled()
         captured, model, call = self._captured, self._model, self._call
         written = next(_read_and_written(captured), None)
         if written is not None:
             raise ExecutionError(
-                f"{_WHY}: it has updated {written}, which it reads. Train that model without a "
-                "plan (memopt.unwrap(model), or planned.original)"
+                f"{why}; its forward cannot run again for that: it has updated {written}, which it "
+                f"reads. You can {REMEDIES[why]}"
             )
         wanted = [i for i, gradient in enumerate(captured.gradients) if gradient is not None]
         # The hooks of the user's tensors run when these gradients come to them, not here too.
@@ -109,21 +143,24 @@ class AsOriginal:
             for one in self._replay:
                 stack.enter_context(one)
             stack.enter_context(autocast_as(self._autocast))
+            stack.enter_context(torch.enable_grad())
             try:
                 self._guard.check(model, call)
             except GuardError as error:
-                raise ExecutionError(f"{_WHY} as it ran: {error}") from error
-            self._used()
+                raise ExecutionError(
+                    f"{why}; its forward cannot run again for that as it ran: {error}"
+                ) from error
+            self._used(why)
             output = model(*inner.args, **inner.kwargs)
         found = pytree.tree_leaves(output)
-        if any(_leaf_of(one) >= len(found) for one in captured.tangents):
+        if any(_leaf_of(one, why) >= len(found) for one in captured.tangents):
             raise ExecutionError(
-                f"{_WHY}: a gradient comes from {', '.join(captured.effects.shown)}, where it "
-                "leaves tensors behind. Train that model without a plan (memopt.unwrap(model), or "
-                "planned.original)"
+                f"{why}; its forward cannot run again for that: a gradient comes from "
+                f"{', '.join(captured.effects.shown)}, where it leaves tensors behind. You can "
+                f"{REMEDIES[why]}"
             )
         pairs = [
-            (found[_leaf_of(placeholder)], tangent)
+            (found[_leaf_of(placeholder, why)], tangent)
             for placeholder, tangent in zip(captured.tangents, tangents, strict=True)
             if tangent is not None
         ]
@@ -132,7 +169,7 @@ class AsOriginal:
                 [output for output, _ in pairs],
                 primals,
                 [tangent for _, tangent in pairs],
-                create_graph=True,
+                create_graph=differentiated,
                 allow_unused=True,
             )
         by_position = dict(zip(wanted, gradients, strict=True))
@@ -163,14 +200,14 @@ def pattern(call: Call) -> tuple[bool, ...]:
     )
 
 
-def _leaf_of(tangent: Node) -> int:
+def _leaf_of(tangent: Node, why: str) -> int:
     """Which leaf of the output a tangent is the gradient of."""
     output: Any = getattr(tangent.meta["desc"], "output", None)
     index = getattr(output, "idx", None)
     if index is None:
         raise ExecutionError(
-            f"{_WHY}: a gradient of {output!r} is asked for. Train that model without a plan "
-            "(memopt.unwrap(model), or planned.original)"
+            f"{why}; its forward cannot run again for that: a gradient of {output!r} is asked for. "
+            f"You can {REMEDIES[why]}"
         )
     return int(index)
 

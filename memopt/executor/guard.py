@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -102,6 +103,27 @@ def _identities(leaves: list[Any], parameters: dict[int, str]) -> tuple[Any, ...
     return tuple(parameters.get(id(leaf), earlier.get(i)) for i, leaf in enumerate(leaves))
 
 
+class _State:
+    """A state of everything that a trace read, of which its graph is known to be right.
+
+    Args:
+        dependencies: what was read, and how it is.
+        structure: the same of modules, parameters and buffers.
+        recomputes: see `Dependencies.late`.
+    """
+
+    def __init__(
+        self, dependencies: Dependencies, structure: Sequence[Dependency], recomputes: bool
+    ) -> None:
+        self.dependencies, self._recomputes = dependencies, recomputes
+        self.everything = dependencies.with_others(structure)
+
+    @cached_property
+    def late(self) -> Dependencies:
+        """What eager reads in the backward."""
+        return self.dependencies.late(self._recomputes)
+
+
 class DependencyCheck:
     """Looks at everything that one captured model's trace read.
 
@@ -115,15 +137,24 @@ class DependencyCheck:
         self, captured: Captured, dependencies: Dependencies, structure: Sequence[Dependency]
     ) -> None:
         self._captured, self._structure = captured, structure
-        # States of which the graph is known to be the same, the latest first.
-        self._known = [dependencies]
-        self._everything = [dependencies.with_others(structure)]
+        # That of the last call first.
+        self._states: list[_State] = []
+        self._add(dependencies)
         self._refused: tuple[Dependency, Any] | None = None
         self._traces = 0
 
+    def _add(self, dependencies: Dependencies) -> None:
+        state = _State(dependencies, self._structure, self._captured.outputs.recomputes)
+        self._states = [state, *self._states][:_MOST_STATES]
+
     def unchanged(self, model: nn.Module) -> bool:
         """Whether nothing has changed, the structure included."""
-        return any(one.unchanged(model) for one in self._everything)
+        for state in self._states:
+            if state.everything.unchanged(model):
+                if state is not self._states[0]:
+                    self._states = [state, *(one for one in self._states if one is not state)]
+                return True
+        return False
 
     def difference(self, model: nn.Module) -> str | None:
         """What changed and both values; None: all is as planned.
@@ -132,22 +163,18 @@ class DependencyCheck:
         itself changes: a registry that has grown fails its guards. Where only such things changed,
         the model is traced again, and what gives the same graph is right.
         """
-        found = [one.changed(model) for one in self._known]
-        changed = None if None in found else found[0]
-        if changed is None:
+        found = [state.dependencies.changed(model) for state in self._states]
+        if None in found or found[0] is None:
             return None
-        dependency, value = changed
+        dependency, value = found[0]
         difference = dependency.difference(value)
         refused = self._refused
-        if dependency.shared and not (
-            refused and refused[0] is dependency and same(value, refused[1])
-        ):
+        known = refused and refused[0] is dependency and same(value, refused[1])
+        if dependency.shared and not known:
             _LOG.info("tracing again: %s", difference)
             dependencies = self._traced_again(model)
             if dependencies is not None:
-                self._known = [dependencies, *self._known][:_MOST_STATES]
-                everything = dependencies.with_others(self._structure)
-                self._everything = [everything, *self._everything][:_MOST_STATES]
+                self._add(dependencies)
                 self._count(difference)
                 return None
             # A trace takes seconds: not for every call.
@@ -165,10 +192,36 @@ class DependencyCheck:
                 stacklevel=4,
             )
 
+    def late_difference(self, model: nn.Module, values: Sequence[Any]) -> str | None:
+        """What has changed since the forward of that which eager reads in the backward; None:
+        nothing.
+
+        Args:
+            model: the user's model.
+            values: of the captured inputs in the forward.
+        """
+        late = self._states[0].late
+        changed = None if late.unchanged(model) else late.changed(model)
+        if changed is not None:
+            dependency, found = changed
+            return dependency.difference(found)
+        if late.late_names == frozenset():
+            return None
+        for primal, value in zip(self._captured.primals, values, strict=True):
+            source = late.source_of(primal.constant) if primal.constant is not None else primal.name
+            if (
+                primal.held
+                and not primal.part
+                and late.may_read(source)
+                and primal.value(model, ()) is not value
+            ):
+                return f"{source} is another tensor"
+        return None
+
     def _traced_again(self, model: nn.Module) -> Dependencies | None:
-        captured = self._captured
+        one = self._captured
         try:
-            return traced_again(model, captured.call, captured.device, captured.trace)
+            return traced_again(model, one.call, one.device, one.trace)
         except (CaptureError, RuntimeError):
             return None
 
@@ -263,6 +316,11 @@ class Guard:
         difference = next(self._differences(model, call), None)
         if difference is not None:
             raise GuardError(f"{difference}; {REMEDY}")
+
+    def late_difference(self, model: nn.Module, values: Sequence[Any]) -> str | None:
+        """See `DependencyCheck.late_difference`."""
+        check = self.dependencies
+        return None if check is None else check.late_difference(model, values)
 
     def _differences(self, model: nn.Module, call: Call) -> Iterator[str]:
         """Where the call is not the planned one, the first first; not to be asked for a second."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memopt.errors import ExecutionError, RankError
+from memopt.executor.partial_backward import Partial, PartialBackward
 from memopt.executor.runtime import Installed
 from memopt.models.reader import digest
 from memopt.profiler.ranks import Ranks, is_of_group, lost
@@ -43,7 +44,17 @@ class InStep:
             forward=self._failing(program.forward, "the forward"),
             backward=self._failing(program.backward, "the backward"),
             handover=None,
+            partial=self._partial(program.partial),
         )
+
+    def _partial(self, find: Partial) -> Partial:
+        def found(missing: frozenset[int]) -> PartialBackward | None:
+            one = find(missing)
+            if one is None or one.run is None:
+                return one
+            return replace(one, run=self._failing(one.run, "the backward"))
+
+        return found
 
     def _failing(self, run: Callable[..., Any], part: str) -> Callable[..., Any]:
         def runs(*arguments: Any) -> Any:

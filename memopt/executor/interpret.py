@@ -103,7 +103,11 @@ class _Machine:
                 raise InvalidProgramError("a second loss boundary")
 
     def compute(self, op: int, outputs: tuple[int, ...], node: Node, in_place: int | None) -> None:
-        if in_place is not None:
+        if self.lowering.nodes[op] in self.halves.absence.nodes:
+            result = self.halves.absence.result(node, self.lowering.storages[node])()
+            if in_place is not None:
+                self.values.pop(self.lowering.bases[in_place])
+        elif in_place is not None:
             target, args, kwargs = in_place_call(node, argument_in(self.lowering, node, in_place))
             result = target(*map_arg(args, self.read), **map_arg(kwargs, self.read))
             self.values.pop(self.lowering.bases[in_place])
@@ -147,7 +151,7 @@ def interpret(halves: Halves, swap: Any, random: Any, homes: Any = None) -> tupl
         arguments.clear()
         for instruction in halves.backward:
             machine.step(instruction)
-        results = (*captured.gradients, *captured.ends)
+        results = (*halves.gradients, *captured.ends)
         return tuple(map_arg(g, machine.read) for g in results)
 
     return forward, backward

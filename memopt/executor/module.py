@@ -12,111 +12,26 @@ import torch
 from torch import nn
 
 from memopt.errors import ExecutionError, GuardError
-from memopt.executor.arena import ArenaFamily, Arenas, arena_layout
-from memopt.executor.arena_check import CheckedArenas
-from memopt.executor.codegen import generate
-from memopt.executor.differentiated import AsOriginal, pattern
+from memopt.executor.differentiated import (
+    DIFFERENTIATED,
+    PARTIAL,
+    REMEDIES,
+    AsOriginal,
+    pattern,
+)
 from memopt.executor.guard import Guard
-from memopt.executor.handover import HandoverOrder
-from memopt.executor.homes import Homes
-from memopt.executor.interpret import interpret
-from memopt.executor.random_state import RandomStates
-from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Installed, Runtime
-from memopt.executor.swap import ThreadSwap
-from memopt.executor.swap_streams import DeviceStreams, StreamSwap
-from memopt.executor.values import Halves
 from memopt.models.budget import format_bytes
-from memopt.profiler.backend import backend_of
-from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured
 from memopt.profiler.dependencies.dependencies import Dependencies
 from memopt.profiler.inputs import Call, align
+from memopt.profiler.memory_layout import storage_of
 from memopt.profiler.model_outputs import refusing_gradients
 from memopt.profiler.torch_private import captured_around
 from memopt.profiler.training_call import as_planned
-from memopt.programs.instructions import Program
 
 OnMismatch: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
 """(the user's model, a call that is not the planned one, what differs) → the module to call."""
-
-
-def install(
-    captured: Captured,
-    lowering: Lowering,
-    program: Program,
-    *,
-    interpreted: bool = False,
-    swap: ThreadSwap | StreamSwap | None = None,
-    recorder: Recorder | None = None,
-    checked: bool = False,
-    family: ArenaFamily | None = None,
-    homes: Homes | None = None,
-) -> Installed:
-    """Make a program runnable in its captured model.
-
-    Args:
-        captured: the model's joint graph.
-        lowering: its Graph and node map; the program's indices refer to it.
-        program: a valid program.
-        interpreted: run instruction by instruction instead of by generated code.
-        swap: how host copies are made; None: streams on CUDA, else worker threads.
-        recorder: records the generated code's steps (`recorder_for`); not interpreted ones.
-        checked: the arena's debug mode (`memopt.executor.arena_check`). Interpreted steps have no
-            arena: their tensors are where torch's allocator puts them.
-        homes: the host copies of moved parameters and state (train steps).
-        family: whose arena it runs in; None: its own.
-    """
-    halves = Halves(captured, lowering, program)
-    device = _device(captured)
-    mover = _mover(halves, device, recorder) if swap is None else swap
-    if homes is not None:
-        homes.swap = mover
-    random = RandomStates(device)
-    layout = None if interpreted else arena_layout(lowering, program, device)
-    arenas = None
-    if layout is not None:
-        arenas = (CheckedArenas if checked else Arenas)(layout, family)
-    order = None
-    if interpreted:
-        forward, backward = interpret(halves, mover, random, homes)
-        source = ""
-    else:
-        forward, backward, source = generate(halves, mover, random, recorder, arenas, homes)
-        order = HandoverOrder.of(halves, mover, random, recorder, arenas)
-    mutated = set(captured.mutated)
-    return Installed(
-        forward=random.settling(forward),
-        backward=random.settling(backward),
-        watched=tuple(
-            i
-            for i in sorted(halves.backward_primals)
-            if i not in mutated
-            and isinstance(captured.primals[i].node.meta.get("val"), torch.Tensor)
-        ),
-        names=tuple(p.name or p.node.name for p in captured.primals),
-        source=source,
-        watched_outputs=halves.outputs_read_later,
-        fork=list if arenas is None else arenas.fork,
-        handover=order,
-    )
-
-
-def _mover(
-    halves: Halves, device: torch.device, recorder: Recorder | None
-) -> ThreadSwap | StreamSwap:
-    pool_bytes = halves.host_placement.extent_bytes
-    if not backend_of(device).on_host and (pool_bytes or halves.moved):
-        return StreamSwap(DeviceStreams(device, recorder), pool_bytes, recorder)
-    return ThreadSwap(recorder)
-
-
-def _device(captured: Captured) -> torch.device:
-    for primal in captured.primals:
-        value = primal.node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            return value.device
-    return torch.device("cpu")
 
 
 @dataclass
@@ -134,7 +49,7 @@ class Calls:
     original: int = 0
     replanned: int = 0
     _warned: bool = field(default=False, repr=False, compare=False)
-    _differentiated: bool = field(default=False, repr=False, compare=False)
+    _told: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def fall_back(self, model: nn.Module, reason: str) -> None:
         """Count a call of the unplanned model; warn when it is the first training step.
@@ -154,18 +69,21 @@ class Calls:
                 stacklevel=5,
             )
 
-    def take_back(self) -> None:
-        """Count a planned call as one of the unplanned model, which runs in its place for a
-        backward that is differentiated itself; the first time warn."""
+    def take_back(self, why: str) -> None:
+        """Count a planned call as one of the unplanned model, which runs again in place of its
+        backward; the first time warn.
+
+        Args:
+            why: see `memopt.executor.differentiated.REMEDIES`.
+        """
         self.planned -= 1
         self.original += 1
-        if not self._differentiated:
-            self._differentiated = True
+        if why not in self._told:
+            self._told.add(why)
+            remedy = f". You can {REMEDIES[why]}" if why is PARTIAL else ""
             warnings.warn(
-                "a planned call's backward is differentiated itself (create_graph=True: a gradient "
-                "penalty, a product with a Hessian), which a plan cannot do: the original model "
-                "runs for it, outside of the budget. The planned module's .calls counts such "
-                "calls; this is said once",
+                f"{why}: the original model runs for it, outside of the budget{remedy}. The "
+                "planned module's .calls counts such calls; this is said once",
                 stacklevel=2,
             )
 
@@ -348,11 +266,11 @@ class PlannedModule(nn.Module):
             self._warn_of_gradients(self.__dict__["_memopt_spare"])
         held = [p.value(model, ()) for p in captured.primals if p.held]
 
-        def used() -> None:
+        def used(why: str) -> None:
             # Calls with arguments such as this one's are made for that, and run so from now on.
-            if any(wants_gradients):
+            if why is DIFFERENTIATED and any(wants_gradients):
                 self.__dict__["_memopt_twice"].add(wants_gradients)
-            self.calls.take_back()
+            self.calls.take_back(why)
 
         random = runtime.random
         again = AsOriginal(captured, model, call, guard, random, used)
@@ -367,8 +285,15 @@ class PlannedModule(nn.Module):
 
     def _warn_of_gradients(self, spare_bytes: int) -> None:
         """Say, once, that gradients are there for which the budget has no room."""
-        held = (p.grad for p in self.original.parameters())
-        held_bytes = sum(g.untyped_storage().nbytes() for g in held if g is not None)
+        # Of several in one buffer, each its own part of it.
+        parts: dict[int, int] = {}
+        whole: dict[int, int] = {}
+        for gradient in (p.grad for p in self.original.parameters()):
+            if gradient is not None:
+                storage = storage_of(gradient)
+                parts[storage] = parts.get(storage, 0) + gradient.nbytes
+                whole[storage] = gradient.untyped_storage().nbytes()
+        held_bytes = sum(min(size, parts[storage]) for storage, size in whole.items())
         if held_bytes <= spare_bytes:
             return
         self.__dict__["_memopt_spare"] = None

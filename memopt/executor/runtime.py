@@ -19,8 +19,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memopt.errors import ExecutionError
-from memopt.executor.differentiated import AsOriginal, differentiable_through, draws
+from memopt.executor.absence import Like
+from memopt.executor.added_later import AddedLater
+from memopt.executor.differentiated import (
+    DIFFERENTIATED,
+    PARTIAL,
+    REMEDIES,
+    AsOriginal,
+    draws,
+    prepare_backward,
+)
 from memopt.executor.handover import Handover, HandoverOrder
+from memopt.executor.partial_backward import Partial, unknown
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
 from memopt.executor.tied_values import TiedValue, tie
@@ -49,6 +59,7 @@ class Installed:
         source: the generated code; "" when interpreted.
         fork: what a backward runs with that may come again, of what the forward has left.
         handover: how the backward hands gradients over as they are complete; None: it cannot.
+        partial: the backward where some outputs get no gradient.
     """
 
     forward: Callable[[list[Any]], tuple[list[Any], list[Any]]]
@@ -59,6 +70,7 @@ class Installed:
     watched_outputs: tuple[int, ...] = ()
     fork: Callable[[list[Any]], list[Any]] = list
     handover: HandoverOrder | None = None
+    partial: Partial = unknown
 
 
 @dataclass
@@ -104,9 +116,10 @@ class Runtime:
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self._casts = backward_would_cast(captured.module)
+        self._added_later = AddedLater(captured)
+        self._sharded = any(primal.part for primal in captured.primals)
         device = captured.device or torch.device("cpu")
         self.random = RandomStates(device) if draws(captured) else None
-        self._differentiable = False
         self._local = _Here()
         self._states: set[TiedValue[_State]] = set()
         captured.hooks.forward = self._forward
@@ -136,9 +149,8 @@ class Runtime:
             self._local.call = weakref.ref(made)
             with token_as_it_is():
                 output = self._captured.compiled(*held, *call.args, **call.kwargs)
-            if not self._differentiable and torch.is_grad_enabled():
-                self._differentiable = True
-                differentiable_through(output)
+            if torch.is_grad_enabled():
+                prepare_backward(output, self._captured.outputs)
             if self._casts and any(autocast_state()):
                 for value in differentiable(output).values():
                     value.register_hook(self._look_for_autocast)  # type: ignore[no-untyped-call]
@@ -250,15 +262,20 @@ class Runtime:
                     "backward()"
                 )
         self._check_outputs(state)
+        if state.again is not None:
+            state.again.check_unchanged(state.primals)
         if torch.is_grad_enabled() and state.again is not None:
-            sharded = any(primal.part for primal in self._captured.primals)
-            if sharded or state.handover is not None:
-                raise ExecutionError(
-                    "a planned module of sharded parameters, or inside DistributedDataParallel, "
-                    "has no backward that is differentiated itself (create_graph=True): train it "
-                    "without a plan (memopt.unwrap(model))"
-                )
-            return state.again.gradients(args[1:])
+            return self._as_original(state, args[1:], DIFFERENTIATED)
+        self._added_later.look(state.primals)
+        run = program.backward
+        missing = frozenset(i for i, tangent in enumerate(args[1:]) if tangent is None)
+        if missing:
+            partial = program.partial(missing)
+            whole = self._sharded or state.handover is not None
+            if partial is None or (partial.run is not None and whole):
+                return self._as_original(state, args[1:], PARTIAL)
+            run = partial.run or run
+            self._complete(args, partial.numbers)
         for i, value in enumerate(args):
             args[i] = in_memory_of_its_own(value)
         del value
@@ -271,7 +288,24 @@ class Runtime:
         if state.handover is not None and program.handover is not None:
             return state.handover.begin(program.handover.running(state.primals, args, saved))
         with autocast_off():
-            return self._given(program.backward(state.primals, args, saved))
+            return self._given(run(state.primals, args, saved))
+
+    def _as_original(self, state: _State, tangents: list[Any], why: str) -> tuple[Any, ...]:
+        """The gradients as the unplanned model gives them, which runs again."""
+        if self._sharded or state.handover is not None or state.again is None:
+            raise ExecutionError(
+                f"{why}, which a planned module of sharded parameters, or inside "
+                f"DistributedDataParallel, cannot do: {REMEDIES[why]}"
+            )
+        return self._given(state.again.gradients(tangents, why))
+
+    def _complete(self, args: list[Any], numbers: tuple[float, ...]) -> None:
+        """Put tensors of one number in the places of tangents that have not arrived."""
+        for i, (tangent, number) in enumerate(
+            zip(self._captured.tangents, numbers, strict=True), 1
+        ):
+            if args[i] is None:
+                args[i] = Like.of(tangent.meta["val"], number).made()
 
     def _given(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         """Of the gradients those that AOTAutograd takes."""

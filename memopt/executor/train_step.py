@@ -18,8 +18,8 @@ from memopt.executor.guard import Guard
 from memopt.executor.homes import Homes, tensors_on
 from memopt.executor.host_updates import update_there
 from memopt.executor.input_gradients import check_behind, pass_on
+from memopt.executor.install import install
 from memopt.executor.loss_scaling import LossScaling
-from memopt.executor.module import install
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
 from memopt.executor.step_checks import other_parameters, plan_of_step

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from memopt.executor.absence import NOTHING_ABSENT, Absence
 from memopt.executor.host_pool import HostPlacement, place_host_copies
 from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured
@@ -29,11 +30,19 @@ class Halves:
         captured: the model's joint graph.
         lowering: the Graph's map to FX nodes.
         program: the plan.
+        absence: what the backward half does not compute.
     """
 
     captured: Captured
     lowering: Lowering
     program: Program
+    absence: Absence = NOTHING_ABSENT
+
+    @property
+    def gradients(self) -> tuple[Any, ...]:
+        """The captured gradients, without those that are absent."""
+        absent = self.absence.nodes
+        return tuple(None if g in absent else g for g in self.captured.gradients)
 
     @cached_property
     def boundary(self) -> int:

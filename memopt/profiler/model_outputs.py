@@ -15,7 +15,8 @@ as large as these through the backward. It still looks as eager's does, and refu
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -50,6 +51,9 @@ class TracedOutputs:
         shared: differentiable outputs that share elements with another one or with an input:
             autograd could not tell the other of a change in place.
         gradients: what was known of the loss when they were traced.
+        makes_zeros: whether the forward calls functions of several results, for whose missing
+            gradients autograd makes zeros: custom ones, and checkpoints that are reentrant.
+        recomputes: whether parts of the forward are checkpoints, which eager runs again.
     """
 
     count: int = 0
@@ -60,6 +64,8 @@ class TracedOutputs:
     given: frozenset[int] = frozenset()
     shared: frozenset[int] = frozenset()
     gradients: OutputGradients = ANY_LOSS
+    makes_zeros: bool = False
+    recomputes: bool = False
 
 
 NO_OUTPUTS = TracedOutputs()
@@ -107,7 +113,31 @@ def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedO
             leaves[position] = leaf
     output.args = (tuple(leaves),)
     traced.recompile()
-    return outputs
+    recomputes = any(_is_checkpoint(node) for node in _all_nodes(traced))
+    return replace(outputs, makes_zeros=_makes_zeros(traced), recomputes=recomputes)
+
+
+def _makes_zeros(traced: GraphModule) -> bool:
+    """See `TracedOutputs.makes_zeros`."""
+    for node in _all_nodes(traced):
+        if _is_checkpoint(node) and node.kwargs.get("use_reentrant", False):
+            return True
+        results = node.meta.get("example_value")
+        several = isinstance(results, (tuple, list)) and len(results) > 1
+        if several and str(node.target) == "autograd_function_apply":
+            return True
+    return False
+
+
+def _all_nodes(traced: GraphModule) -> Iterator[Node]:
+    """The nodes of a graph and of those inside it."""
+    for module in traced.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
+
+
+def _is_checkpoint(node: Node) -> bool:
+    return str(node.target) == "tag_activation_checkpoint"
 
 
 def _copy(

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from memopt.executor import random_state
 from memopt.executor.apply import runtime_of
-from memopt.executor.module import PlannedModule, install
+from memopt.executor.install import install
+from memopt.executor.module import PlannedModule
 from memopt.executor.out_variants import allocator_owned
 from memopt.models.graph import Graph
 from memopt.profiler.build import Lowering, build

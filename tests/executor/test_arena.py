@@ -14,7 +14,8 @@ import torch
 import memopt
 from memopt.executor.apply import runtime_of
 from memopt.executor.arena import ArenaLease, Arenas, arena_layout
-from memopt.executor.module import PlannedModule, install
+from memopt.executor.install import install
+from memopt.executor.module import PlannedModule
 from memopt.profiler.memory import metered
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
@@ -176,7 +177,7 @@ def test_errors_and_steps_without_backward_release_the_arena(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _Watched.seen = []
-    monkeypatch.setattr("memopt.executor.module.Arenas", _Watched)
+    monkeypatch.setattr("memopt.executor.install.Arenas", _Watched)
     model, plan = module_plan()
     planned = plan.apply(model)
     x, y = build()[1:]
@@ -238,7 +239,7 @@ def test_the_last_program_that_ran_keeps_one_arena_for_its_next_step() -> None:
 
 def test_a_failing_update_releases_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     _Watched.seen = []
-    monkeypatch.setattr("memopt.executor.module.Arenas", _Watched)
+    monkeypatch.setattr("memopt.executor.install.Arenas", _Watched)
     model, optimizer, plan = step_plan()
     step = plan.train_step(model, loss_of, optimizer)
     _, x, y = build()

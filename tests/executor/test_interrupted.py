@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import memopt.executor
 from memopt.executor import random_state
 from memopt.executor.apply import runtime_of
-from memopt.executor.module import PlannedModule, install
+from memopt.executor.install import install
+from memopt.executor.module import PlannedModule
 from memopt.executor.swap import ThreadSwap
 from memopt.executor.worker import Worker
 from tests.executor.harness import PROGRAMS, Prepared, is_generator_free, prepare

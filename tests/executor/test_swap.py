@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memopt.executor.apply import runtime_of
-from memopt.executor.module import PlannedModule, install
+from memopt.executor.install import install
+from memopt.executor.module import PlannedModule
 from memopt.executor.swap import ThreadSwap
 from memopt.programs.instructions import Compute, Free, SwapIn, SwapOut
 from memopt.programs.replay import replay

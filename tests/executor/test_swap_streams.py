@@ -13,7 +13,8 @@ import torch
 
 from memopt.executor.apply import runtime_of
 from memopt.executor.host_pool import place_host_copies
-from memopt.executor.module import PlannedModule, install
+from memopt.executor.install import install
+from memopt.executor.module import PlannedModule
 from memopt.executor.swap_streams import DeviceStreams, PooledCopy, PoolLease, StreamSwap
 from memopt.programs.instructions import DropHost, LossBoundary, SwapOut
 from memopt.programs.replay import replay

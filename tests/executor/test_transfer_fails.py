@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from memopt.executor import swap as swap_module
 from memopt.executor.apply import runtime_of
-from memopt.executor.module import PlannedModule, install
+from memopt.executor.install import install
+from memopt.executor.module import PlannedModule
 from memopt.executor.swap import HostCopy, ThreadSwap
 from memopt.executor.swap_streams import StreamSwap
 from tests.executor.harness import prepare, swap_all

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 import memopt
 from memopt.executor.apply import runtime_of
 from memopt.executor.host_pool import place_host_copies
-from memopt.executor.module import PlannedModule, install
+from memopt.executor.install import install
+from memopt.executor.module import PlannedModule
 from memopt.executor.recorder import Recorder
 from memopt.executor.swap import ThreadSwap
 from memopt.executor.swap_streams import StreamSwap
@@ -260,7 +261,7 @@ class Accumulating(Whole):
     the host."""
 
     def __init__(self) -> None:
-        with mock.patch("memopt.executor.module.ThreadSwap", HoldingSwap):
+        with mock.patch("memopt.executor.install.ThreadSwap", HoldingSwap):
             super().__init__(
                 undo=True,
                 offloaded=False,

@@ -11,7 +11,8 @@ from torch import nn
 
 from memopt.executor.apply import runtime_of
 from memopt.executor.arena import arena_layout
-from memopt.executor.module import PlannedModule, install
+from memopt.executor.install import install
+from memopt.executor.module import PlannedModule
 from memopt.executor.out_variants import for_placing
 from memopt.implementations import FAMILIES, with_implementations
 from memopt.models.graph import Graph

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from memopt.executor.apply import runtime_of
-from memopt.executor.module import PlannedModule, install
+from memopt.executor.install import install
+from memopt.executor.module import PlannedModule
 from memopt.implementations import FAMILIES, Kernel, Sites, with_implementations
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.session import profile_model

@@ -9,7 +9,8 @@ import pytest
 import memopt
 from memopt.api.plan import Plan
 from memopt.executor.apply import runtime_of
-from memopt.executor.module import PlannedModule, install
+from memopt.executor.install import install
+from memopt.executor.module import PlannedModule
 from memopt.executor.swap import ThreadSwap
 from memopt.models.device import Device
 from memopt.profiler.backend import backend_of

@@ -15,7 +15,8 @@ import memopt
 from memopt.api.plan import Plan
 from memopt.executor.apply import runtime_of
 from memopt.executor.host_pool import place_host_copies
-from memopt.executor.module import PlannedModule, install
+from memopt.executor.install import install
+from memopt.executor.module import PlannedModule
 from memopt.executor.recorder import HostClock, Recorder
 from memopt.executor.swap_streams import StreamSwap
 from memopt.models.instances import rotor_toy

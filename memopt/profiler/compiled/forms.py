@@ -230,7 +230,7 @@ def forms_of(wanted: Sequence[Wanted], replaced: Replaced, lowering: Lowering) -
         operands += [_seed(replaced, dropout, node.meta["val"]) for dropout, node in seeds]
         results = tuple(replaced.result(one.region, node) for node in one.part.outputs)
         there.update(results)
-        kernel = FusedKernel(one.part.key)
+        kernel = FusedKernel(one.part.key, graph=one.part.graph)
         found.append(Form(call, one.name, kernel, operands, results, one.part, one.work))
     kinds = {reader: form for forms in products.values() for reader, form in forms.items()}
     return (*found, *kinds.values())

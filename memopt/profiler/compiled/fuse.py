@@ -151,7 +151,7 @@ def planned_regions(
         return Fused(captured, lowering, (), kernels), {}
     wanted = divided.forms(lowering, partial(region_work, lowering))
     works = {one.key: region_work(lowering, region, one) for region, one in found}
-    calls = [(region, one, FusedKernel(one.key)) for region, one in found]
+    calls = [(region, one, FusedKernel(one.key, graph=one.graph)) for region, one in found]
     replaced = with_kernels(captured, lowering, calls)
     captured = replaced.captured
     note = (
@@ -177,7 +177,7 @@ def kernel_of(one: Subgraph, device: torch.device) -> FusedKernel:
     """The kernel of a region that was compiled."""
     run = _RUNS[_place(one, device)]
     assert not isinstance(run, str)
-    return FusedKernel(one.key, run)
+    return FusedKernel(one.key, run, one.graph)
 
 
 def _place(one: Subgraph, device: torch.device) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch.fx import Graph as FxGraph
+
 PREFIX = "memopt.fused."
 """Targets of compiled operators begin with it; the key of what they compute follows."""
 
@@ -17,10 +19,12 @@ class FusedKernel:
     Attributes:
         key: equal regions have equal keys, in every process and on every machine.
         run: takes the list of its inputs, and empties it; None: not compiled.
+        graph: what it computes, of ATen operators; its placeholders are the inputs.
     """
 
     key: str
     run: Callable[[list[Any]], Any] | None = None
+    graph: FxGraph | None = None
 
     def __call__(self, *inputs: Any) -> Any:
         """Run it; the results are new tensors, none of which shares memory with another."""

@@ -20,6 +20,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from memopt.profiler.dependencies.dynamo_guards import TraceGuards
+from memopt.profiler.dependencies.late import is_late, last_name, late_names
 from memopt.profiler.dependencies.reader import (
     GONE,
     UNREADABLE,
@@ -41,11 +42,13 @@ class Dependencies:
         items: the things, those that others are found through first.
         names: what their expressions call.
         tensors: where a tensor was read that the model does not register, and the tensor.
+        late_names: the names that the backward itself may read in eager; None: any.
     """
 
     items: tuple[Dependency, ...] = ()
     names: tuple[tuple[str, Any], ...] = ()
     tensors: tuple[tuple[str, torch.Tensor], ...] = ()
+    late_names: frozenset[str] | None = frozenset()
 
     @staticmethod
     def of(model: nn.Module, guards: TraceGuards) -> Dependencies:
@@ -58,7 +61,12 @@ class Dependencies:
         """
         reader = TraceReader(model, guards)
         dependencies = tuple(reader.dependencies())
-        return Dependencies(dependencies, tuple(reader.names.items()), reader.unregistered())
+        return Dependencies(
+            dependencies,
+            tuple(reader.names.items()),
+            reader.unregistered(),
+            late_names(model, guards.code),
+        )
 
     def unchanged(self, model: nn.Module) -> bool:
         """Whether everything is as it was."""
@@ -78,6 +86,24 @@ class Dependencies:
             if dependency.differs(found):
                 return dependency, found
         return None
+
+    def late(self, recomputes: bool) -> Dependencies:
+        """Those that eager reads in the backward.
+
+        Args:
+            recomputes: whether a part of the forward runs again there (checkpoints).
+        """
+        names = None if recomputes else self.late_names
+        items = tuple(one for one in self.items if is_late(one, names))
+        return replace(self, items=items, late_names=names)
+
+    def may_read(self, source: str) -> bool:
+        """Whether the backward itself may read what an expression names."""
+        return self.late_names is None or last_name(source) in self.late_names
+
+    def source_of(self, tensor: torch.Tensor) -> str:
+        """Where a tensor was read that the model does not register; "" if nowhere."""
+        return next((source for source, known in self.tensors if known is tensor), "")
 
     def with_others(self, others: Iterable[Dependency]) -> Dependencies:
         """These and others; of two looks that are one, these."""

@@ -1,0 +1,119 @@
+"""Making a program runnable in its captured model."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+
+from memopt.executor.absence import Absence
+from memopt.executor.arena import ArenaFamily, Arenas, arena_layout
+from memopt.executor.arena_check import CheckedArenas
+from memopt.executor.codegen import generate
+from memopt.executor.handover import HandoverOrder
+from memopt.executor.homes import Homes
+from memopt.executor.interpret import interpret
+from memopt.executor.partial_backward import Backward, PartialBackward, partial_backward
+from memopt.executor.random_state import RandomStates
+from memopt.executor.recorder import Recorder
+from memopt.executor.runtime import Installed
+from memopt.executor.swap import ThreadSwap
+from memopt.executor.swap_streams import DeviceStreams, StreamSwap
+from memopt.executor.values import Halves
+from memopt.profiler.backend import backend_of
+from memopt.profiler.build import Lowering
+from memopt.profiler.capture import Captured
+from memopt.programs.instructions import Program
+
+
+def install(
+    captured: Captured,
+    lowering: Lowering,
+    program: Program,
+    *,
+    interpreted: bool = False,
+    swap: ThreadSwap | StreamSwap | None = None,
+    recorder: Recorder | None = None,
+    checked: bool = False,
+    family: ArenaFamily | None = None,
+    homes: Homes | None = None,
+) -> Installed:
+    """Make a program runnable in its captured model.
+
+    Args:
+        captured: the model's joint graph.
+        lowering: its Graph and node map; the program's indices refer to it.
+        program: a valid program.
+        interpreted: run instruction by instruction instead of by generated code.
+        swap: how host copies are made; None: streams on CUDA, else worker threads.
+        recorder: records the generated code's steps (`recorder_for`); not interpreted ones.
+        checked: the arena's debug mode (`memopt.executor.arena_check`). Interpreted steps have no
+            arena: their tensors are where torch's allocator puts them.
+        homes: the host copies of moved parameters and state (train steps).
+        family: whose arena it runs in; None: its own.
+    """
+    halves = Halves(captured, lowering, program)
+    device = _device(captured)
+    mover = _mover(halves, device, recorder) if swap is None else swap
+    if homes is not None:
+        homes.swap = mover
+    random = RandomStates(device)
+    layout = None if interpreted else arena_layout(lowering, program, device)
+    arenas = None
+    if layout is not None:
+        arenas = (CheckedArenas if checked else Arenas)(layout, family)
+    order = None
+    if interpreted:
+        forward, backward = interpret(halves, mover, random, homes)
+        source = ""
+    else:
+        forward, backward, source = generate(halves, mover, random, recorder, arenas, homes)
+        order = HandoverOrder.of(halves, mover, random, recorder, arenas)
+
+    def without(absence: Absence) -> Backward:
+        part = replace(halves, absence=absence)
+        if interpreted:
+            _, made = interpret(part, mover, random, homes)
+        else:
+            _, made, _ = generate(part, mover, random, recorder, arenas, homes)
+        return random.settling(made)
+
+    @functools.cache
+    def partial(missing: frozenset[int]) -> PartialBackward | None:
+        return partial_backward(captured, lowering, program, missing, without)
+
+    mutated = set(captured.mutated)
+    return Installed(
+        forward=random.settling(forward),
+        backward=random.settling(backward),
+        watched=tuple(
+            i
+            for i in sorted(halves.backward_primals)
+            if i not in mutated
+            and isinstance(captured.primals[i].node.meta.get("val"), torch.Tensor)
+        ),
+        names=tuple(p.name or p.node.name for p in captured.primals),
+        source=source,
+        watched_outputs=halves.outputs_read_later,
+        fork=list if arenas is None else arenas.fork,
+        handover=order,
+        partial=partial,
+    )
+
+
+def _mover(
+    halves: Halves, device: torch.device, recorder: Recorder | None
+) -> ThreadSwap | StreamSwap:
+    pool_bytes = halves.host_placement.extent_bytes
+    if not backend_of(device).on_host and (pool_bytes or halves.moved):
+        return StreamSwap(DeviceStreams(device, recorder), pool_bytes, recorder)
+    return ThreadSwap(recorder)
+
+
+def _device(captured: Captured) -> torch.device:
+    for primal in captured.primals:
+        value = primal.node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return value.device
+    return torch.device("cpu")

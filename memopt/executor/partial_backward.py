@@ -1,0 +1,195 @@
+"""Backwards that begin at some of the outputs: a loss that uses one of two heads, or a model's own
+loss and not the logits beside it.
+
+Autograd computes nothing for an output without a gradient, and parameters that only such outputs
+reach get None, which an optimizer skips. A planned backward is for all outputs; for fewer it does
+not compute what only the others need. In its place are tensors of one number, so that memory is as
+planned: -0.0 where autograd adds the gradients of a value's uses, which changes no bit of what it
+is added to, and zeros where autograd itself makes zeros of a missing gradient. Of other operators
+that read both it is not known what autograd would do, and the unplanned model runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Node
+
+from memopt.executor.absence import NEUTRAL, Absence
+from memopt.profiler.build import Lowering
+from memopt.profiler.capture import Captured
+from memopt.profiler.compiled.kernel import FusedKernel
+from memopt.profiler.memory_layout import same_strides
+from memopt.profiler.nodes import is_random
+from memopt.programs.instructions import Program
+
+Backward: TypeAlias = Callable[[list[Any], list[Any], list[Any]], tuple[Any, ...]]
+"""See `memopt.executor.runtime.Installed.backward`."""
+
+_ADD = torch.ops.aten.add.Tensor
+_GIVEN_ZEROS = frozenset(
+    (
+        torch.ops.aten.cat.default,
+        torch.ops.aten.stack.default,
+        torch.ops.aten.mkldnn_rnn_layer_backward.default,
+    )
+)
+"""The backwards of `split`, `unbind` and an LSTM: autograd makes zeros of what they miss."""
+_SIGNED = frozenset((torch.ops.aten._conj.default, torch.ops.aten._neg_view.default))
+"""Views that read -0.0 as 0.0."""
+
+
+@dataclass(frozen=True)
+class PartialBackward:
+    """A program's backward for some of the outputs.
+
+    Attributes:
+        numbers: for each tangent what stands in its place where it is missing.
+        run: the backward; None: the program's own, which is given these in their places.
+    """
+
+    numbers: tuple[float, ...]
+    run: Backward | None
+
+
+Partial: TypeAlias = Callable[[frozenset[int]], PartialBackward | None]
+"""(the positions of the tangents that do not arrive) → the backward without them; None: what
+autograd would compute is not known."""
+
+
+def unknown(_missing: frozenset[int]) -> PartialBackward | None:
+    """Nothing is known of backwards without some tangents."""
+    return None
+
+
+def partial_backward(
+    captured: Captured,
+    lowering: Lowering,
+    program: Program,
+    missing: frozenset[int],
+    make: Callable[[Absence], Backward],
+) -> PartialBackward | None:
+    """A program's backward without some tangents; None: what autograd would compute is not known.
+
+    Args:
+        captured: the captured model.
+        lowering: its Graph and node map.
+        program: the plan.
+        missing: the positions of the tangents that do not arrive.
+        make: the program's backward without what is absent.
+    """
+    absence = absence_of(captured, lowering, missing)
+    if absence is None or _is_replaced(lowering, program, absence):
+        return None
+    tangents = captured.tangents
+    numbers = tuple(absence.number(lowering.storages[tangent][0]) for tangent in tangents)
+    idle = not absence.nodes.isdisjoint(captured.gradients)
+    idle = idle or any(node in absence.nodes for node in lowering.nodes)
+    if idle and captured.outputs.makes_zeros:
+        return None
+    return PartialBackward(numbers, make(absence) if idle else None)
+
+
+def absence_of(captured: Captured, lowering: Lowering, missing: frozenset[int]) -> Absence | None:
+    """What the backward does not compute without some tangents; None: it is not known."""
+    walk = _Walk({tangent: i in missing for i, tangent in enumerate(captured.tangents)})
+    for node in captured.module.graph.nodes:
+        if node.op == "call_function" and node in lowering.storages and not walk.takes(node):
+            return None
+    fills: dict[int, float] = {}
+    for node, number in walk.numbers.items():
+        for tensor in lowering.storages[node]:
+            if tensor is not None and str(fills.setdefault(tensor, number)) != str(number):
+                return None
+    nodes = frozenset(node for node, absent in walk.absent.items() if absent)
+    pairs = zip(lowering.nodes, lowering.graph.operators, strict=True)
+    # Of a collective the other ranks would have to know.
+    if any(operator.collective is not None and node in nodes for node, operator in pairs):
+        return None
+    return Absence(nodes, fills)
+
+
+def _is_replaced(lowering: Lowering, program: Program, absence: Absence) -> bool:
+    """Whether something else computes an operator that reads what is absent and what is there."""
+    return any(
+        run.implementation is not None
+        and lowering.nodes[run.op] not in absence.nodes
+        and not absence.nodes.isdisjoint(lowering.nodes[run.op].all_input_nodes)
+        for _, run in program.computes
+    )
+
+
+@dataclass
+class _Walk:
+    """Tells what is absent in a graph, node by node.
+
+    Attributes:
+        absent: for each node that depends on tangents, whether all of these are missing.
+        numbers: for each absent node that others read, what it is filled with.
+    """
+
+    absent: dict[Node, bool]
+    numbers: dict[Node, float] = field(default_factory=dict)
+
+    def takes(self, node: Node) -> bool:
+        """Take the next node; False if what autograd would make of it is not known."""
+        states = {one: self.absent[one] for one in node.all_input_nodes if one in self.absent}
+        if not states:
+            return True
+        missing = [one for one, absent in states.items() if absent]
+        self.absent[node] = len(missing) == len(states)
+        if self.absent[node]:
+            return not is_random(node) and node.target not in _SIGNED
+        if not missing:
+            return True
+        if node.target in _GIVEN_ZEROS:
+            return self._fill(missing, 0.0)
+        if isinstance(node.target, FusedKernel):
+            added = self._only_added(node.target, node)
+        else:
+            added = _is_sum(node, missing[0])
+        return added and self._fill(missing, NEUTRAL)
+
+    def _fill(self, nodes: Iterable[Node], number: float) -> bool:
+        """Note a number; False if a node has another one, which is one of the other sign."""
+        return all(str(self.numbers.setdefault(node, number)) == str(number) for node in nodes)
+
+    def _only_added(self, kernel: FusedKernel, call: Node) -> bool:
+        """Whether a compiled region does nothing with what is missing but add it."""
+        if kernel.graph is None:
+            return False
+        placeholders = kernel.graph.find_nodes(op="placeholder")
+        pairs = zip(placeholders, call.args, strict=True)
+        given = {inner: one for inner, one in pairs if isinstance(one, Node)}
+        walk = _Walk({i: self.absent[one] for i, one in given.items() if one in self.absent})
+        for node in kernel.graph.nodes:
+            if node.op == "call_function":
+                known = walk.takes(node)
+                computed = walk.absent.get(node, False) and not _keeps_neutral(node)
+                if not known or computed:
+                    return False
+        results = kernel.graph.output_node().all_input_nodes
+        return all(str(number) == str(NEUTRAL) for number in walk.numbers.values()) and not any(
+            walk.absent.get(result, False) for result in results
+        )
+
+
+def _keeps_neutral(node: Node) -> bool:
+    """Whether a node makes nothing but -0.0 of -0.0: a view, or a sum."""
+    is_sum = node.target is _ADD and not node.kwargs and len(node.all_input_nodes) == len(node.args)
+    return is_sum or getattr(node.target, "is_view", False)
+
+
+def _is_sum(node: Node, missing: Node) -> bool:
+    """Whether a node adds a missing gradient to another one, and has that one's layout."""
+    if node.target is not _ADD or node.kwargs or len(node.args) != 2:
+        return False
+    other: Any = node.args[1] if node.args[0] is missing else node.args[0]
+    if not isinstance(other, Node):
+        return False
+    whole, one, added = (n.meta["val"] for n in (node, other, missing))
+    alike = whole.shape == one.shape == added.shape and whole.dtype == one.dtype == added.dtype
+    return alike and same_strides(whole, one.stride())

@@ -1,0 +1,66 @@
+"""A value that is used more than once, and a backward through several calls: said once."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.tanh(x @ self.weight) @ self.weight)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+def gradient(make: type[nn.Module], together: bool, plan: bool) -> torch.Tensor:
+    """The gradient of a loss of two calls, or of one call with both inputs."""
+    torch.manual_seed(0)
+    model = make()
+    if plan:
+        memopt.wrap(model, progress=False)
+    a, b = torch.randn(4, 16), torch.randn(4, 16)
+    found, other = model(torch.cat([a, b])).chunk(2) if together else (model(a), model(b))
+    nn.functional.cosine_similarity(found, other).mean().backward()
+    made = model.weight.grad
+    assert isinstance(made, torch.Tensor)
+    return made
+
+
+def test_last_bits_that_may_differ_are_said() -> None:
+    with pytest.warns(UserWarning, match="weight is used more than once.*torch.cat"):
+        found = gradient(Tied, together=False, plan=True)
+    torch.testing.assert_close(found, gradient(Tied, together=False, plan=False))
+
+
+@pytest.mark.parametrize(("make", "together"), [(Tied, True), (Plain, False)])
+def test_one_call_and_one_use_are_exact_and_silent(make: type[nn.Module], together: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = gradient(make, together, plan=True)
+    assert torch.equal(found, gradient(make, together, plan=False))
+
+
+def test_backwards_of_their_own_are_silent() -> None:
+    model = Tied()
+    memopt.wrap(model, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for _ in range(2):
+            model(torch.randn(4, 16)).sum().backward()

@@ -1,0 +1,229 @@
+"""Backwards that begin at some of a planned model's outputs: eager's gradients, None included."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+
+Model = Callable[[], nn.Module]
+
+
+class Heads(nn.Module):
+    """A trunk with two heads, one of which takes part of what the other one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.trunk(x).tanh()
+        first = self.a(hidden)
+        return first, self.b(hidden.sigmoid()), first.square().sum()
+
+
+class Parts(nn.Module):
+    """Outputs that are parts of one value: autograd joins their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(4, 6), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        one, other = self.trunk(x).chunk(2, -1)
+        first, second = self.trunk(x).unbind(0)[:2]
+        return self.head(one), other, first, second.exp()
+
+
+class Recurrent(nn.Module):
+    """An operator with several results, whose backward reads all their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output, (hidden, cell) = self.lstm(x[:, None])
+        return output, hidden, cell
+
+
+class Conjugated(nn.Module):
+    """Complex parts, of which some are read conjugated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 2, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        value = x.to(torch.complex64) @ self.weight
+        return value.real, (value.conj() * value).imag, value.abs()
+
+
+class _Two(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, y * 3
+
+    @staticmethod
+    def backward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return x * 2, y * 3
+
+
+class Custom(nn.Module):
+    """A custom function of two results: autograd gives zeros for the gradient that is missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        one, other = _Two.apply(self.x(x), self.y(x))  # type: ignore[no-untyped-call]
+        return one.tanh(), other.tanh()
+
+
+def gradients(model: nn.Module, used: Iterable[int], held: nn.Module | None = None) -> list[Any]:
+    """The gradients of a step whose loss reads some outputs, and the outputs."""
+    owner = held or model
+    owner.zero_grad()
+    torch.manual_seed(1)
+    x = torch.randn(5, 4, requires_grad=True)
+    outputs = model(x)
+    chosen = [outputs[i] for i in used]
+    torch.autograd.backward(chosen, [torch.ones_like(value) for value in chosen])
+    return [*outputs, x.grad, *(p.grad for p in owner.parameters())]
+
+
+def assert_same_bits(found: list[Any], expected: list[Any]) -> None:
+    """None where there is none, and the same bits elsewhere, the signs of zeros included."""
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if other is not None:
+            real = [torch.view_as_real(v.detach()) if v.is_complex() else v for v in (one, other)]
+            assert torch.equal(*(value.isnan() for value in real))
+            assert torch.equal(*(value.nan_to_num() for value in real))
+            assert torch.equal(*(value.nan_to_num().signbit() for value in real))
+
+
+def subsets(count: int) -> list[tuple[int, ...]]:
+    """All sets of outputs but the empty one."""
+    sizes = range(1, count + 1)
+    return [s for size in sizes for s in itertools.combinations(range(count), size)]
+
+
+def planned_and_plain(make: Model, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
+    """A model, and another one of the same values under a plan."""
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    model = make()
+    applied = {k: options.pop(k) for k in ("interpreted", "checked") if k in options}
+    plan = memopt.plan(model, torch.randn(5, 4, requires_grad=True), **options)
+    return plain, model, plan.apply(model, **applied)
+
+
+@pytest.mark.parametrize(
+    ("make", "originals"),
+    [(Heads, 0), (Parts, 0), (Recurrent, 0), (Conjugated, None), (Custom, 3)],
+)
+def test_every_set_of_outputs_has_eagers_gradients(make: Model, originals: int | None) -> None:
+    plain, model, planned = planned_and_plain(make, strategy="store-all")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for used in [*subsets(len(plain(torch.randn(5, 4)))), (0,)]:
+            found = gradients(planned, used, model)
+            assert_same_bits(found, gradients(plain, used))
+    assert originals in (None, planned.calls.original)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "rotor", "budget": "min"},
+        {"strategy": "olla", "checked": True},
+        {"strategy": "offload-graph", "budget": "min"},
+        {"strategy": "store-all", "interpreted": True},
+    ],
+    ids=lambda options: options["strategy"],
+)
+def test_under_every_kind_of_plan(options: dict[str, Any]) -> None:
+    plain, model, planned = planned_and_plain(Heads, **options)
+    for used in subsets(3):
+        assert_same_bits(gradients(planned, used, model), gradients(plain, used))
+    assert planned.calls.planned == len(subsets(3))
+
+
+def test_alternating_heads_train_as_in_eager() -> None:
+    def trained(wrapped: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = Heads()
+        if wrapped:
+            memopt.wrap(model, progress=False)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4))[step % 2].square().mean().backward()
+            optimizer.step()
+        return model
+
+    pairs = zip(trained(False).parameters(), trained(True).parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_one_backward_after_the_other() -> None:
+    plain, model, planned = planned_and_plain(Heads, strategy="rotor", budget="min")
+    for one in (plain, planned):
+        first, second, _ = one(torch.ones(5, 4, requires_grad=True))
+        first.sum().backward(retain_graph=True)
+        assert (model if one is planned else plain).b.weight.grad is None
+        second.sum().backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_an_unused_head_poisons_nothing() -> None:
+    class Infinite(Heads):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            hidden = self.trunk(x)
+            return self.a(hidden), self.b(hidden) * torch.inf
+
+    plain, model, planned = planned_and_plain(Infinite, strategy="store-all")
+    found = gradients(planned, (0,), model)
+    assert_same_bits(found, gradients(plain, (0,)))
+    assert found[-1] is None
+    assert model.trunk.weight.grad.isfinite().all()  # type: ignore[union-attr]
+
+
+def test_what_is_not_known_runs_as_the_original_and_says_so() -> None:
+    plain, model, planned = planned_and_plain(Custom, strategy="store-all")
+    with pytest.warns(UserWarning, match="begins at some of its outputs only.*loss_fn="):
+        found = gradients(planned, (0,), model)
+    assert_same_bits(found, gradients(plain, (0,)))
+    assert model.y.weight.grad is not None  # Zeros, as in eager.
+    assert (planned.calls.planned, planned.calls.original) == (0, 1)
+
+
+def test_the_remedy_of_that_warning_works() -> None:
+    torch.manual_seed(0)
+    model = Custom()
+    plan = memopt.plan(model, torch.randn(5, 4), loss_fn=lambda o: o[0].sum(), strategy="store-all")
+    planned = plan.apply(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned(torch.randn(5, 4))[0].sum().backward()
+    assert planned.calls.planned == 1
+
+
+def test_inside_torch_compile() -> None:
+    torch.manual_seed(0)
+    model = Heads()
+    compiled = torch.compile(model, backend="memopt", options={"progress": False})
+    compiled(torch.randn(8, 4))[0].sum().backward()
+    assert model.b.weight.grad is None
+    assert model.a.weight.grad is not None
