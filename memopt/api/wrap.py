@@ -108,6 +108,7 @@ def wrap(
         optimizer=optimizer,
         order=order,
         place=place,
+        whole_step=False,
         time_limit_s=time_limit_s,
         cache=cache,
         progress=progress,
