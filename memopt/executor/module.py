@@ -31,7 +31,7 @@ from memopt.profiler.backend import backend_of
 from memopt.profiler.build import Lowering
 from memopt.profiler.capture import Captured
 from memopt.profiler.dependencies.dependencies import Dependencies
-from memopt.profiler.inputs import Call, align
+from memopt.profiler.inputs import Call, align, asks_for_gradients
 from memopt.profiler.model_outputs import refusing_gradients
 from memopt.profiler.torch_private import captured_around
 from memopt.profiler.training_call import as_planned
@@ -330,6 +330,9 @@ class PlannedModule(nn.Module):
         try:
             guard.check(model, call)
         except GuardError as error:
+            if not asks_for_gradients(model, call):
+                self.calls.original += 1
+                return model(*args, **kwargs)
             on_mismatch: OnMismatch | None = self.__dict__["_memopt_on_mismatch"]
             if on_mismatch is None:
                 raise

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from memopt.errors import GuardError, InfeasibleBudgetError
+from memopt.errors import GuardError, InfeasibleBudgetError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.module import Calls, PlannedModule
 from memopt.executor.unplanned import runs_unplanned, unplanned
@@ -24,7 +25,7 @@ from memopt.models.locks import ForkedLock
 from memopt.profiler.as_eager.masks import adds_learned_biases, masks_nothing
 from memopt.profiler.backend import autocast_state
 from memopt.profiler.dependencies.reader import described, described_text
-from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.inputs import Call, asks_for_gradients, to_call
 from memopt.profiler.torch_private import captured_around
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class SelfPlanning:
         self._biased = adds_learned_biases(model)
         # Of one kind those that something beside the call tells apart, the last used at the end.
         self._ready: OrderedDict[Any, list[Made]] = OrderedDict()
+        # Kinds whose outputs had no gradient, as far as is known.
+        self._untrained: set[Any] = set()
         self._planning = ForkedLock()
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
         setattr(model, _CALL, self._call)
@@ -154,8 +157,25 @@ class SelfPlanning:
             if not (model.training and torch.is_grad_enabled()):
                 self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
                 return plain(*args, **kwargs)
-            planned = self._planned(_in_order(args, kwargs))
-            return (planned or plain)(*args, **kwargs)
+            call = self._seen(_in_order(args, kwargs))
+            kind = self._kind(call)
+            try:
+                planned = self._planned(kind, call)
+            except NothingToTrainError:
+                self._untrained.add(kind)
+            else:
+                return (planned or plain)(*args, **kwargs)
+            return self._untrained_call(kind, plain(*args, **kwargs))
+
+    def _untrained_call(self, kind: Any, output: Any) -> Any:
+        """Count a call of the model as it is, since there was nothing to train, and return its
+        output. If that has a gradient after all, such calls are planned from now on."""
+        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(output)):
+            self._untrained.discard(kind)
+            self.calls.fall_back(self.model, "it seemed to have nothing to train")
+        else:
+            self.calls.original += 1
+        return output
 
     def _seen(self, call: Call) -> Call:
         """A call with what eager would see in its masks, if it can have a plan of its own."""
@@ -171,17 +191,21 @@ class SelfPlanning:
         leaves = tuple(map(described, call.leaves))
         return call.spec, leaves, autocast_state(), call.whole_masks, tuple(trained), holding
 
-    def _planned(self, call: Call) -> PlannedModule | None:
+    def _planned(self, kind: Any, call: Call) -> PlannedModule | None:
         """The model under a plan for calls such as this one, made now if there is none. That
-        module looks whether all else is as planned."""
-        call = self._seen(call)
-        kind = self._kind(call)
+        module looks whether all else is as planned.
+
+        Raises:
+            NothingToTrainError: such calls have no backward.
+        """
         if kind in self._ready:
             self._ready.move_to_end(kind)
             made, plan = self._ready[kind][-1]
             if plan.program.offsets is None:
                 self.family.idle.clear()
             return made
+        if kind in self._untrained or not asks_for_gradients(self.model, call):
+            raise NothingToTrainError("a call of the wrapped model has nothing to train")
         if self._ready and self._on_mismatch == "error":
             raise GuardError(_NO_PLAN.format(call=_shown(call)))
         if self._ready and self._on_mismatch == "original":
@@ -216,7 +240,10 @@ class SelfPlanning:
                 self._ready[kind].append(made)
                 return made[0]
         _LOG.info("planning again: %s", error)
-        return self._made(kind, call)
+        try:
+            return self._made(kind, call)
+        except NothingToTrainError:
+            return model
 
 
 def _in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from memopt.errors import CaptureError
+from memopt.errors import CaptureError, NothingToTrainError
 from memopt.models.record import OutputGradients
 from memopt.profiler import torch_private
 from memopt.profiler.as_eager.compiling import traced_as_eager
@@ -29,7 +29,7 @@ from memopt.profiler.as_eager.masks import with_whole_masks
 from memopt.profiler.as_eager.recorded_outputs import hooks_set
 from memopt.profiler.as_eager.settled import settles
 from memopt.profiler.dependencies.dependencies import Dependencies, digest
-from memopt.profiler.inputs import Call, named_tensors
+from memopt.profiler.inputs import Call, asks_for_gradients, named_tensors
 from memopt.profiler.joined_collectives import buckets_of, join_collectives
 from memopt.profiler.joint_cache import joint_graphs_kept
 from memopt.profiler.joint_graph import (
@@ -183,14 +183,12 @@ def capture(
         joints: keeps the joint graphs that AOTAutograd traces; None: nothing is kept.
 
     Raises:
-        CaptureError: the model cannot be captured whole (a data-dependent branch...),
-            or nothing in it can be trained; the message names the place and the remedy.
+        CaptureError: the model cannot be captured whole (a data-dependent branch...); the message
+            names the place and the remedy. NothingToTrainError: nothing in it can be trained.
     """
     check_initialised(model)
-    if not any(p.requires_grad for p in model.parameters()) and not any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in call.leaves
-    ):
-        raise CaptureError(
+    if not asks_for_gradients(model, call):
+        raise NothingToTrainError(
             "nothing to train: no parameter and no input of the model requires a gradient; "
             "call requires_grad_() on what you train before planning"
         )
@@ -284,7 +282,7 @@ def _export(
         join_collectives(module, buckets_of(model), {n: names[n][0] for n in names})
         split = split_joint(module)
         if not split.tangents:
-            raise CaptureError(
+            raise NothingToTrainError(
                 "nothing to train: no output of the model has a gradient (all are detached, "
                 "integers, or computed under no_grad)"
             )
