@@ -1,8 +1,9 @@
 """A model that runs its training calls under plans, made when a kind of call is first met.
 
 The model stays the object that it is: its class, forward, attributes, files and copies. torch asks
-`_compiled_call_impl` before a module's own call (`nn.Module.compile` sets it); so does this. It is
-left out of copies and pickles, which are plain models.
+`_compiled_call_impl` before a module's own call (`nn.Module.compile` sets it); so does this. What a
+model gets (that, a hook, and the attributes `memopt` and `calls` where it has no use for these
+names itself) is left out of copies and pickles, which are plain models.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch.utils import _pytree as pytree
 
 from memopt.errors import GuardError, InfeasibleBudgetError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
-from memopt.executor.module import Calls, PlannedModule
+from memopt.executor.calls import Calls
+from memopt.executor.module import PlannedModule, accepts, count_in
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.locks import ForkedLock
 from memopt.profiler.as_eager.masks import adds_learned_biases, masks_nothing
@@ -45,6 +47,7 @@ _NO_PLAN = (
 _LOG = logging.getLogger(__name__)
 
 _CALL = "_compiled_call_impl"
+_STATE = "__getstate__"
 
 
 def _opaque(_model: nn.Module, _args: Any) -> None:
@@ -69,6 +72,21 @@ def _beyond(error: InfeasibleBudgetError, call: str) -> InfeasibleBudgetError:
         error.budget_bytes,
         smallest,
     )
+
+
+def _uses(model: nn.Module, name: str) -> bool:
+    """Whether a model has an attribute, or its class's code speaks of one that it may get."""
+    if name in model.__dict__ or hasattr(model, name):
+        return True
+    classes = type(model).__mro__[: type(model).__mro__.index(nn.Module)]
+    codes = [getattr(x, "__code__", None) for one in classes for x in vars(one).values()]
+    return any(name in (*c.co_names, *c.co_consts) for c in codes if c is not None)
+
+
+def planning_of(model: nn.Module) -> SelfPlanning | None:
+    """What plans a wrapped model's calls; None: it is not wrapped."""
+    made = getattr(model.__dict__.get(_CALL), "__self__", None)
+    return made if isinstance(made, SelfPlanning) else None
 
 
 class SelfPlanning:
@@ -110,10 +128,30 @@ class SelfPlanning:
         setattr(model, _CALL, self._call)
         # First, so that dynamo stops before the other hooks.
         self._hook = model.register_forward_pre_hook(_opaque, prepend=True)
+        shown = (("memopt", self), ("calls", self.calls))
+        self._shown = {name: value for name, value in shown if not _uses(model, name)}
+        model.__dict__.update(self._shown)
+        model.__dict__[_STATE] = self._plain_state
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nothing, in a copy or a pickle of the model: that one is a plain model."""
+        """Nothing, in a copy of the model that its class makes in its own way."""
         return type(None), ()
+
+    def _plain_state(self) -> Any:
+        """What copies and pickles of the model are made of: a plain model's."""
+        state: Any = type(self.model).__getstate__(self.model)  # type: ignore[no-untyped-call]
+        if not isinstance(state, dict):
+            return state
+        state = {name: value for name, value in state.items() if not self._gave(name, value)}
+        hooks = state.get("_forward_pre_hooks")
+        if hooks is not None:
+            kept = ((key, hook) for key, hook in hooks.items() if key != self._hook.id)
+            state["_forward_pre_hooks"] = type(hooks)(kept)
+        return state
+
+    def _gave(self, name: str, value: Any) -> bool:
+        """Whether an attribute of the model is one that it got here."""
+        return name == _STATE or (name in self._shown and value is self._shown[name])
 
     @property
     def plans(self) -> tuple[PlanRecord, ...]:
@@ -122,15 +160,20 @@ class SelfPlanning:
 
     def count_in(self, calls: Calls) -> None:
         """Count the calls elsewhere from now on."""
+        if self.model.__dict__.get("calls") is self.calls:
+            self.model.__dict__["calls"] = self._shown["calls"] = calls
         self.calls = calls
         for made in self._ready.values():
             for one, _ in made:
-                one.count_in(calls)
+                count_in(one, calls)
 
     def remove(self) -> None:
         """The model runs as before."""
-        setattr(self.model, _CALL, None)
+        self.model.__dict__.pop(_CALL, None)
         self._hook.remove()
+        own = self.model.__dict__
+        for name in [name for name, value in own.items() if self._gave(name, value)]:
+            del own[name]
 
     def prepare(self, shapes: Iterable[Any]) -> None:
         """Plan for calls such as these inputs now: the largest first, whose arena the others of a
@@ -219,7 +262,7 @@ class SelfPlanning:
                 made = self._planner(self.model, call, kind[-1], self)
             except InfeasibleBudgetError as error:
                 raise _beyond(error, _shown(call)) from error
-        made[0].count_in(self.calls)
+        count_in(made[0], self.calls)
         self._ready.setdefault(kind, []).append(made)
         self._ready.move_to_end(kind)
         while len(self.plans) > self._most:
@@ -235,7 +278,7 @@ class SelfPlanning:
         call = self._seen(call)
         kind = self._kind(call)
         for made in self._ready.get(kind, ()):
-            if made[0].accepts(call):
+            if accepts(made[0], call):
                 self._ready[kind].remove(made)
                 self._ready[kind].append(made)
                 return made[0]
