@@ -87,12 +87,14 @@ def wrap(
             for `memopt.plan`; `cache=False` keeps no plans on disk either.
 
     Raises:
-        ValueError: unreadable arguments, or a model that is wrapped or compiled already.
+        ValueError: unreadable arguments, an optimizer that trains no parameter of the model, or a
+            model that is wrapped or compiled already.
         InfeasibleBudgetError, CaptureError: at the first call of a kind; see `memopt.plan`.
     """
     from torch import nn
 
     from memopt.executor.self_planning import SelfPlanning
+    from memopt.profiler.optimizer_state import optimizer_state
     from memopt.profiler.remedies import inside_fabric
 
     if not isinstance(model, nn.Module):
@@ -117,6 +119,7 @@ def wrap(
     )
     planner = _Planner(request, loss_fn, targets)
     inner = inside_fabric(model) or model
+    optimizer_state(optimizer, inner.parameters())
     made = SelfPlanning(inner, planner, most_plans, on_mismatch)
     made.prepare(shapes)
     return model
