@@ -15,6 +15,7 @@ from torch import nn
 
 from memopt.errors import CaptureError, GuardError, PlanFileError
 from memopt.executor.arena import ArenaFamily
+from memopt.executor.calls import warn_of_many_plans
 from memopt.executor.cuda_graph import Capturer, CudaGraphs, GraphedProgram, why_not
 from memopt.executor.in_step import InStep
 from memopt.executor.module import OnMismatch, PlannedModule, accepts, install, original_of
@@ -76,6 +77,8 @@ def behaviour(choice: str, replan: Callable[[nn.Module, Call], nn.Module]) -> On
         fresh = replan(model, call)
         assert isinstance(fresh, PlannedModule)
         known.append(fresh)
+        differs = str(error).partition(";")[0]
+        warn_of_many_plans(len(known), differs, 'otherwise="original"')
         return fresh
 
     return {"error": None, "original": original, "replan": planned_again}[choice]

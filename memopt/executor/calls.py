@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 
 def has_own(model: nn.Module, name: str) -> bool:
@@ -15,6 +17,27 @@ def has_own(model: nn.Module, name: str) -> bool:
         return not isinstance(getattr(model, name), Calls)
     except AttributeError:
         return False
+
+
+_MANY = (8, 32, 128, 512, 2048)
+
+
+def warn_of_many_plans(made: int, differs: str, otherwise: str) -> None:
+    """Say that calls of ever other kinds are planned, each time that four times as many are.
+
+    Args:
+        made: how many plans were made so far.
+        differs: in what the last kind of call differs from the one before, for people.
+        otherwise: what to write to have other kinds run unplanned.
+    """
+    if made in _MANY:
+        warnings.warn(
+            f"{made} plans were made, one for each kind of call, and to make one takes as long as "
+            f"many steps. The last differs from the one before: {differs}. Pad tensors to a few "
+            "sizes; pass a number that changes as a tensor (torch.tensor(0.1)), or keep it in a "
+            f"buffer of the model; or have other kinds run unplanned ({otherwise})",
+            stacklevel=2,
+        )
 
 
 @dataclass
@@ -33,6 +56,7 @@ class Calls:
     replanned: int = 0
     _warned: bool = field(default=False, repr=False, compare=False)
     _differentiated: bool = field(default=False, repr=False, compare=False)
+    _evaluated: bool = field(default=False, repr=False, compare=False)
 
     def fall_back(self, model: nn.Module, reason: str) -> None:
         """Count a call of the unplanned model; warn when it is the first training step.
@@ -51,6 +75,27 @@ class Calls:
                 "counts how its calls ran; this is said once",
                 stacklevel=5,
             )
+
+    def evaluated(self, output: Any) -> Any:
+        """The output of a call in eval mode, which ran without a plan. A backward through it is
+        warned of, the first time."""
+        if not self._evaluated and torch.is_grad_enabled():
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(self._warn_of_eval_mode)
+        return output
+
+    def _warn_of_eval_mode(self, _gradients: Any) -> None:
+        if self._evaluated:
+            return
+        self._evaluated = True
+        warnings.warn(
+            "a backward runs through a call in eval mode, which runs without a plan and outside of "
+            "the budget. If that is training, call model.train() first (from_pretrained returns "
+            "models in eval mode), then eval() on the parts that are to stay so; the module's "
+            ".calls counts such calls as original, and this is said once",
+            stacklevel=2,
+        )
 
     def take_back(self) -> None:
         """Count a planned call as one of the unplanned model, which runs in its place for a

@@ -241,7 +241,7 @@ class PlannedModule(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         """Load the model's own part of a state that is loaded into a module around it."""
-        original_of(self)._load_from_state_dict(*args)  # type: ignore[no-untyped-call]
+        original_of(self)._load_from_state_dict(*args)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step's forward under the plan; the backward follows by autograd.
@@ -256,7 +256,7 @@ class PlannedModule(nn.Module):
         calls: Calls = self.__dict__["_memopt_calls"]
         if guard.evaluating(model):
             calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
-            return model(*args, **kwargs)
+            return calls.evaluated(model(*args, **kwargs))
         call = align(model, captured.call, args, as_planned(captured.call, kwargs))
         try:
             guard.check(model, call)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.errors import GuardError, InfeasibleBudgetError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
-from memopt.executor.calls import Calls
+from memopt.executor.calls import Calls, warn_of_many_plans
 from memopt.executor.module import PlannedModule, accepts, count_in
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.locks import ForkedLock
@@ -61,6 +61,15 @@ def _shown(call: Call) -> str:
     """The tensors of a call, for messages."""
     found = [described_text(described(leaf)) for leaf in call.tensors()]
     return ", ".join(text.partition(" stride")[0] for text in found)
+
+
+def _difference(before: Any, now: Any) -> str:
+    """In what one kind of call differs from another, for messages."""
+    if before[0] == now[0]:
+        for position, (was, found) in enumerate(zip(before[1], now[1], strict=True)):
+            if was != found:
+                return f"argument {position}: {described_text(was)}, then {described_text(found)}"
+    return "which arguments, gradients or trained parameters there are, or autocast"
 
 
 def _beyond(error: InfeasibleBudgetError, call: str) -> InfeasibleBudgetError:
@@ -124,6 +133,7 @@ class SelfPlanning:
         # Kinds whose outputs had no gradient, as far as is known.
         self._untrained: set[Any] = set()
         self._planning = ForkedLock()
+        self._asked, self._last_kind = 0, None
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
         setattr(model, _CALL, self._call)
         # First, so that dynamo stops before the other hooks.
@@ -199,7 +209,7 @@ class SelfPlanning:
         with unplanned():
             if not (model.training and torch.is_grad_enabled()):
                 self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
-                return plain(*args, **kwargs)
+                return self.calls.evaluated(plain(*args, **kwargs))
             call = self._seen(_in_order(args, kwargs))
             kind = self._kind(call)
             try:
@@ -254,7 +264,15 @@ class SelfPlanning:
         if self._ready and self._on_mismatch == "original":
             self.calls.fall_back(self.model, "calls of this kind are not planned")
             return None
-        return self._made(kind, call)
+        made = self._made(kind, call)
+        before, self._last_kind = self._last_kind, kind
+        self._count("" if before is None else _difference(before, kind))
+        return made
+
+    def _count(self, differs: str) -> None:
+        """Count a plan that a call asked for."""
+        self._asked += 1
+        warn_of_many_plans(self._asked, differs, 'on_mismatch="original"')
 
     def _made(self, kind: Any, call: Call) -> PlannedModule:
         with self._planning:
@@ -284,9 +302,11 @@ class SelfPlanning:
                 return made[0]
         _LOG.info("planning again: %s", error)
         try:
-            return self._made(kind, call)
+            module = self._made(kind, call)
         except NothingToTrainError:
             return model
+        self._count(str(error).partition(";")[0])
+        return module
 
 
 def _in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

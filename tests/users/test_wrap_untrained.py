@@ -83,3 +83,62 @@ def test_outputs_without_gradients_run_as_the_original_until_they_have_some() ->
     model.zero_grad()
     model(x).sum().backward()
     assert (model.calls.planned, model.calls.original) == (1, 3)
+
+
+@pytest.mark.parametrize("way", ["wrap", "apply"])
+def test_training_in_eval_mode_is_warned_of_once_and_the_remedy_plans(way: str) -> None:
+    model, x = network(), torch.randn(3, 4)
+    if way == "wrap":
+        planned: nn.Module = memopt.wrap(model, budget="min", progress=False)
+    else:
+        planned = memopt.plan(model, x, budget="min", progress=False).apply(model)
+    planned.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outputs = planned(x), planned(x)
+        with torch.no_grad():
+            planned(x)
+    assert all(map(torch.equal, outputs, [network()(x)] * 2))
+    with pytest.warns(UserWarning, match=r"eval mode.*call model\.train\(\) first"):
+        outputs[0].sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outputs[1].sum().backward()
+        planned(x).sum().backward()
+    assert memopt.running(planned).calls.planned == 0
+    planned.zero_grad()
+    planned.train()
+    if way == "wrap":
+        model[1].eval()
+    planned(x).sum().backward()
+    assert memopt.running(planned).calls.planned == 1
+
+
+def test_evaluation_with_transforms_is_left_alone() -> None:
+    model, x = memopt.wrap(network(), budget="min", progress=False).eval(), torch.randn(3, 4)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).sum()
+
+    expected = torch.autograd.grad(network()(x).sum(), [*network().parameters()], allow_unused=True)
+    assert len(expected) == len(parameters)
+    found = torch.func.grad(loss)(parameters)
+    plain = network()
+    plain(x).sum().backward()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(found[name], parameter.grad)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model, other = network(), torch.optim.Adam(network().parameters())
+    match = r"the Adam trains no parameter of this model: .*made with model\.parameters\(\)"
+    with pytest.raises(ValueError, match=match):
+        memopt.wrap(model, optimizer=other)
+    with pytest.raises(ValueError, match=match):
+        memopt.plan(model, torch.randn(3, 4), optimizer=other, progress=False)
+    with pytest.raises(ValueError, match=match):
+        memopt.fits(model, torch.randn(3, 4), device="H100", optimizer=other, progress=False)
+    memopt.plan(
+        model, torch.randn(3, 4), optimizer=torch.optim.Adam(model.parameters()), progress=False
+    )
