@@ -17,6 +17,7 @@ from memopt.api.planning import plan as plan
 from memopt.api.planning import profile as profile
 from memopt.api.planning import strategies as strategies
 from memopt.api.sharding import shard as shard
+from memopt.api.wrap import running as running
 from memopt.api.wrap import unwrap as unwrap
 from memopt.api.wrap import wrap as wrap
 from memopt.errors import CaptureError as CaptureError

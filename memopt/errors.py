@@ -32,6 +32,10 @@ class CaptureError(MemoptError):
     """The model cannot be captured as one graph; the message names the place and the remedy."""
 
 
+class NothingToTrainError(CaptureError):
+    """No parameter and no input requires a gradient, or no output has one."""
+
+
 class ProfileError(MemoptError):
     """An operator could not be measured."""
 

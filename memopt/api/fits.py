@@ -170,7 +170,16 @@ def fits(
         batch=first if searched else None,
         standing=fixed_bytes(start.graph, parts),
         rows=rows,
-        notes=(*_of_ranks(mesh), *start.notes),
+        notes=(*_of_ranks(mesh), *_measured_here(device, place, start), *start.notes),
+    )
+
+
+def _measured_here(asked: Device | str | None, device: Device, profiled: Any) -> tuple[str, ...]:
+    if asked is None or not profiled.baseline.measured:
+        return ()
+    return (
+        f"Times and bytes were measured on this machine's {profiled.torch_device.type}; of "
+        f'{device.name} are capacity and links alone. mode="estimate" prices the step for it.',
     )
 
 

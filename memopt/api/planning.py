@@ -83,7 +83,8 @@ def plan(
         whole_step: plan the parameters' updates, too, each as early as it can be, for
             `Plan.train_step` instead of `Plan.apply`: needs `loss_fn`, an optimizer instance and
             a strategy for chains, "auto", or one for graphs that recomputes nothing ("olla",
-            "store-all", "offload-graph"). None: where these last ones are given both.
+            "store-all", "offload-graph"). None: where these last ones are given both, and gradients
+            do not stay (`accumulate`).
         offload_optimizer: keep the optimizer's state on the host; each update brings its
             parameter's state and takes it back. Plans the whole step.
         movable: what of a whole step may live on the host between its uses: "parameters",

@@ -102,11 +102,7 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     with reporting_on(wanted.progress) as report:
         target = planned_device(wanted.device, wanted.mode)
         check_rules(wanted, chosen)
-        whole_step = wanted.whole_step
-        if whole_step is None and (wanted.offload_optimizer or wanted.movable or wanted.rules):
-            whole_step = True
-        how = (wanted.loss_fn, wanted.optimizer, wanted.mode)
-        whole = takes_whole_step(chosen, whole_step, *how, movable=bool(wanted.movable))
+        whole = takes_whole_step(chosen, wanted)
         ranks = planning_ranks(model, wanted.mode)
         with profiling_together(ranks, model, inputs, wanted):
             profiled = profiled_for(model, inputs, _priced(wanted, chosen, target, whole), report)

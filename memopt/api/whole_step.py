@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from memopt.strategies.base import Strategy
 
 
-def takes_whole_step(
-    strategy: Strategy,
-    wanted: bool | None,
-    loss_fn: Callable[..., Any] | None,
-    optimizer: Any,
-    mode: str,
-    *,
-    movable: bool = False,
-) -> bool:
-    """Whether the updates are to be captured where a loss and an optimizer instance are given.
+def takes_whole_step(strategy: Strategy, wanted: Any) -> bool:
+    """Whether a plan's request (`wanted`) is for a step whose updates are captured.
 
-    Args:
-        strategy: the one that plans.
-        wanted: `whole_step` of `memopt.plan`; None: for strategies for graphs that recompute
-            nothing.
-        loss_fn, optimizer, mode: of `memopt.plan`.
-        movable: whether parameters may move.
+    Unless it says so itself (`whole_step`, or an option that only whole steps have), it is where
+    a loss and an optimizer instance are given, measured, for a strategy for graphs that recomputes
+    nothing; but not where gradients are to stay from step to step (`accumulate`).
 
     Raises:
         ValueError: a whole step is wanted and cannot be planned; the message has the remedy.
     """
-    again = strategy.features.recompute
-    if not wanted:
-        return wanted is None and strategy.needs != "chain" and not again
-    if strategy.needs == "graph" and again and not (movable and strategy.features.offload):
+    given = wanted.loss_fn is not None and not isinstance(wanted.optimizer, str | None)
+    again, estimated = strategy.features.recompute, wanted.mode == "estimate"
+    asked = wanted.whole_step
+    if asked is None and (wanted.offload_optimizer or wanted.movable or wanted.rules):
+        asked = True
+    if asked is None:
+        return given and not (estimated or again or wanted.accumulate) and strategy.needs != "chain"
+    if not asked:
+        return False
+    if strategy.needs == "graph" and again and not (wanted.movable and strategy.features.offload):
         raise ValueError(
             f"{strategy.name} plans no whole steps: take auto, a strategy for chains such as "
             "rotor, or one that recomputes nothing (olla, store-all, offload-graph), or leave "
             "whole_step out"
         )
-    if mode == "estimate":
+    if estimated:
         raise ValueError('whole_step=True is measured: leave out mode="estimate"')
-    if loss_fn is None or optimizer is None or isinstance(optimizer, str):
+    if not given:
         raise ValueError("whole_step=True needs loss_fn= and optimizer=<a torch.optim instance>")
     return True
 

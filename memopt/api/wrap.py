@@ -26,7 +26,7 @@ from memopt.strategies.host_budget import parse_host_budget
 if TYPE_CHECKING:
     from torch import nn
 
-    from memopt.executor.module import PlannedModule
+    from memopt.executor.module import PlannedModule, Running
     from memopt.executor.self_planning import SelfPlanning
     from memopt.profiler.inputs import Call
 
@@ -62,7 +62,8 @@ def wrap(
     The model is changed in place and returned: it keeps its class, its attributes and its files;
     copies and pickles of it are plain models. Calls in eval mode or without gradients run as
     before. `model.calls` counts how calls ran, `model.memopt.plans` are the plans that are ready to
-    run; `memopt.unwrap(model)` undoes it. Plans are kept on disk (MEMOPT_CACHE_DIR) and shared by
+    run (of a model with attributes of these names: `memopt.running(model).calls` and `.plans`);
+    `memopt.unwrap(model)` undoes it. Plans are kept on disk (MEMOPT_CACHE_DIR) and shared by
     processes.
 
     Args:
@@ -86,13 +87,14 @@ def wrap(
             for `memopt.plan`; `cache=False` keeps no plans on disk either.
 
     Raises:
-        ValueError: unreadable arguments, or a model that is wrapped or compiled already.
+        ValueError: unreadable arguments, an optimizer that trains no parameter of the model, or a
+            model that is wrapped or compiled already.
         InfeasibleBudgetError, CaptureError: at the first call of a kind; see `memopt.plan`.
     """
     from torch import nn
 
-    from memopt.executor.module import Calls
     from memopt.executor.self_planning import SelfPlanning
+    from memopt.profiler.optimizer_state import optimizer_state
     from memopt.profiler.remedies import inside_fabric
 
     if not isinstance(model, nn.Module):
@@ -108,6 +110,7 @@ def wrap(
         optimizer=optimizer,
         order=order,
         place=place,
+        whole_step=False,
         time_limit_s=time_limit_s,
         cache=cache,
         progress=progress,
@@ -116,10 +119,8 @@ def wrap(
     )
     planner = _Planner(request, loss_fn, targets)
     inner = inside_fabric(model) or model
+    optimizer_state(optimizer, inner.parameters())
     made = SelfPlanning(inner, planner, most_plans, on_mismatch)
-    inner.__dict__["memopt"] = made
-    if isinstance(inner.__dict__.get("calls", made.calls), Calls):
-        inner.__dict__["calls"] = made.calls
     made.prepare(shapes)
     return model
 
@@ -130,17 +131,37 @@ def unwrap(model: M) -> M:
     Raises:
         ValueError: it is not wrapped.
     """
+    from memopt.executor.self_planning import planning_of
     from memopt.profiler.remedies import inside_fabric
 
-    inner = inside_fabric(model) or model
-    made = inner.__dict__.get("memopt")
+    made = planning_of(inside_fabric(model) or model)
     if made is None:
         raise ValueError("this model is not wrapped")
     made.remove()
-    for name, value in (("memopt", made), ("calls", made.calls)):
-        if inner.__dict__.get(name) is value:
-            del inner.__dict__[name]
     return model
+
+
+def running(model: nn.Module) -> SelfPlanning | Running:
+    """How a wrapped model or a planned module runs, whatever names it uses itself.
+
+    Returns:
+        Of a wrapped model: `.calls`, how many calls ran in which way, and `.plans`, those that are
+        ready to run. Of a planned module (`plan.apply`): `.calls`, `.original` and `.code`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    from memopt.executor.module import PlannedModule
+    from memopt.executor.module import running as running_planned
+    from memopt.executor.self_planning import planning_of
+    from memopt.profiler.remedies import inside_fabric
+
+    if isinstance(model, PlannedModule):
+        return running_planned(model)
+    made = planning_of(inside_fabric(model) or model)
+    if made is None:
+        raise ValueError("this model is neither wrapped nor planned")
+    return made
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
@@ -29,11 +29,15 @@ def fits(
 ) -> None:
     """Say whether a model trains on a device, with which strategy and how slowly."""
     limit = options.budget_of(budget)
+    if model.mode is None and model.device is not None:
+        model = replace(model, mode="estimate")
     for name in strategy or ():
         options.check_strategy(name)
     with value_of("--ranks"):
         if ranks is not None and model.mode != "estimate":
-            raise ValueError("asks about a cluster that is not there: add --mode estimate")
+            raise ValueError(
+                "asks about a cluster that is not there: name its device (--device H100)"
+            )
     arguments = model.arguments()
     del arguments["cache"]
     if ranks is not None:

@@ -42,7 +42,12 @@ Device = Annotated[
     str | None, typer.Option(help="Link rates, or what to estimate for: H100, A100, V100...")
 ]
 Mode = Annotated[
-    str, typer.Option(help="measure: run the kernels here. estimate: price them for --device.")
+    str | None,
+    typer.Option(
+        help="measure: run the kernels here. estimate: price them for --device, which `fits` does "
+        "by itself where one is given.",
+        show_default="measure",
+    ),
 ]
 Optimizer = Annotated[
     str | None, typer.Option(help="Charge its state: sgd, sgd-momentum, adamw, adamw-8bit...")
@@ -57,7 +62,7 @@ class ModelOptions:
 
     model: Model
     device: Device = None
-    mode: Mode = "measure"
+    mode: Mode = None
     optimizer: Optimizer = None
     batch: Batch = 4
     sequence: Sequence = 128
@@ -73,21 +78,22 @@ class ModelOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Those of `memopt.plan` and its like: the model, how to price it, and progress."""
-        with value_of("--device" if self.mode in ("measure", "estimate") else "--mode"):
-            planned_device(self.device, self.mode)  # type: ignore[arg-type]  # what it checks
+        mode: Any = self.mode or "measure"
+        with value_of("--device" if mode in ("measure", "estimate") else "--mode"):
+            planned_device(self.device, mode)
         if self.optimizer is not None:
             with value_of("--optimizer"):
                 optimizer_name(self.optimizer)
         check_dtype(self.dtype)
         # An estimate computes nothing, so the model needs no weights.
-        sizes = Sizes(self.batch, self.sequence, meta=self.mode == "estimate", dtype=self.dtype)
+        sizes = Sizes(self.batch, self.sequence, meta=mode == "estimate", dtype=self.dtype)
         found = load_target(self.model, sizes)
         return {
             "model": found.model,
             "inputs": found.inputs,
             "loss_fn": found.loss_fn,
             "device": self.device,
-            "mode": self.mode,
+            "mode": mode,
             "optimizer": self.optimizer,
             "cache": self.cache,
             "progress": not self.silent,

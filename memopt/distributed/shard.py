@@ -62,8 +62,10 @@ def _check(model: nn.Module, mesh: DeviceMesh) -> None:
         raise ValueError("the model is sharded already; shard the outermost module, once")
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
-        if "memopt" in module.__dict__:
-            raise ValueError(f"{where} is wrapped already: shard first, then memopt.wrap")
+        if module._compiled_call_impl is not None:
+            raise ValueError(
+                f"{where} is compiled or wrapped already: shard first, then memopt.wrap"
+            )
         if isinstance(module, nn.RNNBase):
             raise ValueError(
                 f"{where} is an {type(module).__name__}, which holds its parameters in a list of "

@@ -15,10 +15,11 @@ from torch import nn
 
 from memopt.errors import CaptureError, GuardError, PlanFileError
 from memopt.executor.arena import ArenaFamily
+from memopt.executor.calls import warn_of_many_plans
 from memopt.executor.cuda_graph import Capturer, CudaGraphs, GraphedProgram, why_not
 from memopt.executor.in_step import InStep
 from memopt.executor.install import install
-from memopt.executor.module import OnMismatch, PlannedModule
+from memopt.executor.module import OnMismatch, PlannedModule, accepts, original_of
 from memopt.executor.recaptured import again, planned_lowering, where_graphs_differ
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Installed, Runtime
@@ -71,12 +72,14 @@ def behaviour(choice: str, replan: Callable[[nn.Module, Call], nn.Module]) -> On
 
     def planned_again(model: nn.Module, call: Call, error: GuardError) -> nn.Module:
         for one in known:
-            if one.original is model and one.accepts(call):
+            if original_of(one) is model and accepts(one, call):
                 return one
         _LOG.info("planning again: %s", error)
         fresh = replan(model, call)
         assert isinstance(fresh, PlannedModule)
         known.append(fresh)
+        differs = str(error).partition(";")[0]
+        warn_of_many_plans(len(known), differs, 'otherwise="original"')
         return fresh
 
     return {"error": None, "original": original, "replan": planned_again}[choice]

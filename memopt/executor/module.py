@@ -5,26 +5,20 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 from memopt.errors import ExecutionError, GuardError
-from memopt.executor.differentiated import (
-    DIFFERENTIATED,
-    PARTIAL,
-    REMEDIES,
-    AsOriginal,
-    pattern,
-)
+from memopt.executor.calls import Calls, has_own
+from memopt.executor.differentiated import DIFFERENTIATED, AsOriginal, pattern
 from memopt.executor.guard import Guard
 from memopt.executor.runtime import Installed, Runtime
 from memopt.models.budget import format_bytes
 from memopt.profiler.capture import Captured
 from memopt.profiler.dependencies.dependencies import Dependencies
-from memopt.profiler.inputs import Call, align
+from memopt.profiler.inputs import Call, align, asks_for_gradients
 from memopt.profiler.memory_layout import storage_of
 from memopt.profiler.model_outputs import refusing_gradients
 from memopt.profiler.torch_private import captured_around
@@ -32,60 +26,6 @@ from memopt.profiler.training_call import as_planned
 
 OnMismatch: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
 """(the user's model, a call that is not the planned one, what differs) → the module to call."""
-
-
-@dataclass
-class Calls:
-    """How many calls of a planned module ran in which way.
-
-    Attributes:
-        planned: under the plan.
-        original: by the unplanned model: evaluation, and with `otherwise="original"` calls that
-            were not planned.
-        replanned: under another plan, with `otherwise="replan"`.
-    """
-
-    planned: int = 0
-    original: int = 0
-    replanned: int = 0
-    _warned: bool = field(default=False, repr=False, compare=False)
-    _told: set[str] = field(default_factory=set, repr=False, compare=False)
-
-    def fall_back(self, model: nn.Module, reason: str) -> None:
-        """Count a call of the unplanned model; warn when it is the first training step.
-
-        Args:
-            model: the unplanned model.
-            reason: why the plan does not run, for people.
-        """
-        self.original += 1
-        if self._warned or not torch.is_grad_enabled():
-            return
-        if any(module.training for module in model.modules()):
-            self._warned = True
-            warnings.warn(
-                f"a training step ran without its plan: {reason}. The planned module's .calls "
-                "counts how its calls ran; this is said once",
-                stacklevel=5,
-            )
-
-    def take_back(self, why: str) -> None:
-        """Count a planned call as one of the unplanned model, which runs again in place of its
-        backward; the first time warn.
-
-        Args:
-            why: see `memopt.executor.differentiated.REMEDIES`.
-        """
-        self.planned -= 1
-        self.original += 1
-        if why not in self._told:
-            self._told.add(why)
-            remedy = f". You can {REMEDIES[why]}" if why is PARTIAL else ""
-            warnings.warn(
-                f"{why}: the original model runs for it, outside of the budget{remedy}. The "
-                "planned module's .calls counts such calls; this is said once",
-                stacklevel=2,
-            )
 
 
 class PlannedModule(nn.Module):
@@ -96,6 +36,9 @@ class PlannedModule(nn.Module):
     the original forward runs. Other attributes are the model's, too: setting one sets it there.
     Hooks of inner modules run as they were when the model was planned, in the planned graph; with
     others a step is refused.
+
+    `calls`, `original` and `code` are those of `running(planned)`, unless the model has an
+    attribute of that name.
     """
 
     def __init__(
@@ -121,33 +64,12 @@ class PlannedModule(nn.Module):
     @property
     def training(self) -> bool:
         """The model's mode. Loops set it module by module, and must set the model's own."""
-        return bool(self.original.training) if "_memopt" in self.__dict__ else True
+        return bool(original_of(self).training) if "_memopt" in self.__dict__ else True
 
     @training.setter
     def training(self, mode: bool) -> None:
         if "_memopt" in self.__dict__:
-            self.original.training = mode
-
-    @property
-    def calls(self) -> Calls:
-        """How many calls ran under the plan, as the original, or under another plan."""
-        calls: Calls = self.__dict__["_memopt_calls"]
-        return calls
-
-    def count_in(self, calls: Calls) -> None:
-        """Count the calls elsewhere from now on."""
-        self.__dict__["_memopt_calls"] = calls
-
-    @property
-    def original(self) -> nn.Module:
-        """The unplanned model."""
-        model: nn.Module = self.__dict__["_memopt"][0]
-        return model
-
-    @property
-    def code(self) -> str:
-        """The generated source that runs; "" when interpreted."""
-        return str(self.__dict__["_memopt"][3].source)
+            original_of(self).training = mode
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -155,29 +77,26 @@ class PlannedModule(nn.Module):
         except AttributeError:
             if "_memopt" not in self.__dict__:
                 raise
-            return getattr(self.original, name)
+        model = original_of(self)
+        if name in _SHOWN and not has_own(model, name):
+            return getattr(running(self), name)
+        return getattr(model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = getattr(PlannedModule, name, None)
         if isinstance(known, property):
             # Not by nn.Module, which would register a module under the name.
             object.__setattr__(self, name, value)
-        elif self._keeps(name):
+        elif _keeps(self, name):
             super().__setattr__(name, value)
         else:
-            setattr(self.original, name, value)
+            setattr(original_of(self), name, value)
 
     def __delattr__(self, name: str) -> None:
-        if self._keeps(name):
+        if _keeps(self, name):
             super().__delattr__(name)
         else:
-            delattr(self.original, name)
-
-    def _keeps(self, name: str) -> bool:
-        """Whether an attribute is the planned module's, not the model's."""
-        return (
-            "_memopt" not in self.__dict__ or name in self.__dict__ or hasattr(PlannedModule, name)
-        )
+            delattr(original_of(self), name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedModule:
         """The plan around a deep copy of the model.
@@ -215,21 +134,22 @@ class PlannedModule(nn.Module):
             "the plan (plan.save(path)), or pickle planned.original"
         )
 
-    def accepts(self, call: Call) -> bool:
-        """Whether a call, as it would be made now, is the planned one."""
-        model, captured = self.__dict__["_memopt"][:2]
-        guard: Guard = self.__dict__["_memopt_guard"]
-        try:
-            kwargs = as_planned(captured.call, call.kwargs)
-            guard.check(model, align(model, captured.call, call.args, kwargs))
-        except GuardError:
-            return False
-        return True
-
     def train(self, mode: bool = True) -> PlannedModule:
         """Set the mode of the planned module and of the original one."""
-        self.original.train(mode)
+        original_of(self).train(mode)
         return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, as its class makes it."""
+        return original_of(self).state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model's, as its class does."""
+        return original_of(self).load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Load the model's own part of a state that is loaded into a module around it."""
+        original_of(self)._load_from_state_dict(*args)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step's forward under the plan; the backward follows by autograd.
@@ -238,39 +158,43 @@ class PlannedModule(nn.Module):
         part of that module's.
         """
         if captured_around():
-            return self.original(*args, **kwargs)
+            return original_of(self)(*args, **kwargs)
         model, captured, runtime, program = self.__dict__["_memopt"]
         guard: Guard = self.__dict__["_memopt_guard"]
+        calls: Calls = self.__dict__["_memopt_calls"]
         if guard.evaluating(model):
-            self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
-            return model(*args, **kwargs)
+            calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
+            return calls.evaluated(model(*args, **kwargs))
         call = align(model, captured.call, args, as_planned(captured.call, kwargs))
         try:
             guard.check(model, call)
         except GuardError as error:
+            if not asks_for_gradients(model, call):
+                calls.original += 1
+                return model(*args, **kwargs)
             on_mismatch: OnMismatch | None = self.__dict__["_memopt_on_mismatch"]
             if on_mismatch is None:
                 raise
             instead = on_mismatch(model, call, error)
             if instead is model:
-                self.calls.fall_back(model, str(error))
+                calls.fall_back(model, str(error))
             else:
-                self.calls.replanned += 1
+                calls.replanned += 1
             return instead(*args, **kwargs)
         wants_gradients = pattern(call)
         if wants_gradients in self.__dict__["_memopt_twice"]:
-            self.calls.original += 1
+            calls.original += 1
             return model(*args, **kwargs)
-        self.calls.planned += 1
+        calls.planned += 1
         if self.__dict__["_memopt_spare"] is not None:
-            self._warn_of_gradients(self.__dict__["_memopt_spare"])
+            _warn_of_gradients(self, self.__dict__["_memopt_spare"])
         held = [p.value(model, ()) for p in captured.primals if p.held]
 
         def used(why: str) -> None:
             # Calls with arguments such as this one's are made for that, and run so from now on.
             if why is DIFFERENTIATED and any(wants_gradients):
                 self.__dict__["_memopt_twice"].add(wants_gradients)
-            self.calls.take_back(why)
+            calls.take_back(why)
 
         random = runtime.random
         again = AsOriginal(captured, model, call, guard, random, used)
@@ -283,27 +207,81 @@ class PlannedModule(nn.Module):
         captured.effects.carry_out(model, call, made)
         return output
 
-    def _warn_of_gradients(self, spare_bytes: int) -> None:
-        """Say, once, that gradients are there for which the budget has no room."""
-        # Of several in one buffer, each its own part of it.
-        parts: dict[int, int] = {}
-        whole: dict[int, int] = {}
-        for gradient in (p.grad for p in self.original.parameters()):
-            if gradient is not None:
-                storage = storage_of(gradient)
-                parts[storage] = parts.get(storage, 0) + gradient.nbytes
-                whole[storage] = gradient.untyped_storage().nbytes()
-        held_bytes = sum(min(size, parts[storage]) for storage, size in whole.items())
-        if held_bytes <= spare_bytes:
-            return
-        self.__dict__["_memopt_spare"] = None
-        warnings.warn(
-            f"gradients of {format_bytes(held_bytes)} were there when a planned step began, which "
-            "the plan does not charge: it may exceed its budget by "
-            f"{format_bytes(held_bytes - spare_bytes)}. Plan with accumulate=True, or set "
-            "gradients to None before each step",
-            stacklevel=3,
-        )
+
+_SHOWN = ("calls", "original", "code")
+
+
+@dataclass(frozen=True)
+class Running:
+    """How a planned module runs.
+
+    Attributes:
+        calls: how many calls ran under the plan, as the original, or under another plan.
+        original: the unplanned model.
+        code: the generated source that runs; "" when interpreted.
+    """
+
+    calls: Calls
+    original: nn.Module
+    code: str
+
+
+def running(planned: PlannedModule) -> Running:
+    """How a planned module runs."""
+    calls: Calls = planned.__dict__["_memopt_calls"]
+    return Running(calls, original_of(planned), str(planned.__dict__["_memopt"][3].source))
+
+
+def original_of(planned: PlannedModule) -> nn.Module:
+    """The unplanned model of a planned module."""
+    model: nn.Module = planned.__dict__["_memopt"][0]
+    return model
+
+
+def count_in(planned: PlannedModule, calls: Calls) -> None:
+    """Count the calls of a planned module elsewhere from now on."""
+    planned.__dict__["_memopt_calls"] = calls
+
+
+def accepts(planned: PlannedModule, call: Call) -> bool:
+    """Whether a call, as it would be made now, is the one that a module is planned for."""
+    model, captured = planned.__dict__["_memopt"][:2]
+    guard: Guard = planned.__dict__["_memopt_guard"]
+    try:
+        kwargs = as_planned(captured.call, call.kwargs)
+        guard.check(model, align(model, captured.call, call.args, kwargs))
+    except GuardError:
+        return False
+    return True
+
+
+def _keeps(planned: PlannedModule, name: str) -> bool:
+    """Whether an attribute is the planned module's, not the model's."""
+    own = "_memopt" not in planned.__dict__ or name in planned.__dict__
+    return own or hasattr(PlannedModule, name)
+
+
+def _warn_of_gradients(planned: PlannedModule, spare_bytes: int) -> None:
+    """Say, once, that gradients are there for which the budget has no room."""
+    # Of several in one buffer, each its own part of it.
+    parts: dict[int, int] = {}
+    whole: dict[int, int] = {}
+    for gradient in (p.grad for p in original_of(planned).parameters()):
+        if gradient is not None:
+            storage = storage_of(gradient)
+            parts[storage] = parts.get(storage, 0) + gradient.nbytes
+            whole[storage] = gradient.untyped_storage().nbytes()
+    held_bytes = sum(min(size, parts[storage]) for storage, size in whole.items())
+    if held_bytes <= spare_bytes:
+        return
+    planned.__dict__["_memopt_spare"] = None
+    warnings.warn(
+        f"gradients of {format_bytes(held_bytes)} were there when a planned step began, which "
+        "the plan does not charge: it may exceed its budget by "
+        f"{format_bytes(held_bytes - spare_bytes)}. Plan with accumulate=True, or set "
+        "gradients to None before each step",
+        stacklevel=3,
+    )
 
 
 _OWN = (

@@ -1,8 +1,9 @@
 """A model that runs its training calls under plans, made when a kind of call is first met.
 
 The model stays the object that it is: its class, forward, attributes, files and copies. torch asks
-`_compiled_call_impl` before a module's own call (`nn.Module.compile` sets it); so does this. It is
-left out of copies and pickles, which are plain models.
+`_compiled_call_impl` before a module's own call (`nn.Module.compile` sets it); so does this. What a
+model gets (that, a hook, and the attributes `memopt` and `calls` where it has no use for these
+names itself) is left out of copies and pickles, which are plain models.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from memopt.errors import GuardError, InfeasibleBudgetError
+from memopt.errors import GuardError, InfeasibleBudgetError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
-from memopt.executor.module import Calls, PlannedModule
+from memopt.executor.calls import Calls, warn_of_many_plans
+from memopt.executor.module import PlannedModule, accepts, count_in
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.locks import ForkedLock
 from memopt.profiler.as_eager.masks import adds_learned_biases, masks_nothing
 from memopt.profiler.backend import autocast_state
 from memopt.profiler.dependencies.reader import described, described_text
-from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.inputs import Call, asks_for_gradients, to_call
 from memopt.profiler.torch_private import captured_around
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ _NO_PLAN = (
 _LOG = logging.getLogger(__name__)
 
 _CALL = "_compiled_call_impl"
+_STATE = "__getstate__"
 
 
 def _opaque(_model: nn.Module, _args: Any) -> None:
@@ -59,6 +63,15 @@ def _shown(call: Call) -> str:
     return ", ".join(text.partition(" stride")[0] for text in found)
 
 
+def _difference(before: Any, now: Any) -> str:
+    """In what one kind of call differs from another, for messages."""
+    if before[0] == now[0]:
+        for position, (was, found) in enumerate(zip(before[1], now[1], strict=True)):
+            if was != found:
+                return f"argument {position}: {described_text(was)}, then {described_text(found)}"
+    return "which arguments, gradients or trained parameters there are, or autocast"
+
+
 def _beyond(error: InfeasibleBudgetError, call: str) -> InfeasibleBudgetError:
     """What to say of a call that cannot be planned within the wrapped model's budget."""
     smallest = error.smallest_budget_bytes
@@ -68,6 +81,21 @@ def _beyond(error: InfeasibleBudgetError, call: str) -> InfeasibleBudgetError:
         error.budget_bytes,
         smallest,
     )
+
+
+def _uses(model: nn.Module, name: str) -> bool:
+    """Whether a model has an attribute, or its class's code speaks of one that it may get."""
+    if name in model.__dict__ or hasattr(model, name):
+        return True
+    classes = type(model).__mro__[: type(model).__mro__.index(nn.Module)]
+    codes = [getattr(x, "__code__", None) for one in classes for x in vars(one).values()]
+    return any(name in (*c.co_names, *c.co_consts) for c in codes if c is not None)
+
+
+def planning_of(model: nn.Module) -> SelfPlanning | None:
+    """What plans a wrapped model's calls; None: it is not wrapped."""
+    made = getattr(model.__dict__.get(_CALL), "__self__", None)
+    return made if isinstance(made, SelfPlanning) else None
 
 
 class SelfPlanning:
@@ -102,15 +130,38 @@ class SelfPlanning:
         self._biased = adds_learned_biases(model)
         # Of one kind those that something beside the call tells apart, the last used at the end.
         self._ready: OrderedDict[Any, list[Made]] = OrderedDict()
+        # Kinds whose outputs had no gradient, as far as is known.
+        self._untrained: set[Any] = set()
         self._planning = ForkedLock()
+        self._asked, self._last_kind = 0, None
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
         setattr(model, _CALL, self._call)
         # First, so that dynamo stops before the other hooks.
         self._hook = model.register_forward_pre_hook(_opaque, prepend=True)
+        shown = (("memopt", self), ("calls", self.calls))
+        self._shown = {name: value for name, value in shown if not _uses(model, name)}
+        model.__dict__.update(self._shown)
+        model.__dict__[_STATE] = self._plain_state
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nothing, in a copy or a pickle of the model: that one is a plain model."""
+        """Nothing, in a copy of the model that its class makes in its own way."""
         return type(None), ()
+
+    def _plain_state(self) -> Any:
+        """What copies and pickles of the model are made of: a plain model's."""
+        state: Any = type(self.model).__getstate__(self.model)  # type: ignore[no-untyped-call]
+        if not isinstance(state, dict):
+            return state
+        state = {name: value for name, value in state.items() if not self._gave(name, value)}
+        hooks = state.get("_forward_pre_hooks")
+        if hooks is not None:
+            kept = ((key, hook) for key, hook in hooks.items() if key != self._hook.id)
+            state["_forward_pre_hooks"] = type(hooks)(kept)
+        return state
+
+    def _gave(self, name: str, value: Any) -> bool:
+        """Whether an attribute of the model is one that it got here."""
+        return name == _STATE or (name in self._shown and value is self._shown[name])
 
     @property
     def plans(self) -> tuple[PlanRecord, ...]:
@@ -119,15 +170,20 @@ class SelfPlanning:
 
     def count_in(self, calls: Calls) -> None:
         """Count the calls elsewhere from now on."""
+        if self.model.__dict__.get("calls") is self.calls:
+            self.model.__dict__["calls"] = self._shown["calls"] = calls
         self.calls = calls
         for made in self._ready.values():
             for one, _ in made:
-                one.count_in(calls)
+                count_in(one, calls)
 
     def remove(self) -> None:
         """The model runs as before."""
-        setattr(self.model, _CALL, None)
+        self.model.__dict__.pop(_CALL, None)
         self._hook.remove()
+        own = self.model.__dict__
+        for name in [name for name, value in own.items() if self._gave(name, value)]:
+            del own[name]
 
     def prepare(self, shapes: Iterable[Any]) -> None:
         """Plan for calls such as these inputs now: the largest first, whose arena the others of a
@@ -153,9 +209,26 @@ class SelfPlanning:
         with unplanned():
             if not (model.training and torch.is_grad_enabled()):
                 self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
-                return plain(*args, **kwargs)
-            planned = self._planned(_in_order(args, kwargs))
-            return (planned or plain)(*args, **kwargs)
+                return self.calls.evaluated(plain(*args, **kwargs))
+            call = self._seen(_in_order(args, kwargs))
+            kind = self._kind(call)
+            try:
+                planned = self._planned(kind, call)
+            except NothingToTrainError:
+                self._untrained.add(kind)
+            else:
+                return (planned or plain)(*args, **kwargs)
+            return self._untrained_call(kind, plain(*args, **kwargs))
+
+    def _untrained_call(self, kind: Any, output: Any) -> Any:
+        """Count a call of the model as it is, since there was nothing to train, and return its
+        output. If that has a gradient after all, such calls are planned from now on."""
+        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(output)):
+            self._untrained.discard(kind)
+            self.calls.fall_back(self.model, "it seemed to have nothing to train")
+        else:
+            self.calls.original += 1
+        return output
 
     def _seen(self, call: Call) -> Call:
         """A call with what eager would see in its masks, if it can have a plan of its own."""
@@ -171,23 +244,35 @@ class SelfPlanning:
         leaves = tuple(map(described, call.leaves))
         return call.spec, leaves, autocast_state(), call.whole_masks, tuple(trained), holding
 
-    def _planned(self, call: Call) -> PlannedModule | None:
+    def _planned(self, kind: Any, call: Call) -> PlannedModule | None:
         """The model under a plan for calls such as this one, made now if there is none. That
-        module looks whether all else is as planned."""
-        call = self._seen(call)
-        kind = self._kind(call)
+        module looks whether all else is as planned.
+
+        Raises:
+            NothingToTrainError: such calls have no backward.
+        """
         if kind in self._ready:
             self._ready.move_to_end(kind)
             made, plan = self._ready[kind][-1]
             if plan.program.offsets is None:
                 self.family.idle.clear()
             return made
+        if kind in self._untrained or not asks_for_gradients(self.model, call):
+            raise NothingToTrainError("a call of the wrapped model has nothing to train")
         if self._ready and self._on_mismatch == "error":
             raise GuardError(_NO_PLAN.format(call=_shown(call)))
         if self._ready and self._on_mismatch == "original":
             self.calls.fall_back(self.model, "calls of this kind are not planned")
             return None
-        return self._made(kind, call)
+        made = self._made(kind, call)
+        before, self._last_kind = self._last_kind, kind
+        self._count("" if before is None else _difference(before, kind))
+        return made
+
+    def _count(self, differs: str) -> None:
+        """Count a plan that a call asked for."""
+        self._asked += 1
+        warn_of_many_plans(self._asked, differs, 'on_mismatch="original"')
 
     def _made(self, kind: Any, call: Call) -> PlannedModule:
         with self._planning:
@@ -195,7 +280,7 @@ class SelfPlanning:
                 made = self._planner(self.model, call, kind[-1], self)
             except InfeasibleBudgetError as error:
                 raise _beyond(error, _shown(call)) from error
-        made[0].count_in(self.calls)
+        count_in(made[0], self.calls)
         self._ready.setdefault(kind, []).append(made)
         self._ready.move_to_end(kind)
         while len(self.plans) > self._most:
@@ -211,12 +296,17 @@ class SelfPlanning:
         call = self._seen(call)
         kind = self._kind(call)
         for made in self._ready.get(kind, ()):
-            if made[0].accepts(call):
+            if accepts(made[0], call):
                 self._ready[kind].remove(made)
                 self._ready[kind].append(made)
                 return made[0]
         _LOG.info("planning again: %s", error)
-        return self._made(kind, call)
+        try:
+            module = self._made(kind, call)
+        except NothingToTrainError:
+            return model
+        self._count(str(error).partition(";")[0])
+        return module
 
 
 def _in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

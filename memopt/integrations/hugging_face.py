@@ -8,8 +8,8 @@ from weakref import WeakSet
 from transformers import TrainerCallback
 
 from memopt.api.wrap import unwrap, wrap
-from memopt.executor.module import Calls
-from memopt.executor.self_planning import SelfPlanning
+from memopt.executor.calls import Calls
+from memopt.executor.self_planning import SelfPlanning, planning_of
 from memopt.strategies import Strategy
 
 _WRAPPED: WeakSet[SelfPlanning] = WeakSet()
@@ -53,14 +53,16 @@ class MemoptCallback(TrainerCallback):
         options.setdefault("optimizer", getattr(optimizer, "optimizer", optimizer))
         if not getattr(args, "disable_tqdm", False):
             options.setdefault("progress", False)
-        if model.__dict__.get("memopt") in _WRAPPED:
+        if planning_of(model) in _WRAPPED:
             # An interrupted training ended without `on_train_end`.
             unwrap(model)
         wrap(model, **options)
-        _WRAPPED.add(model.memopt)
-        self.calls = model.memopt.calls
+        made = planning_of(model)
+        assert made is not None
+        _WRAPPED.add(made)
+        self.calls = made.calls
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The model is as it was."""
-        if "memopt" in kwargs["model"].__dict__:
+        if planning_of(kwargs["model"]) is not None:
             unwrap(kwargs["model"])

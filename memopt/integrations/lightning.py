@@ -11,7 +11,8 @@ except ImportError:
 from torch import nn
 
 from memopt.api.wrap import unwrap, wrap
-from memopt.executor.module import Calls
+from memopt.executor.calls import Calls
+from memopt.executor.self_planning import planning_of
 from memopt.strategies import Strategy
 
 
@@ -53,7 +54,9 @@ class MemoptCallback(Callback):
         for module in self._planned(pl_module):
             wrap(module, **self._options)
             self._wrapped.append(module)
-            module.__dict__["memopt"].count_in(self.calls)
+            made = planning_of(module)
+            assert made is not None
+            made.count_in(self.calls)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """The modules are as they were."""

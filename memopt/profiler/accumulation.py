@@ -22,7 +22,8 @@ def accumulating(profiled: Profiled | None, *, whole_step: bool) -> Profiled:
     if profiled is None or whole_step or profiled.record is None:
         raise ValueError(
             "accumulate=True is for steps of a module whose gradients stay: pass the module, and "
-            "no optimizer instance with a loss (a whole step's gradients end in its updates)"
+            "leave out what makes it a whole step, whose gradients end in its updates "
+            "(whole_step=True, movable=, offload_optimizer=, micro_batches=, clip_norm=, scaler=)"
         )
     captured, block_bytes = profiled.captured, profiled.record.block_bytes
     made = {

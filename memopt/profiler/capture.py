@@ -19,13 +19,13 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from memopt.errors import CaptureError
+from memopt.errors import CaptureError, NothingToTrainError
 from memopt.models.record import OutputGradients
 from memopt.profiler import torch_private
 from memopt.profiler.as_eager.corrections import joint_as_eager, tracing_as_eager
 from memopt.profiler.as_eager.layouts import computing_device
 from memopt.profiler.dependencies.dependencies import Dependencies, digest
-from memopt.profiler.inputs import Call, named_tensors
+from memopt.profiler.inputs import Call, asks_for_gradients, named_tensors
 from memopt.profiler.joined_collectives import buckets_of, join_collectives
 from memopt.profiler.joint_cache import joint_graphs_kept
 from memopt.profiler.joint_graph import (
@@ -180,14 +180,12 @@ def capture(
         joints: keeps the joint graphs that AOTAutograd traces; None: nothing is kept.
 
     Raises:
-        CaptureError: the model cannot be captured whole (a data-dependent branch...),
-            or nothing in it can be trained; the message names the place and the remedy.
+        CaptureError: the model cannot be captured whole (a data-dependent branch...); the message
+            names the place and the remedy. NothingToTrainError: nothing in it can be trained.
     """
     check_initialised(model)
-    if not any(p.requires_grad for p in model.parameters()) and not any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in call.leaves
-    ):
-        raise CaptureError(
+    if not asks_for_gradients(model, call):
+        raise NothingToTrainError(
             "nothing to train: no parameter and no input of the model requires a gradient; "
             "call requires_grad_() on what you train before planning"
         )
@@ -227,7 +225,7 @@ def _export(
         join_collectives(module, buckets_of(model), {n: names[n][0] for n in names})
         split = split_joint(module)
         if not split.tangents:
-            raise CaptureError(
+            raise NothingToTrainError(
                 "nothing to train: no output of the model has a gradient (all are detached, "
                 "integers, or computed under no_grad)"
             )

@@ -73,6 +73,13 @@ class _WithoutHistory(torch.autograd.Function):
         return None, None
 
 
+def asks_for_gradients(model: nn.Module, call: Call) -> bool:
+    """Whether a parameter of the model, or a tensor that it is called with, requires a gradient."""
+    return any(p.requires_grad for p in model.parameters()) or any(
+        tensor.requires_grad for tensor in call.tensors()
+    )
+
+
 def repeated(leaves: Iterable[Any]) -> dict[int, int]:
     """Position → earlier position, of the flat arguments that are the same tensor as one before."""
     first: dict[int, int] = {}

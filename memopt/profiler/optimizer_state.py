@@ -69,11 +69,19 @@ def optimizer_state(
         block_bytes: the allocator's granularity.
 
     Raises:
-        ValueError: an unknown name or class; the message lists the known ones.
+        ValueError: an unknown name or class (the message lists the known ones), or an instance
+            that trains none of these parameters.
     """
     if optimizer is None:
         return OptimizerState("none", 0)
     if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(parameter) for parameter in parameters}
+        groups = optimizer.param_groups
+        if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+            raise ValueError(
+                f"the {type(optimizer).__name__} trains no parameter of this model: pass the one "
+                "that is made with model.parameters()"
+            )
         return _of_instance(optimizer, block_bytes)
     if not isinstance(optimizer, str):
         raise ValueError(

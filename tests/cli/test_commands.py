@@ -100,6 +100,16 @@ def test_fits_on_a_device_and_on_many() -> None:
     assert "--ranks: asks about a cluster that is not there" in " ".join(wrong.stderr.split())
 
 
+def test_fits_estimates_for_a_device_and_says_where_it_measured() -> None:
+    one = ("fits", "mymodels:two", "--budget", "1GiB", "--strategy", "store-all")
+    for_device = (*one, "--device", "cpu-core")
+    estimated = run_json(*for_device)
+    assert estimated == run_json(*for_device, "--mode", "estimate")
+    (note,) = run_json(*for_device, "--mode", "measure")["notes"]
+    assert note.startswith("Times and bytes were measured on this machine's cpu; of cpu-core")
+    assert run(*one).exit_code == 0
+
+
 def test_quiet_prints_nothing() -> None:
     result = run("plan", "mymodels:two", "--quiet", "--out", "p.json", "--budget", "0.9")
     assert result.exit_code == 0

@@ -12,7 +12,7 @@ from torch import nn
 
 import memopt
 from memopt.errors import CaptureError
-from memopt.executor.module import Calls
+from memopt.executor.calls import Calls
 
 STEPS = 4
 

@@ -178,7 +178,7 @@ def test_a_loop(name: str) -> None:
 
 
 def memopt_calls(**counts: int) -> Any:
-    from memopt.executor.module import Calls
+    from memopt.executor.calls import Calls
 
     return Calls(**counts)
 

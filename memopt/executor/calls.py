@@ -1,0 +1,118 @@
+"""How calls of a wrapped or planned model ran, and what is said of those without a plan."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memopt.executor.differentiated import PARTIAL, REMEDIES
+
+
+def has_own(model: nn.Module, name: str) -> bool:
+    """Whether an attribute of this name is the model's own, not one that `memopt.wrap` gave it."""
+    try:
+        return not isinstance(getattr(model, name), Calls)
+    except AttributeError:
+        return False
+
+
+_MANY = (8, 32, 128, 512, 2048)
+
+
+def warn_of_many_plans(made: int, differs: str, otherwise: str) -> None:
+    """Say that calls of ever other kinds are planned, each time that four times as many are.
+
+    Args:
+        made: how many plans were made so far.
+        differs: in what the last kind of call differs from the one before, for people.
+        otherwise: what to write to have other kinds run unplanned.
+    """
+    if made in _MANY:
+        warnings.warn(
+            f"{made} plans were made, one for each kind of call, and to make one takes as long as "
+            f"many steps. The last differs from the one before: {differs}. Pad tensors to a few "
+            "sizes; pass a number that changes as a tensor (torch.tensor(0.1)), or keep it in a "
+            f"buffer of the model; or have other kinds run unplanned ({otherwise})",
+            stacklevel=2,
+        )
+
+
+@dataclass
+class Calls:
+    """How many calls of a planned module ran in which way.
+
+    Attributes:
+        planned: under the plan.
+        original: by the unplanned model: evaluation, and with `otherwise="original"` calls that
+            were not planned.
+        replanned: under another plan, with `otherwise="replan"`.
+    """
+
+    planned: int = 0
+    original: int = 0
+    replanned: int = 0
+    _warned: bool = field(default=False, repr=False, compare=False)
+    _told: set[str] = field(default_factory=set, repr=False, compare=False)
+    _evaluated: bool = field(default=False, repr=False, compare=False)
+
+    def fall_back(self, model: nn.Module, reason: str) -> None:
+        """Count a call of the unplanned model; warn when it is the first training step.
+
+        Args:
+            model: the unplanned model.
+            reason: why the plan does not run, for people.
+        """
+        self.original += 1
+        if self._warned or not torch.is_grad_enabled():
+            return
+        if any(module.training for module in model.modules()):
+            self._warned = True
+            warnings.warn(
+                f"a training step ran without its plan: {reason}. The planned module's .calls "
+                "counts how its calls ran; this is said once",
+                stacklevel=5,
+            )
+
+    def evaluated(self, output: Any) -> Any:
+        """The output of a call in eval mode, which ran without a plan. A backward through it is
+        warned of, the first time."""
+        if not self._evaluated and torch.is_grad_enabled():
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(self._warn_of_eval_mode)
+        return output
+
+    def _warn_of_eval_mode(self, _gradients: Any) -> None:
+        if self._evaluated:
+            return
+        self._evaluated = True
+        warnings.warn(
+            "a backward runs through a call in eval mode, which runs without a plan and outside of "
+            "the budget. If that is training, call model.train() first (from_pretrained returns "
+            "models in eval mode), then eval() on the parts that are to stay so; the module's "
+            ".calls counts such calls as original, and this is said once",
+            stacklevel=2,
+        )
+
+    def take_back(self, why: str) -> None:
+        """Count a planned call as one of the unplanned model, which runs again in place of its
+        backward; the first time warn.
+
+        Args:
+            why: see `memopt.executor.differentiated.REMEDIES`.
+        """
+        self.planned -= 1
+        self.original += 1
+        if why not in self._told:
+            self._told.add(why)
+            remedy = f". You can {REMEDIES[why]}" if why is PARTIAL else ""
+            warnings.warn(
+                f"{why}: the original model runs for it, outside of the budget{remedy}. The "
+                "planned module's .calls counts such calls; this is said once",
+                stacklevel=2,
+            )

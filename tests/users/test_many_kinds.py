@@ -1,0 +1,103 @@
+"""Calls of ever other kinds: what a user learns of the plans that are made for them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from memopt.executor import calls as calls_module
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(calls_module, "_MANY", (3, 12))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.power = 1.0
+
+    def forward(self, x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x) * scale * self.power
+        return y
+
+
+def by_size(model: nn.Module, step: int) -> torch.Tensor:
+    y: torch.Tensor = model(torch.ones(step + 1, 4))
+    return y
+
+
+def by_number(model: nn.Module, step: int) -> torch.Tensor:
+    y: torch.Tensor = model(torch.ones(2, 4), 0.1 * step)
+    return y
+
+
+def by_attribute(model: nn.Module, step: int) -> torch.Tensor:
+    model.power = 0.1 * step
+    y: torch.Tensor = model(torch.ones(2, 4))
+    return y
+
+
+CASES = [
+    (by_size, r"argument 0: float32\[2, 4\].*, then float32\[3, 4\]"),
+    (by_number, r"argument 1: 0\.1, then 0\.2"),
+    (by_attribute, r"model\.power: planned 0\.1, got 0\.2"),
+]
+
+
+@pytest.mark.parametrize(("call", "differs"), CASES)
+def test_many_plans_are_counted_and_what_differs_is_said(
+    call: Callable[[nn.Module, int], torch.Tensor], differs: str
+) -> None:
+    model = memopt.wrap(Scaled(), budget="min", progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(2):
+            call(model, step)
+    with pytest.warns(UserWarning, match=f"3 plans were made.*{differs}.*on_mismatch"):
+        call(model, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(model, 3)
+
+
+def test_planning_again_after_apply_is_counted() -> None:
+    model = Scaled()
+    plan = memopt.plan(model, torch.ones(9, 4), budget="min", progress=False)
+    planned = plan.apply(model, otherwise="replan")
+    for step in range(2):
+        by_size(planned, step)
+    with pytest.warns(UserWarning, match=r"3 plans were made.*got float32\[3, 4\].*otherwise="):
+        by_size(planned, 2)
+
+
+def test_a_number_that_is_passed_as_a_tensor_has_one_plan_and_eagers_bits() -> None:
+    model, plain = memopt.wrap(Scaled(), budget="min", progress=False), Scaled()
+    for step in range(4):
+        x, scale = torch.randn(2, 4), 0.1 * step
+        model.zero_grad()
+        plain.zero_grad()
+        output = model(x, torch.tensor(scale))
+        output.square().sum().backward()
+        expected = plain(x, scale)
+        expected.square().sum().backward()
+        assert torch.equal(output, expected)
+        assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)
+        model.zero_grad()
+    assert len(memopt.running(model).plans) == 1
+
+
+def test_shapes_that_are_planned_ahead_are_not_counted() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memopt.wrap(Scaled(), shapes=[torch.ones(rows, 4) for rows in range(1, 5)], progress=False)
