@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from memopt.profiler.dependencies.dynamo_guards import ROOT
 from memopt.profiler.inputs import Call
 from memopt.profiler.remedies import known_remedy, without_labels
 from memopt.profiler.restored_state import state_restored
+
+_REGISTRIES = ("._parameters", "._buffers", "._modules")
 
 
 def check_initialised(model: nn.Module) -> None:
@@ -150,7 +152,7 @@ def _line_of(node: Node) -> str:
 
 def side_effects(model: nn.Module, call: Call, changed: Iterable[str]) -> list[str]:
     """Names of the model's and its inputs' objects that a planned step would not leave behind as
-    the forward does: it sets their attributes, or assigns a buffer anew.
+    the forward does: it sets their attributes, or assigns a buffer, a parameter or a module anew.
 
     Args:
         model: the user's model.
@@ -158,11 +160,12 @@ def side_effects(model: nn.Module, call: Call, changed: Iterable[str]) -> list[s
         changed: dynamo's names of the objects that the forward changes.
     """
     # Globals are left out: libraries set and reset context variables there.
-    names = [_python_name(source) for source in changed if source.startswith("L[")]
-    if names and all(name.endswith("._buffers") for name in names):
-        # `self.buffer += 1` assigns the same tensor again: only the update counts.
-        names = _assigned_buffers(model, call)
-    return names
+    sources = [source for source in changed if source.startswith("L[")]
+    registries = [source for source in sources if source.endswith(_REGISTRIES)]
+    names = [_python_name(source) for source in sources if source not in registries]
+    # `self.buffer += 1` assigns the same tensor again, and torch.func.functional_call puts tensors
+    # in the places of others, and those back: what counts is what is there afterwards.
+    return names + (_reassigned(model, call, registries) if registries else [])
 
 
 def why_side_effects(names: Iterable[str]) -> str:
@@ -182,14 +185,18 @@ def _python_name(source: str) -> str:
     return re.sub(r"^L\['flat_args'\]", "inputs", path)
 
 
-def _assigned_buffers(model: nn.Module, call: Call) -> list[str]:
-    """Buffers that hold another tensor after one forward on fake tensors (nothing is computed)."""
+def _reassigned(model: nn.Module, call: Call, sources: Sequence[str]) -> list[str]:
+    """Of the registries that dynamo's `sources` name, the entries that are other objects after one
+    forward on fake tensors (nothing is computed)."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # it makes one fake of each tensor
-    modules = [(name, module._buffers) for name, module in model.named_modules()]
+    names = {"model": model, "L": {"self": model}}
+    registries = [eval(source.replace(ROOT, "model"), {}, names) for source in sources]
+    held = [module._buffers for module in model.modules()]
+    held += [one for source, one in zip(sources, registries, strict=True) if "._buffers" in source]
     with state_restored(model, call):
-        for _, buffers in modules:
+        for buffers in {id(one): one for one in held}.values():
             buffers.update(pytree.tree_map_only(Tensor, mode.from_tensor, buffers))
-        given = [dict(buffers) for _, buffers in modules]
+        given = [dict(registry) for registry in registries]
         faked = call.with_tensors(mode.from_tensor)
         try:
             with mode:
@@ -198,8 +205,8 @@ def _assigned_buffers(model: nn.Module, call: Call) -> list[str]:
             # Autocast keeps casts of parameters; these are fake, the parameters are not.
             torch.clear_autocast_cache()
         return [
-            ".".join(filter(None, ("model", path, name)))
-            for (path, buffers), old in zip(modules, given, strict=True)
-            for name in buffers
-            if buffers[name] is not old.get(name)
+            f"{_python_name(source).rpartition('.')[0]}.{name}"
+            for source, registry, old in zip(sources, registries, given, strict=True)
+            for name in {**old, **registry}
+            if registry.get(name, registry) is not old.get(name, old)
         ]
