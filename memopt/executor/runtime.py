@@ -133,7 +133,8 @@ class Runtime:
         made = _Call(program, again, chain)
         try:
             self._local.call = weakref.ref(made)
-            output = self._captured.compiled(*held, *call.args, **call.kwargs)
+            args, kwargs = call.plain
+            output = self._captured.compiled(*held, *args, **kwargs)
             if not self._differentiable and torch.is_grad_enabled():
                 self._differentiable = True
                 differentiable_through(output)

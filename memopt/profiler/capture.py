@@ -46,6 +46,7 @@ from memopt.profiler.joint_store import JointStore
 from memopt.profiler.lean_trace import lean_trace
 from memopt.profiler.model_outputs import NO_OUTPUTS, TracedOutputs, hand_out, separate_outputs
 from memopt.profiler.remedies import without_labels
+from memopt.profiler.taken import check_dense, check_objects_kept, check_taken
 from memopt.profiler.uncaptured import (
     check_effects,
     check_initialised,
@@ -194,15 +195,12 @@ def capture(
             "nothing to train: no parameter and no input of the model requires a gradient; "
             "call requires_grad_() on what you train before planning"
         )
-    for leaf in call.leaves:
-        if not isinstance(leaf, (torch.Tensor, str, int, float, bool, type(None))):
-            raise CaptureError(
-                f"the model is called with a {type(leaf).__name__}; memopt takes tensors, numbers, "
-                "strings, None and pytrees of them; keep other objects as attributes of the model"
-            )
+    check_taken(model, call)
     device = computing_device(model, call)
     with tracing_as_eager(device) as tracing, lean_trace():
         traced, dependencies = _trace(model, call, tracing)
+        check_dense(traced, {id(tensor): source for source, tensor in dependencies.tensors})
+        check_objects_kept(model, call)
         trace = digest(traced, model, dependencies)
         outputs = separate_outputs(traced, gradients())
         with joint_graphs_kept(traced, device, joints):
@@ -254,7 +252,7 @@ def _dynamo_trace(
     def trace() -> Any:
         # Strides that the model asks for are those of its kernels.
         with layouts_of_kernels(computing_device(model, call)):
-            return torch_private.dynamo_capture(model, call.args, call.kwargs)
+            return torch_private.dynamo_capture(model, *call.opened)
 
     try:
         return tracing(lambda: with_whole_masks(call, trace))  # type: ignore[no-any-return]
@@ -320,7 +318,7 @@ def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
         CaptureError: it cannot be made.
     """
     try:
-        return torch_private.export_joint(stack, traced, call.args, call.kwargs)
+        return torch_private.export_joint(stack, traced, *call.plain)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         first = first_line(error) or repr(error)
         where = shape_from_data(traced)

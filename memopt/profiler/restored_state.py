@@ -203,7 +203,7 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
         What copies values: the first run inside is to be `first_run()`, or, where compiled code
         runs, after `keep_all()`.
     """
-    reached = _Reached((model, call.args, call.kwargs, *others))
+    reached = _Reached((model, call.args, call.kwargs, *call.objects, *others))
     kept = StorageCopies(reached.tensors)
     owners = [one for one in (model, *others) if isinstance(one, nn.Module)]
     for buffer in (b for owner in owners for b in owner.buffers()):

@@ -128,7 +128,7 @@ def shape_from_data(traced: GraphModule) -> str | None:
         if isinstance(value, torch.Tensor) and any(
             isinstance(size, torch.SymInt) for size in value.shape
         ):
-            return _line_of(node)
+            return line_of(node)
     return None
 
 
@@ -136,14 +136,15 @@ def value_read(traced: GraphModule) -> str | None:
     """The line that reads a number out of a tensor; None if there is none."""
     numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
     found = (n for n in traced.graph.nodes if isinstance(_example(n), numbers))
-    return next(map(_line_of, found), None)
+    return next(map(line_of, found), None)
 
 
 def _example(node: Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-def _line_of(node: Node) -> str:
+def line_of(node: Node) -> str:
+    """The user's line that a node of dynamo's graph is from: " at file:line (text)"; or ""."""
     places = re.findall(
         r'File "([^"]+)", line (\d+).*\n\s*(.*)', node.meta.get("stack_trace") or ""
     )
