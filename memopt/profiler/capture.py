@@ -45,16 +45,13 @@ from memopt.profiler.joint_graph import (
 from memopt.profiler.joint_store import JointStore
 from memopt.profiler.lean_trace import lean_trace
 from memopt.profiler.model_outputs import NO_OUTPUTS, TracedOutputs, hand_out, separate_outputs
-from memopt.profiler.remedies import without_labels
 from memopt.profiler.taken import check_dense, check_objects_kept, check_taken
 from memopt.profiler.uncaptured import (
     check_effects,
     check_initialised,
-    first_line,
-    shape_from_data,
     side_effects,
-    value_read,
     why_not_captured,
+    why_not_derived,
     why_not_taken,
     why_side_effects,
 )
@@ -320,25 +317,7 @@ def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
     try:
         return torch_private.export_joint(stack, traced, *call.plain)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        first = first_line(error) or repr(error)
-        where = shape_from_data(traced)
-        if where is not None:
-            raise CaptureError(
-                f"a shape depends on the values of a tensor{where}: {first}. memopt needs the "
-                "same shapes in every step: multiply by a mask or use torch.where instead of "
-                "selecting by a condition (y[mask], nonzero, unique)" + without_labels(call)
-            ) from error
-        where = value_read(traced) if "_local_scalar_dense" in first else None
-        if where is not None:
-            raise CaptureError(
-                f"the model reads a number out of a tensor{where}, which no graph can hold: leave "
-                "out such a check of values, or write it with tensor operators (torch.where)"
-                + without_labels(call)
-            ) from error
-        raise CaptureError(
-            f"the model's backward cannot be traced: {first}. Look for operators without a "
-            "derivative, in-place updates of leaf parameters, or double backward in the forward"
-        ) from error
+        raise CaptureError(why_not_derived(traced, call, error)) from error
 
 
 def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, torch.Tensor]]:
