@@ -256,7 +256,7 @@ def _is_within(request: PlanRequest, plan: PlanRecord) -> bool:
 
 def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     """What a plan depends on, as far as it can be told without capturing the model; None: the loss
-    cannot be told from another one."""
+    or an argument cannot be told from another one."""
     from memopt.profiler import Loss
     from memopt.profiler.baseline import loss_text
     from memopt.profiler.inputs import device_of
@@ -268,11 +268,14 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
         if told is None:
             return None
         text = told
-    record = record_of(model, call, device_of(model, call))
+    try:
+        record = codec.encode(record_of(model, call, device_of(model, call)))
+    except PlanFileError:
+        return None  # an argument that no file holds
     asked = [repr(getattr(request, name)) for name in _ASKED]
     held_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     asked.append(repr(call.whole_masks))
-    return digest([code_digest(), codec.encode(record), asked, held_bytes, text])
+    return digest([code_digest(), record, asked, held_bytes, text])
 
 
 _ASKED = sorted(

@@ -18,6 +18,7 @@ from memopt.profiler.capture import Captured
 from memopt.profiler.dependencies.dependencies import Dependencies
 from memopt.profiler.dependencies.reader import Dependency, described, described_text, same
 from memopt.profiler.inputs import Call, repeated
+from memopt.profiler.objects import Opened
 from memopt.profiler.trace import traced_again
 
 _LOG = logging.getLogger(__name__)
@@ -39,12 +40,16 @@ def _brief(value: Any) -> str:
         case list() | tuple():
             inner = ", ".join(map(_brief, value))
             return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+        case Opened():
+            pairs = zip(value.names, value.values, strict=True)
+            return f"{value.kind.__name__}({', '.join(f'{n}={_brief(v)}' for n, v in pairs)})"
         case _:
             return repr(value)
 
 
 def _call_text(call: Call) -> str:
-    parts = [_brief(v) for v in call.args] + [f"{k}={_brief(v)}" for k, v in call.kwargs.items()]
+    args, kwargs = call.opened
+    parts = [_brief(v) for v in args] + [f"{k}={_brief(v)}" for k, v in kwargs.items()]
     return f"model({', '.join(parts)})"
 
 

@@ -147,8 +147,9 @@ class Runtime:
         made = _Call(program, again, chain)
         try:
             self._local.call = weakref.ref(made)
+            args, kwargs = call.plain
             with token_as_it_is():
-                output = self._captured.compiled(*held, *call.args, **call.kwargs)
+                output = self._captured.compiled(*held, *args, **kwargs)
             if torch.is_grad_enabled():
                 prepare_backward(output, self._captured.outputs)
             if self._casts and any(autocast_state()):

@@ -28,6 +28,7 @@ from memopt.profiler.as_eager.masks import adds_learned_biases, masks_nothing
 from memopt.profiler.backend import autocast_state
 from memopt.profiler.dependencies.reader import described, described_text
 from memopt.profiler.inputs import Call, asks_for_gradients, to_call
+from memopt.profiler.taken import check_leaves
 from memopt.profiler.torch_private import captured_around
 
 if TYPE_CHECKING:
@@ -237,6 +238,7 @@ class SelfPlanning:
 
     def _kind(self, call: Call) -> Any:
         """What calls that one plan may serve have in common."""
+        check_leaves(call)
         trained, holding = [], False
         for parameter in self.model.parameters():
             trained.append(parameter.requires_grad)

@@ -40,7 +40,8 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Nest:
-    """A tuple, list or dict of arguments; `keys` are a dict's, in its order."""
+    """A tuple, list or dict of arguments, or an object of a class that `kind` names; `keys` are a
+    dict's or an object's, in its order."""
 
     kind: str
     items: tuple[Argument, ...]
@@ -95,13 +96,14 @@ def _encode(value: Argument, place: str = "inputs") -> dict[str, Any]:
             _encode(item, f"{place}[{name!r}]")
             for name, item in zip(names, value.items, strict=True)
         ]
-        if value.kind == "dict":
-            return {"dict": [list(pair) for pair in zip(value.keys, items, strict=True)]}
-        return {value.kind: items}
+        if value.kind in ("tuple", "list"):
+            return {value.kind: items}
+        pairs = [list(pair) for pair in zip(value.keys, items, strict=True)]
+        return {"dict": pairs} if value.kind == "dict" else {"object": [value.kind, pairs]}
     raise PlanFileError(
         f"{place} is {value}: a plan file holds tensors, None, bool, int, float and str in "
-        "tuples, lists and dicts with str keys; pass such inputs when planning, or use the plan "
-        "in this process without saving it"
+        "tuples, lists, dicts with str keys and objects; pass such inputs when planning, or use "
+        "the plan in this process without saving it"
     )
 
 
@@ -122,12 +124,18 @@ def _read(reader: Reader, depth: int = 0) -> Argument:
         return Plain(body.value)
     if kind in ("tuple", "list"):
         return Nest(kind, body.each(lambda item: _read(item, depth + 1)))
-    if kind == "dict":
+    if kind in ("dict", "object"):
+        named = kind
+        if kind == "object":
+            parts = body.items()
+            if len(parts) != 2:
+                raise body.fail("a class and its attributes")
+            named, body = parts[0].text(), parts[1]
         pairs = [(name, _read(item, depth + 1)) for name, item in body.pairs()]
         keys = tuple(name for name, _ in pairs)
         if len(set(keys)) != len(keys):
             raise body.fail("keys that differ")
-        return Nest("dict", tuple(value for _, value in pairs), keys)
+        return Nest(named, tuple(value for _, value in pairs), keys)
     raise reader.fail("an argument")
 
 

@@ -41,15 +41,13 @@ from memopt.profiler.joint_graph import (
 from memopt.profiler.joint_store import JointStore
 from memopt.profiler.lean_trace import lean_trace
 from memopt.profiler.model_outputs import NO_OUTPUTS, TracedOutputs, hand_out, separate_outputs
-from memopt.profiler.remedies import without_labels
 from memopt.profiler.side_effects import NO_EFFECTS, SideEffects
+from memopt.profiler.taken import check_dense, check_objects_kept, check_taken
 from memopt.profiler.trace import effects_of, trace_of
 from memopt.profiler.uncaptured import (
     check_effects,
     check_initialised,
-    first_line,
-    shape_from_data,
-    value_read,
+    why_not_derived,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -189,15 +187,12 @@ def capture(
             "nothing to train: no parameter and no input of the model requires a gradient; "
             "call requires_grad_() on what you train before planning"
         )
-    for leaf in call.leaves:
-        if not isinstance(leaf, (torch.Tensor, str, int, float, bool, type(None))):
-            raise CaptureError(
-                f"the model is called with a {type(leaf).__name__}; memopt takes tensors, numbers, "
-                "strings, None and pytrees of them; keep other objects as attributes of the model"
-            )
+    check_taken(model, call)
     device = computing_device(model, call)
     with tracing_as_eager(device) as tracing, lean_trace():
         traced, dependencies = trace_of(model, call, tracing)
+        check_dense(traced, {id(tensor): source for source, tensor in dependencies.tensors})
+        check_objects_kept(model, call)
         trace, effects = digest(traced, model, dependencies), effects_of(traced)
         outputs = separate_outputs(traced, gradients())
         with joint_graphs_kept(traced, device, joints):
@@ -261,27 +256,9 @@ def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
         CaptureError: it cannot be made.
     """
     try:
-        return torch_private.export_joint(stack, traced, call.args, call.kwargs)
+        return torch_private.export_joint(stack, traced, *call.plain)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        first = first_line(error) or repr(error)
-        where = shape_from_data(traced)
-        if where is not None:
-            raise CaptureError(
-                f"a shape depends on the values of a tensor{where}: {first}. memopt needs the "
-                "same shapes in every step: multiply by a mask or use torch.where instead of "
-                "selecting by a condition (y[mask], nonzero, unique)" + without_labels(call)
-            ) from error
-        where = value_read(traced) if "_local_scalar_dense" in first else None
-        if where is not None:
-            raise CaptureError(
-                f"the model reads a number out of a tensor{where}, which no graph can hold: leave "
-                "out such a check of values, or write it with tensor operators (torch.where)"
-                + without_labels(call)
-            ) from error
-        raise CaptureError(
-            f"the model's backward cannot be traced: {first}. Look for operators without a "
-            "derivative, in-place updates of leaf parameters, or double backward in the forward"
-        ) from error
+        raise CaptureError(why_not_derived(traced, call, error)) from error
 
 
 def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, torch.Tensor]]:

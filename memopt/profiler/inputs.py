@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from memopt.profiler.objects import as_tuples, is_object, objects_in, opened
 
 
 @dataclass(frozen=True)
@@ -26,15 +29,34 @@ class Call:
     kwargs: dict[str, Any]
     whole_masks: bool = False
 
+    @cached_property
+    def opened(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as torch's containers, from which they are unflattened."""
+        args, kwargs = opened((self.args, self.kwargs))
+        return args, kwargs
+
+    @cached_property
+    def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with tuples in the places of objects: what the captured graph takes."""
+        if self.opened[1] is self.kwargs:
+            return self.opened
+        args, kwargs = as_tuples(self.opened)
+        return args, kwargs
+
+    @property
+    def objects(self) -> tuple[Any, ...]:
+        """The arguments, and parts of them, that are opened."""
+        return tuple(objects_in((self.args, self.kwargs)))
+
     @property
     def leaves(self) -> list[Any]:
         """The flat values, in the order the captured graph takes them."""
-        return pytree.tree_leaves((self.args, self.kwargs), is_leaf=lambda x: x is None)
+        return pytree.tree_leaves(self.opened, is_leaf=lambda x: x is None)
 
     @property
     def spec(self) -> pytree.TreeSpec:
         """The structure of the arguments."""
-        return pytree.tree_structure((self.args, self.kwargs), is_leaf=lambda x: x is None)
+        return pytree.tree_structure(self.opened, is_leaf=lambda x: x is None)
 
     def tensors(self) -> list[Tensor]:
         """The tensor leaves."""
@@ -57,7 +79,7 @@ class Call:
 
     def with_tensors(self, made_of: Callable[[Tensor], Tensor]) -> Call:
         """The same call with what `made_of` makes of each of its tensors."""
-        args, kwargs = pytree.tree_map_only(Tensor, made_of, (self.args, self.kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, made_of, self.opened)
         return replace(self, args=args, kwargs=kwargs)
 
 
@@ -108,7 +130,8 @@ def device_of(model: nn.Module, call: Call) -> torch.device:
 
 
 def to_call(inputs: Any) -> Call:
-    """A user's `inputs`: a tensor, a tuple/list of positional or a dict of keyword arguments."""
+    """A user's `inputs`: a tensor or an object (a dataclass...), a tuple/list of positional or a
+    mapping of keyword arguments."""
     if isinstance(inputs, Call):
         return inputs
     if isinstance(inputs, Mapping):
@@ -118,7 +141,7 @@ def to_call(inputs: Any) -> Call:
         return Call((), dict(inputs))
     if isinstance(inputs, (tuple, list)):
         return Call(tuple(inputs), {})
-    if isinstance(inputs, Tensor):
+    if isinstance(inputs, Tensor) or is_object(inputs):
         return Call((inputs,), {})
     raise ValueError(
         "inputs must be a tensor, a tuple of positional arguments or a dict of keyword "

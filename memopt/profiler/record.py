@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from memopt.models.same_graph import resized
 from memopt.models.step_rules import PLAIN, StepRules
 from memopt.profiler.backend import autocast_state
 from memopt.profiler.inputs import Call, repeated
+from memopt.profiler.objects import Opened
 from memopt.profiler.ranks import members_of
 from memopt.programs.serialize import fingerprint
 
@@ -51,13 +53,12 @@ def record_of(
             `ModelRecord`.
     """
     named = (*model.named_parameters(), *model.named_buffers())
+    args, kwargs = call.opened
     return ModelRecord(
         model=f"{type(model).__module__}.{type(model).__qualname__}",
         device=device.type,
-        args=Nest("tuple", tuple(_argument(value) for value in call.args)),
-        kwargs=Nest(
-            "dict", tuple(_argument(value) for value in call.kwargs.values()), tuple(call.kwargs)
-        ),
+        args=Nest("tuple", tuple(_argument(value) for value in args)),
+        kwargs=Nest("dict", tuple(_argument(value) for value in kwargs.values()), tuple(kwargs)),
         training=tuple((name, module.training) for name, module in model.named_modules()),
         tensors=tuple((name, _spec(tensor)) for name, tensor in named),
         autocast=autocast_state(),
@@ -120,9 +121,20 @@ def _argument(value: Any) -> Argument:
         return Nest(type(value).__name__, tuple(_argument(item) for item in value))
     if type(value) is dict and all(isinstance(key, str) for key in value):
         return Nest("dict", tuple(_argument(item) for item in value.values()), tuple(value))
-    if type(value) is dict:
-        return Opaque("dict with keys that are no strings")
-    return Opaque(type(value).__name__)
+    if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+        return Opaque(f"{type(value).__name__} with keys that are no strings")
+    if isinstance(value, Opened):
+        return _object(value.kind, value.names, value.values)
+    parts = pytree.tree_leaves(value, is_leaf=lambda one: one is not value)
+    if len(parts) == 1 and parts[0] is value:
+        return Opaque(type(value).__name__)
+    names = value if isinstance(value, dict) else getattr(value, "_fields", range(len(parts)))
+    return _object(type(value), map(str, names), parts)
+
+
+def _object(kind: type, names: Iterable[str], values: Iterable[Any]) -> Nest:
+    text = f"{kind.__module__}.{kind.__qualname__}"
+    return Nest(text, tuple(map(_argument, values)), tuple(names))
 
 
 def _value(argument: Argument) -> Any:
@@ -134,7 +146,8 @@ def _value(argument: Argument) -> Any:
         items = [_value(item) for item in argument.items]
         if argument.kind == "dict":
             return dict(zip(argument.keys, items, strict=True))
-        return tuple(items) if argument.kind == "tuple" else items
+        if argument.kind in ("tuple", "list"):
+            return tuple(items) if argument.kind == "tuple" else items
     raise PlanFileError(f"the plan's inputs contain {argument}: pass apply(model, inputs)")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 from torch import nn
@@ -9,7 +10,91 @@ from torch import nn
 from memopt.errors import CaptureError
 from memopt.profiler.inputs import Call
 
-_GRAD = ("autograd.grad", "requires_grad_()", "does not require grad")
+_GRAD = ("autograd.grad", "Tensor.backward()", "does not require grad")
+
+
+_SAID: tuple[tuple[str, str], ...] = (
+    (
+        r"as_proxy\(\)[^\0]*UserDefinedObjectVariable\(Generator\)",
+        "it draws from a torch.Generator, whose state no graph holds: draw without generator= "
+        "(torch.manual_seed seeds torch's own), or pass what is drawn as an input",
+    ),
+    (
+        r"of class `(Generator|RandomState)`|\b(np|numpy)\.random\b",
+        "it draws random numbers in numpy, which a graph would hold as constants: draw them in "
+        "torch (torch.rand, torch.randint), or pass them as a tensor",
+    ),
+    (
+        r"RandomValueSource|\bRandom\.[a-z]+",
+        "it draws random numbers in Python, which a graph would hold as constants: draw them in "
+        "torch (torch.empty(()).uniform_(a, b), torch.randint; torch.where chooses by them), or "
+        "pass them as a tensor",
+    ),
+    (
+        r"torch/distributions/constraints\.py",
+        "torch.distributions checks the values of its parameters, which no graph can: make "
+        "distributions with validate_args=False, or call "
+        "torch.distributions.Distribution.set_default_validate_args(False) once",
+    ),
+    (
+        r"unrecognized type UserDefinedObjectVariable\((?P<what>\w+)\) at output",
+        "it returns a {what}, which is no container of tensors: return a tuple or a dict (of a "
+        "distribution its parameters, and make it of them outside), or register your own class "
+        "with torch.export.register_dataclass",
+    ),
+    (
+        r"set_ on a graph input",
+        "it assigns .data of a parameter, a buffer or an input, which gives it other memory: "
+        "update the values in place instead (with torch.no_grad(): weight.copy_(...))",
+    ),
+    (
+        r"non-contiguous `out=`",
+        "an operator writes to a tensor with gaps or in another order (out=): use what it returns, "
+        "or copy that there (out.copy_(torch.mm(a, b)))",
+    ),
+    (
+        r"torch\.nn\.Parameter\(\)",
+        "it makes an nn.Parameter: make it in __init__, or use a plain tensor",
+    ),
+    (
+        r"Tensor\.requires_grad_\(\)",
+        "it calls requires_grad_(): do that before the call, or, where it is for "
+        "torch.autograd.grad, use torch.func.grad or torch.func.vjp, or plan the sub-modules that "
+        "it calls",
+    ),
+    (
+        r"builtin operator `print`|`_warnings\.warn`|LoggingLogger|/logging/__init__\.py",
+        "it prints, logs or warns, which a graph does not: do that in the training loop",
+    ),
+    (
+        r"Pending unbacked symbols|NumpyNdarrayVariable",
+        "it reads a number out of a numpy array or a tensor, which no graph can hold: keep "
+        "constants as Python numbers (made in __init__) or as buffers (register_buffer), and "
+        "compute with tensors",
+    ),
+    (
+        r"non-function __getattr__",
+        "an object that it uses has a __getattr__ that is no function of Python's "
+        "(dict.__getitem__): write it with def, or pass a plain dict",
+    ),
+    (
+        r"[Dd]ata-dependent|tolist\(\)|_local_scalar_dense",
+        "memopt needs a forward without data-dependent Python control flow (.item(), tensor truth "
+        "values); rewrite that part with tensor operators (torch.where) or plan the sub-modules "
+        "around it",
+    ),
+)
+"""What the message of an error has in it → the cause, and what to do about it; the first counts."""
+
+
+def said_remedy(text: str) -> str | None:
+    """The sentence for what a message of dynamo's or AOTAutograd's says; None: it says none that
+    is known."""
+    for words, sentence in _SAID:
+        found = re.search(words, text)
+        if found is not None:
+            return sentence.format(**found.groupdict())
+    return None
 
 
 def known_remedy(model: nn.Module, error: Exception) -> str | None:

@@ -141,7 +141,8 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
         What copies values: the first run inside is to be `first_run()`, or, where compiled code
         runs, after `keep_all()`. Its `backward` is how a backward is run inside.
     """
-    reached = ReachedState((model, call.args, call.kwargs, *others, *_looking_on()))
+    parts = (model, call.args, call.kwargs, *call.objects, *others, *_looking_on())
+    reached = ReachedState(parts)
     tensors = _Tensors(reached.tensors)
     kept = StorageCopies(reached.tensors)
     owners = [one for one in (model, *others) if isinstance(one, nn.Module)]

@@ -124,7 +124,7 @@ def _dynamo_trace(
     def trace() -> Any:
         # Strides that the model asks for are those of its kernels.
         with layouts_of_kernels(computing_device(model, call)):
-            return torch_private.dynamo_capture(model, call.args, call.kwargs)
+            return torch_private.dynamo_capture(model, *call.opened)
 
     try:
         found: tuple[GraphModule, TraceGuards] = tracing(lambda: with_whole_masks(call, trace))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +21,13 @@ from memopt.errors import CaptureError
 from memopt.profiler.dependencies.changes import Change
 from memopt.profiler.dependencies.dynamo_guards import ROOT, TraceGuards
 from memopt.profiler.inputs import Call
-from memopt.profiler.remedies import known_remedy, without_labels
+from memopt.profiler.remedies import known_remedy, said_remedy, without_labels
 from memopt.profiler.restored_state import state_restored
+
+# Torch, memopt and Python's own modules: a line there is not what a user can change.
+_NOT_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+_PYTHON = os.path.dirname(os.__file__)
+_REGISTRIES = ("._parameters", "._buffers", "._modules")
 
 
 def check_initialised(model: nn.Module) -> None:
@@ -47,30 +54,83 @@ def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
     if hooked is not None and "backwards hooks" in str(error):
         return hooked
     stack = getattr(error, "real_stack", None)
-    home = os.path.dirname(torch.__file__)
-    frames = [f for f in stack or () if f.filename and not f.filename.startswith(home)]
+    frames = [f for f in stack or () if _is_users(f.filename)]
     where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-    first = first_line(error) or type(error).__name__
-    return (
-        f"the model cannot be captured as one graph{where}: {first}. memopt needs a forward "
-        "without data-dependent Python control flow (.item(), tensor truth values); rewrite that "
-        "part with tensor operators (torch.where) or plan the sub-modules around it"
-        + without_labels(call)
-    )
+    what = f"the model cannot be captured as one graph{where}"
+    first, text = first_line(error) or type(error).__name__, str(error)
+    said = said_remedy(text)
+    if said is None:
+        explained = re.search(r"Explanation: (.*?)\.?(`? [A-Z]|$)", text, re.MULTILINE)
+        more = f" ({explained[1]}{'`' * (explained[1].count('`') % 2)})" if explained else ""
+        said = (
+            f"{first}{more}. Write that part with tensor operators, take it out of the forward, or "
+            "plan the sub-modules around it"
+        )
+    elif said.startswith("memopt"):
+        said = f"{first}. {said}"
+    return f"{what}: {said}{without_labels(call)}"
 
 
 def why_not_taken(model: nn.Module, error: Exception) -> str:
     """The message on an argument or a result of the model that no graph can have."""
-    remedy = cache_remedy(model) or (
+    remedy = cache_remedy(model)
+    said = said_remedy(str(error)) if remedy is None else None
+    if said is not None:
+        return f"the model cannot be captured as one graph: {said}"
+    remedy = remedy or (
         "memopt takes tensors, numbers, strings, None and pytrees of them: register your own class "
         "with torch.export.register_dataclass, or return a tuple or a dict"
     )
-    return f"what the model takes or returns cannot be captured: {str(error).strip()}. {remedy}"
+    return f"what the model takes or returns cannot be captured: {first_line(error)}. {remedy}"
+
+
+def why_not_derived(traced: GraphModule, call: Call, error: Exception) -> str:
+    """The message on what AOTAutograd refused in dynamo's graph, and what to do about it."""
+    first = first_line(error) or repr(error)
+    where = _shape_from_data(traced)
+    if where is None and "nonzero" in first:
+        where = _selection(traced)
+    if where is not None:
+        return (
+            f"a shape depends on the values of a tensor{where}: {first}. memopt needs the same "
+            "shapes in every step: multiply by a mask or use torch.where instead of selecting by a "
+            "condition (y[mask], nonzero, unique)" + without_labels(call)
+        )
+    where = _value_read(traced) if "_local_scalar_dense" in first else None
+    if where is not None:
+        return (
+            f"the model reads a number out of a tensor{where}, which no graph can hold: leave out "
+            "such a check of values, or write it with tensor operators (torch.where)"
+            + without_labels(call)
+        )
+    said = said_remedy(str(error))
+    if said is not None:
+        return f"the model cannot be captured as one graph: {said}"
+    return (
+        f"the model's backward cannot be traced: {first}. Look for operators without a derivative, "
+        "in-place updates of leaf parameters, or double backward in the forward"
+    )
+
+
+def _is_users(path: str | None) -> bool:
+    """Whether a file is the user's, or a library's that is made of models."""
+    if not path or path.startswith(_NOT_USERS):
+        return False
+    return "-packages" in path or not path.startswith(_PYTHON)
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says; "" if it says nothing."""
-    return next(iter(str(error).strip().splitlines()), "")
+    """The first line of what an error says, to the end of its sentence and without its full stop;
+    "" if it says nothing."""
+    first, *others = str(error).strip().splitlines() or [""]
+    for line in others:
+        if not line[:1].islower():
+            break
+        first = f"{first.strip()} {line}"
+        if ". " in line:
+            first = first.partition(". ")[0]
+            break
+    return first.strip().rstrip(".").rstrip()
 
 
 def _cumulative_average(model: nn.Module) -> str | None:
@@ -120,51 +180,66 @@ def check_effects(module: GraphModule) -> None:
             )
 
 
-def shape_from_data(traced: GraphModule) -> str | None:
+def _shape_from_data(traced: GraphModule) -> str | None:
     """The line that makes a tensor whose shape dynamo left open; None if there is none."""
     for node in traced.graph.nodes:
         value = _example(node)
         if isinstance(value, torch.Tensor) and any(
             isinstance(size, torch.SymInt) for size in value.shape
         ):
-            return _line_of(node)
+            return line_of(node)
     return None
 
 
-def value_read(traced: GraphModule) -> str | None:
+def _selection(traced: GraphModule) -> str | None:
+    """The line that reads or writes elements which a tensor of truth values selects."""
+    for node in traced.graph.nodes:
+        if node.target in (operator.getitem, operator.setitem):
+            index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            values = [_example(one) for one in index if isinstance(one, Node)]
+            if any(isinstance(one, Tensor) and one.dtype is torch.bool for one in values):
+                return line_of(node)
+    return None
+
+
+def _value_read(traced: GraphModule) -> str | None:
     """The line that reads a number out of a tensor; None if there is none."""
     numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
     found = (n for n in traced.graph.nodes if isinstance(_example(n), numbers))
-    return next(map(_line_of, found), None)
+    return next(map(line_of, found), None)
 
 
 def _example(node: Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-def _line_of(node: Node) -> str:
+def line_of(node: Node) -> str:
+    """The user's line that a node of dynamo's graph is from: " at file:line (text)"; or ""."""
     places = re.findall(
         r'File "([^"]+)", line (\d+).*\n\s*(.*)', node.meta.get("stack_trace") or ""
     )
+    places = [place for place in places if _is_users(place[0])]
     return " at {}:{} ({})".format(*places[-1]) if places else ""
 
 
 def lasting_changes(model: nn.Module, call: Call, guards: TraceGuards) -> TraceGuards:
-    """The guards of a trace without the changes of `self.buffer += 1`, which assigns the same
-    tensor again: only the update counts, and that is in the graph.
+    """The guards of a trace without the changes that `self.buffer += 1` makes, which assigns the
+    same tensor again, and torch.func.functional_call, which puts tensors in the places of others
+    and those back: what counts is what is there afterwards.
 
     Args:
         model, call: what was traced.
         guards: what the trace read and changed.
     """
-    buffers = [one for one in guards.changes if one.source.endswith("._buffers")]
-    if not buffers:
+    registries = [one for one in guards.changes if one.source.endswith(_REGISTRIES)]
+    if not registries:
         return guards
-    assigned = _assigned_buffers(model, call)
+    sources = list(dict.fromkeys(one.source for one in registries))
+    reassigned = _reassigned(model, call, sources)
 
     def lasts(change: Change) -> bool:
-        name = f"{python_name(change.source).removesuffix('._buffers')}.{change.name}"
-        return change not in buffers or name in assigned
+        name = f"{python_name(change.source).rpartition('.')[0]}.{change.name}"
+        return change not in registries or name in reassigned
 
     return replace(guards, changes=tuple(filter(lasts, guards.changes)))
 
@@ -174,14 +249,18 @@ def python_name(source: str) -> str:
     return re.sub(r"\._modules\['([^']*)'\]", r".\1", source.replace(ROOT, "model"))
 
 
-def _assigned_buffers(model: nn.Module, call: Call) -> list[str]:
-    """Buffers that hold another tensor after one forward on fake tensors (nothing is computed)."""
+def _reassigned(model: nn.Module, call: Call, sources: Sequence[str]) -> list[str]:
+    """Of the registries that dynamo's `sources` name, the entries that are other objects after one
+    forward on fake tensors (nothing is computed)."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # it makes one fake of each tensor
-    modules = [(name, module._buffers) for name, module in model.named_modules()]
+    names = {"model": model, "L": {"self": model}}
+    registries = [eval(source.replace(ROOT, "model"), {}, names) for source in sources]
+    held = [module._buffers for module in model.modules()]
+    held += [one for source, one in zip(sources, registries, strict=True) if "._buffers" in source]
     with state_restored(model, call):
-        for _, buffers in modules:
+        for buffers in {id(one): one for one in held}.values():
             buffers.update(pytree.tree_map_only(Tensor, mode.from_tensor, buffers))
-        given = [dict(buffers) for _, buffers in modules]
+        given = [dict(registry) for registry in registries]
         faked = call.with_tensors(mode.from_tensor)
         try:
             with mode:
@@ -190,8 +269,8 @@ def _assigned_buffers(model: nn.Module, call: Call) -> list[str]:
             # Autocast keeps casts of parameters; these are fake, the parameters are not.
             torch.clear_autocast_cache()
         return [
-            ".".join(filter(None, ("model", path, name)))
-            for (path, buffers), old in zip(modules, given, strict=True)
-            for name in buffers
-            if buffers[name] is not old.get(name)
+            f"{python_name(source).rpartition('.')[0]}.{name}"
+            for source, registry, old in zip(sources, registries, given, strict=True)
+            for name in {**old, **registry}
+            if registry.get(name, registry) is not old.get(name, old)
         ]

@@ -172,6 +172,8 @@ def test_differences_seen_from_the_other_side() -> None:
 def test_arguments_in_files() -> None:
     data = codec(Arguments).encode(call().args)
     assert str(codec(Arguments).read(Reader(data, "args"))) == str(call().args)
+    batch = Nest("tuple", (Nest("users.Batch", (Plain(1),), ("x",)),))
+    assert codec(Arguments).read(Reader(codec(Arguments).encode(batch), "args")) == batch
     with pytest.raises(PlanFileError, match=r"inputs\[0\] is a Socket: a plan file holds tensors"):
         codec(Arguments).encode(Nest("tuple", (Opaque("Socket"),)))
     same = ["a", {"value": 1}]
@@ -186,6 +188,7 @@ def test_arguments_in_files() -> None:
         ({"tuple": [{"float": "1.50"}]}, "a number as Python writes it"),
         ({"tuple": [{"dict": [same, same]}]}, "keys that differ"),
         ({"tuple": [{"dict": [["a"]]}]}, "[name, value]"),
+        ({"tuple": [{"object": ["users.Batch"]}]}, "a class and its attributes"),
         (deep, "at most 32 levels deep"),
     ):
         with pytest.raises(PlanFileError) as error:

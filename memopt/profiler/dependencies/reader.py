@@ -129,7 +129,7 @@ def described(value: Any) -> tuple[Any, ...]:
         return (
             "tensor",
             tuple(value.shape),
-            value.stride(),
+            value.stride() if value.layout is torch.strided else str(value.layout),
             value.dtype,
             value.device,
             value.requires_grad,

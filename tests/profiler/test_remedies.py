@@ -1,0 +1,269 @@
+"""Why a forward cannot be captured: each cause is named as what it is, and its remedy works."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Beta, Normal, kl_divergence
+
+from memopt.errors import CaptureError
+from memopt.profiler.capture import capture
+from memopt.profiler.inputs import to_call
+from memopt.profiler.uncaptured import first_line
+
+GENERATOR = torch.Generator()
+Form = Callable[["Net", Tensor], Any]
+
+
+class Product(torch.autograd.Function):
+    """Writes to a tensor in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        out = torch.empty(weight.shape[0], x.shape[0]).t()
+        torch.mm(x, weight.t(), out=out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+class Copied(Product):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        out = torch.empty(weight.shape[0], x.shape[0]).t()
+        return out.copy_(torch.mm(x, weight.t()))
+
+
+class Attributes(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+class Net(nn.Module):
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form = form
+        self.linear, self.slow = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+        self.table, self.numbers = np.ones(2), np.ones(2).tolist()
+        self.register_buffer("tables", torch.ones(2))
+        self.scale = nn.Parameter(torch.ones(3))
+        self.drawn, self.random = np.random.default_rng(0), random.Random(0)
+        self.options: dict[str, float] = Attributes(scale=2.0)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.form(self, x)
+        return self.linear(y) if isinstance(y, Tensor) else y
+
+    def assign(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.slow.weight.data = self.slow.weight.data * 0.9 + self.linear.weight.data * 0.1
+        return x - self.slow(x)
+
+    def move(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.slow.weight.copy_(self.slow.weight * 0.9 + self.linear.weight * 0.1)
+        return x - self.slow(x)
+
+    def put(self, x: Tensor) -> Tensor:
+        y = self.linear(x).clone()
+        y[torch.arange(2) < 1] = self.linear(x)[:1] * 2
+        return y
+
+    def spread(self, x: Tensor) -> Tensor:
+        return torch.where((torch.arange(2) < 1)[:, None], self.linear(x) * 2, self.linear(x))
+
+    def fill(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y[x > 0] = x[x > 0]
+        return y
+
+    def step_aside(self, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=str)
+        thread.start()
+        return x
+
+
+class Row(NamedTuple):
+    """A form, what is said of it, and what it is to be written as."""
+
+    form: Form
+    message: str
+    remedied: tuple[Form, ...] = ()
+
+
+GENERATORS = (lambda m, x: x + torch.randn(x.shape),)
+DRAWN: tuple[Form, ...] = (
+    lambda m, x: x * torch.empty(()).uniform_(0.5, 1.5),
+    lambda m, x: x * torch.randint(1, 4, ()),
+    lambda m, x: torch.where(torch.rand(()) < 0.5, x * 2, x),
+)
+PYTHON = r"it draws random numbers in Python, .*uniform_\(a, b\)"
+NUMPY = r"it draws random numbers in numpy, .*torch\.rand"
+VALUES = r"without data-dependent Python control flow .*torch\.where"
+SHAPES = r"a shape depends on the values of a tensor at .*torch\.where"
+NUMBERS = r"reads a number out of a numpy array or a tensor, .*Python numbers .*register_buffer"
+PRINTS = "it prints, logs or warns, .*in the training loop"
+
+ROWS: dict[str, Row] = {
+    "own generator": Row(
+        lambda m, x: x + torch.randn(x.shape, generator=GENERATOR),
+        "it draws from a torch.Generator, .*without generator=",
+        GENERATORS,
+    ),
+    "normal_": Row(
+        lambda m, x: x + torch.empty_like(x).normal_(generator=GENERATOR),
+        "it draws from a torch.Generator, .*without generator=",
+        GENERATORS,
+    ),
+    "uniform": Row(lambda m, x: x * random.uniform(0.5, 1.5), PYTHON, DRAWN[:1]),
+    "random": Row(lambda m, x: x * 2 if random.random() < 0.5 else x, PYTHON, DRAWN[2:]),
+    "randint": Row(lambda m, x: x * random.randint(1, 3), PYTHON, DRAWN[1:2]),
+    "choice": Row(lambda m, x: x * random.choice([1.0, 2.0]), PYTHON),
+    "own Random": Row(lambda m, x: x * m.random.random(), PYTHON),
+    "numpy": Row(lambda m, x: x * np.random.uniform(), NUMPY),
+    "own numpy": Row(lambda m, x: x * m.drawn.random(), NUMPY),
+    "table": Row(
+        lambda m, x: x * float(m.table[0]),
+        NUMBERS,
+        (lambda m, x: x * m.numbers[0], lambda m, x: x * m.tables[0]),
+    ),
+    "distribution": Row(
+        lambda m, x: Normal(m.linear(x), 1.0).rsample(),
+        "torch.distributions checks the values .*validate_args=False",
+        (lambda m, x: Normal(m.linear(x), 1.0, validate_args=False).rsample(),),
+    ),
+    "beta": Row(
+        lambda m, x: x * Beta(0.8, 0.8).sample(),
+        "torch.distributions checks the values .*validate_args=False",
+        (lambda m, x: x * Beta(0.8, 0.8, validate_args=False).sample(),),
+    ),
+    "returns a distribution": Row(
+        lambda m, x: Normal(m.linear(x), 1.0, validate_args=False),
+        "it returns a Normal, which is no container .*its parameters",
+        (lambda m, x: (m.linear(x), 1.0),),
+    ),
+    ".data =": Row(Net.assign, r"it assigns \.data of .*weight\.copy_", (Net.move,)),
+    "out=": Row(
+        lambda m, x: Product.apply(x, m.linear.weight),
+        r"writes to a tensor with gaps or in another order \(out=\)",
+        (lambda m, x: Copied.apply(x, m.linear.weight),),
+    ),
+    "Parameter": Row(
+        lambda m, x: x * nn.Parameter(torch.ones(3)),
+        "it makes an nn.Parameter: make it in __init__",
+        (lambda m, x: x * m.scale, lambda m, x: x * torch.ones(3)),
+    ),
+    "requires_grad_": Row(
+        lambda m, x: x.requires_grad_() * 2,
+        r"it calls requires_grad_\(\): do that before the call",
+        (lambda m, x: x * 2,),
+    ),
+    "backward": Row(
+        lambda m, x: (m.linear(x).sum().backward(), x)[1],
+        r"the forward calls torch.autograd.grad \(or backward\) itself, .*torch\.func\.grad",
+        (lambda m, x: torch.func.grad(lambda y: m.linear(y).square().sum())(x),),
+    ),
+    "dict": Row(
+        lambda m, x: x * m.options.scale,  # type: ignore[attr-defined]
+        "__getattr__ that is no function of Python's .*plain dict",
+        (lambda m, x: x * {"scale": 2.0}["scale"],),
+    ),
+    "put": Row(Net.put, SHAPES, (Net.spread,)),
+    "fill": Row(Net.fill, SHAPES, (lambda m, x: torch.where(x > 0, x, m.linear(x)),)),
+    "select": Row(lambda m, x: x[x > 0].sum() * x, SHAPES, (lambda m, x: (x * (x > 0)).sum() * x,)),
+    "branch": Row(
+        lambda m, x: x * 2 if x.sum() > 0 else x,
+        VALUES,
+        (lambda m, x: torch.where(x.sum() > 0, x * 2, x),),
+    ),
+    "tolist": Row(lambda m, x: x * x.tolist()[0][0], VALUES, (lambda m, x: x * x[0, 0],)),
+    "item": Row(
+        lambda m, x: x * x.sum().item(),
+        "reads a number out of a tensor at .*tensor operators",
+        (lambda m, x: x * x.sum(),),
+    ),
+}
+
+OTHERS: dict[str, tuple[Form, str]] = {
+    "input": (lambda m, x: (input(), x)[1], r"`input` .*take it out of the forward"),
+    "thread": (Net.step_aside, r"the builtin `_thread\.get_ident`\)\. Write .*out of the forward"),
+    "kl": (
+        lambda m, x: kl_divergence(
+            Normal(m.linear(x), 1.0, validate_args=False), Normal(0.0, 1.0, validate_args=False)
+        ),
+        r"builtin operator `min` with .*tensor operators",
+    ),
+}
+SAYS: dict[str, Form] = {
+    "print": lambda m, x: (print("shape", x.shape), x)[1],
+    "logging": lambda m, x: (logging.getLogger("users").info("x"), x)[1],
+    "warning": lambda m, x: (warnings.warn("x", stacklevel=1), x)[1],
+}
+
+
+def _captured(form: Form) -> None:
+    torch._dynamo.reset()
+    capture(Net(form), to_call(torch.randn(2, 3)))
+
+
+def _refusal(form: Form) -> str:
+    """What is said of a form; "" if it is captured."""
+    try:
+        _captured(form)
+    except CaptureError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_cause_is_named_and_its_remedy_works(name: str) -> None:
+    row = ROWS[name]
+    with pytest.raises(CaptureError, match=row.message) as refused:
+        _captured(row.form)
+    said = str(refused.value)
+    assert ("data-dependent" in said) == (row.message is VALUES)
+    assert "without a derivative" not in said
+    assert ".." not in said.replace("(...)", "")
+    for remedied in row.remedied:
+        _captured(remedied)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_of_other_causes_torchs_words_are_passed_on(name: str) -> None:
+    form, message = OTHERS[name]
+    with pytest.raises(CaptureError, match=message) as refused:
+        _captured(form)
+    assert "data-dependent" not in str(refused.value)
+    assert "test_remedies.py:" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_what_is_printed_is_not_called_data_dependent(name: str) -> None:
+    said = _refusal(SAYS[name])
+    assert not said or "it prints, logs or warns" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("It cannot\nkeep that. This is\nnot", "It cannot keep that"),
+        ("Heading\n  Explanation: more", "Heading"),
+        ("A sentence. Another.", "A sentence. Another"),
+        ("", ""),
+    ],
+)
+def test_sentences_are_whole(text: str, said: str) -> None:
+    assert first_line(ValueError(text)) == said
