@@ -44,6 +44,7 @@ from memopt.profiler.joint_graph import (
 )
 from memopt.profiler.joint_store import JointStore
 from memopt.profiler.lean_trace import lean_trace
+from memopt.profiler.left_out import leaving_out_words
 from memopt.profiler.model_outputs import NO_OUTPUTS, TracedOutputs, hand_out, separate_outputs
 from memopt.profiler.remedies import without_labels
 from memopt.profiler.uncaptured import (
@@ -253,7 +254,7 @@ def _dynamo_trace(
 
     def trace() -> Any:
         # Strides that the model asks for are those of its kernels.
-        with layouts_of_kernels(computing_device(model, call)):
+        with layouts_of_kernels(computing_device(model, call)), leaving_out_words():
             return torch_private.dynamo_capture(model, call.args, call.kwargs)
 
     try:
