@@ -22,7 +22,7 @@ from memopt.executor.homes import Homes
 from memopt.executor.interpret import interpret
 from memopt.executor.random_state import RandomStates
 from memopt.executor.recorder import Recorder
-from memopt.executor.runtime import Installed, Runtime
+from memopt.executor.runtime import Arrived, Installed, Runtime
 from memopt.executor.swap import ThreadSwap
 from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.executor.values import Halves
@@ -198,6 +198,7 @@ class PlannedModule(nn.Module):
         self.__dict__["_memopt_calls"] = Calls()
         self.__dict__["_memopt_twice"] = set()
         self.__dict__["_memopt_spare"] = spare_bytes
+        self.__dict__["_memopt_arrived"] = None
         self.__dict__["_memopt_guard"] = Guard.of(model, captured.call, captured, dependencies)
 
     @property
@@ -219,6 +220,10 @@ class PlannedModule(nn.Module):
     def count_in(self, calls: Calls) -> None:
         """Count the calls elsewhere from now on."""
         self.__dict__["_memopt_calls"] = calls
+
+    def when_arrived(self, arrived: Arrived) -> None:
+        """Tell of the gradients with which each backward begins from now on."""
+        self.__dict__["_memopt_arrived"] = arrived
 
     @property
     def original(self) -> nn.Module:
@@ -357,7 +362,8 @@ class PlannedModule(nn.Module):
         random = runtime.random
         again = AsOriginal(captured, model, call, guard, random, used)
         return refusing_gradients(
-            runtime.run(program, held, call, again), captured.outputs.gradients.refused
+            runtime.run(program, held, call, again, self.__dict__["_memopt_arrived"]),
+            captured.outputs.gradients.refused,
         )
 
     def _warn_of_gradients(self, spare_bytes: int) -> None:
@@ -382,6 +388,7 @@ _OWN = (
     "_memopt_on_mismatch",
     "_memopt_calls",
     "_memopt_spare",
+    "_memopt_arrived",
     "_memopt_twice",
 )
 

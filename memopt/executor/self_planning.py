@@ -11,29 +11,28 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from memopt.errors import GuardError, InfeasibleBudgetError
+from memopt.errors import GuardError
 from memopt.executor.arena import ArenaFamily
-from memopt.executor.module import Calls, PlannedModule
+from memopt.executor.module import Calls
+from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
+from memopt.executor.surroundings import Surroundings
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.locks import ForkedLock
 from memopt.profiler.as_eager.masks import adds_learned_biases, masks_nothing
 from memopt.profiler.backend import autocast_state
-from memopt.profiler.dependencies.reader import described, described_text
-from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.dependencies.reader import described
+from memopt.profiler.inputs import Call, device_of, to_call
+from memopt.profiler.ranks import ranks_of
 from memopt.profiler.torch_private import captured_around
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
-
-Made: TypeAlias = tuple[PlannedModule, "PlanRecord"]
-Planner: TypeAlias = Callable[[nn.Module, Call, bool, "SelfPlanning"], Made]
-"""(the model, a call of it, whether its parameters hold gradients, who asks) → the model under a
-plan for such calls, which hands others to `SelfPlanning.instead`, and that plan."""
 
 _NO_PLAN = (
     "the wrapped model has no plan for this kind of call ({call}); pass an example of it in "
@@ -53,23 +52,6 @@ def _opaque(_model: nn.Module, _args: Any) -> None:
         torch._dynamo.graph_break()
 
 
-def _shown(call: Call) -> str:
-    """The tensors of a call, for messages."""
-    found = [described_text(described(leaf)) for leaf in call.tensors()]
-    return ", ".join(text.partition(" stride")[0] for text in found)
-
-
-def _beyond(error: InfeasibleBudgetError, call: str) -> InfeasibleBudgetError:
-    """What to say of a call that cannot be planned within the wrapped model's budget."""
-    smallest = error.smallest_budget_bytes
-    remedy = "" if smallest is None else f": give memopt.wrap at least budget={smallest}"
-    return InfeasibleBudgetError(
-        f"calls with {call} are beyond the budget of the wrapped model{remedy}. {error}",
-        error.budget_bytes,
-        smallest,
-    )
-
-
 class SelfPlanning:
     """What makes a model plan its own training calls; `remove()` makes it what it was.
 
@@ -79,10 +61,12 @@ class SelfPlanning:
         most_plans: how many kinds of calls stay ready to run; of more, those go that were not
             called for longest.
         on_mismatch: what kinds of calls do that come after the first: "plan", "original", "error".
+        with_state: whether the optimizer's state is to be found and charged.
 
     Attributes:
         model: the model.
         calls: how many calls ran in which way.
+        around: what is met around its steps.
         family: the arena that the plans with addresses share.
 
     Raises:
@@ -90,7 +74,12 @@ class SelfPlanning:
     """
 
     def __init__(
-        self, model: nn.Module, planner: Planner, most_plans: int, on_mismatch: str = "plan"
+        self,
+        model: nn.Module,
+        planner: Planner,
+        most_plans: int,
+        on_mismatch: str = "plan",
+        with_state: bool = True,
     ) -> None:
         if getattr(model, _CALL, None) is not None:
             raise ValueError(
@@ -98,10 +87,15 @@ class SelfPlanning:
                 "twice (memopt.unwrap(model) undoes it)"
             )
         self.model, self.calls, self.family = model, Calls(), ArenaFamily()
-        self._planner, self._most, self._on_mismatch = planner, most_plans, on_mismatch
+        self._most, self._on_mismatch = most_plans, on_mismatch
         self._biased = adds_learned_biases(model)
         # Of one kind those that something beside the call tells apart, the last used at the end.
         self._ready: OrderedDict[Any, list[Made]] = OrderedDict()
+        # Ranks that plan together would have to meet the same.
+        self._alone = ranks_of(model) is None
+        self.around = Surroundings(model, with_state and self._alone)
+        self._planner = planner
+        self._maker = PlanMaker(model, planner, self.around, self._alone, self.instead, self.family)
         self._planning = ForkedLock()
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
         setattr(model, _CALL, self._call)
@@ -115,19 +109,20 @@ class SelfPlanning:
     @property
     def plans(self) -> tuple[PlanRecord, ...]:
         """The plans that are ready to run, the one that ran last at the end."""
-        return tuple(plan for made in self._ready.values() for _, plan in made)
+        return tuple(one.plan for made in self._ready.values() for one in made)
 
     def count_in(self, calls: Calls) -> None:
         """Count the calls elsewhere from now on."""
         self.calls = calls
         for made in self._ready.values():
-            for one, _ in made:
-                one.count_in(calls)
+            for one in made:
+                one.module.count_in(calls)
 
     def remove(self) -> None:
         """The model runs as before."""
         setattr(self.model, _CALL, None)
         self._hook.remove()
+        self.around.remove()
 
     def prepare(self, shapes: Iterable[Any]) -> None:
         """Plan for calls such as these inputs now: the largest first, whose arena the others of a
@@ -154,8 +149,17 @@ class SelfPlanning:
             if not (model.training and torch.is_grad_enabled()):
                 self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
                 return plain(*args, **kwargs)
-            planned = self._planned(_in_order(args, kwargs))
-            return (planned or plain)(*args, **kwargs)
+            call = self._seen(_in_order(args, kwargs))
+            kind = self._kind(call)
+            self.around.calling(kind)
+            made = self._planned(kind, call)
+            if made is None:
+                return plain(*args, **kwargs)
+            output = made.module(*args, **kwargs)
+            known = not self._alone or self._planner.charges_loss(call)
+            device = None if known else device_of(model, call)
+            self.around.called(kind, call, output, device, partial(self._maker.met, kind, made))
+            return output
 
     def _seen(self, call: Call) -> Call:
         """A call with what eager would see in its masks, if it can have a plan of its own."""
@@ -171,39 +175,39 @@ class SelfPlanning:
         leaves = tuple(map(described, call.leaves))
         return call.spec, leaves, autocast_state(), call.whole_masks, tuple(trained), holding
 
-    def _planned(self, call: Call) -> PlannedModule | None:
+    def _planned(self, kind: Any, call: Call) -> Made | None:
         """The model under a plan for calls such as this one, made now if there is none. That
         module looks whether all else is as planned."""
-        call = self._seen(call)
-        kind = self._kind(call)
         if kind in self._ready:
             self._ready.move_to_end(kind)
-            made, plan = self._ready[kind][-1]
-            if plan.program.offsets is None:
+            made = self._ready[kind][-1]
+            if not self._maker.keeps(made, kind):
+                made = self._made(kind, call, made)
+            if made.plan.program.offsets is None:
                 self.family.idle.clear()
             return made
         if self._ready and self._on_mismatch == "error":
-            raise GuardError(_NO_PLAN.format(call=_shown(call)))
+            raise GuardError(_NO_PLAN.format(call=shown(call)))
         if self._ready and self._on_mismatch == "original":
             self.calls.fall_back(self.model, "calls of this kind are not planned")
             return None
         return self._made(kind, call)
 
-    def _made(self, kind: Any, call: Call) -> PlannedModule:
+    def _made(self, kind: Any, call: Call, instead_of: Made | None = None) -> Made:
         with self._planning:
-            try:
-                made = self._planner(self.model, call, kind[-1], self)
-            except InfeasibleBudgetError as error:
-                raise _beyond(error, _shown(call)) from error
-        made[0].count_in(self.calls)
-        self._ready.setdefault(kind, []).append(made)
+            made = self._maker.made(kind, kind[-1], call)
+        made.module.count_in(self.calls)
+        ready = self._ready.setdefault(kind, [])
+        if instead_of in ready:
+            ready.remove(instead_of)
+        ready.append(made)
         self._ready.move_to_end(kind)
         while len(self.plans) > self._most:
             oldest = next(iter(self._ready))
             del self._ready[oldest][0]
             if not self._ready[oldest]:
                 del self._ready[oldest]
-        return made[0]
+        return made
 
     def instead(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
         """What a planned module does where something beside the call has changed since it was
@@ -211,12 +215,12 @@ class SelfPlanning:
         call = self._seen(call)
         kind = self._kind(call)
         for made in self._ready.get(kind, ()):
-            if made[0].accepts(call):
+            if made.module.accepts(call):
                 self._ready[kind].remove(made)
                 self._ready[kind].append(made)
-                return made[0]
+                return made.module
         _LOG.info("planning again: %s", error)
-        return self._made(kind, call)
+        return self._made(kind, call).module
 
 
 def _in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
