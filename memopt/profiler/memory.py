@@ -189,7 +189,7 @@ def _cpu_profile() -> Iterator[Any]:
     # Kineto prints two lines per session on stderr unless told otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # One profile at a time: another model's planning ends the metering of a loss.
-    running = _RUNNING.meter and _RUNNING.meter()
+    running = None if _RUNNING.meter is None else _RUNNING.meter()
     if running is not None:
         running.close()
     with torch.profiler.profile(
