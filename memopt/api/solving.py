@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from memopt.api.ranks import agreed_on, planned_by_first, planning_ranks, profiling_together
 from memopt.api.refusal import infeasible
-from memopt.api.reserved import within_reserved
+from memopt.api.reserved import planned_within
 from memopt.api.whole_step import check_movable, check_rules, left_on_host, takes_whole_step
 from memopt.errors import InvalidProgramError, MemoptError
 from memopt.models.bounds import time_lower_bound
@@ -21,9 +21,9 @@ from memopt.models.budget import (
     check_budget,
     format_bytes,
     parse_budget,
-    split_reserved,
 )
 from memopt.models.chain import Chain
+from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import Device
 from memopt.models.garbage import full_collections_put_off
 from memopt.models.graph import Graph
@@ -55,7 +55,8 @@ Returns: TypeAlias = Literal["all", "loss"]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What `memopt.plan` is asked for beside the model and its inputs; its arguments, which see."""
+    """What `memopt.plan` is asked for beside the model and its inputs; its arguments, which see.
+    `charges`: of the loop around a wrapped model."""
 
     budget: WrittenBudget = None
     strategy: str | Strategy = "rotor"
@@ -72,6 +73,7 @@ class PlanRequest:
     movable: str | tuple[str, ...] = ()
     steady_state: bool = False
     accumulate: bool = False
+    charges: Charges = NO_CHARGES
     rules: StepRules = PLAIN
     time_limit_s: float | None = None
     cache: bool = True
@@ -106,10 +108,10 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
         ranks = planning_ranks(model, wanted.mode)
         with profiling_together(ranks, model, inputs, wanted):
             profiled = profiled_for(model, inputs, _priced(wanted, chosen, target, whole), report)
-            if wanted.accumulate:
-                from memopt.profiler.accumulation import accumulating
+            if wanted.accumulate or wanted.charges:
+                from memopt.profiler.accumulation import beside
 
-                profiled = accumulating(profiled, whole_step=whole)
+                profiled = beside(profiled, wanted.accumulate, wanted.charges, whole_step=whole)
             if wanted.movable:
                 from memopt.profiler.movable import with_movable
 
@@ -126,7 +128,6 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
         if budget is None and wanted.mode == "estimate":
             budget = target.capacity_bytes
         with _ending_at_ctrl_c(report) as told:
-            size, of_reserved = split_reserved(budget)
             solve_for = partial(
                 solve,
                 cost_model,
@@ -140,9 +141,7 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
                 host_budget_bytes=host_bytes,
             )
             return planned_by_first(
-                ranks,
-                profiled,
-                lambda: within_reserved(solve_for, size) if of_reserved else solve_for(budget),
+                ranks, profiled, lambda: planned_within(solve_for, budget, wanted.charges)
             )
 
 

@@ -26,7 +26,9 @@ from memopt.strategies.host_budget import parse_host_budget
 if TYPE_CHECKING:
     from torch import nn
 
-    from memopt.executor.module import PlannedModule, Running
+    from memopt.executor.arena import ArenaFamily
+    from memopt.executor.module import OnMismatch, PlannedModule, Running
+    from memopt.executor.plan_maker import Asked
     from memopt.executor.self_planning import SelfPlanning
     from memopt.profiler.inputs import Call
 
@@ -120,7 +122,7 @@ def wrap(
     planner = _Planner(request, loss_fn, targets)
     inner = inside_fabric(model) or model
     optimizer_state(optimizer, inner.parameters())
-    made = SelfPlanning(inner, planner, most_plans, on_mismatch)
+    made = SelfPlanning(inner, planner, most_plans, on_mismatch, with_state=optimizer is None)
     made.prepare(shapes)
     return model
 
@@ -171,45 +173,65 @@ class _Planner:
     request: PlanRequest
     loss_fn: Callable[..., Any] | None
     targets: tuple[Any, ...] | Callable[..., tuple[Any, ...]]
+    labelled: bool = True
+    """Whether a call with labels computes its loss."""
+
+    def charges_loss(self, call: Call) -> bool:
+        """See `memopt.executor.plan_maker.Planner`."""
+        from memopt.profiler.training_call import has_own_loss
+
+        return self.loss_fn is not None or (self.labelled and has_own_loss(call))
+
+    def promises(self) -> bool:
+        """See `memopt.executor.plan_maker.Planner`."""
+        return self.request.budget not in (None, MINIMUM)
 
     def __call__(
-        self, model: nn.Module, call: Call, holding: bool, asking: SelfPlanning
+        self,
+        model: nn.Module,
+        call: Call,
+        asked: Asked,
+        instead: OnMismatch,
+        family: ArenaFamily,
     ) -> tuple[PlannedModule, Plan]:
-        """See `memopt.executor.self_planning.Planner`."""
+        """See `memopt.executor.plan_maker.Planner`."""
         from memopt.profiler.training_call import NoLossError
 
-        request = self._request(call, holding)
+        request = self._request(call, asked)
         try:
             plan, again = self._plan(model, call, request)
         except NoLossError:
             if self.loss_fn is not None or request.returns == "loss":
                 raise
             # What it calls its labels is for something else.
+            self.labelled = False
             request = replace(request, loss_fn=None, targets=())
             plan, again = self._plan(model, call, request)
         use = arena_use(plan.graph, plan.program) if request.place else None
         if use is not None:
             # In the arena that other shapes need it may exceed the budget.
-            budget = asking.family.narrower(use.arena_bytes, use.extra_bytes, plan.budget)
+            budget = family.narrower(use.arena_bytes, use.extra_bytes, plan.budget)
             with contextlib.suppress(InfeasibleBudgetError):
                 if budget is not None:
                     other = self._plan(model, call, replace(request, budget=budget))
                     if other[0].program.offsets is not None:
                         plan, again = other
         try:
-            return self._apply(plan, model, call, asking), plan
+            return self._apply(plan, model, call, instead, family), plan
         except PlanFileError:
             if again is None:
                 raise
         # What the key does not tell has changed: the model's own code, for one.
         plan = again()
-        return self._apply(plan, model, call, asking), plan
+        return self._apply(plan, model, call, instead, family), plan
 
     @staticmethod
-    def _apply(plan: Plan, model: nn.Module, call: Call, asking: SelfPlanning) -> PlannedModule:
+    def _apply(
+        plan: Plan, model: nn.Module, call: Call, instead: OnMismatch, family: ArenaFamily
+    ) -> PlannedModule:
         from memopt.executor.apply import apply_plan
 
-        return apply_plan(plan, model, call, otherwise=asking.instead, family=asking.family)
+        return apply_plan(plan, model, call, otherwise=instead, family=family)
 
     @staticmethod
     def _plan(
@@ -233,15 +255,22 @@ class _Planner:
 
         return Plan.of(record), again if kept else None
 
-    def _request(self, call: Call, holding: bool) -> PlanRequest:
-        from memopt.profiler.training_call import has_own_loss, own_loss
+    def _request(self, call: Call, asked: Asked) -> PlanRequest:
+        from memopt.profiler.training_call import own_loss
 
         loss_fn, targets = self.loss_fn, self.targets
-        if loss_fn is None and has_own_loss(call):
+        if loss_fn is None and self.charges_loss(call):
             loss_fn = own_loss
         if callable(targets):
             targets = targets(*call.args, **call.kwargs)
-        return replace(self.request, loss_fn=loss_fn, targets=targets, accumulate=holding)
+        return replace(
+            self.request,
+            budget=asked.budget_bytes or self.request.budget,
+            loss_fn=loss_fn,
+            targets=targets,
+            accumulate=asked.holding,
+            charges=asked.charges,
+        )
 
 
 def _is_within(request: PlanRequest, plan: PlanRecord) -> bool:

@@ -193,8 +193,10 @@ def _spare_bytes(plan: PlanRecord) -> int | None:
     """What gradients may take that are there when a step begins; None: as much as there is."""
     if plan.budget is None:
         return None
-    charged_bytes = plan.record.accumulated_bytes if plan.record is not None else 0
-    return plan.budget - plan.peak_bytes + charged_bytes
+    spare_bytes = plan.budget - plan.peak_bytes
+    if plan.record is None:
+        return spare_bytes
+    return max(spare_bytes + plan.record.accumulated_bytes, plan.record.dropped_bytes)
 
 
 def _as_planned(plan: PlanRecord) -> AbstractContextManager[object]:

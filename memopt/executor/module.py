@@ -14,7 +14,7 @@ from memopt.errors import ExecutionError, GuardError
 from memopt.executor.calls import Calls, has_own
 from memopt.executor.differentiated import DIFFERENTIATED, AsOriginal, pattern
 from memopt.executor.guard import Guard
-from memopt.executor.runtime import Installed, Runtime
+from memopt.executor.runtime import Arrived, Installed, Runtime
 from memopt.models.budget import format_bytes
 from memopt.profiler.capture import Captured
 from memopt.profiler.dependencies.dependencies import Dependencies
@@ -59,6 +59,7 @@ class PlannedModule(nn.Module):
         self.__dict__["_memopt_calls"] = Calls()
         self.__dict__["_memopt_twice"] = set()
         self.__dict__["_memopt_spare"] = spare_bytes
+        self.__dict__["_memopt_arrived"] = None
         self.__dict__["_memopt_guard"] = Guard.of(model, captured.call, captured, dependencies)
 
     @property
@@ -199,7 +200,8 @@ class PlannedModule(nn.Module):
         random = runtime.random
         again = AsOriginal(captured, model, call, guard, random, used)
         output = refusing_gradients(
-            runtime.run(program, held, call, again), captured.outputs.gradients.refused
+            runtime.run(program, held, call, again, self.__dict__["_memopt_arrived"]),
+            captured.outputs.gradients.refused,
         )
         if not captured.effects:
             return output
@@ -241,6 +243,11 @@ def original_of(planned: PlannedModule) -> nn.Module:
 def count_in(planned: PlannedModule, calls: Calls) -> None:
     """Count the calls of a planned module elsewhere from now on."""
     planned.__dict__["_memopt_calls"] = calls
+
+
+def when_arrived(planned: PlannedModule, arrived: Arrived) -> None:
+    """Tell of the gradients with which each backward of a planned module begins from now on."""
+    planned.__dict__["_memopt_arrived"] = arrived
 
 
 def accepts(planned: PlannedModule, call: Call) -> bool:
@@ -290,6 +297,7 @@ _OWN = (
     "_memopt_on_mismatch",
     "_memopt_calls",
     "_memopt_spare",
+    "_memopt_arrived",
     "_memopt_twice",
 )
 

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
@@ -43,6 +43,9 @@ from memopt.profiler.model_outputs import as_users_see, in_memory_of_its_own
 from memopt.profiler.torch_private import keeps_graph
 
 _KEYS = itertools.count(1)
+
+Arrived: TypeAlias = Callable[[list[Any]], None]
+"""Told of the gradients of the outputs with which a call's backward begins."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class _State:
     saved: list[Any]
     again: AsOriginal | None
     handover: Handover | None
+    arrived: Arrived | None
 
 
 @dataclass
@@ -93,12 +97,14 @@ class _Call:
     Attributes:
         program: what runs.
         again: runs the call without a plan.
+        arrived: told when its backward begins.
         handover: hands its gradients over as they are complete; None: nothing does.
         moves: what the forward updates, and the new values, once all of it has run.
     """
 
     program: Installed
     again: AsOriginal | None
+    arrived: Arrived | None = None
     handover: Handover | None = None
     moves: list[tuple[Any, Any]] | None = None
 
@@ -131,7 +137,12 @@ class Runtime:
         return len(self._states)
 
     def run(
-        self, program: Installed, held: list[Any], call: Call, again: AsOriginal | None = None
+        self,
+        program: Installed,
+        held: list[Any],
+        call: Call,
+        again: AsOriginal | None = None,
+        arrived: Arrived | None = None,
     ) -> Any:
         """Call the captured model with `program`.
 
@@ -140,11 +151,12 @@ class Runtime:
             held: values of the parameter and buffer primals, in the primals' order.
             call: the user's arguments, in the captured call's form.
             again: runs the call without a plan, for a backward that is differentiated itself.
+            arrived: told when its backward begins.
         """
         before = self._local.call
         drawn = None if self.random is None else self.random.now()
         chain, held, call = self._chained(program, held, call)
-        made = _Call(program, again, chain)
+        made = _Call(program, again, arrived, chain)
         try:
             self._local.call = weakref.ref(made)
             args, kwargs = call.plain
@@ -226,6 +238,7 @@ class Runtime:
             saved,
             call.again,
             call.handover,
+            call.arrived,
         )
         tie(self._states, token, state)
         mutated = self._captured.mutated
@@ -280,6 +293,8 @@ class Runtime:
         for i, value in enumerate(args):
             args[i] = in_memory_of_its_own(value)
         del value
+        if state.arrived is not None:
+            state.arrived(args[1:])
         saved = state.saved
         if keeps_graph():
             saved = program.fork(saved)

@@ -12,32 +12,31 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from memopt.errors import GuardError, InfeasibleBudgetError, NothingToTrainError
+from memopt.errors import GuardError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import Calls, warn_of_many_plans
-from memopt.executor.module import PlannedModule, accepts, count_in
+from memopt.executor.module import accepts, count_in
+from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
+from memopt.executor.surroundings import Surroundings
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.locks import ForkedLock
 from memopt.profiler.as_eager.masks import adds_learned_biases, masks_nothing
 from memopt.profiler.backend import autocast_state
 from memopt.profiler.dependencies.reader import described, described_text
-from memopt.profiler.inputs import Call, asks_for_gradients, to_call
+from memopt.profiler.inputs import Call, asks_for_gradients, device_of, to_call
+from memopt.profiler.ranks import ranks_of
 from memopt.profiler.taken import check_leaves
 from memopt.profiler.torch_private import captured_around
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
-
-Made: TypeAlias = tuple[PlannedModule, "PlanRecord"]
-Planner: TypeAlias = Callable[[nn.Module, Call, bool, "SelfPlanning"], Made]
-"""(the model, a call of it, whether its parameters hold gradients, who asks) → the model under a
-plan for such calls, which hands others to `SelfPlanning.instead`, and that plan."""
 
 _NO_PLAN = (
     "the wrapped model has no plan for this kind of call ({call}); pass an example of it in "
@@ -58,12 +57,6 @@ def _opaque(_model: nn.Module, _args: Any) -> None:
         torch._dynamo.graph_break()
 
 
-def _shown(call: Call) -> str:
-    """The tensors of a call, for messages."""
-    found = [described_text(described(leaf)) for leaf in call.tensors()]
-    return ", ".join(text.partition(" stride")[0] for text in found)
-
-
 def _difference(before: Any, now: Any) -> str:
     """In what one kind of call differs from another, for messages."""
     if before[0] == now[0]:
@@ -71,17 +64,6 @@ def _difference(before: Any, now: Any) -> str:
             if was != found:
                 return f"argument {position}: {described_text(was)}, then {described_text(found)}"
     return "which arguments, gradients or trained parameters there are, or autocast"
-
-
-def _beyond(error: InfeasibleBudgetError, call: str) -> InfeasibleBudgetError:
-    """What to say of a call that cannot be planned within the wrapped model's budget."""
-    smallest = error.smallest_budget_bytes
-    remedy = "" if smallest is None else f": give memopt.wrap at least budget={smallest}"
-    return InfeasibleBudgetError(
-        f"calls with {call} are beyond the budget of the wrapped model{remedy}. {error}",
-        error.budget_bytes,
-        smallest,
-    )
 
 
 def _uses(model: nn.Module, name: str) -> bool:
@@ -108,10 +90,12 @@ class SelfPlanning:
         most_plans: how many kinds of calls stay ready to run; of more, those go that were not
             called for longest.
         on_mismatch: what kinds of calls do that come after the first: "plan", "original", "error".
+        with_state: whether the optimizer's state is to be found and charged.
 
     Attributes:
         model: the model.
         calls: how many calls ran in which way.
+        around: what is met around its steps.
         family: the arena that the plans with addresses share.
 
     Raises:
@@ -119,7 +103,12 @@ class SelfPlanning:
     """
 
     def __init__(
-        self, model: nn.Module, planner: Planner, most_plans: int, on_mismatch: str = "plan"
+        self,
+        model: nn.Module,
+        planner: Planner,
+        most_plans: int,
+        on_mismatch: str = "plan",
+        with_state: bool = True,
     ) -> None:
         if getattr(model, _CALL, None) is not None:
             raise ValueError(
@@ -127,12 +116,17 @@ class SelfPlanning:
                 "twice (memopt.unwrap(model) undoes it)"
             )
         self.model, self.calls, self.family = model, Calls(), ArenaFamily()
-        self._planner, self._most, self._on_mismatch = planner, most_plans, on_mismatch
+        self._most, self._on_mismatch = most_plans, on_mismatch
         self._biased = adds_learned_biases(model)
         # Of one kind those that something beside the call tells apart, the last used at the end.
         self._ready: OrderedDict[Any, list[Made]] = OrderedDict()
         # Kinds whose outputs had no gradient, as far as is known.
         self._untrained: set[Any] = set()
+        # Ranks that plan together would have to meet the same.
+        self._alone = ranks_of(model) is None
+        self.around = Surroundings(model, with_state and self._alone)
+        self._planner = planner
+        self._maker = PlanMaker(model, planner, self.around, self._alone, self.instead, self.family)
         self._planning = ForkedLock()
         self._asked, self._last_kind = 0, None
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
@@ -167,7 +161,7 @@ class SelfPlanning:
     @property
     def plans(self) -> tuple[PlanRecord, ...]:
         """The plans that are ready to run, the one that ran last at the end."""
-        return tuple(plan for made in self._ready.values() for _, plan in made)
+        return tuple(one.plan for made in self._ready.values() for one in made)
 
     def count_in(self, calls: Calls) -> None:
         """Count the calls elsewhere from now on."""
@@ -175,13 +169,14 @@ class SelfPlanning:
             self.model.__dict__["calls"] = self._shown["calls"] = calls
         self.calls = calls
         for made in self._ready.values():
-            for one, _ in made:
-                count_in(one, calls)
+            for one in made:
+                count_in(one.module, calls)
 
     def remove(self) -> None:
         """The model runs as before."""
         self.model.__dict__.pop(_CALL, None)
         self._hook.remove()
+        self.around.remove()
         own = self.model.__dict__
         for name in [name for name, value in own.items() if self._gave(name, value)]:
             del own[name]
@@ -213,13 +208,19 @@ class SelfPlanning:
                 return self.calls.evaluated(plain(*args, **kwargs))
             call = self._seen(_in_order(args, kwargs))
             kind = self._kind(call)
+            self.around.calling(kind)
             try:
-                planned = self._planned(kind, call)
+                made = self._planned(kind, call)
             except NothingToTrainError:
                 self._untrained.add(kind)
-            else:
-                return (planned or plain)(*args, **kwargs)
-            return self._untrained_call(kind, plain(*args, **kwargs))
+                return self._untrained_call(kind, plain(*args, **kwargs))
+            if made is None:
+                return plain(*args, **kwargs)
+            output = made.module(*args, **kwargs)
+            known = not self._alone or self._planner.charges_loss(call)
+            device = None if known else device_of(model, call)
+            self.around.called(kind, call, output, device, partial(self._maker.met, kind, made))
+            return output
 
     def _untrained_call(self, kind: Any, output: Any) -> Any:
         """Count a call of the model as it is, since there was nothing to train, and return its
@@ -246,7 +247,7 @@ class SelfPlanning:
         leaves = tuple(map(described, call.leaves))
         return call.spec, leaves, autocast_state(), call.whole_masks, tuple(trained), holding
 
-    def _planned(self, kind: Any, call: Call) -> PlannedModule | None:
+    def _planned(self, kind: Any, call: Call) -> Made | None:
         """The model under a plan for calls such as this one, made now if there is none. That
         module looks whether all else is as planned.
 
@@ -255,14 +256,16 @@ class SelfPlanning:
         """
         if kind in self._ready:
             self._ready.move_to_end(kind)
-            made, plan = self._ready[kind][-1]
-            if plan.program.offsets is None:
+            made = self._ready[kind][-1]
+            if not self._maker.keeps(made, kind):
+                made = self._made(kind, call, made)
+            if made.plan.program.offsets is None:
                 self.family.idle.clear()
             return made
         if kind in self._untrained or not asks_for_gradients(self.model, call):
             raise NothingToTrainError("a call of the wrapped model has nothing to train")
         if self._ready and self._on_mismatch == "error":
-            raise GuardError(_NO_PLAN.format(call=_shown(call)))
+            raise GuardError(_NO_PLAN.format(call=shown(call)))
         if self._ready and self._on_mismatch == "original":
             self.calls.fall_back(self.model, "calls of this kind are not planned")
             return None
@@ -276,21 +279,21 @@ class SelfPlanning:
         self._asked += 1
         warn_of_many_plans(self._asked, differs, 'on_mismatch="original"')
 
-    def _made(self, kind: Any, call: Call) -> PlannedModule:
+    def _made(self, kind: Any, call: Call, instead_of: Made | None = None) -> Made:
         with self._planning:
-            try:
-                made = self._planner(self.model, call, kind[-1], self)
-            except InfeasibleBudgetError as error:
-                raise _beyond(error, _shown(call)) from error
-        count_in(made[0], self.calls)
-        self._ready.setdefault(kind, []).append(made)
+            made = self._maker.made(kind, kind[-1], call)
+        count_in(made.module, self.calls)
+        ready = self._ready.setdefault(kind, [])
+        if instead_of in ready:
+            ready.remove(instead_of)
+        ready.append(made)
         self._ready.move_to_end(kind)
         while len(self.plans) > self._most:
             oldest = next(iter(self._ready))
             del self._ready[oldest][0]
             if not self._ready[oldest]:
                 del self._ready[oldest]
-        return made[0]
+        return made
 
     def instead(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
         """What a planned module does where something beside the call has changed since it was
@@ -298,17 +301,17 @@ class SelfPlanning:
         call = self._seen(call)
         kind = self._kind(call)
         for made in self._ready.get(kind, ()):
-            if accepts(made[0], call):
+            if accepts(made.module, call):
                 self._ready[kind].remove(made)
                 self._ready[kind].append(made)
-                return made[0]
+                return made.module
         _LOG.info("planning again: %s", error)
         try:
-            module = self._made(kind, call)
+            made = self._made(kind, call)
         except NothingToTrainError:
             return model
         self._count(str(error).partition(";")[0])
-        return module
+        return made.module
 
 
 def _in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -64,6 +64,8 @@ def parse_budget(budget: object, baseline_peak_bytes: int) -> int | None:
         return None
     if isinstance(budget, str) and _SHARE.fullmatch(budget):
         budget = float(budget)
+    if isinstance(budget, str) and budget.strip().isdecimal():
+        budget = int(budget)
     if isinstance(budget, str):
         match = _SIZE.fullmatch(budget)
         if match is None or match[2].lower() not in _UNITS:

@@ -92,6 +92,7 @@ class ModelRecord:
         resized: (tensor, its size as captured) of the graph's tensors that profiling found to
             have another size.
         accumulated_bytes: of gradients that are there when a step begins, charged as resident.
+        dropped_bytes: of gradients that are there until the backward begins, charged until then.
         ranks: how many processes hold parts of its parameters.
         kernels: what its operators run, see `memopt.plan`.
         aten_regions: keys of the regions that stay ATen's although kernels are compiled.
@@ -122,6 +123,7 @@ class ModelRecord:
     aten_regions: tuple[Line, ...] = field(default=(), metadata=SPARSE)
     channels_last: bool = field(default=False, metadata=SPARSE)
     accumulated_bytes: Natural = field(default=0, metadata=SPARSE)
+    dropped_bytes: Natural = field(default=0, metadata=SPARSE)
     ranks: Natural = field(default=1, metadata=SPARSE)
     rules: StepRules = field(default=PLAIN, metadata=SPARSE)
 

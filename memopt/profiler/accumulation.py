@@ -1,4 +1,5 @@
-"""Gradients that are there when a step begins: gradient accumulation, or zeroed ones kept."""
+"""What is there beside a module's step: gradients when it begins (gradient accumulation, or zeroed
+ones kept), and what the training loop holds."""
 
 from __future__ import annotations
 
@@ -7,8 +8,20 @@ from dataclasses import replace
 import torch
 
 from memopt.models.budget import format_bytes
+from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import in_blocks
 from memopt.profiler.session import Profiled
+from memopt.programs.charged import needed_bytes, with_charges
+from memopt.programs.liveness import store_all
+
+
+def beside(
+    profiled: Profiled | None, accumulate: bool, charges: Charges, *, whole_step: bool
+) -> Profiled | None:
+    """The step with all that is there beside it; see `accumulating`, `charged`."""
+    if accumulate:
+        profiled = accumulating(profiled, whole_step=whole_step)
+    return charged(profiled, charges)
 
 
 def accumulating(profiled: Profiled | None, *, whole_step: bool) -> Profiled:
@@ -50,4 +63,39 @@ def accumulating(profiled: Profiled | None, *, whole_step: bool) -> Profiled:
             f"Resident: {format_bytes(held_bytes)} of gradients that are there when a step begins.",
             *profiled.notes,
         ),
+    )
+
+
+def charged(profiled: Profiled | None, charges: Charges) -> Profiled | None:
+    """The step with what a training loop needs beside it, as met. What is there beside the forward
+    alone is no part of a graph; planning leaves room for it."""
+    if profiled is None or profiled.record is None or not charges:
+        return profiled
+    graph = with_charges(profiled.graph, charges)
+    unplanned = store_all(graph)
+    more_bytes = needed_bytes(graph, unplanned, charges.beyond(charges)) - needed_bytes(
+        profiled.graph, unplanned, NO_CHARGES
+    )
+    record, baseline = profiled.record, profiled.baseline
+    notes = tuple(
+        f"Charged as met in the training loop: {format_bytes(size_bytes)} of {what}."
+        for what, size_bytes in (
+            ("the loss between forward and backward", charges.boundary_bytes),
+            ("what the loop keeps of its loss", charges.kept_bytes),
+            ("optimizer state", charges.state_bytes),
+            ("the last step's outputs, while the forward runs", charges.forward_bytes),
+            ("gradients that are dropped before the backward", charges.held_bytes),
+        )
+        if size_bytes
+    )
+    return replace(
+        profiled,
+        graph=graph,
+        baseline=replace(baseline, peak_bytes=baseline.peak_bytes + more_bytes),
+        record=replace(
+            record,
+            loss_bytes=record.loss_bytes + charges.kept_bytes,
+            dropped_bytes=charges.held_bytes,
+        ),
+        notes=(*notes, *profiled.notes),
     )

@@ -6,8 +6,11 @@ allocator (oneDNN's own) is invisible. On CUDA the caching allocator's statistic
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import threading
+import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +20,8 @@ from typing import Any
 import torch
 
 from memopt.profiler.backend import backend_of
-from memopt.profiler.torch_private import imported
+from memopt.profiler.in_backward import inside_backward, when_backward_is_over
+from memopt.profiler.torch_private import imported, profiler_looks_on
 
 
 @dataclass
@@ -57,6 +61,113 @@ def metered(device: torch.device) -> Iterator[MemoryUse]:
     use.peak_bytes, use.end_bytes = _levels(memory_events(profiler))
 
 
+_MARK = "memopt::loss "
+_ARRIVED, _ENDED = f"{_MARK}over", f"{_MARK}without "
+
+
+class _Running(threading.local):
+    """Of each thread, the meter of a loss that runs in it."""
+
+    meter: weakref.ref[LossMeter] | None = None
+
+
+_RUNNING = _Running()
+
+
+class LossMeter:
+    """Device memory from the return of a forward until its backward begins: that of the loss which
+    a training loop computes.
+
+    Its end is inside autograd, where torch's profiler cannot be stopped: autograd puts back the
+    thread's state, the profiler with it. So on CPU the profile ends with the backward, and is
+    read up to its beginning.
+
+    Args:
+        device: whose memory. `possible` says where none can be metered.
+        found: called once it is known, with the peak, and the end, which does not count the
+            forward's outputs that are gone by then.
+    """
+
+    def __init__(self, device: torch.device, found: Callable[[MemoryUse], None]) -> None:
+        self._runtime, self._device = backend_of(device).runtime, device
+        self._found, self._thread = found, threading.get_ident()
+        self._profile: contextlib.ExitStack | None = None
+        self._gone: dict[int, int] | None = None
+        if self._runtime is not None:
+            self._start = int(self._runtime.memory_allocated(device))
+            self._runtime.reset_peak_memory_stats(device)
+            return
+        self._profile = contextlib.ExitStack()
+        self._profiler = self._profile.enter_context(_cpu_profile())
+        _RUNNING.meter = weakref.ref(self)
+
+    @staticmethod
+    def possible(device: torch.device) -> bool:
+        """Whether memory can be metered here and now: not inside a backward, and on CPU not while
+        torch's profiler records something else."""
+        if inside_backward():
+            return False
+        return not backend_of(device).on_host or not profiler_looks_on()
+
+    def ended(self, address: int) -> None:
+        """A tensor of the forward's outputs has ended, the last of its memory for all that is
+        known."""
+        if self._profile is not None and threading.get_ident() == self._thread:
+            with torch.profiler.record_function(f"{_ENDED}{address}"):
+                pass
+
+    def arrived(self, gone: dict[int, int], gone_before_bytes: int) -> None:
+        """The backward begins: inside it, by the thread that called the forward.
+
+        Args:
+            gone: of the forward's outputs, the bytes of the memory that is gone, by its address.
+            gone_before_bytes: of what was there before the forward returned, and is gone.
+        """
+        if self._gone is not None or threading.get_ident() != self._thread:
+            return
+        if self._runtime is not None:
+            start = self._start - gone_before_bytes
+            end = int(self._runtime.memory_allocated(self._device)) - start
+            peak = int(self._runtime.max_memory_allocated(self._device)) - start
+            self._gone = gone
+            self._found(MemoryUse(peak, end + sum(gone.values())))
+            return
+        if self._profile is None:
+            return
+        self._gone = gone
+        with torch.profiler.record_function(_ARRIVED):
+            pass
+        when_backward_is_over(self.close)
+
+    def close(self) -> None:
+        """Stop, by the thread that called the forward; nothing is found unless the backward has
+        begun."""
+        if self._profile is None or threading.get_ident() != self._thread:
+            return
+        if inside_backward():
+            when_backward_is_over(self.close)
+            return
+        self._profile.close()
+        self._profile = None
+        if self._gone is None:
+            return
+        results = self._profiler.profiler.kineto_results.events()
+        marks = {one.name(): one.start_ns() for one in results if one.name().startswith(_MARK)}
+        until_ns = marks.get(_ARRIVED)
+        if until_ns is None:
+            return
+        events = [event for event in memory_events(self._profiler) if event[0] <= until_ns]
+        end_bytes = sum(size for _, size in events)
+        # Frees of what was there before the profile are not in it.
+        events += [
+            (marks[f"{_ENDED}{address}"], -size)
+            for address, size in self._gone.items()
+            if f"{_ENDED}{address}" in marks
+        ]
+        events.sort(key=lambda event: event[0])
+        self._found(MemoryUse(_levels(events)[0], end_bytes))
+
+
 def library_bytes(device: torch.device) -> int:
     """Bytes of a device that libraries keep between steps, and give back here.
 
@@ -77,6 +188,10 @@ def library_bytes(device: torch.device) -> int:
 def _cpu_profile() -> Iterator[Any]:
     # Kineto prints two lines per session on stderr unless told otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # One profile at a time: another model's planning ends the metering of a loss.
+    running = None if _RUNNING.meter is None else _RUNNING.meter()
+    if running is not None:
+        running.close()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:

@@ -23,6 +23,7 @@ from memopt.profiler.dependencies.dynamo_guards import TraceGuards
 from memopt.profiler.dependencies.reader import TraceReader
 from memopt.profiler.inputs import Call
 from memopt.profiler.lean_trace import lean_trace
+from memopt.profiler.left_out import leaving_out_words
 from memopt.profiler.side_effects import (
     NO_EFFECTS,
     SideEffects,
@@ -123,7 +124,7 @@ def _dynamo_trace(
 
     def trace() -> Any:
         # Strides that the model asks for are those of its kernels.
-        with layouts_of_kernels(computing_device(model, call)):
+        with layouts_of_kernels(computing_device(model, call)), leaving_out_words():
             return torch_private.dynamo_capture(model, *call.opened)
 
     try:

@@ -267,7 +267,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(watches is not None)
         return watches
 
-    monkeypatch.setattr("memopt.executor.guard.traced_again", counted)
+    monkeypatch.setattr("memopt.executor.dependency_check.traced_again", counted)
     return found
 
 

@@ -1,0 +1,143 @@
+"""Is everything that a captured model's trace read as it was?"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from memopt.errors import CaptureError
+from memopt.profiler.capture import Captured
+from memopt.profiler.dependencies.dependencies import Dependencies
+from memopt.profiler.dependencies.reader import Dependency, same
+from memopt.profiler.trace import traced_again
+
+_LOG = logging.getLogger(__name__)
+_MOST_STATES = 8
+
+
+class _State:
+    """A state of everything that a trace read, of which its graph is known to be right.
+
+    Args:
+        dependencies: what was read, and how it is.
+        structure: the same of modules, parameters and buffers.
+        recomputes: see `Dependencies.late`.
+    """
+
+    def __init__(
+        self, dependencies: Dependencies, structure: Sequence[Dependency], recomputes: bool
+    ) -> None:
+        self.dependencies, self._recomputes = dependencies, recomputes
+        self.everything = dependencies.with_others(structure)
+
+    @cached_property
+    def late(self) -> Dependencies:
+        """What eager reads in the backward."""
+        return self.dependencies.late(self._recomputes)
+
+
+class DependencyCheck:
+    """Looks at everything that one captured model's trace read.
+
+    Args:
+        captured: the captured model.
+        dependencies: what its trace read.
+        structure: what else must be as planned: modules, parameters and buffers.
+    """
+
+    def __init__(
+        self, captured: Captured, dependencies: Dependencies, structure: Sequence[Dependency]
+    ) -> None:
+        self._captured, self._structure = captured, structure
+        # That of the last call first.
+        self._states: list[_State] = []
+        self._add(dependencies)
+        self._refused: tuple[Dependency, Any] | None = None
+        self._traces = 0
+
+    def _add(self, dependencies: Dependencies) -> None:
+        state = _State(dependencies, self._structure, self._captured.outputs.recomputes)
+        self._states = [state, *self._states][:_MOST_STATES]
+
+    def unchanged(self, model: nn.Module) -> bool:
+        """Whether nothing has changed, the structure included."""
+        for state in self._states:
+            if state.everything.unchanged(model):
+                if state is not self._states[0]:
+                    self._states = [state, *(one for one in self._states if one is not state)]
+                return True
+        return False
+
+    def difference(self, model: nn.Module) -> str | None:
+        """What changed and both values; None: all is as planned.
+
+        Dynamo asks for more than a graph needs where a global is concerned, or what the forward
+        itself changes: a registry that has grown fails its guards. Where only such things changed,
+        the model is traced again, and what gives the same graph is right.
+        """
+        found = [state.dependencies.changed(model) for state in self._states]
+        if None in found or found[0] is None:
+            return None
+        dependency, value = found[0]
+        difference = dependency.difference(value)
+        refused = self._refused
+        known = refused and refused[0] is dependency and same(value, refused[1])
+        if dependency.shared and not known:
+            _LOG.info("tracing again: %s", difference)
+            dependencies = self._traced_again(model)
+            if dependencies is not None:
+                self._add(dependencies)
+                self._count(difference)
+                return None
+            # A trace takes seconds: not for every call.
+            self._refused = (dependency, value)
+        return difference
+
+    def _count(self, difference: str) -> None:
+        """Warn, once, where every call finds another state."""
+        self._traces += 1
+        if self._traces == _MOST_STATES:
+            warnings.warn(
+                f"the model was traced {self._traces} times again, which takes seconds each: "
+                "something that its forward reads or adds to differs from call to call (the last: "
+                f"{difference}). Clear such lists and dicts between steps",
+                stacklevel=4,
+            )
+
+    def late_difference(self, model: nn.Module, values: Sequence[Any]) -> str | None:
+        """What has changed since the forward of that which eager reads in the backward; None:
+        nothing.
+
+        Args:
+            model: the user's model.
+            values: of the captured inputs in the forward.
+        """
+        late = self._states[0].late
+        changed = None if late.unchanged(model) else late.changed(model)
+        if changed is not None:
+            dependency, found = changed
+            return dependency.difference(found)
+        if late.late_names == frozenset():
+            return None
+        for primal, value in zip(self._captured.primals, values, strict=True):
+            source = late.source_of(primal.constant) if primal.constant is not None else primal.name
+            if (
+                primal.held
+                and not primal.part
+                and late.may_read(source)
+                and primal.value(model, ()) is not value
+            ):
+                return f"{source} is another tensor"
+        return None
+
+    def _traced_again(self, model: nn.Module) -> Dependencies | None:
+        one = self._captured
+        try:
+            return traced_again(model, one.call, one.device, one.trace)
+        except (CaptureError, RuntimeError):
+            return None

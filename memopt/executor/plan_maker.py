@@ -1,0 +1,295 @@
+"""Plans of a wrapped model within its budget, whatever the loop around it holds.
+
+A plan charges what was met around the steps so far. Gradients that are there at a forward are
+charged for the whole step, as accumulation needs them; where nothing fits so, until the backward:
+a loop may drop them in between (Lightning does), and one that does not is stopped there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from memopt.errors import InfeasibleBudgetError
+from memopt.executor.arena import ArenaFamily
+from memopt.executor.module import OnMismatch, PlannedModule, when_arrived
+from memopt.executor.surroundings import Surroundings, bytes_of
+from memopt.models.budget import format_bytes
+from memopt.models.charges import NO_CHARGES, Charges
+from memopt.profiler.dependencies.reader import described, described_text
+from memopt.profiler.inputs import Call
+from memopt.programs.charged import backward_bytes, needed_bytes
+
+if TYPE_CHECKING:
+    from memopt.plan_record import PlanRecord
+
+AGAIN = 4
+"""So often a kind of call is planned again at most because more was met around it."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is to be made for.
+
+    Attributes:
+        holding: whether the parameters' gradients are there for the whole step.
+        charges: what is charged beside the step.
+        budget_bytes: instead of the user's budget; None: that.
+    """
+
+    holding: bool
+    charges: Charges = NO_CHARGES
+    budget_bytes: int | None = None
+
+
+class Planner(Protocol):
+    """Makes plans as the user asked for them."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        call: Call,
+        asked: Asked,
+        instead: OnMismatch,
+        family: ArenaFamily,
+    ) -> tuple[PlannedModule, PlanRecord]:
+        """The model under a plan for such calls, and that plan.
+
+        Args:
+            model, call, asked: what the plan is for.
+            instead: what is done with other calls.
+            family: whose arena it shares, if it has addresses.
+
+        Raises:
+            InfeasibleBudgetError: there is none within the budget.
+        """
+        ...
+
+    def charges_loss(self, call: Call) -> bool:
+        """Whether plans for such calls charge the loss that they are trained with."""
+        ...
+
+    def promises(self) -> bool:
+        """Whether the budget is one that the user gave, not the smallest."""
+        ...
+
+
+@dataclass(eq=False)
+class Made:
+    """A plan that is ready to run.
+
+    Attributes:
+        module: the model under it.
+        plan: it.
+        charges: what it charges beside the step.
+        enough: the largest charges for which it does.
+    """
+
+    module: PlannedModule
+    plan: PlanRecord
+    charges: Charges
+    enough: Charges
+
+
+class PlanMaker:
+    """Makes the plans of a wrapped model, and says where they do not keep the budget.
+
+    Args:
+        model: the model.
+        planner: makes plans.
+        around: what is met around its steps.
+        alone: whether this process plans without others.
+        instead, family: see `Planner`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        planner: Planner,
+        around: Surroundings,
+        alone: bool,
+        instead: OnMismatch,
+        family: ArenaFamily,
+    ) -> None:
+        self._model, self._planner, self._around, self._alone = model, planner, around, alone
+        self._instead, self._family = instead, family
+        self._again: dict[Any, int] = {}
+        self._told: set[str] = set()
+
+    def made(self, kind: Any, holding: bool, call: Call) -> Made:
+        """A plan for a kind of call: one with what was met around its steps, if there is any; else
+        the one that needs least, with a warning.
+
+        Raises:
+            InfeasibleBudgetError: the step alone is beyond the budget.
+        """
+        charges = self._around.charges(kind)
+        try:
+            made = self._asked(holding, call, charges)
+        except InfeasibleBudgetError as error:
+            if not charges:
+                raise self._beyond(error, holding, call) from error
+            budget_bytes, least = error.budget_bytes, error.smallest_budget_bytes
+        else:
+            return made
+        try:
+            made = self._asked(holding, call, NO_CHARGES)
+        except InfeasibleBudgetError as error:
+            raise self._beyond(error, holding, call) from error
+        if least is not None:
+            made = self._asked(holding, call, charges, least)
+        made.enough = charges
+        remedy = "" if least is None else f": give memopt.wrap at least budget={least}"
+        self._tell(
+            "beyond",
+            f"steps with {shown(call)} exceed their budget of {budget_bytes} bytes, in which no "
+            f"plan leaves room for what was met around them ({_listed(charges)}){remedy}. The plan "
+            "that needs least runs instead",
+        )
+        return made
+
+    def keeps(self, made: Made, kind: Any) -> bool:
+        """Whether a plan keeps its budget with all that was met around its steps, or is not to be
+        made again; else one more is counted."""
+        charges = self._around.charges(kind)
+        if charges.largest(made.enough) == made.enough:
+            return True
+        if self._over_bytes(made, charges) <= 0:
+            made.enough = charges.largest(made.enough)
+            return True
+        if self._again.get(kind, 0) == AGAIN:
+            return True
+        self._again[kind] = self._again.get(kind, 0) + 1
+        return False
+
+    def met(self, kind: Any, made: Made) -> None:
+        """More was met around a plan's step than it charges: say so, once, if it has exceeded the
+        budget."""
+        charges = self._around.charges(kind)
+        over_bytes = self._over_bytes(made, charges)
+        if over_bytes <= 0 or not self._planner.promises():
+            return
+        last = self._again.get(kind, 0) == AGAIN
+        then = "It was planned again often enough and stays" if last else "The next one charges it"
+        self._tell(
+            f"met, {then}",
+            f"a step needed up to {format_bytes(over_bytes)} more than its budget of "
+            f"{made.plan.budget} bytes, for what its plan did not know of ({_listed(charges)}). "
+            f"{then}; with loss_fn= memopt.wrap knows your loss before the first step",
+        )
+
+    def _tell(self, what: str, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            warnings.warn(text, stacklevel=2)
+
+    @staticmethod
+    def _over_bytes(made: Made, charges: Charges) -> int:
+        """By how much a plan's steps exceed its budget with what is met around them."""
+        plan = made.plan
+        if plan.budget is None:
+            return 0
+        more = replace(charges.beyond(made.charges), held_bytes=made.charges.held_bytes)
+        return needed_bytes(plan.graph, plan.program, more) - plan.budget
+
+    def _asked(
+        self, holding: bool, call: Call, charges: Charges, budget_bytes: int | None = None
+    ) -> Made:
+        """A plan with gradients there for the whole step, if they are there when it begins; if
+        there is none, with gradients that are dropped before the backward.
+
+        Raises:
+            InfeasibleBudgetError: neither; of the first.
+        """
+
+        try:
+            made = self._planned(call, Asked(holding, charges, budget_bytes))
+        except InfeasibleBudgetError as error:
+            if not holding or not self._alone:
+                raise
+            held_bytes = bytes_of(parameter.grad for parameter in self._model.parameters())
+            until_backward = replace(charges, held_bytes=held_bytes)
+            try:
+                made = self._planned(call, Asked(False, until_backward, budget_bytes))
+            except InfeasibleBudgetError:
+                raise error from None
+            arrived = partial(self._arrived_dropping, made.plan, error.smallest_budget_bytes)
+            when_arrived(made.module, arrived)
+            return made
+        when_arrived(made.module, self._around.arrived)
+        return made
+
+    def _planned(self, call: Call, asked: Asked) -> Made:
+        module, plan = self._planner(self._model, call, asked, self._instead, self._family)
+        return Made(module, plan, asked.charges, asked.charges)
+
+    def _beyond(
+        self, error: InfeasibleBudgetError, holding: bool, call: Call
+    ) -> InfeasibleBudgetError:
+        """What to say of a call that is beyond the budget: the one that does for the calls that may
+        come after it, too, which find gradients."""
+        least = alone = error.smallest_budget_bytes
+        if not holding:
+            try:
+                self._planned(call, Asked(True))
+            except InfeasibleBudgetError as other:
+                least = other.smallest_budget_bytes or least
+            except ValueError:
+                # Gradients of a whole step do not stay.
+                pass
+        remedy = "" if least is None else f": give memopt.wrap at least budget={least}"
+        if least != alone:
+            remedy += f" ({alone} if gradients are never there when a forward begins)"
+        text = f"calls with {shown(call)} are beyond the budget of the wrapped model{remedy}"
+        return InfeasibleBudgetError(f"{text}. {error}", error.budget_bytes, least)
+
+    def _arrived_dropping(self, plan: PlanRecord, least: int | None, tangents: list[Any]) -> None:
+        """The backward of a planned call begins that has no room for gradients.
+
+        Args:
+            plan: of the call.
+            least: the budget within which gradients may be there; None: unknown.
+            tangents: the gradients of its outputs.
+
+        Raises:
+            InfeasibleBudgetError: there are some.
+        """
+        self._around.arrived(tangents)
+        held_bytes = bytes_of(parameter.grad for parameter in self._model.parameters())
+        if plan.budget is None or not held_bytes:
+            return
+        if held_bytes + backward_bytes(plan.graph, plan.program) <= plan.budget:
+            return
+        remedy = "" if least is None else f"give memopt.wrap at least budget={least}, or "
+        raise InfeasibleBudgetError(
+            f"a backward is to add to gradients of {format_bytes(held_bytes)}, and within "
+            f"{plan.budget} bytes this step can be planned only if those that are there at its "
+            f"forward are dropped before its backward: {remedy}call zero_grad() in between",
+            plan.budget,
+            least,
+        )
+
+
+def shown(call: Call) -> str:
+    """The tensors of a call, for messages."""
+    found = [described_text(described(leaf)) for leaf in call.tensors()]
+    return ", ".join(text.partition(" stride")[0] for text in found)
+
+
+_WORDS: tuple[tuple[str, Callable[[Charges], int]], ...] = (
+    ("{} for the loss between forward and backward", lambda one: one.boundary_bytes),
+    ("{} that the loop keeps of its loss", lambda one: one.kept_bytes),
+    ("{} of optimizer state", lambda one: one.state_bytes),
+    ("{} of the last step's outputs during the forward", lambda one: one.forward_bytes),
+)
+
+
+def _listed(charges: Charges) -> str:
+    """What was met around a step, for people."""
+    sizes = ((text, size_of(charges)) for text, size_of in _WORDS)
+    return ", ".join(text.format(format_bytes(size)) for text, size in sizes if size)

@@ -1,0 +1,245 @@
+"""What the training loop around a wrapped model needs beside the model's planned steps: its loss,
+the outputs that it still holds, the optimizer's state. The loop is the user's, so all of it is
+known only once it is met: it is metered where it shows, and later plans charge the largest.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
+
+from memopt.models.charges import NO_CHARGES, Charges
+from memopt.models.device import in_blocks
+from memopt.profiler.backend import backend_of
+from memopt.profiler.baseline import LARGEST_NUMBER_BYTES
+from memopt.profiler.inputs import Call
+from memopt.profiler.memory import LossMeter, MemoryUse
+from memopt.profiler.optimizer_state import state_sizes
+
+METERED = 4
+"""So many first steps of a kind are metered, and then the 8th, the 16th, the 32nd..."""
+
+
+def is_metered(count: int) -> bool:
+    """Whether a step is metered, by how many there were."""
+    return count <= METERED or count & (count - 1) == 0
+
+
+_Memory: TypeAlias = dict[int, tuple[StorageWeakRef, int]]
+"""Storages by their address: whether they are there, and their bytes."""
+
+
+def _storage_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _memory_of(tensors: Iterable[Any]) -> _Memory:
+    storages = [
+        tensor.untyped_storage()
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    ]
+    return {one.data_ptr(): (_storage_reference(one), one.nbytes()) for one in storages}
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """Of the memory that tensors hold, what they share once."""
+    return sum(size for _, size in _memory_of(tensors).values())
+
+
+def _gone(memory: _Memory) -> dict[int, int]:
+    """Of storages those that are gone: their bytes by their address."""
+    return {at: size for at, (storage, size) in memory.items() if storage.expired()}  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class _Met:
+    """What was met around one kind of call."""
+
+    steps: int = 0
+    charges: Charges = NO_CHARGES
+
+
+@dataclass
+class _Metered:
+    """A call whose loss is being metered.
+
+    Attributes:
+        meter: meters it.
+        outputs: what the call returned.
+        before: what was there when it returned and may go: the last step's outputs, gradients.
+        ends: tell of the ends of the outputs' tensors.
+        tangent_bytes: of the gradients with which its backward has begun.
+    """
+
+    meter: LossMeter
+    outputs: _Memory
+    before: _Memory
+    ends: list[weakref.ref[torch.Tensor]]
+    tangent_bytes: int = 0
+
+
+@dataclass
+class _Watched:
+    """Optimizers, by the state that they hold for the model's parameters."""
+
+    steps: weakref.WeakKeyDictionary[Optimizer, int] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    state_bytes: weakref.WeakKeyDictionary[Optimizer, int] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+
+class Surroundings:
+    """What is met around the planned steps of a model.
+
+    Args:
+        model: the model.
+        with_state: whether the optimizer's state is to be found; else plans charge it already.
+    """
+
+    def __init__(self, model: nn.Module, with_state: bool) -> None:
+        self._model = weakref.ref(model)
+        self._met: dict[Any, _Met] = {}
+        self._outputs: _Memory = {}
+        self._metered: _Metered | None = None
+        self._watched = _Watched()
+        self._hooked = None
+        if with_state:
+            # The hook is every optimizer's; it must not keep the model.
+            hook = partial(_stepped, weakref.ref(self))
+            self._hooked = register_optimizer_step_post_hook(hook)
+            weakref.finalize(self, self._hooked.remove).atexit = False
+
+    def remove(self) -> None:
+        """Nothing more is met."""
+        self._stop()
+        if self._hooked is not None:
+            self._hooked.remove()
+
+    def charges(self, kind: Any) -> Charges:
+        """The largest met around a kind of call."""
+        met = self._met.get(kind, _Met()).charges
+        return replace(met, state_bytes=sum(self._watched.state_bytes.values()))
+
+    def calling(self, kind: Any) -> None:
+        """A call of a kind begins."""
+        self._stop()
+        gone = _gone(self._outputs)
+        self._outputs = {at: one for at, one in self._outputs.items() if at not in gone}
+        held_bytes = sum(size for _, size in self._outputs.values())
+        if held_bytes > LARGEST_NUMBER_BYTES:
+            self._largest(kind, Charges(forward_bytes=held_bytes))
+
+    def called(
+        self,
+        kind: Any,
+        call: Call,
+        output: Any,
+        device: torch.device | None,
+        met: Callable[[], None],
+    ) -> None:
+        """A planned call has returned.
+
+        Args:
+            kind: of the call.
+            call: it.
+            output: what it returned.
+            device: where its loss is to be metered; None: it is charged already.
+            met: called when more was met than before.
+        """
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        before, given = self._outputs, _memory_of(call.tensors())
+        self._outputs = {at: x for at, x in _memory_of(tensors).items() if at not in given}
+        if device is None or not any(tensor.requires_grad for tensor in tensors):
+            return
+        if not LossMeter.possible(device):
+            return
+        one = self._met.setdefault(kind, _Met())
+        one.steps += 1
+        model = self._model()
+        if model is None or not is_metered(one.steps):
+            return
+        before |= _memory_of(parameter.grad for parameter in model.parameters())
+        meter = LossMeter(device, partial(self._found, kind, device, met))
+        ends = [
+            weakref.ref(tensor, partial(_ended, meter, tensor.untyped_storage().data_ptr()))
+            for tensor in tensors
+            if tensor.layout is torch.strided
+        ]
+        self._metered = _Metered(meter, self._outputs, before, ends)
+
+    def arrived(self, tangents: list[Any]) -> None:
+        """The backward of a planned call begins, with the gradients of its outputs."""
+        metered = self._metered
+        if metered is not None:
+            metered.tangent_bytes = bytes_of(tangents)
+            metered.ends.clear()
+            metered.meter.arrived(_gone(metered.outputs), sum(_gone(metered.before).values()))
+
+    def _found(
+        self, kind: Any, device: torch.device, met: Callable[[], None], use: MemoryUse
+    ) -> None:
+        metered, self._metered = self._metered, None
+        if metered is None:
+            return
+        backend = backend_of(device)
+        tangent_bytes = in_blocks(metered.tangent_bytes, backend.block_bytes)
+        sizes = (use.peak_bytes - tangent_bytes, use.end_bytes - tangent_bytes)
+        # What a number takes is charged in every step.
+        boundary, kept = (size if size > backend.step_scalars_bytes else 0 for size in sizes)
+        if self._largest(kind, Charges(boundary_bytes=boundary, kept_bytes=kept)):
+            met()
+
+    def _largest(self, kind: Any, charges: Charges) -> bool:
+        """Take the larger charges; whether any is larger than before."""
+        one = self._met.setdefault(kind, _Met())
+        before, one.charges = one.charges, one.charges.largest(charges)
+        return one.charges != before
+
+    def _stop(self) -> None:
+        metered = self._metered
+        if metered is not None:
+            metered.ends.clear()
+            metered.meter.close()
+            self._metered = None
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped: find the state that it holds for the model's parameters."""
+        count = self._watched.steps.get(optimizer, 0) + 1
+        self._watched.steps[optimizer] = count
+        model = self._model()
+        if model is None or not is_metered(count):
+            return
+        own = {id(parameter) for parameter in model.parameters()}
+        total = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in own and optimizer.state.get(parameter):
+                    block_bytes = backend_of(parameter.device).block_bytes
+                    sizes = state_sizes(optimizer, group, parameter)
+                    total += sum(in_blocks(size, block_bytes) for size in sizes)
+        self._watched.state_bytes[optimizer] = total
+
+
+def _ended(meter: LossMeter, address: int, _tensor: weakref.ref[torch.Tensor]) -> None:
+    meter.ended(address)
+
+
+def _stepped(
+    around: weakref.ref[Surroundings], optimizer: Optimizer, _args: Any, _kwargs: Any
+) -> None:
+    found = around()
+    if found is not None:
+        found.stepped(optimizer)

@@ -1,0 +1,99 @@
+"""What a forward says while it runs (print, logging, warnings), which a planned step does not say.
+
+It decides nothing that is computed, so it is no reason not to plan a model; but a user who waits
+for a line must know why none comes. Dynamo drops such calls where it is told to, and those of
+loggers in any case, without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from memopt.profiler.torch_private import imported
+
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "warn": logging.WARNING,
+    "error": logging.ERROR,
+    "exception": logging.ERROR,
+    "critical": logging.CRITICAL,
+    "fatal": logging.CRITICAL,
+}
+_IGNORED = frozenset(
+    {print, warnings.warn, logging.log, *(getattr(logging, name) for name in _LEVELS)}
+)
+_TOLD: set[str] = set()
+
+
+@contextlib.contextmanager
+def leaving_out_words() -> Iterator[None]:
+    """Capture inside; what the forward would say is left out of the graph, and that is said once
+    for each place."""
+    misc = "torch._dynamo.variables.misc"
+    logger = imported(misc, "LoggingLoggerVariable")
+    function = imported(misc, "IgnoredFunctionVariable")
+    found: dict[str, str] = {}
+
+    def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        home, name = self.value.__module__.lstrip("_"), self.value.__name__
+        if home != "logging" or _shows(logging.root, name):
+            found[_place(tx)] = f"{name}()" if home == "builtins" else f"{home}.{name}()"
+        return left_out(self, tx, args, kwargs)
+
+    def logged(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name in ("isEnabledFor", "getEffectiveLevel") and not kwargs:
+            given = [one.as_python_constant() for one in args]
+            return constant.create(getattr(self.value, name)(*given))
+        if _shows(self.value, name):
+            found[_place(tx)] = f"logging.getLogger({self.value.name!r}).{name}()"
+        return logged_before(self, tx, name, args, kwargs)
+
+    constant = imported("torch._dynamo.variables.constant", "ConstantVariable")
+    left_out: Callable[..., Any] = function.call_function
+    logged_before: Callable[..., Any] = logger.call_method
+    import torch._dynamo.config as config
+
+    ignored = {*_IGNORED, *config.ignore_logging_functions}
+    with (
+        config.patch(ignore_logging_functions=ignored),
+        mock.patch.object(function, "call_function", called),
+        mock.patch.object(logger, "call_method", logged),
+        mock.patch.object(logging.getLogger, "_dynamo_marked_constant", True, create=True),
+    ):
+        yield
+    for place, what in found.items():
+        if place not in _TOLD:
+            _TOLD.add(place)
+            warnings.warn(
+                f"the forward calls {what}{place}, which planned steps leave out: they compute the "
+                "same and say nothing. Say it outside of the model, from what it returns; "
+                "evaluation says it as before",
+                stacklevel=2,
+            )
+
+
+def _shows(logger: logging.Logger, name: str) -> bool:
+    """Whether a logger's method would show anything."""
+    level = _LEVELS.get(name)
+    return level is None or logger.isEnabledFor(level)
+
+
+def _place(tx: Any) -> str:
+    """Where in the user's code dynamo is."""
+    home = os.path.dirname(torch.__file__)
+    while tx is not None:
+        frame = tx.frame_summary()
+        if not frame.filename.startswith((home, os.path.dirname(logging.__file__))):
+            return f" at {frame.filename}:{frame.lineno} ({frame.line})"
+        tx = tx.parent
+    return ""

@@ -1,0 +1,47 @@
+"""What a program needs beside what a training loop holds around it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memopt.models.charges import Charges
+from memopt.models.graph import Graph
+from memopt.programs.instructions import Program
+from memopt.programs.replay import replay
+
+
+def with_charges(graph: Graph, charges: Charges) -> Graph:
+    """The graph with what is resident, and what the loss needs, charged."""
+    return replace(
+        graph,
+        boundary_bytes=graph.boundary_bytes + charges.boundary_bytes,
+        extra_resident_bytes=graph.extra_resident_bytes + charges.resident_bytes,
+    )
+
+
+def needed_bytes(graph: Graph, program: Program, charges: Charges) -> int:
+    """The peak of a step with all that is charged beside its graph, total bytes.
+
+    An arena is there for the whole step: beside a placed program everything is.
+    """
+    timeline = replay(with_charges(graph, charges), program)
+    until_loss = charges.forward_bytes + charges.held_bytes
+    if timeline.placed_peak_bytes is not None:
+        return timeline.placed_peak_bytes + until_loss
+    boundary, steps = program.boundary, timeline.step_bytes
+    if boundary is None or not until_loss:
+        return timeline.peak_bytes + until_loss
+    forward_bytes = max(steps[:boundary], default=graph.resident_bytes)
+    return max(
+        timeline.peak_bytes,
+        forward_bytes + until_loss,
+        steps[boundary] + charges.held_bytes,
+    )
+
+
+def backward_bytes(graph: Graph, program: Program) -> int:
+    """The peak of a step once its backward has begun, total bytes."""
+    timeline = replay(graph, program)
+    if timeline.placed_peak_bytes is not None or program.boundary is None:
+        return timeline.placed_peak_bytes or timeline.peak_bytes
+    return max(timeline.step_bytes[program.boundary + 1 :], default=graph.resident_bytes)

@@ -1,0 +1,248 @@
+"""A wrapped model's budget holds with what its training loop needs beside it: the loss, the outputs
+that it holds, the optimizer's state. The first step cannot know them."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memopt
+from memopt.executor.plan_maker import AGAIN
+from memopt.executor.surroundings import is_metered
+from memopt.profiler.backend import backend_of
+from memopt.profiler.memory import metered
+
+CPU = torch.device("cpu")
+WORDS = 300
+TOKENS = torch.randint(0, WORDS, (4, 16), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+
+
+def language_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)]
+    return nn.Sequential(nn.Embedding(WORDS, 16), *blocks, nn.Linear(16, WORDS))
+
+
+def dropped(model: nn.Module) -> torch.Tensor:
+    return F.cross_entropy(model(TOKENS).view(-1, WORDS), TOKENS.view(-1))
+
+
+class Held:
+    """A loop that holds its logits and probabilities until it has new ones."""
+
+    def __call__(self, model: nn.Module) -> torch.Tensor:
+        self.logits = model(TOKENS)
+        self.probabilities = self.logits.view(-1, WORDS).softmax(-1)
+        return -self.probabilities.log().gather(1, TOKENS.view(-1, 1)).mean()
+
+
+class AutoEncoder(nn.Module):
+    """A variational one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))
+        self.decoder = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mean, deviation = self.encoder(x).chunk(2, -1)
+        drawn = mean + torch.randn_like(mean) * deviation.exp()
+        return self.decoder(drawn), mean, deviation
+
+
+def evidence(model: nn.Module) -> torch.Tensor:
+    x = torch.linspace(0, 1, 64 * 48).view(48, 64)
+    made, mean, deviation = model(x)
+    likeness = F.binary_cross_entropy_with_logits(made, x, reduction="none").sum(-1)
+    return (likeness - 0.5 * (1 + deviation - mean.square() - deviation.exp()).sum(-1)).mean()
+
+
+LOOPS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Callable[[nn.Module], Any]]]] = {
+    "language model": (language_model, lambda: dropped),
+    "language model, held": (language_model, Held),
+    "auto-encoder": (AutoEncoder, lambda: evidence),
+}
+
+
+def training(
+    model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], steps: int, adapting: bool = True
+) -> list[torch.Tensor]:
+    """Each step's loss."""
+    torch.manual_seed(1)
+    kind = torch.optim.AdamW if adapting else torch.optim.SGD
+    optimizer = kind(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(steps):
+        found = loss(model)
+        found.backward()
+        losses.append(found.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def over_bytes(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> int:
+    """By how much two steps, before which the loop holds nothing, exceed their plan's budget."""
+    with metered(CPU) as used:
+        for _ in range(2):
+            loss(model).backward()
+            model.zero_grad()
+    plan = model.__dict__["memopt"].plans[-1]
+    beside_bytes = plan.loss_bytes + backend_of(CPU).step_scalars_bytes
+    return plan.resident_bytes - beside_bytes + used.peak_bytes - plan.budget
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_from_the_second_step_on_the_budget_holds(name: str) -> None:
+    """With "min" there is not a byte to spare: steps that measure more than planned exceed it."""
+    make, loss = LOOPS[name]
+    planned = memopt.wrap(make(), "min", progress=False)
+    expected = training(make(), loss(), 4)
+    assert all(map(torch.equal, training(planned, loss(), 4), expected))
+    assert over_bytes(planned, loss()) <= 0
+    assert planned.calls.planned == 6
+    state_bytes = 2 * sum(p.nbytes for p in planned.parameters())
+    plan = planned.memopt.plans[-1]
+    assert plan.resident_bytes >= 3 * state_bytes // 2
+    assert any("optimizer state" in note for note in plan.notes)
+
+
+def test_the_first_step_that_exceeded_is_told_of_once_with_the_bytes() -> None:
+    model = memopt.wrap(language_model(), "min", progress=False)
+    training(model, dropped, 3, adapting=False)
+    budget = model.memopt.plans[-1].budget
+    model = memopt.wrap(language_model(), budget, progress=False)
+    with pytest.warns(UserWarning, match=r"KiB more than its budget .* for the loss") as told:
+        training(model, dropped, 4, adapting=False)
+    assert len(told) == 1
+    assert over_bytes(model, dropped) <= 0
+    assert model.memopt.plans[-1].budget == budget
+
+
+@pytest.mark.slow
+def test_where_no_plan_leaves_room_the_budget_that_does_is_named_and_works() -> None:
+    alone = memopt.plan(language_model(), TOKENS, budget="min", progress=False).budget
+    model = memopt.wrap(language_model(), alone, progress=False)
+    with pytest.warns(UserWarning, match="no plan leaves room") as told:
+        training(model, dropped, 4)
+    text = next(str(one.message) for one in told if "no plan leaves room" in str(one.message))
+    budget = text.partition("budget=")[2].partition(".")[0]
+    for written in (int(budget), budget):
+        again = memopt.wrap(language_model(), written, progress=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*no plan leaves room")
+            warnings.filterwarnings("ignore", message="a step needed")
+            training(again, dropped, 4)
+            assert over_bytes(again, dropped) <= 0
+        assert again.memopt.plans[-1].budget == int(budget)
+
+
+def test_losses_by_turns_are_charged_as_the_largest_and_planned_again_a_few_times() -> None:
+    def loss(model: nn.Module) -> torch.Tensor:
+        loss.step += 1
+        if loss.step % 2:
+            return model(TOKENS).sum()
+        return dropped(model)
+
+    loss.step = 0
+    model = memopt.wrap(language_model(), "min", progress=False)
+    training(model, loss, 5)
+    assert over_bytes(model, loss) <= 0
+    (times,) = model.memopt._maker._again.values()
+    assert 1 <= times <= AGAIN
+
+
+@pytest.mark.slow
+def test_a_loss_that_grows_for_ever_is_planned_for_a_bounded_number_of_times() -> None:
+    def loss(model: nn.Module) -> torch.Tensor:
+        loss.step += 1
+        output = model(TOKENS).view(-1, WORDS)
+        return sum(output.mul(i).exp().sum() for i in range(loss.step))
+
+    loss.step = 0
+    model = memopt.wrap(language_model(), "50MiB", progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        training(model, loss, 1)
+        budget = model.memopt.plans[-1].peak_bytes
+        model = memopt.wrap(language_model(), budget, progress=False)
+        training(model, loss, 20)
+    (times,) = model.memopt._maker._again.values()
+    assert times <= AGAIN
+
+
+def test_forwards_without_a_backward_are_not_metered_on() -> None:
+    model = memopt.wrap(language_model(), "min", progress=False)
+    for _ in range(3):
+        model(TOKENS)
+    training(model, dropped, 4)
+    gc.collect()
+    with metered(CPU) as used:
+        torch.empty(1000)
+    assert used.peak_bytes == 4000
+    assert model.calls.planned == 7
+
+
+def test_two_forwards_before_one_backward_train_as_ever() -> None:
+    def loss(model: nn.Module) -> torch.Tensor:
+        return (model(TOKENS) - model(TOKENS.flip(0))).square().mean()
+
+    model = memopt.wrap(language_model(), "min", progress=False)
+    expected = training(language_model(), loss, 5)
+    assert all(map(torch.equal, training(model, loss, 5), expected))
+    assert model.calls.planned == 10
+
+
+def test_a_profile_of_the_user_s_goes_on() -> None:
+    model = memopt.wrap(language_model(), "min", shapes=[TOKENS], progress=False)
+    with torch.profiler.profile() as profile:
+        dropped(model).backward()
+    assert any("log_softmax" in event.key for event in profile.key_averages())
+
+
+def test_a_model_that_is_gone_leaves_no_hook_of_optimizers_behind() -> None:
+    from torch.optim.optimizer import _global_optimizer_post_hooks
+
+    gc.collect()
+    before = len(_global_optimizer_post_hooks)
+    model = memopt.wrap(language_model(), "min", progress=False)
+    assert len(_global_optimizer_post_hooks) == before + 1
+    memopt.unwrap(model)
+    assert len(_global_optimizer_post_hooks) == before
+    model = memopt.wrap(language_model(), "min", progress=False)
+    del model
+    gc.collect()
+    assert len(_global_optimizer_post_hooks) == before
+
+
+def test_the_state_of_others_optimizers_is_not_charged() -> None:
+    model, other = memopt.wrap(language_model(), "min", progress=False), language_model()
+    optimizer = torch.optim.AdamW(other.parameters())
+    for _ in range(2):
+        other(TOKENS).sum().backward()
+        optimizer.step()
+        dropped(model).backward()
+        model.zero_grad()
+    assert not any(charges.state_bytes for charges in _charged(model))
+
+
+def _charged(model: nn.Module) -> list[Any]:
+    return [one.charges for made in model.memopt._ready.values() for one in made]
+
+
+def test_which_steps_are_metered() -> None:
+    assert [step for step in range(1, 70) if is_metered(step)] == [1, 2, 3, 4, 8, 16, 32, 64]
