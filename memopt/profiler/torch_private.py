@@ -19,6 +19,7 @@ import torch
 
 from memopt.errors import CaptureError
 from memopt.models.locks import ForkedLock
+from memopt.profiler.checkpointed_calls import checkpoints_as_called
 from memopt.profiler.dependencies.dynamo_guards import TraceGuards, guards_heard
 from memopt.profiler.real_values import real_values_uncopied
 
@@ -117,6 +118,7 @@ def dynamo_capture(
         warnings.catch_warnings(record=True) as caught,
         patch,
         kernels_kept_whole(),
+        checkpoints_as_called(),
         _not_exporting(),
         guards_heard() as heard,
         _calls_kept_whole(),
