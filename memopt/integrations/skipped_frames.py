@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-import memopt
 from memopt.profiler.torch_private import imported
 
 _TORCH = os.path.dirname(torch.__file__)
-_OWN = os.path.dirname(memopt.__file__)
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NOTHING_TO_PLAN = ("No ops traced", "no content in function call")
 _WITHOUT_TRACING = ("dispatch mode", "Dynamo tracing is disabled")
 _DISABLED = (

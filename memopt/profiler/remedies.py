@@ -132,8 +132,8 @@ def _checkpointed_in_parts(_model: nn.Module, text: str) -> str | None:
     if "checkpoint_sequential" not in text:
         return None
     return (
-        "the forward calls torch.utils.checkpoint.checkpoint_sequential, which no graph holds: call "
-        "the modules one after another instead, since memopt decides what is recomputed"
+        "the forward calls torch.utils.checkpoint.checkpoint_sequential, which no graph holds: "
+        "call the modules one after another instead, since memopt decides what is recomputed"
     )
 
 
