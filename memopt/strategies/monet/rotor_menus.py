@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from memopt.models.bounds import memory_lower_bound, time_lower_bound
 from memopt.models.device import Device
-from memopt.models.graph import Graph, Operator
+from memopt.models.graph import Graph, Implementation, Operator
 from memopt.programs.instructions import Program
 from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
@@ -65,9 +65,11 @@ class RotorMenus(Strategy):
     ) -> Solution:
         graph, begin = self.taken(cost_model, Graph), time.monotonic()
         deadline = Deadline(begin + (math.inf if time_limit_s is None else time_limit_s), progress)
+        best = Incumbent(graph, budget_bytes)
+        if budget_bytes is None and self._may_be_faster(graph):
+            budget_bytes = _whole_bytes(graph)
         view = None if budget_bytes is None else linearize(graph)
         program, smallest = rotor_programs(graph, budget_bytes, view, deadline)
-        best = Incumbent(graph, budget_bytes)
         stats: dict[str, object] = {"rotor_found": program is not None}
         if program is not None:
             stats["rotor_s"] = best.offer(program).time_s
@@ -101,6 +103,14 @@ class RotorMenus(Strategy):
             choice.exact for choice in operator.implementations if choice.name == name
         )
 
+    def _may_be_faster(self, graph: Graph) -> bool:
+        """Whether an implementation is faster than the operator as it is."""
+        return any(
+            choice.time_s < operator.time_s and self.allowed(operator, choice.name)
+            for operator in graph.operators
+            for choice in operator.implementations
+        )
+
     def _alternatives(
         self, view: Linearization, budget_bytes: int, deadline: Deadline, stats: dict[str, object]
     ) -> tuple[Program | None, Program | None, bool]:
@@ -125,3 +135,12 @@ class RotorMenus(Strategy):
         search = TimePointSearch(graph, self.allowed, budget_bytes, until).run()
         stats["merged_rounds"] = search.rounds
         return search
+
+
+def _whole_bytes(graph: Graph) -> int:
+    """A budget that limits nothing: every tensor at once, and the largest scratch."""
+    ways: list[Operator | Implementation] = list(graph.operators)
+    ways += [way for operator in graph.operators for way in operator.implementations]
+    scratch = max((way.workspace_bytes for way in ways), default=0)
+    tensors = sum(tensor.size_bytes for tensor in graph.tensors)
+    return tensors + scratch + graph.boundary_bytes + graph.extra_resident_bytes
