@@ -44,6 +44,8 @@ def test_every_strategy_keeps_the_laws(seed: int) -> None:
     [
         (1, "rotor-menus"),  # its bound was above the optimum, and no budget slower than one
         (6, "rotor-menus"),  # a byte below its "min" was planned
+        (112, "rotor-menus"),  # an implementation that spares an operator, without a budget
+        (117, "monet"),  # no backward, and no budget
         pytest.param(6, "joint", marks=pytest.mark.slow),
         pytest.param(8, "rotor-menus", marks=pytest.mark.slow),
     ],
