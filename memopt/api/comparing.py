@@ -17,6 +17,7 @@ from memopt.api.thread_pool import Finished, default_workers, run_all
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.budget import MINIMUM, WrittenBudget, parse_budget
 from memopt.models.chain import Chain
+from memopt.models.checks import check_time_limit
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.plan_record import BaselineFigures
@@ -94,6 +95,7 @@ def compare(
     """
     if workers is not None and workers < 1:
         raise ValueError(f"compare: workers must be at least 1, got {workers}")
+    check_time_limit(time_limit_s)
     if points < 2:
         raise ValueError(f"compare: points must be at least 2, got {points}")
     target = planned_device(device, mode)

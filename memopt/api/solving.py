@@ -100,7 +100,7 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     chosen = with_host_budget(resolve(wanted.strategy), host_bytes)
     if wanted.movable or wanted.steady_state:
         check_movable(wanted, chosen)
-    check_budget(wanted.budget)
+    check_budget(wanted.budget, wanted.time_limit_s)
     with reporting_on(wanted.progress) as report:
         target = planned_device(wanted.device, wanted.mode)
         check_rules(wanted, chosen)
@@ -293,8 +293,6 @@ def solve(
     else:
         budget_bytes = parse_budget(budget, baseline.peak_bytes)
         solution = attempts.within(budget_bytes)
-    if not solution.plans:
-        raise infeasible(solution, budget_bytes, strategy, graph, profiled)
     limit = Budget(budget_bytes, host_limit(strategy, host_budget_bytes))
     if order or place:
         from memopt.strategies.olla.order_and_place import ordered_and_placed
@@ -302,6 +300,8 @@ def solve(
         lower = target.view.lower if target.view is not None else None
         passes = {"order": order, "place": place}
         solution = ordered_and_placed(graph, solution, lower, limit, device, passes, time_limit_s)
+    if not solution.plans:
+        raise infeasible(solution, budget_bytes, strategy, graph, profiled)
     return _wrap(target, solution, limit, baseline, device, profiled)
 
 

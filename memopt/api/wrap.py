@@ -103,7 +103,7 @@ def wrap(
         raise ValueError(f"wrap takes an nn.Module, got {type(model).__name__}")
     if on_mismatch not in ("plan", "original", "error"):
         raise ValueError(f"on_mismatch= is one of 'plan', 'original', 'error', got {on_mismatch!r}")
-    check_budget(budget)
+    check_budget(budget, time_limit_s)
     request = PlanRequest(
         budget=budget,
         strategy=resolve(strategy),

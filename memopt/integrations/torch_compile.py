@@ -10,11 +10,15 @@ charged once; while one runs, the others hold what they keep for their backwards
 gradients. Each gets its smallest plan and the same part of what lies between that and its
 store-all, the largest with which the step is within the budget. The graphs of a step are known when
 it ran once: in that one the first graphs may take the part of those that are to come.
+
+What Dynamo runs as it is never becomes a graph. Such parts are warned about, or refused with
+`options={"strict": True}`.
 """
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,16 +28,18 @@ from torch import nn
 
 from memopt.api.plan import Plan
 from memopt.api.planning import plan
-from memopt.errors import InfeasibleBudgetError
+from memopt.errors import CaptureError, InfeasibleBudgetError
 from memopt.executor.in_compiled_code import compiled_code_kept
 from memopt.integrations.custom_functions import with_custom_functions
+from memopt.integrations.skipped_frames import SkippedFrame, hear_skipped_frames
 from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
+from memopt.profiler.backend import autocast_state
 from memopt.programs.lifetimes import lifetimes
 
 _LOG = logging.getLogger(__name__)
 _SOLVING = ("strategy", "host_budget", "device", "order", "place", "time_limit_s")
 _PARTS = 16
-_OPTIONS = ("budget", *_SOLVING, "kernels", "optimizer", "cache", "progress")
+_OPTIONS = ("budget", *_SOLVING, "kernels", "optimizer", "cache", "progress", "strict")
 
 
 @dataclass(eq=False)
@@ -46,8 +52,8 @@ class PlannedGraph:
         first: its store-all.
         floor: its plan of the smallest peak.
         storages: bytes of every storage that it is called with.
-        plan: the plan that it runs.
-        run: the graph under that plan.
+        plan: the plan that it is to run.
+        run: the graph under `runs`, its plan when it was last called.
     """
 
     name: str
@@ -56,6 +62,7 @@ class PlannedGraph:
     floor: Plan
     storages: dict[int, int]
     plan: Plan
+    runs: Plan
     run: nn.Module
 
 
@@ -67,21 +74,30 @@ class CompiledStep:
         options: as given to `torch.compile`.
         graphs: those of the last whole step, each with the most calls of it that were waiting for
             their backwards at once.
+        skipped: what Dynamo runs as it is, without a plan.
+        without_gradients: calls of graphs that ran as they are, with nothing to train in them.
     """
 
     options: Mapping[str, Any]
     graphs: dict[PlannedGraph, int] = field(default_factory=dict)
+    skipped: list[SkippedFrame] = field(default_factory=list)
+    without_gradients: int = 0
     _now: dict[PlannedGraph, int] = field(default_factory=dict)
     _divided: dict[PlannedGraph, int] = field(default_factory=dict)
+    _known: dict[frozenset[tuple[PlannedGraph, int]], dict[PlannedGraph, Plan]] = field(
+        default_factory=dict
+    )
 
     def report(self) -> str:
-        """A line for each graph of the last step: where it begins, and its plan."""
+        """A line for each graph of the last step: where it begins, and its plan; and one for each
+        part that Dynamo runs without a plan."""
         count = len(self.graphs)
         lines = [f"{count} graph{'s' * (count != 1)}, {max(0, count - 1)} breaks between them"]
         for number, (one, times) in enumerate(self.graphs.items(), 1):
             peak = format_bytes(one.plan.peak_bytes)
             often = f", {times} at a time" if times > 1 else ""
             lines.append(f"{number}. from {one.name}: {one.plan.strategy.name}, peak {peak}{often}")
+        lines += [f"not planned: {one}" for one in self.skipped]
         return "\n".join(lines)
 
     def call(self, one: PlannedGraph, args: Sequence[Any]) -> Any:
@@ -91,19 +107,38 @@ class CompiledStep:
             if self.graphs != self._divided:
                 self._divide(self.graphs, self.graphs)
                 self._divided = dict(self.graphs)
+        if one.runs is not one.plan:
+            # Only in a call of its kind the parameters and autocast are as they were planned.
+            one.run, one.runs = one.plan.apply(one.module, tuple(args)), one.plan
         self._now[one] = max(self._now.get(one, 0), _waiting(one) + 1)
         return one.run(*args)
 
+    def skip(self, found: SkippedFrame) -> None:
+        """Note what is not planned, and warn once.
+
+        Raises:
+            CaptureError: with the option `strict`.
+        """
+        if found in self.skipped:
+            return
+        if self.options.get("strict"):
+            raise CaptureError(found.message)
+        # Modules of torch itself are skipped where the function that calls them is.
+        if not (found.of_torch and self.skipped):
+            warnings.warn_explicit(found.message, UserWarning, found.path, found.line)
+        self.skipped.append(found)
+
     def planned(self, name: str, module: nn.Module, args: Sequence[Any]) -> PlannedGraph:
         """Plan a graph for a kind of inputs that it was not called with before."""
-        how = {k: v for k, v in self.options.items() if k not in ("budget", *_SOLVING)}
+        own = ("budget", "strict", *_SOLVING)
+        how = {k: v for k, v in self.options.items() if k not in own}
         with compiled_code_kept():
             first = plan(module, tuple(args), strategy="store-all", **{"progress": False, **how})
         floor = self._solved(first, MINIMUM)
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         run = first.apply(module, tuple(args))
-        made = PlannedGraph(name, module, first, floor, storages, first, run)
+        made = PlannedGraph(name, module, first, floor, storages, first, first, run)
         others = {**self.graphs, **self._now}
         waiting = {one: times for one, times in others.items() if _waiting(one)}
         self._divide({**waiting, made: 1}, [made])
@@ -115,10 +150,11 @@ class CompiledStep:
 
     def _divide(self, together: Mapping[PlannedGraph, int], anew: Iterable[PlannedGraph]) -> None:
         """Plan some graphs anew within the budget for all of them."""
-        for one, made in self._plans(together).items():
-            if one in anew:
-                one.plan = made
-                one.run = made.apply(one.module)
+        key = frozenset(together.items())
+        if key not in self._known:
+            self._known[key] = self._plans(together)
+        for one in anew:
+            one.plan = self._known[key][one]
         if len(together) > 1:
             _LOG.info("the compiled step has %s", self.report())
 
@@ -205,7 +241,8 @@ def memopt_backend(
         module: a graph of the model, by dynamo.
         example_inputs: what it will be called with; not used, planning waits for the first call.
         options: arguments of `memopt.plan`: budget, strategy, kernels, host_budget, device,
-            optimizer, order, place, time_limit_s, cache, progress.
+            optimizer, order, place, time_limit_s, cache, progress; and `strict`: raise CaptureError
+            where Dynamo runs a part of the model as it is, instead of warning.
 
     Raises:
         ValueError: another option.
@@ -215,9 +252,7 @@ def memopt_backend(
     if unknown:
         known = ", ".join(_OPTIONS)
         raise ValueError(f"backend='memopt' takes the options {known}, got {', '.join(unknown)}")
-    step = CompiledStep(given)
-    if options is not None:
-        step = _STEPS.setdefault(id(options), step)
+    step = _step_of(options)
     # A plain one, whose forward dynamo does not skip; in training mode, since what the mode decides
     # is in the graph.
     own = with_custom_functions(torch.fx.GraphModule(module, module.graph))
@@ -226,6 +261,7 @@ def memopt_backend(
 
     def run(*args: Any) -> Any:
         if not torch.is_grad_enabled() or not any(map(_trained, args)):
+            step.without_gradients += 1
             return own(*args)
         kind = tuple(map(_described, args))
         if kind not in kinds:
@@ -236,8 +272,23 @@ def memopt_backend(
 
 
 def compiled_steps() -> tuple[CompiledStep, ...]:
-    """What `torch.compile(..., backend="memopt")` has planned in this process."""
+    """What `torch.compile(..., backend="memopt")` has planned in this process, and what not."""
     return tuple(_STEPS.values())
+
+
+def _step_of(options: Any) -> CompiledStep:
+    """The step of a `torch.compile`; one of its own for every graph without options."""
+    step = CompiledStep(options or {})
+    return step if options is None else _STEPS.setdefault(id(options), step)
+
+
+def _hear(backend: Any, found: SkippedFrame) -> None:
+    """Dynamo runs something as it is, for whichever backend."""
+    if getattr(backend, "compiler_fn", backend) is memopt_backend:
+        _step_of(getattr(backend, "kwargs", {}).get("options")).skip(found)
+
+
+hear_skipped_frames(_hear)
 
 
 def _trained(value: Any) -> bool:
@@ -247,7 +298,7 @@ def _trained(value: Any) -> bool:
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         kind = (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
-        return (*kind, torch.is_autocast_enabled(value.device.type))
+        return (*kind, *autocast_state())
     return value
 
 

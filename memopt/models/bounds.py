@@ -22,6 +22,14 @@ def memory_lower_bound(graph: Graph) -> int:
     return fixed_bytes + max(_graph_working_sets(graph))
 
 
+def memory_upper_bound(graph: Graph) -> int:
+    """Bytes, resident included, within which every tensor is live at once beside any operator: a
+    budget that limits nothing."""
+    scratch = max((x.workspace_bytes for o in graph.operators for x in choices_of(o)), default=0)
+    tensors = sum(tensor.size_bytes for tensor in graph.tensors)
+    return graph.extra_resident_bytes + tensors + max(scratch, graph.boundary_bytes)
+
+
 def time_lower_bound(cost_model: Graph | Chain) -> float:
     """Seconds that every plan of the cost model needs: all that must run, once, the fastest way,
     on the compute stream; or the collectives, one after the other, on the network.

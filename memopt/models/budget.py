@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from numbers import Integral
 from typing import TypeAlias
+
+from memopt.models.checks import MOST_BYTES, check_time_limit
 
 _UNITS = {
     "b": 1,
@@ -70,24 +73,34 @@ def parse_budget(budget: object, baseline_peak_bytes: int) -> int | None:
         match = _SIZE.fullmatch(budget)
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"cannot read the budget {budget!r}: {_HINT}")
-        return math.floor(float(match[1]) * _UNITS[match[2].lower()])
+        return _whole(math.floor(Fraction(match[1]) * _UNITS[match[2].lower()]), budget)
     if isinstance(budget, bool) or not isinstance(budget, (Integral, float)):
         raise ValueError(f"cannot read the budget {budget!r}: {_HINT}")
     if isinstance(budget, Integral):
         if int(budget) <= 0:
             raise ValueError(f"the budget must be positive, got {budget} bytes: {_HINT}")
-        return int(budget)
+        return _whole(int(budget), budget)
     if not 0 < budget <= 1:
         raise ValueError(f"the budget {budget!r} is neither bytes nor a share in (0, 1]: {_HINT}")
     return math.floor(float(budget) * baseline_peak_bytes)
 
 
-def check_budget(budget: object) -> None:
-    """Refuse a budget that cannot be read, before the work and not after it.
+def _whole(budget_bytes: int, written: object) -> int:
+    if budget_bytes > MOST_BYTES:
+        raise ValueError(
+            f"the budget {written!r} is more than {MOST_BYTES} bytes (8 PiB), which nothing that "
+            "can be planned needs: pass None for no limit"
+        )
+    return budget_bytes
+
+
+def check_budget(budget: object, time_limit_s: object = None) -> None:
+    """Refuse a budget or a time limit that cannot be read, before the work and not after it.
 
     Raises:
-        ValueError: as `parse_budget`.
+        ValueError: as `parse_budget` and `check_time_limit`.
     """
+    check_time_limit(time_limit_s)
     budget, of_reserved = split_reserved(budget)
     parse_budget(None if budget == MINIMUM and not of_reserved else budget, 1)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
 
-from memopt.models.checks import check_bytes, check_seconds
+from memopt.models.checks import check_figures, check_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,8 @@ class Stage:
 
     def __post_init__(self) -> None:
         owner = f"Stage {self.name!r}" if self.name else "Stage"
-        check_seconds(
-            owner, forward_time_s=self.forward_time_s, backward_time_s=self.backward_time_s
-        )
-        check_bytes(
-            owner,
-            output_bytes=self.output_bytes,
-            saved_bytes=self.saved_bytes,
-            gradient_bytes=self.gradient_bytes,
-            parameter_gradient_bytes=self.parameter_gradient_bytes,
-        )
+        sizes = ("output_bytes", "saved_bytes", "gradient_bytes", "parameter_gradient_bytes")
+        check_figures(self, owner, sizes, ("forward_time_s", "backward_time_s"))
         for name in (
             "forward_overhead_bytes",
             "forward_no_save_overhead_bytes",
@@ -68,6 +60,21 @@ class Stage:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
                 raise ValueError(f"{owner}: {name} must be a whole number of bytes, got {value!r}")
+            if value is not None:
+                object.__setattr__(self, name, int(value))
+
+    @property
+    def sizes_bytes(self) -> tuple[int, ...]:
+        """Every size of the stage, overheads without their signs."""
+        return (
+            self.output_bytes,
+            self.saved_bytes,
+            self.gradient_bytes,
+            self.parameter_gradient_bytes,
+            abs(self.forward_overhead_bytes),
+            abs(self.no_save_overhead_bytes),
+            abs(self.backward_overhead_bytes),
+        )
 
     @property
     def no_save_overhead_bytes(self) -> int:
@@ -104,17 +111,16 @@ class Chain:
         object.__setattr__(self, "stages", tuple(stages))
         object.__setattr__(self, "resident_bytes", resident_bytes)
         object.__setattr__(self, "input_gradient_bytes", input_gradient_bytes)
-        check_bytes(
-            "Chain",
-            input_bytes=input_bytes,
-            resident_bytes=resident_bytes,
-            input_gradient_bytes=input_gradient_bytes,
-        )
+        beside = ("input_bytes", "resident_bytes", "input_gradient_bytes")
+        check_figures(self, "Chain", beside)
         if not self.stages:
             raise ValueError("Chain: at least one stage is needed (the last one is the loss)")
         for stage in self.stages:
             if not isinstance(stage, Stage):
                 raise ValueError(f"Chain: stages must be memopt.Stage values, got {stage!r}")
+        sizes = [x for stage in self.stages for x in stage.sizes_bytes]
+        times = (x for s in self.stages for x in (s.forward_time_s, s.backward_time_s))
+        check_sums("Chain", (*sizes, *(getattr(self, name) for name in beside)), times)
 
     def __len__(self) -> int:
         """Number of stages, the loss included (the paper's L+1)."""

@@ -1,9 +1,21 @@
-"""Checks on numbers shared by the frozen dataclasses of the cost model."""
+"""Checks on numbers shared by the frozen dataclasses of the cost model.
+
+Sizes and times are limited so that no sum, and no product that a solver makes of two times, leaves
+what whole numbers of 64 bits and floats hold exactly or at all.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from numbers import Integral, Real
+
+MOST_BYTES = 2**53
+"""Of all sizes of a cost model together: 8 PiB, up to which floats are exact."""
+MOST_SECONDS = 1e15
+"""Of all times of a cost model together."""
+LEAST_RATE = 1e-9
+"""Bytes or operations per second of a device."""
 
 
 def check_bytes(owner: str, **values: int) -> None:
@@ -18,7 +30,65 @@ def check_bytes(owner: str, **values: int) -> None:
 def check_seconds(owner: str, **values: float) -> None:
     """Raise ValueError unless every value is a finite, non-negative number of seconds."""
     for name, value in values.items():
-        if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value < 0:
             raise ValueError(
                 f"{owner}: {name} must be a finite number of seconds, at least 0, got {value!r}"
             )
+
+
+def check_rate(owner: str, name: str, value: float) -> None:
+    """Raise ValueError unless a rate, per second, is positive, and not so small that what takes
+    the time of it overflows; it may be infinite."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
+        raise ValueError(f"{owner}: {name} must be positive, got {value!r}")
+    if value < LEAST_RATE:
+        raise ValueError(f"{owner}: {name} must be at least {LEAST_RATE:g} per second: {value!r}")
+
+
+def check_figures(
+    record: object, owner: str, sizes: Iterable[str] = (), times: Iterable[str] = ()
+) -> None:
+    """Check a frozen record's sizes and times, and keep them as Python's own numbers, whose sums
+    are exact: those of NumPy wrap around.
+
+    Raises:
+        ValueError: see `check_bytes` and `check_seconds`.
+    """
+    for name in sizes:
+        value = getattr(record, name)
+        check_bytes(owner, **{name: value})
+        if type(value) is not int:
+            object.__setattr__(record, name, int(value))
+    for name in times:
+        value = getattr(record, name)
+        check_seconds(owner, **{name: value})
+        if type(value) not in (int, float):
+            object.__setattr__(record, name, float(value))
+
+
+def check_sums(owner: str, sizes: Iterable[int], times: Iterable[float]) -> None:
+    """Raise ValueError where the figures of a whole cost model are too large to add up."""
+    total_bytes, total_s = sum(sizes), sum(times)
+    if total_bytes > MOST_BYTES:
+        raise ValueError(
+            f"{owner}: its sizes add up to {total_bytes} bytes, and at most {MOST_BYTES} (8 PiB) "
+            "can be planned; are they in bytes?"
+        )
+    if not total_s <= MOST_SECONDS:
+        raise ValueError(
+            f"{owner}: its times add up to {total_s:g} s, and at most {MOST_SECONDS:g} can be "
+            "planned; are they in seconds?"
+        )
+
+
+def check_time_limit(time_limit_s: object) -> None:
+    """Raise ValueError unless a time limit is None or a finite number of seconds, at least 0."""
+    if time_limit_s is None:
+        return
+    number = isinstance(time_limit_s, Real) and not isinstance(time_limit_s, bool)
+    if not number or not 0 <= float(time_limit_s) < math.inf:  # type: ignore[arg-type]
+        raise ValueError(
+            f"time_limit_s must be a finite number of seconds, at least 0, or None for no limit, "
+            f"got {time_limit_s!r}"
+        )

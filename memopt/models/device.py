@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from memopt.models.checks import MOST_SECONDS, check_rate
 from memopt.models.codec import SPARSE, Rate
 from memopt.models.collective import Collective
 from memopt.models.network import Network
@@ -63,11 +64,10 @@ class Device:
             else self.host_update_bytes_per_s,
         }
         for name, value in rates.items():
-            if math.isnan(value) or value <= 0:
-                raise ValueError(f"Device {self.name!r}: {name} must be positive, got {value!r}")
+            check_rate(f"Device {self.name!r}", name, value)
         for name in ("transfer_latency_s", "launch_latency_s"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
+            if isinstance(value, bool) or not 0 <= value <= MOST_SECONDS:
                 raise ValueError(f"Device {self.name!r}: {name} must be at least 0, got {value!r}")
         for name in ("flops_fraction", "memory_fraction"):
             value = getattr(self, name)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from memopt.models.chain import Chain
-from memopt.models.checks import check_bytes, check_seconds
+from memopt.models.checks import check_figures, check_sums
 from memopt.models.codec import NAME, SPARSE
 from memopt.models.collective import Collective
 
@@ -62,7 +62,7 @@ class Tensor:
     kind: TensorKind = TensorKind.ACTIVATION
 
     def __post_init__(self) -> None:
-        check_bytes(f"Tensor {self.name!r}", size_bytes=self.size_bytes)
+        check_figures(self, f"Tensor {self.name!r}", ("size_bytes",))
 
     @property
     def resident(self) -> bool:
@@ -103,8 +103,7 @@ class Implementation:
     def __post_init__(self) -> None:
         if self.on_host and (self.reads != () or self.writes):
             raise ValueError(f"Implementation {self.name!r}: on the host it reads=(), writes none")
-        check_seconds(f"Implementation {self.name!r}", time_s=self.time_s)
-        check_bytes(f"Implementation {self.name!r}", workspace_bytes=self.workspace_bytes)
+        check_figures(self, f"Implementation {self.name!r}", ("workspace_bytes",), ("time_s",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +152,7 @@ class Operator:
             raise ValueError(
                 f"{owner}: a collective runs one way, over nothing and without random numbers"
             )
-        check_seconds(owner, time_s=self.time_s)
-        check_bytes(owner, workspace_bytes=self.workspace_bytes)
+        check_figures(self, owner, ("workspace_bytes",), ("time_s",))
         if len(set(self.writes)) != len(self.writes):
             raise ValueError(f"{owner}: writes lists a tensor twice")
 
@@ -234,9 +232,11 @@ class Graph:
             ("repeated", bool(repeated)),
         ):
             object.__setattr__(self, name, value)
-        check_bytes(
-            "Graph", boundary_bytes=boundary_bytes, extra_resident_bytes=extra_resident_bytes
-        )
+        check_figures(self, "Graph", ("boundary_bytes", "extra_resident_bytes"))
+        ways = self.operators + tuple(i for x in self.operators for i in x.implementations)
+        sizes = [*(t.size_bytes for t in self.tensors), *(way.workspace_bytes for way in ways)]
+        sizes += [self.boundary_bytes, self.extra_resident_bytes]
+        check_sums("Graph", sizes, (way.time_s for way in ways))
         self._check()
 
     def _check(self) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from memopt.models.checks import MOST_SECONDS, check_rate
 from memopt.models.codec import Rate
 from memopt.models.collective import Collective, CollectiveKind
 
@@ -45,7 +46,7 @@ class Protocol:
     def __post_init__(self) -> None:
         for name in ("start_s", "node_latency_s", "network_latency_s"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
+            if isinstance(value, bool) or not 0 <= value <= MOST_SECONDS:
                 raise ValueError(f"Protocol: {name} must be at least 0, got {value!r}")
         if not 0 < self.share <= 1:
             raise ValueError(f"Protocol: share must be in (0, 1], got {self.share!r}")
@@ -71,9 +72,7 @@ class Network:
 
     def __post_init__(self) -> None:
         for name in ("network_bytes_per_s", "node_bytes_per_s"):
-            value = getattr(self, name)
-            if math.isnan(value) or value <= 0:
-                raise ValueError(f"Network: {name} must be positive, got {value!r}")
+            check_rate("Network", name, getattr(self, name))
         if self.ranks_per_node < 1 or not self.protocols:
             raise ValueError("Network: ranks_per_node must be at least 1, with a protocol or more")
 

@@ -213,12 +213,22 @@ def _drawn_in_python(model: nn.Module, text: str) -> str | None:
     )
 
 
+def _checkpointed_in_parts(_model: nn.Module, text: str) -> str | None:
+    if "checkpoint_sequential" not in text:
+        return None
+    return (
+        "the forward calls torch.utils.checkpoint.checkpoint_sequential, which no graph holds: "
+        "call the modules one after another instead, since memopt decides what is recomputed"
+    )
+
+
 _CAUSES: tuple[Callable[[nn.Module, str], str | None], ...] = (
     _wrapped,
     _checkpointed,
     _inputs_require_gradients,
     _differentiates,
     _drawn_in_python,
+    _checkpointed_in_parts,
 )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from memopt.errors import CaptureError
 from memopt.models.locks import ForkedLock
+from memopt.profiler.checkpointed_calls import checkpoints_as_called
 from memopt.profiler.dependencies.dynamo_guards import TraceGuards, guards_heard
 from memopt.profiler.real_values import real_values_uncopied
 
@@ -110,6 +111,7 @@ def dynamo_capture(
     with (
         patch,
         kernels_kept_whole(),
+        checkpoints_as_called(),
         _not_exporting(),
         guards_heard() as heard,
         _calls_kept_whole(),

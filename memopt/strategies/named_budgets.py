@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from memopt.errors import InvalidProgramError
+from memopt.models.bounds import memory_lower_bound
 from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.locks import ForkedLock
@@ -17,6 +18,8 @@ from memopt.strategies.base import CostModel, Solution, Strategy
 from memopt.strategies.budget_search import Attempt, smallest_budget, smallest_plan
 from memopt.strategies.target import Target
 
+MOST_SEARCHES = 16
+"""For a smaller budget than the smallest that is known."""
 CAPACITY = 16
 """Plans kept at a time, the latest."""
 
@@ -68,10 +71,18 @@ class Planning:
         if budget_bytes is None:
             return None
         solution = self.within(budget_bytes)
-        # In place afterwards, it may need less than it was searched for.
-        peak_bytes = max(1, self._checked(budget_bytes, solution))
-        if peak_bytes < budget_bytes:
-            budget_bytes = self._kept(peak_bytes, solution)
+        # In place afterwards, it may need less than it was searched for; and a search within less
+        # may find what one for the smallest budget has not.
+        for _ in range(MOST_SEARCHES):
+            peak_bytes = max(1, self._checked(budget_bytes, solution))
+            if peak_bytes < budget_bytes:
+                budget_bytes = self._kept(peak_bytes, solution)
+            if budget_bytes <= max(1, memory_lower_bound(self.target.graph)):
+                break
+            lower = self.within(budget_bytes - 1)
+            if not lower.plans:
+                break
+            budget_bytes, solution = self._kept(budget_bytes - 1, lower), lower
         return budget_bytes, solution
 
     def _smallest_budget(self) -> int | None:

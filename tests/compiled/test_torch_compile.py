@@ -172,3 +172,23 @@ def test_compiled_kernels() -> None:
     torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-5)
     (only,) = compiled_steps()[-1]._now
     assert any(one.target.startswith("memopt.fused") for one in only.plan.graph.operators)
+
+
+@pytest.mark.parametrize("breaks", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_autocast_and_frozen_parameters_after_the_first_step(breaks: bool) -> None:
+    """Each kind of call is planned as it is, also when the budget is divided anew meanwhile."""
+    model = Net(breaks)
+    twin, x = copy.deepcopy(model), torch.randn(8, WIDTH)
+    run = compiled(model, budget="min", strategy="rotor", progress=False)
+    for step in range(5):
+        for one in (model, twin):
+            one.first.requires_grad_(step != 1)
+            one.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=step == 3):
+            found, expected = run(x), twin(x)
+        assert torch.equal(found, expected)
+        found.float().square().sum().backward()
+        expected.float().square().sum().backward()
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            assert mine.grad is None or torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ import torch
 
 import memopt
 from tests.fuzz.compiled import fuzz_compiled
+from tests.fuzz.extremes import fuzz_extremes
 from tests.fuzz.modules import fuzz_module
 from tests.fuzz.plans import fuzz_plans
 from tests.sweeps.grammar import random_module
@@ -39,6 +40,7 @@ KINDS: dict[str, Callable[[int], str]] = {
     "compiled": lambda seed: fuzz_compiled(seed).line,
     "sweep": lambda seed: swept(seed).line,
     "plans": lambda seed: fuzz_plans(seed).line,
+    "extremes": lambda seed: fuzz_extremes(seed).line,
 }
 
 

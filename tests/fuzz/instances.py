@@ -41,9 +41,9 @@ def instance(seed: int) -> Instance:
     kind = dice.choice(KINDS)
     model = _chain(dice, kind) if dice.random() < 0.55 else _graph(dice)
     if kind == "extreme times":
-        model = with_figures(model, time=_remembered(lambda _: 10 ** dice.uniform(-12, 6)))
+        model = with_figures(model, time=remembered(lambda _: 10 ** dice.uniform(-12, 6)))
     elif kind == "extreme sizes":
-        model = with_figures(model, size=_remembered(lambda _: 2 ** dice.randint(0, 40)))
+        model = with_figures(model, size=remembered(lambda _: 2 ** dice.randint(0, 40)))
     elif kind == "no times":
         model = with_figures(model, time=lambda _: 0.0)
     elif kind == "no sizes":
@@ -88,7 +88,7 @@ def _device(dice: Random) -> Device:
     )
 
 
-def _remembered(draw: Callable[[float], float]) -> Callable[[float], float]:
+def remembered(draw: Callable[[float], float]) -> Callable[[float], float]:
     """Equal figures stay equal; 0 stays 0."""
     known: dict[float, float] = {0: 0}
 

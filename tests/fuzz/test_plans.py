@@ -24,6 +24,7 @@ from memopt.strategies.target import Target
 from memopt.testing.case import Case
 from memopt.testing.solutions import SolutionCheck, check_order, store_all_peak
 from tests.fuzz.drawn import Drawn
+from tests.fuzz.extremes import fuzz_extremes
 from tests.fuzz.instances import instance, slower, wider, with_figures
 from tests.fuzz.plans import follows, fuzz_plans
 
@@ -36,6 +37,23 @@ def test_every_strategy_keeps_the_laws(seed: int) -> None:
     row = fuzz_plans(seed)
     assert not row.wrong, row.wrong
     assert row.cases >= 50
+
+
+@pytest.mark.parametrize(
+    ("seed", "strategy"),
+    [
+        (1, "rotor-menus"),  # its bound was above the optimum, and no budget slower than one
+        (6, "rotor-menus"),  # a byte below its "min" was planned
+        (112, "rotor-menus"),  # an implementation that spares an operator, without a budget
+        (117, "monet"),  # no backward, and no budget
+        pytest.param(6, "joint", marks=pytest.mark.slow),
+        pytest.param(8, "rotor-menus", marks=pytest.mark.slow),
+    ],
+)
+def test_extreme_figures(seed: int, strategy: str) -> None:
+    row = fuzz_extremes(seed, (strategy,))
+    assert not row.wrong, row.wrong
+    assert row.cases >= 5
 
 
 @PROFILE

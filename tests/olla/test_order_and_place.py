@@ -255,3 +255,20 @@ def test_passes_at_a_budget_that_needs_computing_in_place(
     made = memopt.plan(graph, budget="min", strategy=strategy, progress=False, **passes)
     assert made.budget == least.budget == 110
     assert made.peak_bytes <= made.budget
+
+
+@pytest.mark.parametrize("strategy", ["store-all", "rotor"])
+def test_a_peak_that_only_the_order_reaches_is_planned_again(strategy: str) -> None:
+    graph = random_graph(Random(25), 5)
+    least = memopt.plan(graph, budget="min", strategy=strategy, order=True, progress=False)
+    assert least.budget is not None
+    assert least.peak_bytes < least.budget
+    again = memopt.plan(
+        graph, budget=least.peak_bytes, strategy=strategy, order=True, progress=False
+    )
+    assert again.peak_bytes <= least.peak_bytes
+    with pytest.raises(memopt.InfeasibleBudgetError) as caught:
+        memopt.plan(
+            graph, budget=least.peak_bytes - 1, strategy=strategy, order=True, progress=False
+        )
+    assert caught.value.smallest_budget_bytes == least.peak_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from memopt.models.checks import MOST_BYTES
 from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
 from memopt.strategies.base import Features, Status
@@ -88,7 +89,7 @@ class CheckmateRounding(GraphStrategy):
     ) -> tuple[Status, Program | None, float | None]:
         built = CheckmateModel(graph)
         best = Incumbent(graph, budget_bytes, tolerance=0.0)
-        most_bytes = min(budget_bytes, 2**50) - graph.resident_bytes
+        most_bytes = min(budget_bytes, MOST_BYTES) - graph.resident_bytes
         for share in self.shares:
             if deadline.passed(1.0 - share, f"relaxation for {share:.0%} of the budget"):
                 break

@@ -8,7 +8,12 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from memopt.models.bounds import memory_lower_bound, spared_operators, time_lower_bound
+from memopt.models.bounds import (
+    memory_lower_bound,
+    memory_upper_bound,
+    spared_operators,
+    time_lower_bound,
+)
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place
@@ -103,9 +108,10 @@ class GraphStrategy(Strategy):
     ) -> Solution:
         graph = self.taken(cost_model, Graph)
         limit_s = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
-        if budget_bytes is not None and graph.is_forward:
+        if graph.is_forward:
             deadline = Deadline(time.monotonic() + limit_s, progress)
-            return self._solve_forward(graph, budget_bytes, deadline)
+            enough_bytes = memory_upper_bound(graph) if budget_bytes is None else budget_bytes
+            return self._solve_forward(graph, enough_bytes, deadline)
         return self._solve_step(graph, budget_bytes, limit_s, progress)
 
     def _solve_step(

@@ -8,16 +8,19 @@ import time
 from dataclasses import dataclass
 from typing import ClassVar
 
-from memopt.models.bounds import memory_lower_bound, time_lower_bound
+from memopt.models.bounds import memory_lower_bound, memory_upper_bound, time_lower_bound
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
 from memopt.programs.instructions import Program
+from memopt.programs.replay import replay
 from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
 from memopt.strategies.monet.alternatives_table import SLOTS, AlternativesTable
 from memopt.strategies.monet.claims import counted_exactly, solution, without_plan
-from memopt.strategies.monet.incumbent import SAME, Incumbent, rotor_programs, smaller
+from memopt.strategies.monet.graph_strategy import PROVED
+from memopt.strategies.monet.incumbent import SAME, Incumbent, rotor_programs, smaller, stored
+from memopt.strategies.monet.kernel_choice import fastest_kernels
 from memopt.strategies.monet.time_point_search import TimePointSearch
 from memopt.strategies.solvers.running import Deadline
 
@@ -65,13 +68,15 @@ class RotorMenus(Strategy):
     ) -> Solution:
         graph, begin = self.taken(cost_model, Graph), time.monotonic()
         deadline = Deadline(begin + (math.inf if time_limit_s is None else time_limit_s), progress)
+        best, least_s = Incumbent(graph, budget_bytes), time_lower_bound(graph)
+        if budget_bytes is None and replay(graph, stored(graph)).time_s > least_s * (1 + SAME):
+            budget_bytes = memory_upper_bound(graph)
         view = None if budget_bytes is None else linearize(graph)
         program, smallest = rotor_programs(graph, budget_bytes, view, deadline)
-        best = Incumbent(graph, budget_bytes)
         stats: dict[str, object] = {"rotor_found": program is not None}
         if program is not None:
             stats["rotor_s"] = best.offer(program).time_s
-        least_s, searched, proved = time_lower_bound(graph), False, False
+        searched, proved = False, False
         if view is not None and budget_bytes is not None and not best.near(least_s, SAME):
             search = self._merged(graph, budget_bytes, deadline, stats)
             if search is not None:
@@ -85,11 +90,13 @@ class RotorMenus(Strategy):
                 smallest = smallest if least is None else smaller(graph, smallest, least)
                 if found is not None:
                     stats["menus_s"] = best.offer(found).time_s
+        if best.program is not None:
+            best.offer(fastest_kernels(graph, best.program, best.budget_bytes))
         stats["searched"] = searched
         stats["solve_s"] = time.monotonic() - begin
         if best.program is None:
             return without_plan(graph, smallest, proved, stats)
-        return solution(graph, best.program, least_s, SAME, stats)
+        return solution(graph, best.program, least_s, PROVED, stats)
 
     @property
     def plans_forward(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from memopt.models.bounds import time_lower_bound
 from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
@@ -81,7 +82,7 @@ class TimePointSearch:
         answer = built.model.solve(self.budget_bytes - self.graph.resident_bytes, options)
         self.rounds += 1
         if not any(free):
-            self.bound_s = max(self.bound_s, answer.bound)
+            self.bound_s = max(self.bound_s, answer.bound, time_lower_bound(self.graph))
             self.infeasible = self.infeasible or answer.status is Status.INFEASIBLE
         if not answer.values:
             return None

@@ -28,6 +28,7 @@ ROOMS = (0.99, 0.97)
 NO_SLOWER, MOST_SLOWER = 0.0005, 0.02
 """Waits of at most the first share of the step's time are always tried, of more than the second
 never accepted."""
+ORDER_ONLY = {"order": True, "place": False}
 SEEDS = (1, 2)
 """Further searches for the addresses of what has the most room, where none was good enough."""
 
@@ -190,17 +191,29 @@ def ordered_and_placed(
     passes: Mapping[str, bool],
     time_limit_s: float | None,
 ) -> Solution:
-    """A strategy's solution with its program ordered and placed.
+    """A strategy's solution with its program ordered and placed. Of one without a plan, the
+    smallest that it names, if it fits once it is ordered.
 
     Args:
         graph: the cost model of the program.
-        solution: with a program, or with the steps of a chain schedule.
+        solution: with a program, or with the steps of a chain schedule; or without a plan.
         lower: makes the program of such steps; None: there is a program.
         budget, device, time_limit_s: see `order_and_place`.
         passes: the `order` and `place` of `order_and_place`.
     """
+    if not solution.plans:
+        least = solution.smallest
+        if not passes["order"] or least is None or budget.device_bytes is None:
+            return solution
+        free = replace(budget, device_bytes=None)
+        found = ordered_and_placed(graph, least, lower, free, device, ORDER_ONLY, time_limit_s)
+        assert found.program is not None
+        peak_bytes = replay(graph, found.program).peak_bytes
+        if peak_bytes > budget.device_bytes:
+            return replace(solution, smallest_budget_bytes=peak_bytes, smallest=found)
+        solution = replace(found, status=Status.FEASIBLE)
     program = solution.program
-    if lower is not None and solution.steps is not None:
+    if program is None and lower is not None and solution.steps is not None:
         program = lower(solution.steps)
     assert program is not None
     if budget.device_bytes is not None and replay(graph, program).peak_bytes > budget.device_bytes:

@@ -26,6 +26,11 @@ _LOG = logging.getLogger(__name__)
 
 SCALE = 1000.0
 """Costs and bytes are scaled to sums of about so much: the solvers' tolerances are absolute."""
+LEAST_COST = 1e-298
+"""Sums of costs below it are not told apart: the factor to whole numbers would be infinite."""
+GAP_TOLERANCE, COST_TOLERANCE = 2e-6, 1e-7
+"""By so much a bound of HiGHS or SCIP on scaled costs may be too high: in all, since they leave out
+what improves the best solution by less; and for each variable, whose reduced cost counts as 0."""
 
 Term = tuple[float, int]
 """(coefficient, variable); whole coefficients for CP-SAT."""
@@ -195,7 +200,7 @@ def whole_number_scale(costs: Iterable[float]) -> float:
     values = list(costs)
     if all(value == int(value) for value in values) and sum(values) < 2**40:
         return 1.0
-    return 2.0**32 / max(sum(values), 1e-30)
+    return 2.0**32 / max(sum(values), LEAST_COST)
 
 
 def solve_with_mathopt(
@@ -246,7 +251,9 @@ def solve_with_mathopt(
     reason = result.termination.reason
     if reason is mathopt.TerminationReason.INFEASIBLE:
         return Answer(Status.INFEASIBLE)
-    bound = max(0.0, result.termination.objective_bounds.dual_bound) * scale
+    # Outward by what the solvers take for nothing.
+    slack = GAP_TOLERANCE + COST_TOLERANCE * program.count
+    bound = max(0.0, result.termination.objective_bounds.dual_bound - slack) * scale
     if not result.has_primal_feasible_solution():
         return Answer(Status.UNKNOWN, bound=bound)
     found = result.variable_values()
@@ -291,7 +298,7 @@ def _built(
         if row.memory:
             constraint.set_coefficient(peak, -1.0)
     total_s = sum(program.costs.values()) or 1.0
-    scale = unit if least_peak else total_s / SCALE
+    scale = unit if least_peak else max(total_s, LEAST_COST) / SCALE
     if least_peak:
         model.minimize(peak)
     else:

@@ -74,6 +74,10 @@ class Deadline:
     progress: Progress | None = None
     over: bool = False
 
+    def __post_init__(self) -> None:
+        if math.isnan(self.at_s):
+            raise ValueError("time_limit_s must be a number of seconds, got nan")
+
     @property
     def left_s(self) -> float:
         """Seconds until the deadline, at least 0."""

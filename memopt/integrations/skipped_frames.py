@@ -1,0 +1,144 @@
+"""Which parts of a compiled model Dynamo runs as they are, of which its backend never hears.
+
+Dynamo hands every function that runs inside a compiled one to its `CatchErrorsWrapper`, which
+answers with compiled code or without: a graph break inside a loop, a `with` or a `try`, too many
+recompilations, an error that is suppressed. The answers are heard here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+
+from memopt.profiler.torch_private import imported
+
+_TORCH = os.path.dirname(torch.__file__)
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_NOTHING_TO_PLAN = ("No ops traced", "no content in function call")
+_WITHOUT_TRACING = ("dispatch mode", "Dynamo tracing is disabled")
+_DISABLED = (
+    "Skip inlining `torch.compiler.disable()`d",
+    "Skip calling `torch.compiler.disable()`d",
+)
+_WRAPPED = "SelfPlanning._running"
+"""A model that `memopt.wrap` plans, which Dynamo leaves out, too."""
+_REMEDIES = {
+    "recompile": "raise torch._dynamo.config.recompile_limit, or pass numbers that change as "
+    "tensors",
+    "torch.compiler.disable": "leave torch.compiler.disable out where tensors with gradients are "
+    "computed",
+    "dispatch mode": "make the first step outside of that mode",
+    "tracing is disabled": "set torch._dynamo.config.disable = False",
+}
+_ANY = (
+    "write it with tensor operators (torch.where for a condition), or move it out of the loop, "
+    "`with` or `try` around it: memopt plans around a break elsewhere"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedFrame:
+    """A function that Dynamo runs as it is, or that it leaves out of the graphs around it.
+
+    Attributes:
+        path: the file that it is in.
+        line: where it begins there.
+        name: its name.
+        reason: why, in Dynamo's words.
+        of_torch: whether it is a function or module of torch itself, which some other one called.
+    """
+
+    path: str
+    line: int
+    name: str
+    reason: str
+    of_torch: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}, in {self.name}: {self.reason}"
+
+    @property
+    def message(self) -> str:
+        """What to tell the user."""
+        known = _REMEDIES.items() if _OWN not in self.reason else ()
+        remedy = next((text for word, text in known if word in self.reason), _ANY)
+        return (
+            f'torch.compile(backend="memopt") does not plan {self.name} ({self.path}:{self.line}), '
+            f"and its budget does not hold for what is computed there: {self.reason}. To have it "
+            f"planned, {remedy}"
+        )
+
+
+def hear_skipped_frames(hears: Callable[[Any, SkippedFrame], None]) -> None:
+    """Have every later skipped function told to `hears(backend, frame)`, for all backends: the
+    backend as Dynamo keeps it. It may raise: the call that is being compiled then raises that."""
+    wrapper = imported("torch._dynamo.convert_frame", "CatchErrorsWrapper")
+    backend_of = imported("torch._dynamo.eval_frame", "innermost_backend")
+    convert = wrapper.__call__
+
+    @functools.wraps(convert)
+    def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        before, breaks = _last_compilation(), dict(_breaks())
+        made = convert(self, frame, *args, **kwargs)
+        last = _last_compilation()
+        found = _skipped(frame.f_code, made, None if last is before else last, breaks)
+        if found is not None:
+            hears(backend_of(self), found)
+        return made
+
+    wrapper.__call__ = call
+
+
+def _last_compilation() -> Any:
+    """Dynamo's record of what it compiled last, or failed to."""
+    known = imported("torch._dynamo.utils", "get_compilation_metrics")()
+    return known[-1] if known else None
+
+
+def _breaks() -> dict[str, int]:
+    """How often which graph break was made."""
+    counts: dict[str, int] = imported("torch._dynamo.utils", "counters")["graph_break"]
+    return counts
+
+
+def _skipped(
+    code: CodeType, made: Any, compilation: Any, breaks: dict[str, int]
+) -> SkippedFrame | None:
+    """What Dynamo did not compile of a function, if that can be something to plan."""
+    path = code.co_filename
+    if path.startswith(_OWN):
+        return None
+    found = functools.partial(SkippedFrame, path, code.co_firstlineno)
+    if made.guarded_code is not None:
+        new = [reason for reason, count in _breaks().items() if count != breaks.get(reason, 0)]
+        for reason in new:
+            if reason.startswith(_DISABLED) and _WRAPPED not in reason:
+                return found(f"a part of {code.co_name}", _explained(reason))
+        return None
+    if path.startswith(_TORCH):
+        computes = f"{os.sep}functional.py" in path or code.co_name == "forward"
+        inside = path.startswith(os.path.join(_TORCH, "nn"))
+        return found(code.co_name, "it is called as it is", True) if computes and inside else None
+    if compilation is not None and compilation.fail_reason:
+        if compilation.fail_reason.startswith(_NOTHING_TO_PLAN):
+            return None
+        line = compilation.fail_user_frame_lineno
+        at = f" (at {compilation.fail_user_frame_filename}:{line})" if line else ""
+        first, _, rest = compilation.fail_reason.partition("\n")
+        why = f"{first} {rest.partition(chr(10))[0]}" if first.endswith(":") else first
+        return found(code.co_name, why.rstrip(".") + at)
+    reason = getattr(made, "skip_reason", None) or ""
+    without = any(words in reason for words in _WITHOUT_TRACING)
+    return found(code.co_name, reason) if without else None
+
+
+def _explained(reason: str) -> str:
+    """Dynamo's explanation of a graph break, without its title and hints."""
+    _, found, rest = reason.partition("Explanation: ")
+    return (rest if found else reason).partition("\n")[0].rstrip(".")

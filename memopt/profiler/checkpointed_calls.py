@@ -1,0 +1,94 @@
+"""Calls of `torch.utils.checkpoint` in a model that is traced: how they are written is eager's
+business, since a plan decides anew what is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import noop_context_fn
+
+from memopt.errors import CaptureError
+
+_REFUSED = (
+    "torch.utils.checkpoint is called with the context_fn {name}, {why}: leave the checkpoint out, "
+    "since the plan decides what is recomputed"
+)
+_FROM_THE_FORWARD = "which is made in the forward of values that are known only there"
+_OTHER_CONTEXTS = (
+    "which does not make the two contexts of create_selective_checkpoint_contexts, and no graph "
+    "holds others"
+)
+
+
+@contextlib.contextmanager
+def checkpoints_as_called() -> Iterator[None]:
+    """Trace every `context_fn` that eager takes, of which dynamo takes only functions from outside
+    the forward; and without `debug`, which looks at a recomputation that a plan does not make."""
+    variables: Any = importlib.import_module("torch._dynamo.variables")
+    home = importlib.import_module("torch._dynamo.variables.higher_order_ops")
+    checkpoint: Any = getattr(home, "CheckpointHigherOrderVariable", None)
+    if checkpoint is None:
+        yield
+        return
+    call = checkpoint._call_function
+
+    @functools.wraps(call)
+    def taken(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = {name: value for name, value in kwargs.items() if name != "debug"}
+        if "context_fn" in given:
+            function = _function_of(given.pop("context_fn"))
+            if function is not noop_context_fn:
+                given["context_fn"] = variables.UserFunctionVariable(_checked(function))
+        return call(self, tx, args, given)
+
+    with mock.patch.object(checkpoint, "_call_function", taken):
+        yield
+
+
+def _function_of(variable: Any) -> Callable[[], Any]:
+    """The function that dynamo's variable stands for.
+
+    Raises:
+        CaptureError: it depends on what only the forward knows.
+    """
+    variables: Any = importlib.import_module("torch._dynamo.variables")
+    found: Any
+    try:
+        if isinstance(variable, variables.UserMethodVariable):
+            owner = getattr(variable.obj, "value", None)
+            found = None if owner is None else variable.fn.__get__(owner)
+        elif isinstance(variable, variables.UserFunctionVariable):
+            found = variable.fn
+        elif isinstance(variable, variables.NestedUserFunctionVariable):
+            found = variable.get_function()
+        elif isinstance(variable, variables.UserDefinedObjectVariable):
+            found = variable.value
+        else:
+            found = variable.guard_as_python_constant()
+    except NotImplementedError:
+        found = None
+    if found is None:
+        named = getattr(variable, "get_code", None)
+        name = named().co_qualname if named else str(variable)
+        raise CaptureError(_REFUSED.format(name=name, why=_FROM_THE_FORWARD))
+    function: Callable[[], Any] = found
+    return function
+
+
+def _checked(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The function, which refuses contexts that torch would not trace."""
+
+    def made() -> Any:
+        contexts = function()
+        if not all(isinstance(one, TorchDispatchMode) for one in contexts):
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            raise CaptureError(_REFUSED.format(name=name, why=_OTHER_CONTEXTS))
+        return contexts
+
+    return made

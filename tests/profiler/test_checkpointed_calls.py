@@ -1,0 +1,130 @@
+"""`torch.utils.checkpoint` inside a forward, however it is called."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+import memopt
+
+OPS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+
+def policy(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def contexts() -> Any:
+    return create_selective_checkpoint_contexts(policy)
+
+
+class Contexts:
+    """What may be called, and a method that may be."""
+
+    def __call__(self) -> Any:
+        return contexts()
+
+    def made(self) -> Any:
+        return contexts()
+
+
+class Net(nn.Module):
+    """A block under a checkpoint."""
+
+    def __init__(self, call: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+        self.contexts, self.call = Contexts(), call
+
+    def own(self) -> Any:
+        return contexts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self, x)
+
+
+def nested(net: Net, x: Tensor) -> Tensor:
+    """As torchtitan has it: contexts and policy are made where the block is called."""
+    saved = tuple(OPS)
+
+    def own_policy(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        keeps = op in saved
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def made() -> Any:
+        return create_selective_checkpoint_contexts(own_policy)
+
+    return checkpoint(net.block, x, use_reentrant=False, context_fn=made)  # type: ignore[no-any-return]
+
+
+def with_contexts(choose: Callable[[Net], Callable[[], Any]]) -> Callable[[Net, Tensor], Tensor]:
+    return lambda net, x: checkpoint(net.block, x, use_reentrant=False, context_fn=choose(net))
+
+
+CALLS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "function": with_contexts(lambda _net: contexts),
+    "partial": with_contexts(
+        lambda _net: functools.partial(create_selective_checkpoint_contexts, OPS)
+    ),
+    "lambda": with_contexts(lambda _net: lambda: contexts()),
+    "nested": nested,
+    "method": with_contexts(lambda net: net.own),
+    "method of another": with_contexts(lambda net: net.contexts.made),
+    "object": with_contexts(lambda net: net.contexts),
+    "none": with_contexts(lambda _net: noop_context_fn),
+    "debug": lambda net, x: checkpoint(net.block, x, use_reentrant=False, debug=True),
+    "early stop": lambda net, x: checkpoint(net.block, x, use_reentrant=False, early_stop=False),
+}
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_a_checkpoint_is_planned_however_it_is_called(how: str) -> None:
+    torch.manual_seed(0)
+    model, x = Net(CALLS[how]), torch.randn(2, 4)
+    model(x).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    plan = memopt.plan(model, x, strategy="store-all", progress=False)
+    plan.apply(model)(x).sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+
+
+def test_contexts_of_values_of_the_forward_are_refused() -> None:
+    def call(net: Net, x: Tensor) -> Tensor:
+        def made() -> Any:
+            assert x.shape
+            return contexts()
+
+        return checkpoint(net.block, x, use_reentrant=False, context_fn=made)  # type: ignore[no-any-return]
+
+    with pytest.raises(memopt.CaptureError, match=r"made, which is made in the .*checkpoint out"):
+        memopt.plan(Net(call), torch.randn(2, 4), progress=False)
+
+
+def test_contexts_that_no_graph_holds_are_refused() -> None:
+    def none() -> Any:
+        return contextlib.nullcontext(), contextlib.nullcontext()
+
+    model = Net(with_contexts(lambda _net: none))
+    with pytest.raises(memopt.CaptureError, match=r"none, which does not make the two .* out"):
+        memopt.plan(model, torch.randn(2, 4), progress=False)
+
+
+def test_checkpoint_sequential_is_refused_with_a_remedy() -> None:
+    model = Net(lambda net, x: checkpoint_sequential(net.block, 2, x, use_reentrant=False))
+    with pytest.raises(memopt.CaptureError, match=r"checkpoint_sequential.*one after another"):
+        memopt.plan(model, torch.randn(2, 4), progress=False)
