@@ -55,9 +55,10 @@ class StoredTensor:
         to be read once the copy is complete (`fence`)."""
         held = self.buffer
         whole = held if isinstance(held, torch.Tensor) else torch.from_numpy(held)
-        typed = whole.view(like.dtype)
-        offset = int(typed.storage_offset()) + int(like.storage_offset())
-        return typed.as_strided(like.size(), like.stride(), offset)
+        begin = int(whole.storage_offset()) // like.dtype.itemsize
+        offset = begin + int(like.storage_offset())
+        empty = torch.empty(0, dtype=like.dtype)
+        return empty.set_(whole.untyped_storage(), offset, like.size(), like.stride())  # type: ignore[call-overload,no-any-return]  # torch accepts an UntypedStorage here
 
     def made(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor again, over a storage."""

@@ -256,5 +256,6 @@ def host_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
             value.size(), value.stride(), dtype=value.dtype, device="cpu", pin_memory=True
         )
     size_bytes = value.untyped_storage().nbytes()
-    flat = torch.from_numpy(np.empty(size_bytes, dtype=np.uint8)).view(value.dtype)
-    return flat.as_strided(value.size(), value.stride(), 0)
+    storage = torch.from_numpy(np.empty(size_bytes, dtype=np.uint8)).untyped_storage()
+    empty = torch.empty(0, dtype=value.dtype)
+    return empty.set_(storage, 0, value.size(), value.stride())  # type: ignore[call-overload,no-any-return]  # torch accepts an UntypedStorage here

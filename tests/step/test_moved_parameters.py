@@ -273,3 +273,36 @@ def test_parameters_that_share_memory_stay() -> None:
     names = {made.plan.graph.tensors[t].name for t in made.plan.graph.movable}
     assert "model.0.weight" in names
     assert not {"model.4.weight", "model.6.weight"} & names
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.out = nn.LSTM(8, 6, 2, batch_first=True), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.cells(x)[0][:, -1])
+
+
+def test_joint_where_nothing_lives_on_the_host_between_steps() -> None:
+    torch.manual_seed(0)
+    model = Recurrent()
+    x, y = torch.randn(4, 5, 8), torch.randint(0, 5, (4,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    expected = copy.deepcopy(model)
+    plan = memopt.plan(
+        model,
+        x,
+        loss_fn=LOSS,
+        targets=(y,),
+        optimizer=optimizer,
+        strategy="joint",
+        movable="gradients",
+        budget=0.9,
+        time_limit_s=1.0,
+        progress=False,
+    )
+    plan.train_step(model, LOSS, optimizer)(x, targets=(y,))
+    LOSS(expected(x), y).backward()
+    torch.optim.AdamW(expected.parameters(), lr=0.01).step()
+    assert_same(model.state_dict(), expected.state_dict())

@@ -10,6 +10,7 @@ from typing import ClassVar
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
+from memopt.reductions.stage_map import has_updates
 from memopt.strategies.auto.members import Member
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
 from memopt.strategies.joint.moved_parameters import plan_moved
@@ -85,7 +86,7 @@ class Joint(Strategy):
         limit_s = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
         linked = device is not None and device.is_linked and self.host_budget_bytes != 0
         host_bytes = math.inf if self.host_budget_bytes is None else self.host_budget_bytes
-        if graph.movable:
+        if has_updates(graph):
             deadline = Deadline(begin + limit_s, progress)
             mover = OffloadGraph(self.host_budget_bytes, exact_only=self.exact_only)
             return plan_moved(graph, budget_bytes, device or Device(), mover, deadline, self.name)
