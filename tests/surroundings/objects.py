@@ -1,0 +1,672 @@
+"""Python objects that a forward changes: globals, closures, classes, arguments, attributes."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import enum
+import functools
+import io
+import itertools
+import queue
+import threading
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.surroundings.situation import (
+    MODULE_WAYS,
+    Net,
+    Setting,
+    Tracker,
+    mean_square,
+    situation,
+)
+
+AUXILIARY: list[Tensor] = []
+FEATURES: dict[str, Tensor] = {}
+TRACKER = Tracker()
+COUNTED = 0
+STATISTICS: defaultdict[str, list[Tensor]] = defaultdict(list)
+SHAPES: set[tuple[int, ...]] = set()
+NUMBERS = itertools.count()
+BANK: deque[Tensor] = deque(maxlen=2)
+RUNNING = torch.zeros(8)
+CURRENT: contextvars.ContextVar[int] = contextvars.ContextVar("layers", default=0)
+LOCAL = threading.local()
+OUTBOX: queue.Queue[Any] = queue.Queue()
+TEXT = io.StringIO()
+WEIGHTS: dict[str, float] = {}
+
+
+class WithList(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        AUXILIARY.append(h.square().mean())
+        return h
+
+
+def with_auxiliary(output: Tensor, target: Tensor) -> Tensor:
+    return mean_square(output, target) + sum(AUXILIARY)
+
+
+@situation("a global list of losses", "AUXILIARY", quick=True)
+def _() -> Setting:
+    AUXILIARY.clear()
+    return Setting(
+        WithList(), lambda: AUXILIARY, with_auxiliary, after=lambda _: AUXILIARY.clear()
+    )
+
+
+@situation("a global list that grows", "AUXILIARY")
+def _() -> Setting:
+    class Detached(Net):
+        def touch(self, h: Tensor) -> Tensor:
+            AUXILIARY.append(h.detach().mean())
+            return h
+
+    AUXILIARY.clear()
+    return Setting(Detached(), lambda: AUXILIARY)
+
+
+class WithFeatures(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        FEATURES["hidden"] = h
+        return h
+
+
+@situation("a global dict of features", "FEATURES")
+def _() -> Setting:
+    FEATURES.clear()
+    return Setting(
+        WithFeatures(),
+        lambda: FEATURES,
+        lambda y, t: mean_square(y, t) + FEATURES["hidden"].abs().mean(),
+    )
+
+
+class WithTracker(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        TRACKER.keep(h.detach())
+        return h
+
+
+@situation("a global tracker object", "TRACKER|Tracker|kept|count", quick=True)
+def _() -> Setting:
+    TRACKER.kept, TRACKER.count = [], 0
+    return Setting(WithTracker(), lambda: TRACKER)
+
+
+class OnClass(Net):
+    latest: ClassVar[Tensor | None] = None
+    count: ClassVar[int] = 0
+
+    def touch(self, h: Tensor) -> Tensor:
+        OnClass.latest = h.detach()
+        return h
+
+
+@situation("a class attribute gets a tensor", "OnClass|latest")
+def _() -> Setting:
+    OnClass.latest = None
+    return Setting(OnClass(), lambda: OnClass.latest)
+
+
+class CountedOnClass(Net):
+    count: ClassVar[int] = 0
+
+    def touch(self, h: Tensor) -> Tensor:
+        CountedOnClass.count += 1
+        return h
+
+
+@situation("a class counter", "CountedOnClass|count")
+def _() -> Setting:
+    CountedOnClass.count = 0
+    return Setting(CountedOnClass(), lambda: CountedOnClass.count)
+
+
+class CountedGlobally(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        global COUNTED
+        COUNTED += 1
+        return h
+
+
+@situation("a global counter", "COUNTED", quick=True)
+def _() -> Setting:
+    global COUNTED
+    COUNTED = 0
+    return Setting(CountedGlobally(), lambda: COUNTED)
+
+
+class Scheduled(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        return h * WEIGHTS["hidden"]
+
+
+@situation("a schedule in a global, read by the forward", "WEIGHTS")
+def _() -> Setting:
+    WEIGHTS["hidden"] = 1.0
+
+    def after(step: int) -> None:
+        WEIGHTS["hidden"] = 0.5 ** (step + 1)
+
+    return Setting(Scheduled(), lambda: WEIGHTS, after=after)
+
+
+class CalledBack(Net):
+    def __init__(self, callback: Any) -> None:
+        super().__init__()
+        self.callback = callback
+
+    def touch(self, h: Tensor) -> Tensor:
+        self.callback(h)
+        return h
+
+
+@situation("a closure's list", "kept|callback")
+def _() -> Setting:
+    kept: list[Tensor] = []
+
+    def callback(h: Tensor) -> None:
+        kept.append(h.detach())
+
+    return Setting(CalledBack(callback), lambda: kept)
+
+
+@situation("a closure's counter", "count|callback")
+def _() -> Setting:
+    count = 0
+
+    def callback(_h: Tensor) -> None:
+        nonlocal count
+        count += 1
+
+    return Setting(CalledBack(callback), lambda: count)
+
+
+@situation("a function's attribute", "calls|callback")
+def _() -> Setting:
+    def callback(_h: Tensor) -> None:
+        callback.calls += 1  # type: ignore[attr-defined]
+
+    callback.calls = 0  # type: ignore[attr-defined]
+    return Setting(CalledBack(callback), lambda: callback.calls)  # type: ignore[attr-defined]
+
+
+@situation("a callable object as callback", "Tracker|kept|count|callback|keep")
+def _() -> Setting:
+    tracker = Tracker()
+    return Setting(CalledBack(tracker.keep), lambda: tracker.count)
+
+
+class Arguments(Net):
+    """Takes a container in which it leaves something."""
+
+    def __init__(self, leave: Any) -> None:
+        super().__init__()
+        self.leave = leave
+
+    def forward(self, x: Tensor, held: Any) -> Tensor:
+        h = torch.tanh(self.first(x))
+        self.leave(held, h)
+        y: Tensor = self.last(h)
+        return y
+
+
+def argued(leave: Any, make: Any, look: Any = lambda held: held) -> Setting:
+    """A setting whose forward gets a fresh container in each step, which is looked at."""
+    last = [make()]
+
+    def inputs(_step: int) -> tuple[Any]:
+        last[0] = make()
+        return (last[0],)
+
+    return Setting(Arguments(leave), lambda: look(last[0]), inputs=inputs)
+
+
+@situation("a list argument is appended to", r"held|argument|list")
+def _() -> Setting:
+    return argued(lambda held, h: held.append(h.detach()), list)
+
+
+@situation("a dict argument is filled", r"held|argument|dict")
+def _() -> Setting:
+    def leave(held: Any, h: Tensor) -> None:
+        held["hidden"] = h.detach()
+
+    return argued(leave, lambda: {"start": torch.zeros(1)})
+
+
+@situation("an object argument is changed", r"held|argument|Tracker")
+def _() -> Setting:
+    return argued(lambda held, h: held.keep(h.detach()), Tracker)
+
+
+class Cached(Net):
+    """A cache of keys that grows in an argument of its own class."""
+
+    def forward(self, x: Tensor, cache: Tracker) -> Tensor:
+        h = torch.tanh(self.first(x))
+        cache.keep(h.detach())
+        y: Tensor = self.last(torch.stack(cache.kept).mean(0))
+        return y
+
+
+@situation("a cache argument that lives on", r"cache|Tracker|argument")
+def _() -> Setting:
+    cache = Tracker()
+    return Setting(Cached(), lambda: cache, inputs=lambda _: (cache,))
+
+
+class Banked(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        BANK.append(h.detach())
+        return h + torch.stack(list(BANK)).mean(0)
+
+
+@situation("a deque as memory bank", "BANK|deque")
+def _() -> Setting:
+    BANK.clear()
+    return Setting(Banked(), lambda: BANK)
+
+
+class InDefault(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        STATISTICS["mean"].append(h.detach().mean())
+        return h
+
+
+@situation("a defaultdict of lists", "STATISTICS|defaultdict")
+def _() -> Setting:
+    STATISTICS.clear()
+    return Setting(InDefault(), lambda: STATISTICS)
+
+
+class InSet(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        SHAPES.add(tuple(h.shape))
+        return h
+
+
+@situation("a set of shapes", "SHAPES|set")
+def _() -> Setting:
+    SHAPES.clear()
+    return Setting(InSet(), lambda: SHAPES)
+
+
+class Numbered(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        return h * (1 + next(NUMBERS))
+
+
+@situation("itertools.count", "NUMBERS|count", quick=True)
+def _() -> Setting:
+    global NUMBERS
+    NUMBERS = itertools.count()
+    return Setting(Numbered(), lambda: repr(NUMBERS))
+
+
+class Generating(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = (1 / n for n in itertools.count(1))
+
+    def touch(self, h: Tensor) -> Tensor:
+        return h * next(self.rates)
+
+
+@situation("a generator object is kept", "rates|generator|next")
+def _() -> Setting:
+    return Setting(Generating())
+
+
+class Weakly(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def touch(self, h: Tensor) -> Tensor:
+        self.names[self.last] = self.names.get(self.last, 0) + 1
+        return h
+
+
+@situation("a WeakKeyDictionary counts", "names|WeakKeyDictionary")
+def _() -> Setting:
+    model = Weakly()
+    return Setting(model, lambda: dict(model.names))
+
+
+class InNumpy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.usage = np.zeros(2)
+
+    def touch(self, h: Tensor) -> Tensor:
+        self.usage[0] += h.shape[0]
+        return h
+
+
+@situation("a NumPy array as attribute", "usage|ndarray|NumPy|numpy")
+def _() -> Setting:
+    return Setting(InNumpy())
+
+
+class InDataclass(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = Tracker()
+
+    def touch(self, h: Tensor) -> Tensor:
+        self.state.count += 1
+        return h
+
+
+@situation("a dataclass attribute counts", "state|count|Tracker")
+def _() -> Setting:
+    return Setting(InDataclass())
+
+
+class Phase(enum.Enum):
+    WARMUP = 0
+    MAIN = 1
+
+
+class Phased(Net):
+    phase = Phase.WARMUP
+
+    def touch(self, h: Tensor) -> Tensor:
+        h = h * 0.1 if self.phase is Phase.WARMUP else h
+        self.phase = Phase.MAIN
+        return h
+
+
+@situation("an Enum state advances", "phase")
+def _() -> Setting:
+    model = Phased()
+    return Setting(model, lambda: model.phase)
+
+
+@functools.lru_cache
+def positions(n: int) -> Tensor:
+    MADE.append(n)
+    return torch.linspace(0, 1, n)
+
+
+MADE: list[int] = []
+
+
+class WithCache(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        return h + positions(h.shape[-1])
+
+
+@situation("a helper under lru_cache", "positions|lru_cache|MADE")
+def _() -> Setting:
+    MADE.clear()
+    positions.cache_clear()
+    return Setting(WithCache())
+
+
+class Attention(Net):
+    last_attention: Any = None
+
+    def touch(self, h: Tensor) -> Tensor:
+        self.last_attention = h.softmax(-1)
+        return h
+
+
+@situation("self.last_attention is set", "last_attention", quick=True)
+def _() -> Setting:
+    model = Attention()
+    return Setting(
+        model, loss=lambda y, t: mean_square(y, t) + model.last_attention.square().mean()
+    )
+
+
+class Listed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+
+    def touch(self, h: Tensor) -> Tensor:
+        self.outputs.append(h)
+        return h
+
+
+@situation("a list in self is appended to", "outputs", quick=True)
+def _() -> Setting:
+    model = Listed()
+    return Setting(
+        model,
+        loss=lambda y, t: mean_square(y, t) + model.outputs[-1].abs().mean(),
+        after=lambda _: model.outputs.clear(),
+    )
+
+
+class CountedInSelf(Net):
+    steps = 0
+
+    def touch(self, h: Tensor) -> Tensor:
+        self.steps += 1
+        return h * 0.9**self.steps
+
+
+@situation("a counter in self changes the forward", "steps")
+def _() -> Setting:
+    model = CountedInSelf()
+    return Setting(model, lambda: model.steps)
+
+
+class Memoized(Net):
+    @functools.cached_property
+    def table(self) -> Tensor:
+        MADE.append(1)
+        return torch.linspace(0, 1, 8)
+
+    def touch(self, h: Tensor) -> Tensor:
+        return h + self.table
+
+
+@situation("a cached_property is filled", "table|cached_property")
+def _() -> Setting:
+    MADE.clear()
+    return Setting(Memoized(), lambda: MADE)
+
+
+class ByShape(Net):
+    tables: ClassVar[dict[int, Tensor]] = {}
+
+    def touch(self, h: Tensor) -> Tensor:
+        n = h.shape[-1]
+        if n not in ByShape.tables:
+            ByShape.tables[n] = torch.linspace(0, 1, n)
+        return h + ByShape.tables[n]
+
+
+@situation("a class's cache by shape", "tables")
+def _() -> Setting:
+    ByShape.tables.clear()
+    return Setting(ByShape(), lambda: ByShape.tables)
+
+
+class InPlaceGlobal(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        RUNNING.mul_(0.9).add_(0.1 * h.detach().mean(0))
+        return h - RUNNING
+
+
+@situation("a global tensor is updated in place", "RUNNING", exact=("plan", "wrap"))
+def _() -> Setting:
+    RUNNING.zero_()
+    return Setting(InPlaceGlobal(), lambda: RUNNING)
+
+
+class ReboundGlobal(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        global RUNNING
+        RUNNING = 0.9 * RUNNING + 0.1 * h.detach().mean(0)
+        return h - RUNNING
+
+
+@situation("a global tensor is bound anew", "RUNNING")
+def _() -> Setting:
+    global RUNNING
+    RUNNING = torch.zeros(8)
+    return Setting(ReboundGlobal(), lambda: RUNNING)
+
+
+class InContext(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        CURRENT.set(CURRENT.get() + 1)
+        return h * (1 + CURRENT.get())
+
+
+@situation("a context variable is set", "CURRENT|layers|[Cc]ontext", quick=True)
+def _() -> Setting:
+    CURRENT.set(0)
+    return Setting(InContext(), lambda: CURRENT)
+
+
+class InThreadLocal(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        LOCAL.count += 1
+        return h
+
+
+@situation("a thread-local counter", "LOCAL|local|count")
+def _() -> Setting:
+    LOCAL.count = 0
+    return Setting(InThreadLocal(), lambda: LOCAL.count)
+
+
+class Queued(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        OUTBOX.put(h.detach())
+        return h
+
+
+@situation("a queue.Queue is fed", "OUTBOX|[Qq]ueue|put")
+def _() -> Setting:
+    OUTBOX.queue.clear()
+    return Setting(Queued(), lambda: OUTBOX)
+
+
+class Tallied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally: Counter[str] = Counter()
+        self.order: OrderedDict[str, int] = OrderedDict()
+
+    def touch(self, h: Tensor) -> Tensor:
+        self.tally["steps"] += h.shape[0]
+        self.order["last"] = 1
+        return h
+
+
+@situation("a Counter and an OrderedDict", "tally|order|Counter")
+def _() -> Setting:
+    return Setting(Tallied())
+
+
+class Written(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        TEXT.write(f"{tuple(h.shape)}\n")
+        return h
+
+
+@situation("text is written to a StringIO", "TEXT|StringIO|write")
+def _() -> Setting:
+    TEXT.seek(0)
+    TEXT.truncate()
+    return Setting(Written(), lambda: TEXT)
+
+
+class Descriptor:
+    """Counts how often it is read."""
+
+    reads = 0
+
+    def __get__(self, owner: Any, _kind: Any) -> float:
+        Descriptor.reads += 1
+        return 0.5
+
+
+class Described(Net):
+    rate = Descriptor()
+
+    def touch(self, h: Tensor) -> Tensor:
+        return h * self.rate
+
+
+@situation("a descriptor that counts its reads", "reads|Descriptor|rate")
+def _() -> Setting:
+    Descriptor.reads = 0
+    return Setting(Described(), lambda: Descriptor.reads)
+
+
+class Guarded(Net):
+    """Counts what is set on it, by a `__setattr__` of its own."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        WRITES.append(name)
+        super().__setattr__(name, value)
+
+    def touch(self, h: Tensor) -> Tensor:
+        self.marked = True
+        return h
+
+
+WRITES: list[str] = []
+
+
+@situation("a __setattr__ that records", "marked|WRITES|__setattr__")
+def _() -> Setting:
+    model = Guarded()
+    model.marked = True
+    WRITES.clear()
+    return Setting(model, lambda: WRITES)
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+
+class WithSlots(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slot = Slotted()
+
+    def touch(self, h: Tensor) -> Tensor:
+        self.slot.value = h.detach()
+        return h
+
+
+@situation("an object with __slots__", "slot|Slotted|value")
+def _() -> Setting:
+    model = WithSlots()
+    return Setting(model, lambda: model.slot.value)
+
+
+class Loose(Net):
+    """Its forward uses a parameter that it does not register."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [nn.Parameter(torch.ones(8))]
+
+    def touch(self, h: Tensor) -> Tensor:
+        return h * self.held[0]
+
+
+@situation("a parameter in a list of self", "held", exact=MODULE_WAYS)
+def _() -> Setting:
+    model = Loose()
+    return Setting(model, lambda: [model.held, model.held[0].grad])
