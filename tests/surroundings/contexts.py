@@ -1,9 +1,8 @@
-"""Randomness, modes, flags and contexts: in the forward, and around a step."""
+"""Modes, flags and contexts: in the forward, and around a step."""
 
 from __future__ import annotations
 
 import contextlib
-import random
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,127 +19,6 @@ from tests.surroundings.situation import MODULE_WAYS, WAYS, Net, Setting, situat
 SEEN: list[Any] = []
 NUMPY = np.random.default_rng(0)
 GENERATOR = torch.Generator()
-
-
-class Skipping(Net):
-    def touch(self, h: Tensor) -> Tensor:
-        return h if random.random() < 0.5 else h.sin()
-
-
-@situation("stochastic depth by random.random()", r"random\.random|random", quick=True)
-def _() -> Setting:
-    return Setting(Skipping())
-
-
-class Scaling(Net):
-    def touch(self, h: Tensor) -> Tensor:
-        return h * random.uniform(0.5, 1.5)
-
-
-@situation("random.uniform scales", "random")
-def _() -> Setting:
-    return Setting(Scaling())
-
-
-class NumpySkipping(Net):
-    def touch(self, h: Tensor) -> Tensor:
-        return h if np.random.rand() < 0.5 else h.sin()
-
-
-@situation("stochastic depth by np.random", "np.random|numpy|NumPy|random")
-def _() -> Setting:
-    return Setting(NumpySkipping())
-
-
-class Mixing(Net):
-    def touch(self, h: Tensor) -> Tensor:
-        rate = float(np.random.beta(1.0, 1.0))
-        return rate * h + (1 - rate) * h.flip(0)
-
-
-@situation("mixup by np.random.beta", "beta|numpy|NumPy|random")
-def _() -> Setting:
-    return Setting(Mixing())
-
-
-class OwnNumpy(Net):
-    def touch(self, h: Tensor) -> Tensor:
-        return h * float(NUMPY.random())
-
-
-@situation("a NumPy generator of one's own", "NUMPY|numpy|NumPy|Generator|random")
-def _() -> Setting:
-    global NUMPY
-    NUMPY = np.random.default_rng(0)
-    return Setting(OwnNumpy(), lambda: repr(NUMPY.bit_generator.state))
-
-
-class Shuffling(Net):
-    def touch(self, h: Tensor) -> Tensor:
-        order = list(range(h.shape[0]))
-        random.shuffle(order)
-        return h + h[order]
-
-
-@situation("random.shuffle permutes", "shuffle|random")
-def _() -> Setting:
-    return Setting(Shuffling())
-
-
-class OwnGenerator(Net):
-    def touch(self, h: Tensor) -> Tensor:
-        return h + torch.randn(h.shape, generator=GENERATOR)
-
-
-@situation("a torch.Generator of one's own", "[Gg]enerator", quick=True)
-def _() -> Setting:
-    GENERATOR.manual_seed(0)
-    return Setting(OwnGenerator(), lambda: GENERATOR)
-
-
-class GivenGenerator(Net):
-    def forward(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        noise = torch.rand(x.shape, generator=generator)
-        y: Tensor = self.last(torch.tanh(self.first(x + noise)))
-        return y
-
-
-@situation("a torch.Generator as argument", "[Gg]enerator")
-def _() -> Setting:
-    generator = torch.Generator().manual_seed(0)
-    return Setting(GivenGenerator(), lambda: generator, inputs=lambda _: (generator,))
-
-
-class Noisy(Net):
-    def touch(self, h: Tensor) -> Tensor:
-        return functional.dropout(h, 0.5, self.training) + 0.1 * torch.randn_like(h)
-
-
-@situation("dropout and noise", "random|dropout", exact=("plan", "wrap", "train_step"), quick=True)
-def _() -> Setting:
-    return Setting(Noisy())
-
-
-class Seeding(Net):
-    def touch(self, h: Tensor) -> Tensor:
-        torch.manual_seed(7)
-        return h + torch.randn(h.shape)
-
-
-@situation("torch.manual_seed in the forward", "manual_seed|seed")
-def _() -> Setting:
-    return Setting(Seeding())
-
-
-class Forking(Net):
-    def touch(self, h: Tensor) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
-            return h + torch.randn(h.shape)
-
-
-@situation("fork_rng in the forward", "fork_rng|random|rng|seed")
-def _() -> Setting:
-    return Setting(Forking())
 
 
 class CastsInside(Net):
@@ -169,9 +46,7 @@ class Teaching(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            for old, new in zip(
-                self.teacher.parameters(), self.first.parameters(), strict=True
-            ):
+            for old, new in zip(self.teacher.parameters(), self.first.parameters(), strict=True):
                 old.mul_(0.9).add_(new, alpha=0.1)
             wanted = self.teacher(x)
         h = self.first(x)
@@ -194,7 +69,7 @@ class GradientsOff(Net):
         return h + z
 
 
-@situation("set_grad_enabled in the forward", "grad", exact=("plan", "wrap"))
+@situation("set_grad_enabled in the forward", "set_grad_enabled|grad mode", exact=("plan", "wrap"))
 def _() -> Setting:
     return Setting(GradientsOff())
 
@@ -256,7 +131,9 @@ def _() -> Setting:
 class Watching(TorchFunctionMode):
     """Counts torch's functions, and halves what one of them gives."""
 
-    def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if function is torch.tanh:
             SEEN.append("tanh")
@@ -264,7 +141,7 @@ class Watching(TorchFunctionMode):
         return result
 
 
-@situation("a TorchFunctionMode around a step", "Watching|[Ff]unction ?[Mm]ode|mode", quick=True)
+@situation("a TorchFunctionMode around a step", "Watching|[Ff]unction ?[Mm]ode|mode\\b", quick=True)
 def _() -> Setting:
     SEEN.clear()
     return Setting(Net(), lambda: SEEN, around=Watching)
@@ -273,7 +150,9 @@ def _() -> Setting:
 class Dispatched(TorchDispatchMode):
     """Counts operators, and halves what one of them gives."""
 
-    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if function is torch.ops.aten.tanh.default:
             SEEN.append("tanh")
@@ -281,7 +160,7 @@ class Dispatched(TorchDispatchMode):
         return result
 
 
-@situation("a TorchDispatchMode around a step", "Dispatched|[Dd]ispatch|mode", quick=True)
+@situation("a TorchDispatchMode around a step", "Dispatched|[Dd]ispatch|mode\\b", quick=True)
 def _() -> Setting:
     SEEN.clear()
     return Setting(Net(), lambda: SEEN, around=Dispatched)
@@ -293,13 +172,13 @@ class ModeInside(Net):
             return torch.tanh(h)
 
 
-@situation("a TorchDispatchMode in the forward", "Dispatched|[Dd]ispatch|mode|SEEN")
+@situation("a TorchDispatchMode in the forward", "Dispatched|[Dd]ispatch|mode\\b|SEEN")
 def _() -> Setting:
     SEEN.clear()
     return Setting(ModeInside(), lambda: SEEN)
 
 
-@situation("a FlopCounterMode around a step", "FlopCounter|[Dd]ispatch|mode", ways=MODULE_WAYS)
+@situation("a FlopCounterMode around a step", "FlopCounter|[Dd]ispatch|mode\\b", ways=MODULE_WAYS)
 def _() -> Setting:
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -360,7 +239,7 @@ class TurnsModes(Net):
         return y
 
 
-@situation("the forward turns a module's mode", "norm|training|mode|train")
+@situation("the forward turns a module's mode", "norm|training")
 def _() -> Setting:
     return Setting(TurnsModes())
 
@@ -376,21 +255,25 @@ class StaysInEval(Net):
         return y
 
 
-@situation("the forward leaves a module in eval mode", "drop|training|mode|eval")
+@situation("the forward leaves a module in eval mode", "drop|training")
 def _() -> Setting:
     return Setting(StaysInEval())
 
 
-@situation("the model is in eval mode", "eval|mode|training", ways=MODULE_WAYS)
+@situation("the model is in eval mode", "eval|training", ways=MODULE_WAYS)
 def _() -> Setting:
     model = Net()
     model.eval()
     return Setting(model)
 
 
-@situation("the mode is turned between steps", "training|mode", exact=("wrap",))
+@situation("the mode is turned between steps", "training|eval", exact=("wrap",))
 def _() -> Setting:
-    model = Noisy()
+    class Drops(Net):
+        def touch(self, h: Tensor) -> Tensor:
+            return nn.functional.dropout(h, 0.5, self.training)
+
+    model = Drops()
     return Setting(model, before=lambda step: model.train(step != 1) and None)
 
 
@@ -418,7 +301,7 @@ class Differentiates(Net):
         return h * slope
 
 
-@situation("torch.autograd.grad in the forward", "autograd.grad|grad")
+@situation("torch.autograd.grad in the forward", r"autograd\.grad")
 def _() -> Setting:
     return Setting(Differentiates())
 

@@ -196,9 +196,7 @@ def _() -> Setting:
     def both(gradients: Any) -> None:
         note(*gradients)
 
-    return hooked(
-        lambda model: register_multi_grad_hook([model.first.bias, model.last.bias], both)
-    )
+    return hooked(lambda model: register_multi_grad_hook([model.first.bias, model.last.bias], both))
 
 
 class HooksHidden(Net):
@@ -387,5 +385,3 @@ def _() -> Setting:
     HOOKED.clear()
     model.register_state_dict_post_hook(lambda *_: note("saved"))
     return Setting(model, lambda: HOOKED, after=lambda _: model.state_dict() and None)
-
-

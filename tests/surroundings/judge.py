@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import io
 import logging
@@ -230,9 +229,9 @@ def judge(situation: Situation, way: str) -> Verdict:
     eager = _eager(situation)
     assert eager.error is None, f"{situation.name} does not run in eager: {eager.error!r}"
     found = run(situation.make, way)
-    if found.trace:
-        return Verdict("WRONG", f"planning left a trace: {found.trace}")
-    return _refusal(situation, found) if found.error else _compared(eager, found)
+    if found.error is not None and not found.trace:
+        return _refusal(situation, found)
+    return verdict_of(eager, found)
 
 
 @functools.lru_cache(maxsize=4)
@@ -246,14 +245,17 @@ def _refusal(situation: Situation, found: Run) -> Verdict:
     text = " ".join(str(error).split())
     if not own(error):
         return Verdict("WRONG", f"raw {type(error).__name__}: {text[:200]}")
-    if not re.search(situation.names, str(error)):
-        return Verdict("WRONG", f"a refusal that does not name {situation.names!r}: {text[:300]}")
+    if not re.search(rf"(?<![A-Za-z])(?:{situation.names})", str(error)):
+        return Verdict("WRONG", f"a refusal that does not name {situation.names!r}: {text[:900]}")
     if found.left:
         return Verdict("WRONG", f"refused, and left changed {found.left}")
-    return Verdict("refused", text[:300])
+    return Verdict("refused", text[:900])
 
 
-def _compared(eager: Run, found: Run) -> Verdict:
+def verdict_of(eager: Run, found: Run) -> Verdict:
+    """What to say of a run beside eager's."""
+    if found.trace:
+        return Verdict("WRONG", f"planning left a trace: {found.trace}")
     for moment, view in found.views.items():
         differs = difference(eager.views[moment], view)
         if differs:
@@ -262,8 +264,3 @@ def _compared(eager: Run, found: Run) -> Verdict:
     if not found.planned and not found.said:
         return Verdict("WRONG", "ran unplanned without a word")
     return Verdict("exact" if found.planned else "unplanned", "; ".join(found.said)[:200])
-
-
-def described(verdict: Verdict) -> dict[str, str]:
-    """As plain data, for files."""
-    return dataclasses.asdict(verdict)

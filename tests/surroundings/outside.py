@@ -50,7 +50,7 @@ class Logs(Net):
         return h
 
 
-@situation("logging", "LOG|log|warning")
+@situation("logging", "LOG|logging|warning")
 def _() -> Setting:
     return Setting(Logs())
 

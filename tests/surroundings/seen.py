@@ -42,7 +42,7 @@ def seen(value: Any, depth: int = 0) -> Seen:
     if isinstance(value, (list, tuple, deque)):
         return [seen(v, depth + 1) for v in value]
     if isinstance(value, Set):
-        return sorted((repr(seen(v, depth + 1)) for v in value))
+        return sorted(repr(seen(v, depth + 1)) for v in value)
     return _object(value, depth)
 
 
@@ -141,7 +141,9 @@ def difference(expected: Seen, found: Seen, place: str = "") -> str:
         if len(expected) != len(found):
             return f"{place}: {len(expected)} entries are {len(found)}"
         pairs = zip(expected, found, strict=True)
-        return next(filter(None, (difference(*p, f"{place}[{i}]") for i, p in enumerate(pairs))), "")
+        return next(
+            filter(None, (difference(*p, f"{place}[{i}]") for i, p in enumerate(pairs))), ""
+        )
     same = type(expected) is type(found) and (expected == found or expected != expected)
     short = [_short(one) for one in (expected, found)]
     return "" if same else f"{place}: {short[0]} is {short[1]}"
