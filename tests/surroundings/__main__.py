@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from collections import Counter
 from pathlib import Path
 
-from tests.surroundings.judge import judge
+from tests.surroundings.judge import allowed, judge
 from tests.surroundings.situation import WAYS
 from tests.surroundings.table import SITUATIONS
 
@@ -39,9 +39,11 @@ def main() -> None:
                 continue
             began = time.process_time()
             verdict = judge(one, way)
-            count[verdict.kind] += 1
+            kind = verdict.kind if verdict.kind in allowed(one, way) else "WRONG"
+            count[kind] += 1
             took = time.process_time() - began
-            print(f"{name:34} {way:10} {verdict.kind:9} {took:4.1f} {verdict.reason}", flush=True)
+            reason = verdict.reason if kind == verdict.kind else f"{verdict.kind}: {verdict.reason}"
+            print(f"{name:34} {way:10} {kind:9} {took:4.1f} {reason}", flush=True)
     print(dict(count))
 
 

@@ -32,7 +32,7 @@ def _() -> Setting:
     return Setting(CastsInside())
 
 
-@situation("autocast around a step", "autocast", exact=("wrap",))
+@situation("autocast around a step", "autocast", exact=("wrap", "backend"))
 def _() -> Setting:
     return Setting(Net(), around=lambda: torch.autocast("cpu", torch.bfloat16))
 
@@ -288,7 +288,11 @@ def _() -> Setting:
     return Setting(Freezing())
 
 
-@situation("parameters are frozen between steps", "requires_grad|first|trained|frozen")
+@situation(
+    "parameters are frozen between steps",
+    r"requires_grad|first\.weight",
+    exact=("wrap", "backend"),
+)
 def _() -> Setting:
     model = Net()
     return Setting(model, before=lambda step: model.first.requires_grad_(step != 1) and None)

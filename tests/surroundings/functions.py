@@ -78,7 +78,9 @@ class Scale(torch.autograd.Function):
 
 
 class WithScale(Net):
-    scale = 1.0
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
 
     def touch(self, h: Tensor) -> Tensor:
         return Scale.apply(h, self)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.surroundings.situation import MODULE_WAYS, Net, Setting, mean_square, situation
 
 HOOKED: list[Any] = []
+SAVED = "[Ss]aved[- _]tensors?[- _]hooks?"
 
 
 def hooked(attach: Callable[[nn.Module], Any], **how: Any) -> Setting:
@@ -324,7 +325,7 @@ def _() -> Setting:
     return Setting(model, after=lambda _: handle.remove())
 
 
-@situation("saved-tensor hooks around a step", "[Ss]aved")
+@situation("saved-tensor hooks around a step", SAVED)
 def _() -> Setting:
     def pack(x: Tensor) -> Tensor:
         return x
@@ -332,12 +333,12 @@ def _() -> Setting:
     return Setting(Net(), around=lambda: saved_tensors_hooks(pack, pack))
 
 
-@situation("save_on_cpu around a step", "[Ss]aved|save_on_cpu")
+@situation("save_on_cpu around a step", f"{SAVED}|save_on_cpu")
 def _() -> Setting:
     return Setting(Net(), around=save_on_cpu)
 
 
-@situation("saved-tensor hooks that lose precision", "[Ss]aved", ways=MODULE_WAYS)
+@situation("saved-tensor hooks that lose precision", SAVED, ways=MODULE_WAYS)
 def _() -> Setting:
     def around() -> Any:
         return saved_tensors_hooks(lambda x: x.half(), lambda x: x.float())
@@ -345,7 +346,7 @@ def _() -> Setting:
     return Setting(Net(), around=around)
 
 
-@situation("saved-tensor hooks are disabled around a step", "[Ss]aved")
+@situation("saved-tensor hooks are disabled around a step", SAVED)
 def _() -> Setting:
     def around() -> Any:
         return torch.autograd.graph.disable_saved_tensors_hooks("surroundings: none here")
@@ -359,7 +360,7 @@ class SavesInside(Net):
             return h.sin()
 
 
-@situation("saved-tensor hooks in the forward", "[Ss]aved")
+@situation("saved-tensor hooks in the forward", SAVED)
 def _() -> Setting:
     return Setting(SavesInside())
 

@@ -26,6 +26,12 @@ STEPS = 3
 QUIET: dict[str, Any] = {"budget": "min", "progress": False, "cache": False}
 Kind = Literal["exact", "refused", "unplanned", "WRONG"]
 
+# What is no explanation for a person who trains a model.
+_JARGON = re.compile(
+    r"HOP:|HigherOrder|Dynamo attempts|source=|AOTDispatcher|<eval_with_key>|marked as skipped"
+    r"|[Dd]ata-dependent|Attempted to (call|inline|access)"
+)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -224,6 +230,11 @@ def own(error: Exception) -> bool:
     return isinstance(error, (ValueError, TypeError)) and at.startswith("memopt.")
 
 
+def allowed(situation: Situation, way: str) -> tuple[Kind, ...]:
+    """The verdicts that a cell may have."""
+    return ("exact",) if way in situation.exact else ("exact", "refused", "unplanned")
+
+
 def judge(situation: Situation, way: str) -> Verdict:
     """The verdict on a situation under one of the ways."""
     eager = _eager(situation)
@@ -249,6 +260,8 @@ def _refusal(situation: Situation, found: Run) -> Verdict:
         return Verdict("WRONG", f"a refusal that does not name {situation.names!r}: {text[:900]}")
     if found.left:
         return Verdict("WRONG", f"refused, and left changed {found.left}")
+    if _JARGON.search(text):
+        return Verdict("WRONG", f"refused in words that do not explain it: {text[:900]}")
     return Verdict("refused", text[:900])
 
 

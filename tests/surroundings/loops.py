@@ -50,7 +50,9 @@ def _() -> Setting:
 @situation("a float attribute is annealed", "temperature", exact=("wrap", "backend"), quick=True)
 def _() -> Setting:
     class Annealed(Net):
-        temperature = 1.0
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = 1.0
 
         def touch(self, h: Tensor) -> Tensor:
             return h / self.temperature

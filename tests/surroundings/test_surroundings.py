@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.surroundings.judge import Verdict, judge, own, run, verdict_of
+from tests.surroundings.judge import Verdict, allowed, judge, own, run, verdict_of
 from tests.surroundings.seen import difference, seen
 from tests.surroundings.situation import WAYS, Net, Setting, Situation
 from tests.surroundings.table import SITUATIONS
@@ -22,8 +22,7 @@ CELLS = [
 @pytest.mark.parametrize(("one", "way"), CELLS)
 def test_exact_or_refused(one: Situation, way: str) -> None:
     verdict = judge(one, way)
-    allowed = ("exact",) if way in one.exact else ("exact", "refused", "unplanned")
-    assert verdict.kind in allowed, verdict.reason
+    assert verdict.kind in allowed(one, way), verdict.reason
 
 
 def test_the_table_is_large() -> None:
