@@ -9,6 +9,7 @@ import io
 import itertools
 import queue
 import threading
+import time
 import weakref
 from collections import Counter, OrderedDict
 from typing import Any, ClassVar
@@ -365,3 +366,19 @@ class Loose(Net):
 def _() -> Setting:
     model = Loose()
     return Setting(model, lambda: [model.held, model.held[0].grad])
+
+
+class Timed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self._times: list[float] = []
+
+    def touch(self, h: Tensor) -> Tensor:
+        self._times.append(time.perf_counter())
+        return h
+
+
+@situation("a list of times", "_times|perf_counter")
+def _() -> Setting:
+    model = Timed()
+    return Setting(model, lambda: len(model._times))

@@ -170,7 +170,7 @@ class _Loop:
                 loss = module(*args, targets=(target,))
         else:
             with setting.around():
-                output = module(*args)
+                output = setting.call(module, args)
                 views[f"step {step}, output"] = seen(output)
                 loss = setting.loss(output, target)
             views[f"step {step}, forward"] = self.look()

@@ -250,3 +250,47 @@ def _() -> Setting:
         modules.append(module)
 
     return Setting(model, loss=loss, ready=ready)
+
+
+@situation("a buffer that gets its size in the first forward", "lowest|buffer")
+def _() -> Setting:
+    class Observes(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("lowest", torch.tensor([]))
+
+        def touch(self, h: Tensor) -> Tensor:
+            low = h.detach().amin(0)
+            if self.lowest.numel() == 0:
+                self.lowest.resize_(8).copy_(low)
+            else:
+                self.lowest.copy_(torch.minimum(self.lowest, low))
+            return h - self.lowest
+
+    return Setting(Observes())
+
+
+@situation("a layer that gets its size in the first forward", "[Ll]azy|[Uu]ninitialized")
+def _() -> Setting:
+    model = Net()
+    model.last = nn.LazyLinear(3)
+    return Setting(model)
+
+
+@situation("a learning rate in a closure", "rate|lr", exact=("plan", "wrap", "train_step"))
+def _() -> Setting:
+    used: list[float] = []
+    schedulers: list[Any] = []
+
+    def rate(step: int) -> float:
+        used.append(0.5**step)
+        return used[-1]
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = torch.optim.Adam(parameters, 0.1)
+        schedulers.append(torch.optim.lr_scheduler.LambdaLR(made, rate))
+        return made
+
+    return Setting(
+        Net(), lambda: used, optimizer=optimizer, after=lambda _: schedulers[-1].step() and None
+    )

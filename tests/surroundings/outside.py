@@ -280,3 +280,30 @@ class Caught(Net):
 def _() -> Setting:
     SCALARS.clear()
     return Setting(Caught(), lambda: SCALARS)
+
+
+class Averages(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = 0.0
+
+    def touch(self, h: Tensor) -> Tensor:
+        self.average = 0.9 * self.average + 0.1 * h.detach().mean().item()
+        return h
+
+
+@situation("a float average of values", "average|item")
+def _() -> Setting:
+    return Setting(Averages())
+
+
+class ToNumpy(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        SCALARS.append(h.detach().numpy().copy())
+        return h
+
+
+@situation("activations go to NumPy", "SCALARS|numpy")
+def _() -> Setting:
+    SCALARS.clear()
+    return Setting(ToNumpy(), lambda: SCALARS)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from tests.surroundings.situation import Setting
 
@@ -25,6 +26,8 @@ _PLAIN = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.
 def seen(value: Any, depth: int = 0) -> Seen:
     """A value as plain data: copies of tensors with what autograd says of them."""
     if isinstance(value, Tensor):
+        if is_lazy(value):
+            return type(value).__name__
         if value.layout != torch.strided:
             value = value.to_dense()
         plain = value.detach().as_subclass(Tensor).clone()

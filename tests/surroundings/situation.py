@@ -54,6 +54,7 @@ class Setting:
             backward, and when the step is done and looked at.
         ready: what the user does with the module when it has been planned.
         around: what a step's forward and loss run in.
+        call: how the loop calls the module.
         optimizer: makes it.
         owned: modules beside the model whose state is the user's.
     """
@@ -66,6 +67,7 @@ class Setting:
     between: Callable[[int], None] = nothing
     after: Callable[[int], None] = nothing
     ready: Callable[[Any], None] = nothing
+    call: Callable[[Any, tuple[Any, ...]], Any] = lambda module, args: module(*args)
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     optimizer: Callable[[Sequence[nn.Parameter]], Optimizer] = momentum
     owned: tuple[nn.Module, ...] = ()

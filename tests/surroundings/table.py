@@ -1,6 +1,7 @@
 """All situations, in one table."""
 
 from tests.surroundings import attributes as attributes
+from tests.surroundings import calls as calls
 from tests.surroundings import containers as containers
 from tests.surroundings import contexts as contexts
 from tests.surroundings import functions as functions
