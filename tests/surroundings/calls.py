@@ -71,7 +71,9 @@ def _() -> Setting:
     return Setting(Dropping(), call=call)
 
 
-@situation("checkpointed reentrantly by the caller", "checkpoint|reentrant", ways=MODULE_WAYS)
+@situation(
+    "checkpointed reentrantly by the caller", "checkpoint|reentrant|requires_grad", ways=MODULE_WAYS
+)
 def _() -> Setting:
     def call(module: Any, args: tuple[Any, ...]) -> Tensor:
         y: Tensor = checkpoint(module, args[0].requires_grad_(), use_reentrant=True)

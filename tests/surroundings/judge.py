@@ -200,7 +200,8 @@ class _Loop:
             run.error = error
             run.left = difference(before, self.look())
         if self.way in ("plan", "wrap") and run.error is None:
-            run.planned = not self.module.calls.original
+            calls = self.module.calls
+            run.planned = calls.planned + calls.replanned >= STEPS
         return run
 
 
