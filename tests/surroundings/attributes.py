@@ -309,7 +309,8 @@ class Guarded(Net):
     """Counts what is set on it, by a `__setattr__` of its own."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        WRITES.append(name)
+        if name == "marked":
+            WRITES.append(name)
         super().__setattr__(name, value)
 
     def touch(self, h: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def _() -> Setting:
     return Setting(Dropping(), call=lambda module, args: in_thread(lambda: module(*args)))
 
 
-@situation("called in two threads at once", "[Tt]hread", ways=MODULE_WAYS)
+@situation("called in another thread and in this one", "[Tt]hread", ways=MODULE_WAYS)
 def _() -> Setting:
     def call(module: Any, args: tuple[Any, ...]) -> Tensor:
         other = in_thread(lambda: module(torch.ones(4, 6)))

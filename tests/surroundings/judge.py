@@ -29,8 +29,9 @@ Kind = Literal["exact", "refused", "unplanned", "WRONG"]
 # What is no explanation for a person who trains a model.
 _JARGON = re.compile(
     r"HOP:|HigherOrder|Dynamo attempts|source=|AOTDispatcher|<eval_with_key>|marked as skipped"
-    r"|[Dd]ata-dependent|Attempted to (call|inline|access)"
+    r"|Attempted to (call|inline|access)"
 )
+_OF_VALUES = re.compile("[Dd]ata-dependent")
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def listening(heard: Heard, said: list[str]) -> Iterator[None]:
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         text = str(message)
-        if "surroundings" in text:
+        if text.startswith("surroundings:"):
             heard.warned.append(text)
         elif re.search(r"\bplan(s|ned)?\b|memopt", text):
             said.append(text)
@@ -261,7 +262,8 @@ def _refusal(situation: Situation, found: Run) -> Verdict:
         return Verdict("WRONG", f"a refusal that does not name {situation.names!r}: {text[:900]}")
     if found.left:
         return Verdict("WRONG", f"refused, and left changed {found.left}")
-    if _JARGON.search(text):
+    of_values = "item" in situation.names
+    if _JARGON.search(text) or (_OF_VALUES.search(text) and not of_values):
         return Verdict("WRONG", f"refused in words that do not explain it: {text[:900]}")
     return Verdict("refused", text[:900])
 

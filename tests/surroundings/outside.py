@@ -196,7 +196,12 @@ def _() -> Setting:
     return Setting(Shifted(), inputs=inputs)
 
 
-@situation("another thread trains another model meanwhile", "[Tt]hread", exact=("plan", "wrap"))
+@situation(
+    "another thread trains another model meanwhile",
+    "[Tt]hread",
+    ways=MODULE_WAYS,
+    exact=("plan", "wrap"),
+)
 def _() -> Setting:
     model, other = Net(), Net()
     losses: list[float] = []
