@@ -71,15 +71,20 @@ def _() -> Setting:
     return Setting(Dropping(), call=call)
 
 
-@situation(
-    "checkpointed reentrantly by the caller", "checkpoint|reentrant|requires_grad", ways=MODULE_WAYS
-)
+@situation("checkpointed reentrantly by the caller", "checkpoint|reentrant", ways=MODULE_WAYS)
 def _() -> Setting:
+    class Shifted(Dropping):
+        def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+            y: Tensor = super().forward(x + shift)
+            return y
+
+    shift = torch.zeros(6, requires_grad=True)
+
     def call(module: Any, args: tuple[Any, ...]) -> Tensor:
-        y: Tensor = checkpoint(module, args[0].requires_grad_(), use_reentrant=True)
+        y: Tensor = checkpoint(module, *args, use_reentrant=True)
         return y
 
-    return Setting(Dropping(), call=call)
+    return Setting(Shifted(), lambda: shift.grad, inputs=lambda _: (shift,), call=call)
 
 
 @situation("called first without gradients", "no_grad", ways=MODULE_WAYS, exact=("plan", "wrap"))

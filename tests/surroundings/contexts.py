@@ -178,7 +178,9 @@ def _() -> Setting:
     return Setting(ModeInside(), lambda: SEEN)
 
 
-@situation("a FlopCounterMode around a step", "FlopCounter|[Dd]ispatch|mode\\b", ways=MODULE_WAYS)
+@situation(
+    "a FlopCounterMode around a step", "FlopCounter|ModuleTracker|[Dd]ispatch", ways=MODULE_WAYS
+)
 def _() -> Setting:
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -267,7 +269,7 @@ def _() -> Setting:
     return Setting(model)
 
 
-@situation("the mode is turned between steps", "training|eval", exact=("wrap",))
+@situation("the mode is turned between steps", "training|eval")
 def _() -> Setting:
     class Drops(Net):
         def touch(self, h: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class Run:
         views: of all that the user owns, one for each moment.
         trace: what planning has changed.
         error: what ended the run, and `left` what the step that it ended has changed.
-        planned: whether planned steps ran.
+        planned_calls: how many ran under a plan.
         said: memopt's warnings and log records.
     """
 
@@ -67,7 +67,7 @@ class Run:
     trace: str = ""
     error: Exception | None = None
     left: str = ""
-    planned: bool = True
+    planned_calls: int = STEPS
     said: list[str] = field(default_factory=list)
 
 
@@ -202,7 +202,7 @@ class _Loop:
             run.left = difference(before, self.look())
         if self.way in ("plan", "wrap") and run.error is None:
             calls = self.module.calls
-            run.planned = calls.planned + calls.replanned >= STEPS
+            run.planned_calls = calls.planned + calls.replanned
         return run
 
 
@@ -215,7 +215,7 @@ def run(make: Callable[[], Setting], way: str) -> Run:
         made = make()
         found = _Loop(made, way, heard).whole()
     if way == "backend":
-        found.planned = any(step.graphs for step in compiled_steps()[before:])
+        found.planned_calls *= any(step.graphs for step in compiled_steps()[before:])
     found.said = said
     _default_world()
     return found
@@ -277,6 +277,7 @@ def verdict_of(eager: Run, found: Run) -> Verdict:
         if differs:
             said = f" (said: {found.said[0][:120]})" if found.said else ""
             return Verdict("WRONG", f"{moment}{differs}{said}")
-    if not found.planned and not found.said:
+    if not found.planned_calls and not found.said:
         return Verdict("WRONG", "ran unplanned without a word")
-    return Verdict("exact" if found.planned else "unplanned", "; ".join(found.said)[:200])
+    said = "; ".join([f"{found.planned_calls} calls planned", *found.said])[:200]
+    return Verdict("exact" if found.planned_calls >= STEPS else "unplanned", said)

@@ -61,7 +61,7 @@ def drawn() -> Setting:
 )
 def test_the_judge_sees_a_difference(make: Callable[[], Setting], where: str) -> None:
     eager = run(counting, "eager")
-    assert verdict_of(eager, run(counting, "eager")) == Verdict("exact")
+    assert verdict_of(eager, run(counting, "eager")) == Verdict("exact", "3 calls planned")
     found = verdict_of(eager, run(make, "eager"))
     assert found.kind == "WRONG"
     assert where in found.reason
