@@ -78,7 +78,7 @@ class WithTracker(Net):
         return h
 
 
-@situation("a global tracker object", "TRACKER|Tracker|kept|count", quick=True)
+@situation("a global tracker object", "TRACKER|Tracker|kept|count")
 def _() -> Setting:
     TRACKER.kept, TRACKER.count = [], 0
     return Setting(WithTracker(), lambda: TRACKER)
@@ -288,7 +288,7 @@ class Numbered(Net):
         return h * (1 + next(NUMBERS))
 
 
-@situation("itertools.count", "NUMBERS|count", quick=True)
+@situation("itertools.count", "NUMBERS|count")
 def _() -> Setting:
     global NUMBERS
     NUMBERS = itertools.count()

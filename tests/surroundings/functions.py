@@ -34,7 +34,7 @@ class WithCounting(Net):
         return Counting.apply(h)
 
 
-@situation("a custom function counts its calls", "Counting|CALLS", quick=True)
+@situation("a custom function counts its calls", "Counting|CALLS")
 def _() -> Setting:
     CALLS.clear()
     return Setting(WithCounting(), lambda: CALLS)
@@ -232,7 +232,7 @@ class Marked(Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-@situation("a tensor subclass as argument", "Marked|subclass", quick=True)
+@situation("a tensor subclass as argument", "Marked|subclass")
 def _() -> Setting:
     class Shifted(Net):
         def forward(self, x: Tensor, shift: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def _() -> Setting:
     return hooked(lambda model: model.last.register_forward_hook(always, always_call=True))
 
 
-@situation("a hook on all modules of the process", "hook|HOOKED|module", quick=True)
+@situation("a hook on all modules of the process", "hook|HOOKED|module")
 def _() -> Setting:
     def each(module: Any, _args: Any, _output: Any) -> None:
         if isinstance(module, (Net, nn.Linear)):

@@ -259,12 +259,14 @@ class BranchesInLoop(Net):
         blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(2)]
         self.blocks = torch.nn.ModuleList(blocks)
 
-    def touch(self, h: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
         for block in self.blocks:
             h = h + block(h)
             if h.abs().max().item() > 1e9:
                 h = h / 2
-        return h
+        y: Tensor = self.last(h)
+        return y
 
 
 @situation("a check for overflow in a loop over blocks", "item", quick=True)

@@ -22,7 +22,7 @@ class Skipping(Net):
         return h if random.random() < 0.5 else h.sin()
 
 
-@situation("stochastic depth by random.random()", r"random\.random|random", quick=True)
+@situation("stochastic depth by random.random()", r"random\.random|random")
 def _() -> Setting:
     return Setting(Skipping())
 
