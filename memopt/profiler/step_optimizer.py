@@ -69,6 +69,12 @@ class Update:
         return "update"
 
 
+def _is_memopts(hook: Any) -> bool:
+    """Whether a hook is memopt's own, which may see each parameter's step (`memopt.wrap`'s)."""
+    function = getattr(hook, "func", hook)
+    return str(getattr(function, "__module__", "")).startswith("memopt.")
+
+
 def check_splittable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Refuse what cannot be cut into one update per parameter.
 
@@ -88,7 +94,8 @@ def check_splittable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         raise ValueError(
             f"{kind.__name__} has step hooks, which would run once per parameter; remove them"
         )
-    if any(imported("torch.optim.optimizer", name) for name in _ON_ALL_OPTIMIZERS):
+    hooks = [imported("torch.optim.optimizer", name).values() for name in _ON_ALL_OPTIMIZERS]
+    if any(not _is_memopts(hook) for found in hooks for hook in found):
         raise ValueError(
             "there are step hooks on all optimizers (register_optimizer_step_pre_hook or "
             "..._post_hook), which would run once per parameter; remove them, or plan the module "
@@ -258,4 +265,4 @@ def host_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     size_bytes = value.untyped_storage().nbytes()
     storage = torch.from_numpy(np.empty(size_bytes, dtype=np.uint8)).untyped_storage()
     empty = torch.empty(0, dtype=value.dtype)
-    return empty.set_(storage, 0, value.size(), value.stride())  # type: ignore[call-overload,no-any-return]  # torch accepts an UntypedStorage here
+    return empty.set_(storage, 0, value.size(), value.stride())
