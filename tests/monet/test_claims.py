@@ -154,9 +154,10 @@ def test_a_second_run_that_writes_a_result_first_stays() -> None:
 
 
 def test_a_bound_of_nothing_proves_nothing() -> None:
-    # Nothing needs y, so the bound is 0; without a budget it runs all the same.
+    # Nothing needs y, so the bound is 0; without a search it runs all the same.
     tensors = [Tensor("x", 1, TensorKind.INPUT), Tensor("y", 1)]
     graph = Graph(tensors, [Operator("y", (0,), (1,), 1.0)])
-    found = RotorMenus().solve(graph, None)
+    found = RotorMenus(merged_s=0.0).solve(graph, None, time_limit_s=0.0)
     assert (found.time_s, found.lower_bound_s) == (1.0, 0.0)
     assert found.status is Status.FEASIBLE
+    assert RotorMenus().solve(graph, None).time_s == 0.0
