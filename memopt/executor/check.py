@@ -81,7 +81,8 @@ class _Steps:
     def _output(self, module: nn.Module) -> Any:
         """What a training loop holds of a call's output."""
         dropped = self.plan.output_gradients.dropped
-        return without(module(*self.call.args, **self.call.kwargs), dropped)
+        given = self.call.once()
+        return without(module(*given.args, **given.kwargs), dropped)
 
     def seconds(self, module: nn.Module, run_backward: OwnBackward) -> float:
         """Seconds of a step."""

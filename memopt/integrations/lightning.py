@@ -13,12 +13,25 @@ from torch import nn
 from memopt.api.wrap import unwrap, wrap
 from memopt.executor.calls import Calls
 from memopt.executor.self_planning import planning_of
+from memopt.profiler.optimizer_state import PER_PARAMETER
 from memopt.strategies import Strategy
+
+
+def _optimizer_of(module: nn.Module, optimizers: list[Any]) -> Any:
+    """The optimizer that trains a module, if one does alone and its state can be told before its
+    first step; else None: it is charged from then on."""
+    own = {id(parameter) for parameter in module.parameters()}
+    found = [
+        one
+        for one in optimizers
+        if any(id(p) in own for group in one.param_groups for p in group["params"])
+    ]
+    return found[0] if len(found) == 1 and type(found[0]) in PER_PARAMETER else None
 
 
 class MemoptCallback(Callback):
     """Plans a model's training steps while Lightning fits it: `memopt.wrap` when fitting begins
-    and `memopt.unwrap` when it ends.
+    and `memopt.unwrap` when it ends. The optimizer's state is charged.
 
     Args:
         budget, strategy: as for `memopt.plan`.
@@ -52,7 +65,8 @@ class MemoptCallback(Callback):
         """
         self.calls = Calls()
         for module in self._planned(pl_module):
-            wrap(module, **self._options)
+            options = {"optimizer": _optimizer_of(module, trainer.optimizers), **self._options}
+            wrap(module, **options)
             self._wrapped.append(module)
             made = planning_of(module)
             assert made is not None

@@ -180,7 +180,8 @@ def _unplanned_step(
         return eager_step(model, call, loss.value, optimizer, rules, run_backward)
 
     def step() -> Any:
-        output = model(*call.args, **call.kwargs)
+        given = call.once()
+        output = model(*given.args, **given.kwargs)
         if loss is not None and loss.alone:
             output = loss.value(output)
             run_backward([output])

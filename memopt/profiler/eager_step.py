@@ -37,7 +37,8 @@ def eager_step(
 
     def step() -> None:
         for _ in range(rules.micro_batches):
-            value = loss_of(model(*call.args, **call.kwargs))
+            given = call.once()
+            value = loss_of(model(*given.args, **given.kwargs))
             if rules.micro_batches > 1:
                 value = value / rules.micro_batches
             value = scaler.scale(value)

@@ -77,6 +77,10 @@ class Call:
 
         return self.with_tensors(one)
 
+    def once(self) -> Call:
+        """The same call with lists and dicts of its own: a forward may change what it gets."""
+        return self.with_tensors(lambda tensor: tensor)
+
     def with_tensors(self, made_of: Callable[[Tensor], Tensor]) -> Call:
         """The same call with what `made_of` makes of each of its tensors."""
         args, kwargs = pytree.tree_map_only(Tensor, made_of, self.opened)

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from memopt.errors import CaptureError
-from memopt.profiler.dependencies.changes import Change, Constant, Existing
+from memopt.profiler.dependencies.changes import HOOK, Change, Constant, Existing
 from memopt.profiler.dependencies.reader import GONE, TraceReader, same
 from memopt.profiler.inputs import Call
 from memopt.profiler.traced_arguments import with_arguments
@@ -163,6 +163,11 @@ def side_effects(model: nn.Module, call: Call, reader: TraceReader) -> SideEffec
     effects = []
     for change in with_arguments(reader.changes):
         effect = _of_argument(change) if change.path else _of_object(change, reader)
+        if change.kind == HOOK:
+            raise CaptureError(
+                f"the forward sets a hook on {effect.shown}, which is there before it, and planned "
+                "steps would not: set it once, before planning"
+            )
         if not change.known:
             raise CaptureError(why_not_left_behind([effect.shown]))
         if change.kind == "append":
@@ -196,9 +201,10 @@ def _of_object(change: Change, reader: TraceReader) -> Effect:
     )
     if None in values:
         values = (None,) * len(values)
-    return Effect(
-        change, reader.read_later(change.source), reader.shown(change.source), values=values
-    )
+    shown = reader.shown(change.source)
+    if "attribute" in change.kind and change.name != "cell_contents":
+        shown = f"{shown}.{change.name}"
+    return Effect(change, reader.read_later(change.source), shown, values=values)
 
 
 def _of_argument(change: Change) -> Effect:

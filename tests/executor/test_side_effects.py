@@ -194,13 +194,17 @@ def counts_in_itself(net: Net, _h: Tensor, _: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Net, Tensor, Any], Any], str]] = {
-    "a count": (counted, r"test_side_effects"),
-    "a count of the model's": (counts_in_itself, r"of model\b"),
+    "a count": (counted, r"test_side_effects\.COUNT"),
+    "a count of the model's": (counts_in_itself, r"of model\.hidden"),
     "a class's count": (
         lambda net, h, _: setattr(Tracker, "calls", Tracker.calls + 1),
-        r"test_side_effects\.Tracker",
+        r"test_side_effects\.Tracker\.calls",
     ),
     "an iterator": (lambda net, h, _: FEATURES.update(a=h * next(NUMBERS)), r"NUMBERS"),
+    "a hook on a parameter": (
+        lambda net, h, _: net.linear.weight.register_hook(lambda g: 2 * g),
+        r"a hook on model\.linear\.weight",
+    ),
     "a tensor in a set": (lambda net, h, _: NAMES.add(h), r"NAMES"),
     "an argument's container moved": (
         lambda net, h, batch: batch.append(batch[0]),

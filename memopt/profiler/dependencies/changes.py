@@ -79,6 +79,8 @@ class Change:
         return f"{self.source}.{self.name}", f"{self.source}.__dict__[{self.name!r}]"
 
 
+HOOK = "hook"
+"""The kind of a hook that the forward sets on a tensor."""
 _KNOWN = (
     "attribute",
     "item",
@@ -132,6 +134,10 @@ def _changes(effects: Any) -> tuple[tuple[Change, ...], tuple[str, ...]]:
         if not made:
             set_back = [Change(source, "attribute", n) for n in _attributes(variable, effects)]
             undone += [place for one in set_back or [Change(source, "")] for place in one.places]
+    # Hooks on tensors that the forward makes are in the graph.
+    for tensor, *_ in effects.tensor_hooks.values():
+        if _has_place(tensor):
+            found.append(Change(expression_of(tensor.source), HOOK))
     return tuple(found), tuple(undone)
 
 
