@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from memopt.errors import CaptureError
 from memopt.profiler.baseline import Loss
 from memopt.profiler.inputs import Call
 from memopt.profiler.ranks import alone
@@ -66,8 +67,10 @@ def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterato
     except NoLossError:
         raise  # which says what to do
     except Exception as error:  # raised again unless the model fails by itself
-        if not alone():
-            raise  # Called on this rank only, the model would wait for the others.
+        if not alone() or _is_refused(error):
+            # Called on this rank only, the model would wait for the others; and what memopt or
+            # Dynamo refuses works without: a call of it would only leave traces in the world.
+            raise
         reason = _failure(model, call)
         if reason is not None:
             raise ValueError(
@@ -84,6 +87,16 @@ def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterato
         ) from error
     finally:
         logger.setLevel(level)
+
+
+def _is_refused(error: Exception) -> bool:
+    """Whether a model is refused for what its code does, not for what comes of it."""
+    if not isinstance(error, CaptureError):
+        return False
+    cause = error.__cause__
+    # An exception that the forward raises Dynamo refuses in the same way.
+    raised = "Observed exception" in str(cause)
+    return cause is None or (type(cause).__name__ == "Unsupported" and not raised)
 
 
 def _failure(model: nn.Module, call: Call, loss: Loss | None = None) -> str | None:

@@ -24,7 +24,7 @@ from memopt.errors import CaptureError
 from memopt.profiler.dependencies.changes import HOOK, Change, Constant, Existing
 from memopt.profiler.dependencies.reader import GONE, TraceReader, same
 from memopt.profiler.inputs import Call
-from memopt.profiler.traced_arguments import with_arguments
+from memopt.profiler.traced_arguments import Place, with_arguments
 
 Read: TypeAlias = Callable[[nn.Module, Call], Any]
 """Reads an object, given the model and the call."""
@@ -96,6 +96,18 @@ class SideEffects:
     def made_by_call(self) -> tuple[Effect, ...]:
         """Those for which the graph returns values."""
         return tuple(one for one in self.effects if one.is_made_by_call)
+
+    def places(self, model: nn.Module, call: Call) -> list[Place]:
+        """Where the values are left for which the graph returns some."""
+        return [
+            (
+                one.path,
+                None if one.path else one.owner(model, call),
+                one.change.kind,
+                one.change.name,
+            )
+            for one in self.made_by_call
+        ]
 
     def carry_out(self, model: nn.Module, call: Call, made: Sequence[Any]) -> None:
         """Change the objects as the forward does.
@@ -271,6 +283,8 @@ def _dict(owner: Any) -> Any:
 
 def _setter(owner: Any) -> Callable[[Any, str, Any], None]:
     """What sets an attribute: the `__setattr__` of a class may do more, which was traced."""
+    if isinstance(owner, nn.Module):
+        return nn.Module.__setattr__
     own: Any = type(owner).__setattr__
-    plain = isinstance(owner, (nn.Module, type)) or own is object.__setattr__
+    plain = isinstance(owner, type) or own is object.__setattr__
     return setattr if plain else object.__setattr__

@@ -128,12 +128,7 @@ def capture_step(
     module = StepModule(model, loss.function)
     step_call = Call((loss.targets, *call.args), call.kwargs)
     captured = capture(module, step_call, joints=joints)
-    if captured.effects.made_by_call:
-        raise CaptureError(
-            f"the step leaves tensors behind in {', '.join(captured.effects.shown)}, which a "
-            "train step does not do: clear it in loss_fn, or plan the module alone "
-            "(memopt.plan(model, inputs) and plan.apply, or memopt.wrap), which does"
-        )
+    _check_effects(captured)
     captured = replace(captured, tangents=of_the_loss(captured.tangents))
     lowering = build(module, captured, block_bytes)
     made = Fused(captured, lowering)
@@ -176,6 +171,16 @@ def capture_step(
         mutated=once.mutated,
         largest=largest,
     )
+
+
+def _check_effects(captured: Captured) -> None:
+    """Refuse a step that leaves tensors behind, which belong to a graph that it has run already."""
+    if captured.effects.made_by_call:
+        raise CaptureError(
+            f"the step leaves tensors behind in {', '.join(captured.effects.shown)}, which a "
+            "train step does not do: clear it in loss_fn, or plan the module alone "
+            "(memopt.plan(model, inputs) and plan.apply, or memopt.wrap), which does"
+        )
 
 
 def _trained_positions(

@@ -82,7 +82,7 @@ def _trace(model: nn.Module, call: Call, tracing: Tracing) -> Trace:
     effects = side_effects(model, call, TraceReader(model, guards))
     if effects.made_by_call:
         try:
-            module, _ = traced(values_returned(model, call, effects.made_by_call))
+            module, _ = traced(values_returned(effects.places(model, call)))
         except CaptureError as error:
             raise CaptureError(why_not_left_behind(effects.shown)) from error
     if effects.set_other_constants(model, call):

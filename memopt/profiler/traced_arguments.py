@@ -11,23 +11,21 @@ import contextlib
 import importlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from memopt.profiler.dependencies.changes import Change, Constant, Traced
 from memopt.profiler.inputs import Call
-
-if TYPE_CHECKING:
-    from memopt.profiler.side_effects import Effect
 
 _HOME = "torch._dynamo.functional_export"
 _FRAME = "L['self']"
 
 Contents = tuple[tuple[Any, ...], Any, list[Any], list[Any]]
 """A container among the arguments: path, itself, its indices or keys, its items."""
+Place = tuple[tuple[Any, ...], Any, str, Any]
+"""Where values are left: an argument's path or else the object, kind and name of the change."""
 Found = tuple[tuple[Any, ...], str, Any, int]
 """A change of an argument: path, kind, name, how many values."""
 
@@ -43,11 +41,12 @@ def arguments_compared(call: Call) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def values_returned(model: nn.Module, call: Call, effects: Sequence[Effect]) -> Iterator[None]:
-    """Trace so that the values of these effects are outputs, beside the model's own."""
+def values_returned(places: Sequence[Place]) -> Iterator[None]:
+    """Trace so that what the forward leaves in these places is returned, beside the model's own
+    outputs."""
     # Dynamo takes an empty list inside of a tuple for a constant: each owner is an attribute.
-    owners = {f"owner_{i}": one.owner(model, call) for i, one in enumerate(effects) if not one.path}
-    steps = tuple((one.path, one.change.kind, one.change.name) for one in effects)
+    owners = {f"owner_{i}": owner for i, (_, owner, _, _) in enumerate(places)}
+    steps = tuple((path, kind, name) for path, _, kind, name in places)
     with _frame(_returning, {**owners, "steps": steps, "values": _values}):
         yield
 
