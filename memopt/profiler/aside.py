@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch.utils._device import DeviceContext
 
 from memopt.profiler.reached_state import ReachedState
 from memopt.profiler.torch_private import imported
@@ -53,6 +54,22 @@ def surroundings_off() -> Iterator[None]:
         if torch.is_anomaly_enabled():
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
         yield
+
+
+def mode_around() -> str | None:
+    """The class of a mode of the user's that sees every operator or function that is called here;
+    None: there is none. One that sets the device of new tensors changes nothing else."""
+    found: list[object] = []
+    if torch._C._len_torch_function_stack():
+        found += imported("torch.overrides", "_get_current_function_mode_stack")()
+    if torch._C._len_torch_dispatch_stack():
+        modes = imported("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack")()
+        found += [mode for mode in modes if not mode.is_infra_mode()]
+    names = (type(mode) for mode in found if not isinstance(mode, DeviceContext))
+    return next((one.__name__ for one in names if not one.__module__.startswith("memopt.")), None)
+
+
+WHY_MODE = "it is inside of {}, which sees every operator, and a planned step runs others"
 
 
 @contextmanager
