@@ -28,7 +28,7 @@ from torch import nn
 
 from memopt.api.plan import Plan
 from memopt.api.planning import plan
-from memopt.errors import CaptureError, InfeasibleBudgetError
+from memopt.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError
 from memopt.executor.in_compiled_code import compiled_code_kept
 from memopt.integrations.custom_functions import with_custom_functions
 from memopt.integrations.skipped_frames import SkippedFrame, hear_skipped_frames
@@ -257,7 +257,7 @@ def memopt_backend(
     # is in the graph.
     own = with_custom_functions(torch.fx.GraphModule(module, module.graph))
     own.training = True
-    name, kinds = _begins_at(module), dict[Any, PlannedGraph]()
+    name, kinds = _begins_at(module), dict[Any, PlannedGraph | None]()
 
     def run(*args: Any) -> Any:
         if not torch.is_grad_enabled() or not any(map(_trained, args)):
@@ -265,8 +265,15 @@ def memopt_backend(
             return own(*args)
         kind = tuple(map(_described, args))
         if kind not in kinds:
-            kinds[kind] = step.planned(name, own, args)
-        return step.call(kinds[kind], args)
+            try:
+                kinds[kind] = step.planned(name, own, args)
+            except NothingToTrainError:
+                kinds[kind] = None  # a part between graph breaks that only looks at values
+        planned = kinds[kind]
+        if planned is None:
+            step.without_gradients += 1
+            return own(*args)
+        return step.call(planned, args)
 
     return run
 

@@ -150,7 +150,7 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
         kept.keep(buffer)
     devices = dict.fromkeys(t.device for t in reached.tensors)
     restore = _other_generators()
-    dtype = torch.get_default_dtype()
+    settings = _settings()
     try:
         tensors.without_gradients()
         with gradient_hooks_off(reached.tensors), random_state_kept(devices), torch.enable_grad():
@@ -158,7 +158,7 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
     finally:
 
         def put_back() -> None:
-            torch.set_default_dtype(dtype)
+            settings()
             restore()
             reached.put_back()
             tensors.put_back()
@@ -193,6 +193,24 @@ def _looking_on() -> Iterator[Any]:
     """What runs with every module's forward: the hooks on all modules."""
     for hooks in _ON_ALL_MODULES:
         yield from getattr(nn.modules.module, hooks, {}).values()
+
+
+def _settings() -> Callable[[], None]:
+    """Puts back how torch is set: what a forward may set for all."""
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    precision = torch.get_float32_matmul_precision()
+
+    def restore() -> None:
+        torch.set_default_dtype(dtype)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        if torch.get_float32_matmul_precision() != precision:
+            torch.set_float32_matmul_precision(precision)
+
+    return restore
 
 
 def _other_generators() -> Callable[[], None]:
