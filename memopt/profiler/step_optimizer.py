@@ -250,4 +250,4 @@ def host_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     size_bytes = value.untyped_storage().nbytes()
     storage = torch.from_numpy(np.empty(size_bytes, dtype=np.uint8)).untyped_storage()
     empty = torch.empty(0, dtype=value.dtype)
-    return empty.set_(storage, 0, value.size(), value.stride())  # type: ignore[call-overload,no-any-return]  # torch accepts an UntypedStorage here
+    return empty.set_(storage, 0, value.size(), value.stride())

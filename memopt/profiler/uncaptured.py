@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from memopt.errors import CaptureError
 from memopt.profiler.dependencies.dynamo_guards import ROOT
 from memopt.profiler.inputs import Call
 from memopt.profiler.remedies import known_remedy, without_labels
-from memopt.profiler.restored_state import state_restored
+from memopt.profiler.restored_state import forward_restored, state_restored
 
 
 def check_initialised(model: nn.Module) -> None:
@@ -39,7 +40,11 @@ def check_initialised(model: nn.Module) -> None:
 
 def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
     """The message on what dynamo refused in a model's forward, where, and what to do about it."""
-    known = _cumulative_average(model) or known_remedy(model, error)
+    known = (
+        _cumulative_average(model)
+        or known_remedy(model, error)
+        or _sized_by_the_first_forward(model, call)
+    )
     if known is not None:
         return known
     hooked = _backward_hooks(model)
@@ -83,6 +88,23 @@ def _cumulative_average(model: nn.Module) -> str | None:
                 "track_running_stats=False"
             )
     return None
+
+
+def _sized_by_the_first_forward(model: nn.Module, call: Call) -> str | None:
+    """Buffers that a forward gives another shape, as observers of ranges do in their first one."""
+    before = {name: buffer.shape for name, buffer in model.named_buffers()}
+    found: list[str] = []
+    # What the model itself raises here, dynamo has said already.
+    with contextlib.suppress(Exception), forward_restored(model, call):
+        now = dict(model.named_buffers())
+        found = [n for n, shape in before.items() if n in now and now[n].shape != shape]
+    if not found:
+        return None
+    return (
+        f"the forward gives the buffer {found[0]!r} its size, and planning leaves a model as it "
+        "is: call the model once before it is planned or wrapped (a buffer that changes in size in "
+        "later forwards, too, no plan can hold: give it the largest size where it is registered)"
+    )
 
 
 def _backward_hooks(model: nn.Module) -> str | None:
