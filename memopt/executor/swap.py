@@ -58,7 +58,7 @@ class StoredTensor:
         begin = int(whole.storage_offset()) // like.dtype.itemsize
         offset = begin + int(like.storage_offset())
         empty = torch.empty(0, dtype=like.dtype)
-        return empty.set_(whole.untyped_storage(), offset, like.size(), like.stride())  # type: ignore[call-overload,no-any-return]  # torch accepts an UntypedStorage here
+        return empty.set_(whole.untyped_storage(), offset, like.size(), like.stride())
 
     def made(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor again, over a storage."""
