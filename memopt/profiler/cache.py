@@ -30,8 +30,7 @@ class Cost:
     Attributes:
         time_s: median seconds.
         workspace_bytes: peak during the call minus its outputs.
-        output_bytes: storage bytes of each tensor it returned, in order; 0 of one in the storage of
-            an argument or of a result before it.
+        output_bytes: of each storage that it made for its results, in their order.
     """
 
     time_s: _Seconds

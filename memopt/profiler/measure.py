@@ -29,7 +29,7 @@ from memopt.profiler.collectives import is_collective
 from memopt.profiler.joint_store import JointStore
 from memopt.profiler.memory import metered_sections
 from memopt.profiler.network_costs import network_costs
-from memopt.profiler.real_results import check_results, left_bytes
+from memopt.profiler.real_results import check_results, difference, left_bytes
 from memopt.profiler.signature import (
     ENDS_PROCESS,
     REFUSALS,
@@ -108,6 +108,10 @@ def measure(
         CaptureError: a kernel leaves other memory than the graph says that it writes.
     """
     costs = costs_of(lowering.signatures, device, options, progress, captured)
+    if options.cache is not None and difference(lowering, costs) is not None:
+        # Unless it is a damaged row of the cache.
+        renewed = replace(options, renew=True)
+        costs = costs_of(lowering.signatures, device, renewed, progress, captured)
     check_results(lowering, costs)
     return with_state(with_costs(lowering, costs), backend_of(device))
 
@@ -144,13 +148,11 @@ def with_costs(lowering: Lowering, costs: list[Cost]) -> Graph:
     graph = lowering.graph
     tensors = list(graph.tensors)
     operators = []
-    for operator, node, cost in zip(graph.operators, lowering.nodes, costs, strict=True):
-        held = [t for t in lowering.storages[node] if t is not None]
-        if len(held) == len(cost.output_bytes):
-            for tensor, size in zip(held, cost.output_bytes, strict=True):
-                if tensor in operator.writes:
-                    old = tensors[tensor]
-                    tensors[tensor] = Tensor(old.name, size, old.kind)
+    for operator, cost in zip(graph.operators, costs, strict=True):
+        if len(operator.writes) == len(cost.output_bytes):
+            for tensor, size in zip(operator.writes, cost.output_bytes, strict=True):
+                old = tensors[tensor]
+                tensors[tensor] = Tensor(old.name, size, old.kind)
         priced = replace(
             operator,
             time_s=cost.time_s,

@@ -23,51 +23,52 @@ from memopt.profiler.signature import Arguments
 
 
 def left_bytes(result: object, arguments: Arguments, device: torch.device) -> tuple[int, ...]:
-    """Storage bytes of each tensor that a call has returned; 0 of one in the storage of an argument
-    or of a result before it."""
+    """Bytes of each storage that a call has made for its results, in their order: none for a result
+    in the storage of an argument, or of a result before it."""
     block = backend_of(device).block_bytes
     given = (one for one in pytree.tree_leaves(arguments) if isinstance(one, torch.Tensor))
     seen = set(map(storage_of, given))
     sizes = []
     for value in result if isinstance(result, (tuple, list)) else (result,):
-        if isinstance(value, torch.Tensor):
-            new = storage_of(value) not in seen
-            sizes.append(in_blocks(value.untyped_storage().nbytes(), block) if new else 0)
+        if isinstance(value, torch.Tensor) and storage_of(value) not in seen:
             seen.add(storage_of(value))
+            sizes.append(in_blocks(value.untyped_storage().nbytes(), block))
     return tuple(sizes)
 
 
-def check_results(lowering: Lowering, costs: Sequence[Cost]) -> None:
-    """Refuse a graph in which an operator writes other results than its kernel leaves.
+def difference(lowering: Lowering, costs: Sequence[Cost]) -> str | None:
+    """Where a graph's operator writes another number of storages than its kernel leaves, as a
+    sentence; None: nowhere. (Their sizes may differ: the graph takes over the kernel's.)
 
     Args:
         lowering: the graph.
         costs: the measured cost of each of its operators.
-
-    Raises:
-        CaptureError: there is one, named.
     """
     graph = lowering.graph
-    for operator, node, cost in zip(graph.operators, lowering.nodes, costs, strict=True):
-        if operator.collective is not None:
-            continue
-        held = [t for t in lowering.storages[node] if t is not None]
-        new = [t in operator.writes and t not in held[:i] for i, t in enumerate(held)]
-        said = [graph.tensors[t].size_bytes if own else 0 for t, own in zip(held, new, strict=True)]
-        # Kernels may return larger storages than their fake ones, but no other number of them.
-        real = cost.output_bytes
-        if len(held) != len(real) or any(
-            own != (size > 0) and (size > 0 or said[i] > 0)
-            for i, (own, size) in enumerate(zip(new, real, strict=True))
-        ):
-            raise CaptureError(
-                f"{operator.target} ({operator.name}) leaves {_listed(real)} in "
+    for operator, cost in zip(graph.operators, costs, strict=True):
+        if operator.collective is None and len(operator.writes) != len(cost.output_bytes):
+            said = [graph.tensors[t].size_bytes for t in operator.writes]
+            return (
+                f"{operator.target} ({operator.name}) leaves {_listed(cost.output_bytes)} in "
                 f"memory, where the captured graph has {_listed(said)}: its fake kernel describes "
-                "other results than the kernel returns, and no plan could keep a budget. Please "
-                "report this operator; until then keep it out of the planned module, or correct "
-                "the fake kernel if it is yours (torch.library.register_fake)"
+                "other results than the kernel returns, and no plan could keep a budget. If the "
+                "operator is yours, correct its fake kernel (torch.library.register_fake); else "
+                "plan the modules around it, and please report it"
             )
+    return None
+
+
+def check_results(lowering: Lowering, costs: Sequence[Cost]) -> None:
+    """Refuse a graph that writes other results than its kernels leave.
+
+    Raises:
+        CaptureError: there is a `difference`.
+    """
+    found = difference(lowering, costs)
+    if found is not None:
+        raise CaptureError(found)
 
 
 def _listed(sizes: Sequence[int]) -> str:
-    return f"{format_bytes(sum(sizes))} ({' + '.join(map(str, sizes)) or 0} bytes)"
+    each = " + ".join(map(str, sizes)) or "0"
+    return f"{format_bytes(sum(sizes))} ({each} bytes)"

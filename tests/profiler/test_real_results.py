@@ -134,15 +134,31 @@ def test_a_fake_kernel_that_describes_two_results_as_one_is_refused(
         check(CASES["lstm"]())
 
 
-def test_a_fake_kernel_that_describes_another_result_than_the_kernels_is_refused() -> None:
-    @torch.library.custom_op("memopt_tests::doubled", mutates_args=())
-    def doubled(x: Tensor) -> tuple[Tensor, Tensor]:
-        return 2 * x, x.new_empty(0)
+LIBRARY = torch.library.Library("memopt_tests", "FRAGMENT")
+SHARING: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
+    "argument": (
+        lambda x: (2 * x, x.view_as(x)),
+        lambda x: (torch.empty_like(x), torch.empty_like(x)),
+        r"argument.*leaves 240 B \(240 bytes\).*has 480 B \(240 \+ 240 bytes\)",
+    ),
+    "result": (
+        lambda x: (2 * x, 3 * x),
+        lambda x: (torch.empty_like(x),) * 2,
+        r"result.*leaves 480 B \(240 \+ 240 bytes\).*has 240 B \(240 bytes\)",
+    ),
+}
 
-    doubled.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x)))
-    doubled.register_autograd(lambda _, first, second: 2 * first)
-    with pytest.raises(memopt.CaptureError, match=r"doubled.*240 \+ 0 .*240 \+ 240"):
-        check(Of(lambda x: torch.ops.memopt_tests.doubled(x.tanh()), 3, 20))
+
+@pytest.mark.parametrize("name", SHARING)
+def test_kernels_that_share_other_storages_than_their_fake_ones_are_refused(name: str) -> None:
+    kernel, described, message = SHARING[name]
+    if not hasattr(torch.ops.memopt_tests, f"shared_{name}"):
+        LIBRARY.define(f"shared_{name}(Tensor x) -> (Tensor, Tensor)")
+        LIBRARY.impl(f"shared_{name}", kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"memopt_tests::shared_{name}", described, lib=LIBRARY)
+    overload = getattr(torch.ops.memopt_tests, f"shared_{name}").default
+    with pytest.raises(memopt.CaptureError, match=message):
+        check(Of(lambda x: (*overload(x.detach().tanh()), x.tanh()), 3, 20))
 
 
 @pytest.mark.parametrize("both_ways", [False, True])
