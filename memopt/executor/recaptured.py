@@ -158,12 +158,10 @@ def _measured(
     workspaces: dict[tuple[int, str | None], int] = {}
     signatures = list(map(signature, nodes))
     costs = costs_of(signatures, device, options, captured=captured, timed=False)
-    for (op, name), node, cost in zip(calls, nodes, costs, strict=True):
+    for (op, name), cost in zip(calls, costs, strict=True):
         workspaces[op, name] = cost.workspace_bytes
-        held = [t for t in lowering.storages[node] if t is not None]
-        if len(held) == len(cost.output_bytes) and name is None:
-            written = operators[op].writes
-            sizes |= {t: n for t, n in zip(held, cost.output_bytes, strict=True) if t in written}
+        if len(operators[op].writes) == len(cost.output_bytes) and name is None:
+            sizes |= dict(zip(operators[op].writes, cost.output_bytes, strict=True))
     return sizes, workspaces
 
 

@@ -16,7 +16,7 @@ from memopt.models.folders import default_directory, tell_once
 from memopt.models.reader import Reader, parse
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS costs (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
-_VERSION = 3
+_VERSION = 4
 _LARGEST_ROW = 2**20
 
 _Bytes: TypeAlias = Annotated[int, Check("the bytes of a call", lambda size: 0 <= size <= 2**53)]
@@ -30,7 +30,7 @@ class Cost:
     Attributes:
         time_s: median seconds.
         workspace_bytes: peak during the call minus its outputs.
-        output_bytes: storage bytes of each tensor it returned, in order.
+        output_bytes: of each storage that it made for its results, in their order.
     """
 
     time_s: _Seconds

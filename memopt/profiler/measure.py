@@ -20,7 +20,6 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from memopt.errors import ProfileError
-from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Tensor
 from memopt.profiler.backend import autocast_off, backend_of, processor, random_state_kept
 from memopt.profiler.build import Lowering
@@ -30,6 +29,7 @@ from memopt.profiler.collectives import is_collective
 from memopt.profiler.joint_store import JointStore
 from memopt.profiler.memory import metered_sections
 from memopt.profiler.network_costs import network_costs
+from memopt.profiler.real_results import check_results, difference, left_bytes
 from memopt.profiler.signature import (
     ENDS_PROCESS,
     REFUSALS,
@@ -37,6 +37,7 @@ from memopt.profiler.signature import (
     Signature,
     StandIns,
     copied,
+    output_mask,
     signature,
 )
 from memopt.profiler.workspace import with_state
@@ -104,8 +105,14 @@ def measure(
 
     Raises:
         ProfileError: a kernel refuses its data.
+        CaptureError: a kernel leaves other memory than the graph says that it writes.
     """
     costs = costs_of(lowering.signatures, device, options, progress, captured)
+    if options.cache is not None and difference(lowering, costs) is not None:
+        # Unless it is a damaged row of the cache.
+        renewed = replace(options, renew=True)
+        costs = costs_of(lowering.signatures, device, renewed, progress, captured)
+    check_results(lowering, costs)
     return with_state(with_costs(lowering, costs), backend_of(device))
 
 
@@ -141,13 +148,11 @@ def with_costs(lowering: Lowering, costs: list[Cost]) -> Graph:
     graph = lowering.graph
     tensors = list(graph.tensors)
     operators = []
-    for operator, node, cost in zip(graph.operators, lowering.nodes, costs, strict=True):
-        held = [t for t in lowering.storages[node] if t is not None]
-        if len(held) == len(cost.output_bytes):
-            for tensor, size in zip(held, cost.output_bytes, strict=True):
-                if tensor in operator.writes:
-                    old = tensors[tensor]
-                    tensors[tensor] = Tensor(old.name, size, old.kind)
+    for operator, cost in zip(graph.operators, costs, strict=True):
+        if len(operator.writes) == len(cost.output_bytes):
+            for tensor, size in zip(operator.writes, cost.output_bytes, strict=True):
+                old = tensors[tensor]
+                tensors[tensor] = Tensor(old.name, size, old.kind)
         priced = replace(
             operator,
             time_s=cost.time_s,
@@ -191,8 +196,8 @@ def _output_sizes(
     captured: Captured | None,
     progress: Progress,
 ) -> list[tuple[int, ...]]:
-    """Bytes of the results of a first run of each call. One real step gives arguments to all
-    those that refuse stand-in data, now and later."""
+    """Bytes that a first run of each call leaves. One real step gives arguments to all those that
+    refuse stand-in data, now and later."""
     found: dict[str, tuple[int, ...]] = {}
     refused: dict[str, ProfileError | None] = {}
     for position, one in enumerate(missing):
@@ -201,7 +206,7 @@ def _output_sizes(
             refused[one.text] = None
             continue
         try:
-            found[one.text] = _output_bytes(_ready(one, stand_ins)(), device)
+            found[one.text] = _run_once(one, stand_ins, device)
         except ProfileError as error:
             if captured is None:
                 raise
@@ -213,14 +218,25 @@ def _output_sizes(
             raise next(filter(None, refused.values()), error) from None
     for one in missing:
         if one.text in refused:
-            found[one.text] = _output_bytes(_ready(one, stand_ins)(), device)
+            found[one.text] = _run_once(one, stand_ins, device)
     return [found[one.text] for one in missing]
+
+
+def _run_once(one: Signature, stand_ins: StandIns, device: torch.device) -> tuple[int, ...]:
+    arguments = stand_ins.arguments(one)
+    return left_bytes(_call(one, arguments)(), arguments, device)
 
 
 def _ready(one: Signature, stand_ins: StandIns) -> Callable[[], object]:
     """The call with its arguments made, ready to run."""
-    args, kwargs = stand_ins.arguments(one)
-    mask = _output_mask(one)
+    return _call(one, stand_ins.arguments(one))
+
+
+def _call(one: Signature, arguments: Arguments) -> Callable[[], object]:
+    args, kwargs = arguments
+    # oneDNN's backward of a convolution makes the weight's gradient for the bias's, too, which a
+    # step drops at once: it is workspace.
+    mask = output_mask(one.target, one.args, one.kwargs)
 
     def run() -> object:
         try:
@@ -233,27 +249,6 @@ def _ready(one: Signature, stand_ins: StandIns) -> Callable[[], object]:
             raise ProfileError(message) from error
 
     return run
-
-
-def _output_mask(one: Signature) -> Sequence[bool] | None:
-    """Which results a call's `output_mask` asks for; None: it has none, and all count. oneDNN's
-    backward of a convolution makes the weight's gradient for the bias's, too, which a step drops at
-    once: it is workspace."""
-    schema = getattr(one.target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    position = names.index("output_mask") if "output_mask" in names else len(one.args)
-    mask: Sequence[bool] | None = one.args[position] if position < len(one.args) else None
-    return mask
-
-
-def _output_bytes(result: object, device: torch.device) -> tuple[int, ...]:
-    values = result if isinstance(result, (tuple, list)) else (result,)
-    block = backend_of(device).block_bytes
-    return tuple(
-        in_blocks(v.untyped_storage().nbytes(), block)
-        for v in values
-        if isinstance(v, torch.Tensor)
-    )
 
 
 def _sample(one: Signature, stand_ins: StandIns, device: torch.device, repeats: int) -> float:

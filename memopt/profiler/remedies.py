@@ -222,6 +222,21 @@ def _checkpointed_in_parts(_model: nn.Module, text: str) -> str | None:
     )
 
 
+def _quantized(model: nn.Module, text: str) -> str | None:
+    """torch.ao's observers and fake quantizers, which dynamo leaves out of every graph."""
+    if "skipped" not in text:
+        return None
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch.ao.quantization"):
+            return (
+                f"the model has torch.ao's {type(module).__name__} ({name!r}), which torch traces "
+                'into no graph: torch.compile(model, backend="memopt", options={"budget": ...}) '
+                "plans the parts between such modules; or quantize in the forward by "
+                "torch.fake_quantize_per_channel_affine, which a plan of the whole can hold"
+            )
+    return None
+
+
 _CAUSES: tuple[Callable[[nn.Module, str], str | None], ...] = (
     _wrapped,
     _checkpointed,
@@ -229,6 +244,7 @@ _CAUSES: tuple[Callable[[nn.Module, str], str | None], ...] = (
     _differentiates,
     _drawn_in_python,
     _checkpointed_in_parts,
+    _quantized,
 )
 
 

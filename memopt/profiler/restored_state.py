@@ -66,9 +66,12 @@ class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._copies[key] = _copied(storage)
 
     def put_back(self) -> None:
-        """Give the storages the values that they had."""
+        """Give the storages the sizes and the values that they had."""
         for key, copy in self._copies.items():
-            self._storages[key].copy_(copy)
+            storage = self._storages[key]
+            if storage.nbytes() != copy.nbytes():
+                storage.resize_(copy.nbytes())
+            storage.copy_(copy)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -101,6 +104,11 @@ def _storage(tensor: Any) -> Any:
     return tensor.untyped_storage()
 
 
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor's values are; `resize_` changes all but the storage."""
+    return tensor.data_ptr(), tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
 def _copied(storage: Any) -> Any:
     """A storage's copy on the host."""
     return storage.clone() if storage.device.type == "cpu" else storage.cpu()
@@ -121,7 +129,7 @@ class _Tensors:
     def put_back(self) -> None:
         """Make the tensors what they were, but for their values."""
         for tensor, data in self._places:
-            if tensor.data_ptr() != data.data_ptr():
+            if _place(tensor) != _place(data):
                 tensor.data = data
         for tensor, requires_grad, gradient in self._flags:
             if tensor.is_leaf and tensor.requires_grad is not requires_grad:

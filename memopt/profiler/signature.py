@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -119,6 +119,21 @@ def values_of(node: Node) -> tuple[Any, ...]:
     return (value,)
 
 
+def output_mask(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Sequence[bool] | None:
+    """Which results a call's `output_mask` asks for; None: it has none, and all count."""
+    schema = getattr(target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    if "output_mask" not in names:
+        return None
+    position = names.index("output_mask")
+    mask: Sequence[bool] | None = (
+        args[position] if position < len(args) else kwargs.get("output_mask")
+    )
+    return mask
+
+
 class Answers(dict[Any, Any]):
     """Answers about calls, found once each; all are forgotten when there are too many."""
 
@@ -135,12 +150,19 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
 
 
-def copied(
-    arguments: Arguments, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
-) -> Arguments:
-    """The arguments with their tensors copied."""
-    made: Arguments = pytree.tree_map_only(torch.Tensor, copy, arguments)
+def copied(arguments: Arguments) -> Arguments:
+    """The arguments with their tensors copied as they are laid out: `clone` leaves out gaps between
+    elements, and some kernels copy a tensor that has any."""
+    made: Arguments = pytree.tree_map_only(torch.Tensor, _whole_copy, arguments)
     return made
+
+
+def _whole_copy(value: torch.Tensor) -> torch.Tensor:
+    like: TensorArgument = describe_value(value)
+    stored = torch._neg_view(value) if like.negated else value
+    stored = torch._conj(stored) if like.conjugated else stored
+    size = value.untyped_storage().nbytes() // value.element_size()
+    return like.over(stored.as_strided((size,), (1,), 0).clone())
 
 
 class StandIns:

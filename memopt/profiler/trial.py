@@ -27,7 +27,6 @@ from memopt.profiler.signature import (
     StandIns,
     TensorArgument,
     copied,
-    describe_value,
 )
 from memopt.profiler.torch_private import storage_at
 
@@ -86,7 +85,7 @@ def _tried(call: Signature, likes: Sequence[Tensor], device: torch.device, other
                 return False
             try:
                 with random_state_kept([device]):
-                    found = pytree.tree_leaves(other(copied_as_laid_out(arguments)))
+                    found = pytree.tree_leaves(other(copied(arguments)))
             except REFUSALS:
                 return False
             if not _as_planned(found, likes):
@@ -101,19 +100,6 @@ def _tried(call: Signature, likes: Sequence[Tensor], device: torch.device, other
 def _results(call: Signature, arguments: Arguments, device: torch.device) -> list[Any]:
     with random_state_kept([device]):
         return pytree.tree_leaves(call.target(*arguments[0], **arguments[1]))
-
-
-def copied_as_laid_out(arguments: Arguments) -> Arguments:
-    """Copies of arguments, gaps between elements and all."""
-    return copied(arguments, _whole_copy)
-
-
-def _whole_copy(value: Tensor) -> Tensor:
-    like: TensorArgument = describe_value(value)
-    stored = torch._neg_view(value) if like.negated else value
-    stored = torch._conj(stored) if like.conjugated else stored
-    size = value.untyped_storage().nbytes() // value.element_size()
-    return like.over(stored.as_strided((size,), (1,), 0).clone())
 
 
 def poisoned(likes: Sequence[Tensor], device: torch.device) -> list[Tensor]:

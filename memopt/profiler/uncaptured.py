@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import re
@@ -22,7 +23,7 @@ from memopt.profiler.dependencies.changes import Change
 from memopt.profiler.dependencies.dynamo_guards import ROOT, TraceGuards
 from memopt.profiler.inputs import Call
 from memopt.profiler.remedies import known_remedy, said_remedy, without_labels
-from memopt.profiler.restored_state import state_restored
+from memopt.profiler.restored_state import forward_restored, state_restored
 
 # Torch, memopt and Python's own modules: a line there is not what a user can change.
 _NOT_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
@@ -47,7 +48,11 @@ def check_initialised(model: nn.Module) -> None:
 
 def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
     """The message on what dynamo refused in a model's forward, where, and what to do about it."""
-    known = _cumulative_average(model) or known_remedy(model, error)
+    known = (
+        _cumulative_average(model)
+        or known_remedy(model, error)
+        or _sized_by_the_first_forward(model, call)
+    )
     if known is not None:
         return known
     hooked = _backward_hooks(model)
@@ -144,6 +149,23 @@ def _cumulative_average(model: nn.Module) -> str | None:
                 "track_running_stats=False"
             )
     return None
+
+
+def _sized_by_the_first_forward(model: nn.Module, call: Call) -> str | None:
+    """Buffers that a forward gives another shape, as observers of ranges do in their first one."""
+    before = {name: buffer.shape for name, buffer in model.named_buffers()}
+    found: list[str] = []
+    # What the model itself raises here, dynamo has said already.
+    with contextlib.suppress(Exception), forward_restored(model, call):
+        now = dict(model.named_buffers())
+        found = [n for n, shape in before.items() if n in now and now[n].shape != shape]
+    if not found:
+        return None
+    return (
+        f"the forward gives the buffer {found[0]!r} its size, and planning leaves a model as it "
+        "is: call the model once before it is planned or wrapped (a buffer that changes in size in "
+        "later forwards, too, no plan can hold: give it the largest size where it is registered)"
+    )
 
 
 def _backward_hooks(model: nn.Module) -> str | None:

@@ -114,7 +114,9 @@ class Minimum(nn.Module):
         return picked.mean(0, keepdim=True).expand_as(picked)
 
 
-@pytest.mark.parametrize("pick", [torch.minimum, torch.maximum, torch.fmax])
+@pytest.mark.parametrize(
+    "pick", [torch.minimum, torch.maximum, torch.fmax, torch.fmin, torch.clamp_min, torch.clamp_max]
+)
 def test_a_backward_that_fills_in_place(pick: Callable[[Tensor, Tensor], Tensor]) -> None:
     check(Case(partial(Minimum, pick), lambda: torch.linspace(-1, 1, 24).view(4, 6).sin()))
 

@@ -10,6 +10,7 @@ model.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from memopt.profiler.memory_layout import storage_of
+from memopt.profiler.signature import output_mask
 from memopt.profiler.torch_private import ONE_TRACE_AT_A_TIME, imported
 
 _aten = torch.ops.aten
@@ -58,6 +61,9 @@ def fake_results_through(
             if func in _COPY_STORAGES:
                 with self:
                     return _in_whole_storage(result, args[0])
+            if type(result) is tuple and returns_new_tensors(func):
+                with self:
+                    result = _apart(_asked(func, args, kwargs or {}, result))
             if not wanted(func, result):
                 return result
             with self:
@@ -67,6 +73,43 @@ def fake_results_through(
 
     with ONE_TRACE_AT_A_TIME, mock.patch.object(mode, "dispatch", dispatch):
         yield
+
+
+@functools.cache
+def returns_new_tensors(overload: Any) -> bool:
+    """Whether an operator is a kernel whose results are no views, nor what it was given (batch
+    norm updates its statistics beside)."""
+    if not isinstance(overload, torch._ops.OpOverload) or overload.namespace not in (
+        "aten",
+        "memopt",
+    ):
+        return False
+    return all(one.alias_info is None for one in overload._schema.returns)
+
+
+def _asked(
+    func: Any, args: Any, kwargs: Mapping[str, Any], results: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The fake results that a call asks for: some fake kernels describe all (of `grid_sample`'s
+    backward), where the kernel leaves the others out."""
+    mask = output_mask(func, args, kwargs)
+    if mask is None:
+        return results
+    return tuple(one if asked else None for one, asked in zip(results, mask, strict=True))
+
+
+def _apart(results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The fake results of a kernel in a storage each: the fake kernel of LSTM's backward on the CPU
+    returns one tensor as the gradients of both biases, where the kernel returns two."""
+    seen: set[int] = set()
+    made = []
+    for value in results:
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            if storage_of(value) in seen:
+                value = value.new_empty_strided(value.shape, value.stride())
+            seen.add(storage_of(value))
+        made.append(value)
+    return tuple(made)
 
 
 def _in_whole_storage(result: Tensor, of: Tensor) -> Tensor:

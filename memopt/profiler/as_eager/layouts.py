@@ -12,7 +12,6 @@ an image of one pixel has its channels last, and take another kernel, of another
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import operator
 import threading
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from memopt.profiler.as_eager.fake_results import fake_results_through
+from memopt.profiler.as_eager.fake_results import fake_results_through, returns_new_tensors
 from memopt.profiler.backend import random_state_kept
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.memory_layout import same_strides
@@ -61,7 +60,7 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
     def wanted(overload: Any, result: Any) -> bool:
         return (
             device is not None
-            and _returns_new_tensors(overload)
+            and returns_new_tensors(overload)
             and any(_may_differ(value, device) for value in _leaves(result))
         )
 
@@ -83,18 +82,6 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
 def _leaves(value: Any) -> list[Any]:
     """What pytree finds, which takes ten times as long for what is no nest."""
     return pytree.tree_leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
-
-
-@functools.cache
-def _returns_new_tensors(overload: Any) -> bool:
-    """Whether an operator is a kernel whose results are no views, nor what it was given (batch
-    norm updates its statistics beside)."""
-    if not isinstance(overload, torch._ops.OpOverload) or overload.namespace not in (
-        "aten",
-        "memopt",
-    ):
-        return False
-    return all(one.alias_info is None for one in overload._schema.returns)
 
 
 def _may_differ(value: Any, device: torch.device) -> bool:

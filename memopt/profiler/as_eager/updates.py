@@ -184,12 +184,41 @@ def _keeps_layout(tensor: Any) -> bool:
     return bool(tensor.is_contiguous() and tensor.from_functional().is_contiguous())
 
 
+_FILLS_ITS_OWN = frozenset(
+    {
+        "ClampMaxBackward1",
+        "ClampMinBackward1",
+        "FmaxBackward0",
+        "FminBackward0",
+        "MaximumBackward0",
+        "MinimumBackward0",
+    }
+)
+"""Autograd's nodes that fill a part of the `where` that they have just made: in place in eager, and
+since torch 2.14 on a copy of another layout where a mode looks on."""
+
+
 class InPlaceAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's own
     """While a model is traced: draws in place into tensors that are not row-major, and updates in
     place whose functional form would change the tensor's strides, become memopt's operators;
     backwards of random operators get eager's strides (`with_own_names` afterwards)."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: tuple[Any, int | None] = None, None
+        """The last `where` that a node of `_FILLS_ITS_OWN` has made, and the node's number."""
+
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is _ATEN.masked_fill.Scalar:
+            made, by = self._made
+            if made is args[0] and by is not None and by == _filling_node():
+                func = _ATEN.masked_fill_.Scalar
+        result = self._as_eager(func, args, kwargs)
+        if func is _ATEN.where.self:
+            self._made = result, _filling_node()
+        return result
+
+    def _as_eager(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (_updates(func) and func not in _FILL) or func in _IN_PLACE:
             _refuse_shared(func, args[0])
         if func in _MISDESCRIBED and args[0].device.type == "cpu":
@@ -217,6 +246,12 @@ class InPlaceAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
         layout = (list(tensor.shape), list(tensor.stride()), tensor.dtype, tensor.device)
         replace_functional(tensor, _functional_draw(func)(*layout, *given))
         return tensor
+
+
+def _filling_node() -> int | None:
+    """The number of autograd's node that runs now, if it is one of `_FILLS_ITS_OWN`."""
+    node: Any = torch._C._current_autograd_node()
+    return node._sequence_nr() if node is not None and node.name() in _FILLS_ITS_OWN else None
 
 
 def _refuse_shared(func: Any, tensor: Tensor) -> None:
