@@ -9,6 +9,7 @@ names itself) is left out of copies and pickles, which are plain models.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -82,6 +83,17 @@ def planning_of(model: nn.Module) -> SelfPlanning | None:
     return made if isinstance(made, SelfPlanning) else None
 
 
+_MOST_IN_A_CALL = 2
+"""So many plans a call may ask for. What another plan differs in is then changed by looking at it,
+and the model runs unplanned."""
+
+
+class _InCall(threading.local):
+    """Of each thread: how many plans were made anew in the present call."""
+
+    plans = 0
+
+
 class SelfPlanning:
     """What makes a model plan its own training calls; `remove()` makes it what it was.
 
@@ -128,7 +140,7 @@ class SelfPlanning:
         self.around = Surroundings(model, with_state and self._alone)
         self._planner = planner
         self._maker = PlanMaker(model, planner, self.around, self._alone, self.instead, self.family)
-        self._planning = ForkedLock()
+        self._planning, self._in_call = ForkedLock(), _InCall()
         self._asked, self._last_kind = 0, None
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
         setattr(model, _CALL, self._call)
@@ -214,6 +226,7 @@ class SelfPlanning:
             call = self._seen(_in_order(args, kwargs))
             kind = self._kind(call)
             self.around.calling(kind)
+            self._in_call.plans = 0
             try:
                 made = self._planned(kind, call)
             except NothingToTrainError:
@@ -311,6 +324,9 @@ class SelfPlanning:
                 self._ready[kind].append(made)
                 return made.module
         _LOG.info("planning again: %s", error)
+        if self._in_call.plans == _MOST_IN_A_CALL:
+            return model
+        self._in_call.plans += 1
         try:
             made = self._made(kind, call)
         except NothingToTrainError:

@@ -5,6 +5,7 @@ known only once it is met: it is metered where it shows, and later plans charge 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -233,8 +234,15 @@ class Surroundings:
         self._watched.state_bytes[optimizer] = total
 
 
-def _ended(meter: LossMeter, address: int, _tensor: weakref.ref[torch.Tensor]) -> None:
-    meter.ended(address)
+def _ended(
+    meter: LossMeter,
+    address: int,
+    _tensor: weakref.ref[torch.Tensor],
+    ending: Callable[[], bool] = sys.is_finalizing,
+) -> None:
+    # While Python ends, tensors end whose modules have gone.
+    if not ending():
+        meter.ended(address)
 
 
 def _stepped(

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from memopt.profiler.backend import random_state_kept
 from memopt.profiler.inputs import Call
@@ -98,8 +99,11 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 def _storage(tensor: Any) -> Any:
     """A tensor's storage; None where it has none that holds values."""
-    plain = isinstance(tensor, torch.Tensor) and type(tensor) in (torch.Tensor, nn.Parameter)
-    if not plain or tensor.layout is not torch.strided or tensor.device.type == "meta":
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor):
+        return None
+    if is_traceable_wrapper_subclass(tensor):  # its parts have
+        return None
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
     return tensor.untyped_storage()
 

@@ -16,6 +16,7 @@ from memopt.profiler.objects import attributes, opened
 from memopt.profiler.restored_state import forward_restored
 from memopt.profiler.uncaptured import line_of
 
+_DISABLED = torch._C._disabled_torch_function_impl
 _TAKEN = (torch.Tensor, str, int, float, bool, type(None))
 _PARTS = (
     "hand the model its parts as tensors of their own (indices and values with clone(), summed by "
@@ -30,6 +31,12 @@ def check_leaves(call: Call) -> None:
         CaptureError: there is one, named.
     """
     for leaf in call.leaves:
+        if isinstance(leaf, torch.Tensor) and _takes_part(type(leaf)):
+            raise CaptureError(
+                f"the model is called with a {type(leaf).__name__}, which takes part in every "
+                "operation by a __torch_function__ of its own, and would not in a planned step: "
+                "pass the plain tensor (as_subclass(torch.Tensor))"
+            )
         if not isinstance(leaf, _TAKEN):
             raise CaptureError(
                 f"the model is called with {_place(call, leaf)}; memopt takes tensors, numbers, "
@@ -37,6 +44,17 @@ def check_leaves(call: Call) -> None:
                 "Python (argparse.Namespace, not types.SimpleNamespace) that hold them; keep other "
                 "objects as attributes of the model"
             )
+
+
+def _takes_part(kind: type) -> bool:
+    """Whether a class of tensors has a `__torch_function__` that a user has written."""
+    for one in kind.__mro__:
+        if one is torch.Tensor:
+            return False
+        own = one.__dict__.get("__torch_function__")
+        if own is not None:
+            return not one.__module__.startswith("torch.") and own is not _DISABLED
+    return False
 
 
 def check_taken(model: nn.Module, call: Call) -> None:
