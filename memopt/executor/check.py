@@ -29,6 +29,7 @@ from memopt.profiler.memory import metered
 from memopt.profiler.model_outputs import dense_strides
 from memopt.profiler.own_backward import OwnBackward
 from memopt.profiler.ranks import ranks_of, together
+from memopt.profiler.reached_state import ReachedState
 from memopt.profiler.restored_state import StorageCopies, state_restored
 from memopt.profiler.step_time import median_step_s
 
@@ -51,6 +52,7 @@ class _Steps:
         call: the example call.
         loss_fn: the user's loss; None: the sum of the outputs.
         targets: what the loss takes beside the output.
+        world: the Python objects that a step reaches, and how they were.
     """
 
     plan: PlanRecord
@@ -58,6 +60,7 @@ class _Steps:
     call: Call
     loss_fn: Callable[..., Any] | None
     targets: tuple[Any, ...]
+    world: ReachedState
 
     @property
     def device(self) -> torch.device:
@@ -69,8 +72,9 @@ class _Steps:
         return state_restored(self.model, self.call, self.loss_fn, self.targets)
 
     def clear(self) -> None:
-        """No gradients, as before a step."""
+        """No gradients, and nothing that a step has left in Python objects, as before a step."""
         clear_gradients(self.model, self.call.tensors())
+        self.world.put_back()
 
     def run(self, module: nn.Module, run_backward: OwnBackward) -> Any:
         """A step of `module`, which is `model` or planned; its output."""
@@ -111,7 +115,9 @@ def _steps(
 ) -> _Steps:
     """Steps on tensors without their history, which is the user's."""
     call = planned_call(plan, model, inputs).detached()
-    return _Steps(plan, model, call, loss_fn, Call(as_targets(targets), {}).detached().args)
+    given = Call(as_targets(targets), {}).detached().args
+    world = ReachedState((model, call.args, call.kwargs, loss_fn, given))
+    return _Steps(plan, model, call, loss_fn, given, world)
 
 
 @aside

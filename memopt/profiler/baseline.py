@@ -22,8 +22,9 @@ from memopt.profiler.eager_step import eager_step
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import library_bytes, metered
 from memopt.profiler.model_outputs import gradients_of, in_memory_of_its_own, tangent_of
-from memopt.profiler.own_backward import OwnBackward
+from memopt.profiler.own_backward import OwnBackward, reaches
 from memopt.profiler.ranks import largest, meet
+from memopt.profiler.reached_state import ReachedState
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.step_time import median_step_s
 from memopt.profiler.torch_private import backward_owns_tangents
@@ -151,8 +152,15 @@ def measure_baseline(
     call = call.detached()
     meet()
     loss = loss and loss.detached()
-    clear = partial(clear_gradients, model, () if optimizer else call.tensors())
-    with state_restored(model, call, *(loss.parts if loss else ()), optimizer) as kept:
+    parts = loss.parts if loss else ()
+    # Of whole steps the optimizer's state stays, and their loss has to clear what it takes.
+    world = ReachedState(() if optimizer else (model, call.args, call.kwargs, *parts))
+
+    def clear() -> None:
+        clear_gradients(model, () if optimizer else call.tensors())
+        world.put_back()
+
+    with state_restored(model, call, *parts, optimizer) as kept:
         step = _unplanned_step(model, call, loss, optimizer, rules, kept.backward)
         clear()
         with kept.first_run():
@@ -340,11 +348,21 @@ def loss_text(loss: Loss) -> str | None:
     return f"{code.co_code.hex()} {code.co_consts!r} {code.co_names!r}"
 
 
+def _goes_on(
+    loss: Loss, tree: OutputTree, values: Sequence[torch.Tensor], model: nn.Module
+) -> bool:
+    """Whether the graph of a loss goes on beside the outputs that it is given, by tensors that the
+    forward has left in some object."""
+    given = [value.detach().requires_grad_() for value in values]
+    return reaches(loss.value(tree.with_tensors(given)), model.parameters())
+
+
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
     """Run the loss forward and backward on detached outputs of the model; not where no output
     has a gradient, which is the model's fault and `capture`'s to say."""
     loss = loss.detached()
     with state_restored(model, call, *loss.parts) as kept:
+        world = ReachedState((model, call.args, call.kwargs, *loss.parts))
         with kept.first_run():
             output = model(*call.args, **call.kwargs)
         tree, found = cut_output(output)
@@ -354,6 +372,11 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
         arrivals = _Arrivals(frozenset(i for i, value in enumerate(found) if id(value) in given))
         values = [value.detach() for value in found]
         del output, found
+        if _goes_on(loss, tree, values, model):
+            # The loss takes what the forward leaves behind: once more, without its graph.
+            world.put_back()
+            with kept.first_run(), torch.no_grad():
+                model(*call.args, **call.kwargs)
         # Twice: while a training loop makes its loss it holds the last step's.
         with metered(device) as use:
             for _ in range(2):

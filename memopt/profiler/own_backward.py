@@ -118,3 +118,19 @@ def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
             leaf.grad = gradient
         else:
             leaf.grad = torch.empty_like(leaf).copy_(gradient)
+
+
+def reaches(value: torch.Tensor, leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether a backward from a value comes to one of these leaves."""
+    wanted = {id(leaf) for leaf in leaves}
+    waiting: list[Any] = [value.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        waiting += [one for one, _ in node.next_functions]
+    return False

@@ -285,3 +285,35 @@ def test_a_train_step_sets_flags() -> None:
     net = net_of(lambda net, h, _: setattr(TRACKER, "mode", "train"))
     whole_step(net, lambda y: y.square().mean())
     assert TRACKER.mode == "train"
+
+
+@pytest.mark.parametrize("way", ["plan", "wrap"])
+def test_a_loss_that_is_known_takes_what_the_forward_left(way: str) -> None:
+    def loss_fn(y: Tensor) -> Tensor:
+        return y.square().mean() + sum(LOSSES)
+
+    def two_steps(module: nn.Module) -> list[Any]:
+        seen = []
+        for step in range(2):
+            LOSSES.clear()
+            loss = loss_fn(module(torch.randn(4, 3, generator=torch.manual_seed(step))))
+            loss.backward()
+            seen.append((loss.item(), [told(p.grad) for p in net.parameters()]))
+            net.zero_grad()
+        return seen
+
+    net = net_of(LEAVES["a list"])
+    eager = two_steps(net)
+    net = net_of(LEAVES["a list"])
+    options: dict[str, Any] = {"budget": "min", "loss_fn": loss_fn, "progress": False}
+    module: Any = net
+    if way == "plan":
+        plan = memopt.plan(net, torch.randn(4, 3), **options)
+        assert not LOSSES
+        measured = plan.check(net).measured_peak_bytes
+        assert plan.peak_bytes - 64 <= measured <= plan.peak_bytes
+        module = plan.apply(net)
+    else:
+        memopt.wrap(net, **options)
+    assert two_steps(module) == eager
+    assert module.calls.planned == 2
