@@ -199,7 +199,7 @@ ROWS: dict[str, Row] = {
 
 OTHERS: dict[str, tuple[Form, str]] = {
     "input": (lambda m, x: (input(), x)[1], r"`input` .*take it out of the forward"),
-    "thread": (Net.step_aside, r"the builtin `_thread\.get_ident`\)\. Write .*out of the forward"),
+    "thread": (Net.step_aside, "it starts a thread, .*outside of the model"),
     "kl": (
         lambda m, x: kl_divergence(
             Normal(m.linear(x), 1.0, validate_args=False), Normal(0.0, 1.0, validate_args=False)
