@@ -21,8 +21,8 @@ _SAID: tuple[tuple[str, str], ...] = (
     ),
     (
         r"of class `(Generator|RandomState)`|\b(np|numpy)\.random\b",
-        "it draws random numbers in numpy, which a graph would hold as constants: draw them in "
-        "torch (torch.rand, torch.randint), or pass them as a tensor",
+        "it draws or seeds random numbers in numpy, which no graph does: draw them in torch "
+        "(torch.rand, torch.randint), or pass them as a tensor",
     ),
     (
         r"RandomValueSource|\bRandom\.[a-z]+",
@@ -31,7 +31,7 @@ _SAID: tuple[tuple[str, str], ...] = (
         "pass them as a tensor",
     ),
     (
-        r"`(manual_seed|seed|set_rng_state)` in file|\bfork_rng\b",
+        r"`(manual_seed|seed|[gs]et_rng_state)` in file|\bfork_rng\b",
         "it seeds torch or sets its random state aside (torch.manual_seed, fork_rng), which a "
         "planned step would not: do that around the call of the model, or draw there and pass what "
         "is drawn as an input",
@@ -75,7 +75,8 @@ _SAID: tuple[tuple[str, str], ...] = (
         "it calls",
     ),
     (
-        r"builtin operator `print`|`_warnings\.warn`|LoggingLogger|/logging/__init__\.py",
+        r"builtin operator `print`|`_warnings\.warn`|`TextIOWrapper`|LoggingLogger"
+        r"|/logging/__init__\.py",
         "it prints, logs or warns, which a graph does not: do that in the training loop",
     ),
     (

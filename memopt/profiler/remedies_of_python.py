@@ -53,8 +53,8 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
     ),
     (
         r'/threading\.py", line|`_thread\.',
-        "it starts a thread, or asks which one it is in, which no graph holds: do that outside of "
-        "the model",
+        "it uses a thread, or something of threads (a lock, an event), which no graph holds: do "
+        "that outside of the model",
     ),
     (
         r'functools\.py", line \d+, in __get__',
@@ -70,6 +70,10 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
         r"enter a `(?P<what>\w+)` context",
         "it enters a {what} that was made before, which no graph holds: enter it around the call "
         "of the model",
+    ),
+    (
+        r"method `(acquire|release)` of class `R?[lL]ock`",
+        "it takes a lock, which no graph holds: take it around the call of the model",
     ),
     (
         r"of class `ContextVar`",
@@ -88,9 +92,37 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
         "(self.count.add_(1))",
     ),
     (
-        r"builtin `(time|datetime)\.|`datetime\.",
+        r"builtin `time\.|method `(now|utcnow|today)` of class",
         "it asks for the time, which a graph would hold as a constant: take times around the call "
         "of the model, or look at a step with torch.profiler",
+    ),
+    (
+        r"builtin operator `open`",
+        "it opens a file, which no graph does: do that outside of the model, with what it returns",
+    ),
+    (
+        r"builtin operator `(str|repr|format)` with argument types \['Tensor",
+        "it makes a text of a tensor's values, which no graph holds: do that outside of the model, "
+        "with what it returns",
+    ),
+    (
+        r"copy\.deepcopy a tensor",
+        "it copies a tensor by copy.deepcopy: use clone()",
+    ),
+    (
+        r"Tensor with grad_fn\(\)",
+        "it reads .grad_fn of a tensor, which has none of its own in a planned step: look at that "
+        "in a call without a plan",
+    ),
+    (
+        r'utils/hooks\.py", line \d+, in __init__|in register_multi_grad_hook',
+        "it sets a hook on a module or on several tensors, which a planned step would not: set it "
+        "once, before planning",
+    ),
+    (
+        r"op returned non-Tensor[^\0]*target: <(?:built-in )?(?:method|function) (?P<what>[\w.]+)",
+        "it calls {what}(), which gives no tensor, so that no graph holds it: take it out of the "
+        "forward",
     ),
     (
         r"Skip (?:inlining|calling) function `?<(?:bound method|function) (?P<what>[^ >]+)",

@@ -70,7 +70,7 @@ def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
             f"{first}{more}. Write that part with tensor operators, take it out of the forward, or "
             "plan the sub-modules around it"
         )
-    elif said.startswith("memopt") and "torch._check" not in first:
+    elif said.startswith("memopt") and "Could not guard" not in first:
         said = f"{first}. {said}"
     return f"{what}: {said}{without_labels(call)}"
 
@@ -204,6 +204,21 @@ def check_effects(module: GraphModule) -> None:
                 f"the model uses {node.args[1]}, which checks values or prints while the step "
                 "runs, and cannot be moved or run again; use operators without the check "
                 "(torch.linalg.inv_ex, solve_ex, cholesky_ex instead of inv, solve, cholesky)"
+            )
+
+
+def check_not_drawn_in_numpy(traced: GraphModule) -> None:
+    """Refuse numpy's random numbers, which dynamo draws and seeds in torch instead.
+
+    Raises:
+        CaptureError: there are some; the message names the line.
+    """
+    for node in traced.graph.nodes:
+        function = getattr(node.target, "f", None)
+        if getattr(function, "__module__", None) == "torch._numpy.random":
+            raise CaptureError(
+                f"the model cannot be captured as one graph{line_of(node)}: "
+                f"{said_remedy('numpy.random')}"
             )
 
 

@@ -7,9 +7,12 @@ import functools
 import gc
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
+from copy import deepcopy
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,7 @@ QUIET: dict[str, Any] = {"budget": "min", "progress": False, "cache": False}
 KEPT: list[Any] = []
 DEPTH: contextvars.ContextVar[int] = contextvars.ContextVar("depth", default=1)
 RATE = {"rate": 1.0}
+LOCAL = threading.local()
 
 
 class Twice(torch.autograd.Function):
@@ -126,10 +130,32 @@ ROWS: dict[str, tuple[Form, str, tuple[Form, ...]]] = {
     "environment": (Net.exported, rf"sets an environment variable \(os.environ\), .*{OUTSIDE}", ()),
     "thread": (
         lambda m, h: m.after(threading.Thread(target=str), h),
-        f"it starts a thread, .*{OUTSIDE}",
+        f"it uses a thread, .*{OUTSIDE}",
         (),
     ),
     "lock": (lambda m, h: m.within(m.lock, h), f"it takes a lock, .*{AROUND}", ()),
+    "acquired": (lambda m, h: m.after(m.lock.acquire(), h), f"it takes a lock, .*{AROUND}", ()),
+    "now": (lambda m, h: m.after(datetime.now(), h), f"asks for the time, .*{AROUND}", ()),
+    "state": (lambda m, h: m.after(torch.get_rng_state(), h), f"seeds torch .*{AROUND}", ()),
+    "file": (lambda m, h: m.within(open(os.devnull), h), f"it opens a file, .*{OUTSIDE}", ()),
+    "text": (lambda m, h: m.after(str(h), h), f"makes a text of a tensor's values.*{OUTSIDE}", ()),
+    "standard output": (
+        lambda m, h: m.after(sys.__stdout__.flush(), h),
+        "it prints, logs or warns, .*in the training loop",
+        (),
+    ),
+    "copy": (lambda m, h: deepcopy(h), r"clone\(\)", (lambda m, h: h.clone(),)),
+    "node": (lambda m, h: m.after(h.grad_fn, h), r"it reads \.grad_fn", ()),
+    "hooks": (
+        lambda m, h: m.after(m.linear.register_forward_hook(print), h),
+        "sets a hook on a module .*once, before planning",
+        (),
+    ),
+    "memory": (
+        lambda m, h: m.after(torch.cuda.memory_allocated(), h),
+        r"it calls memory_allocated\(\), .*take it out of the forward",
+        (),
+    ),
     "timer": (lambda m, h: m.within(m.timer, h), f"it enters a Timer .*{AROUND}", ()),
     "context variable": (
         lambda m, h: h * DEPTH.get(),
@@ -298,3 +324,37 @@ def test_a_number_that_changes_in_compiled_code_is_kept_in_a_tensor() -> None:
         steps(compiled(lambda m, h: h * RATE["rate"]), [1.0, 0.5, 0.25])
     RATE["rate"] = torch.ones(())  # type: ignore[assignment]
     steps(compiled(lambda m, h: h * RATE["rate"]), [1.0, 0.5, 0.25])
+
+
+def test_an_attribute_of_a_thread_is_named() -> None:
+    def counted(_model: Net, h: Tensor) -> Tensor:
+        LOCAL.count += 1
+        return h
+
+    LOCAL.count = 0
+    with pytest.raises(CaptureError, match=r"changes Python state of \S*LOCAL\.count "):
+        capture(Net(counted), to_call(torch.randn(2, 3)))
+    assert LOCAL.count == 0
+
+
+def test_a_buffer_that_a_step_binds_anew_is_named() -> None:
+    def bound(model: Net, h: Tensor) -> Tensor:
+        model.used = model.used + h.detach().mean()
+        return h
+
+    model, how = Net(bound), dict(QUIET, whole_step=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(CaptureError, match=r"leaves tensors behind in model\.used,"):
+        memopt.plan(
+            model,
+            (torch.randn(2, 3),),
+            loss_fn=lambda y, t: (y - t).square().mean(),
+            targets=(torch.randn(2, 3),),
+            optimizer=optimizer,
+            **how,
+        )
+
+
+def test_a_layer_without_its_size_is_named_before_anything_is_planned() -> None:
+    with pytest.raises(CaptureError, match="LazyLinear '0' has no parameters"):
+        memopt.plan(nn.Sequential(nn.LazyLinear(4)), (torch.randn(2, 3),), **QUIET)
