@@ -97,8 +97,8 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
         "of the model, or look at a step with torch.profiler",
     ),
     (
-        r"builtin operator `open`",
-        "it opens a file, which no graph does: do that outside of the model, with what it returns",
+        r'builtin operator `open`|/pathlib(/\w+)?\.py", line',
+        "it opens a file, or asks for one, which no graph does: do that outside of the model, with what it returns",
     ),
     (
         r"builtin operator `(str|repr|format)` with argument types \['Tensor",

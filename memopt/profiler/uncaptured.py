@@ -50,7 +50,7 @@ def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
     known = (
         _cumulative_average(model)
         or known_remedy(model, error)
-        or _sized_by_the_first_forward(model, call)
+        or _sized_by_the_first_forward(model, call, str(error))
     )
     if known is not None:
         return known
@@ -156,8 +156,11 @@ def _cumulative_average(model: nn.Module) -> str | None:
     return None
 
 
-def _sized_by_the_first_forward(model: nn.Module, call: Call) -> str | None:
-    """Buffers that a forward gives another shape, as observers of ranges do in their first one."""
+def _sized_by_the_first_forward(model: nn.Module, call: Call, text: str) -> str | None:
+    """Buffers that a forward gives another shape, as observers of ranges do in their first one.
+    Only where dynamo speaks of it the forward is run, since it may tell the world something."""
+    if "inplace view" not in text and "resize_" not in text:
+        return None
     before = {name: buffer.shape for name, buffer in model.named_buffers()}
     found: list[str] = []
     # What the model itself raises here, dynamo has said already.

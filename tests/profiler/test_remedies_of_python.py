@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,11 @@ ROWS: dict[str, tuple[Form, str, tuple[Form, ...]]] = {
     "acquired": (lambda m, h: m.after(m.lock.acquire(), h), f"it takes a lock, .*{AROUND}", ()),
     "now": (lambda m, h: m.after(datetime.now(), h), f"asks for the time, .*{AROUND}", ()),
     "state": (lambda m, h: m.after(torch.get_rng_state(), h), f"seeds torch .*{AROUND}", ()),
-    "file": (lambda m, h: m.within(open(os.devnull), h), f"it opens a file, .*{OUTSIDE}", ()),
+    "file": (
+        lambda m, h: m.after(Path(os.devnull).read_text(), h),
+        f"it opens a file, or .*{OUTSIDE}",
+        (),
+    ),
     "text": (lambda m, h: m.after(str(h), h), f"makes a text of a tensor's values.*{OUTSIDE}", ()),
     "standard output": (
         lambda m, h: m.after(sys.__stdout__.flush(), h),
