@@ -98,7 +98,8 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
     ),
     (
         r'builtin operator `open`|/pathlib(/\w+)?\.py", line',
-        "it opens a file, or asks for one, which no graph does: do that outside of the model, with what it returns",
+        "it opens a file, or asks for one, which no graph does: do that outside of the model, with "
+        "what it returns",
     ),
     (
         r"builtin operator `(str|repr|format)` with argument types \['Tensor",
