@@ -9,9 +9,9 @@ from torch import nn
 
 from memopt.errors import CaptureError
 from memopt.profiler.inputs import Call
+from memopt.profiler.remedies_of_python import SAID_OF_PYTHON
 
 _GRAD = ("autograd.grad", "Tensor.backward()", "does not require grad")
-
 
 _SAID: tuple[tuple[str, str], ...] = (
     (
@@ -21,14 +21,20 @@ _SAID: tuple[tuple[str, str], ...] = (
     ),
     (
         r"of class `(Generator|RandomState)`|\b(np|numpy)\.random\b",
-        "it draws random numbers in numpy, which a graph would hold as constants: draw them in "
-        "torch (torch.rand, torch.randint), or pass them as a tensor",
+        "it draws or seeds random numbers in numpy, which no graph does: draw them in torch "
+        "(torch.rand, torch.randint), or pass them as a tensor",
     ),
     (
         r"RandomValueSource|\bRandom\.[a-z]+",
         "it draws random numbers in Python, which a graph would hold as constants: draw them in "
         "torch (torch.empty(()).uniform_(a, b), torch.randint; torch.where chooses by them), or "
         "pass them as a tensor",
+    ),
+    (
+        r"`(manual_seed|seed|[gs]et_rng_state)` in file|\bfork_rng\b",
+        "it seeds torch or sets its random state aside (torch.manual_seed, fork_rng), which a "
+        "planned step would not: do that around the call of the model, or draw there and pass what "
+        "is drawn as an input",
     ),
     (
         r"torch/distributions/constraints\.py",
@@ -57,14 +63,26 @@ _SAID: tuple[tuple[str, str], ...] = (
         "it makes an nn.Parameter: make it in __init__, or use a plain tensor",
     ),
     (
+        r'nn/modules/module\.py", line \d+, in requires_grad_\b',
+        "it freezes a module's parameters, or lets them train (requires_grad_), which a planned "
+        "step would not: do that between steps, outside of the model; a part that is to get no "
+        "gradient in this forward runs under torch.no_grad()",
+    ),
+    (
         r"Tensor\.requires_grad_\(\)",
         "it calls requires_grad_(): do that before the call, or, where it is for "
         "torch.autograd.grad, use torch.func.grad or torch.func.vjp, or plan the sub-modules that "
         "it calls",
     ),
     (
-        r"builtin operator `print`|`_warnings\.warn`|LoggingLogger|/logging/__init__\.py",
+        r"builtin operator `print`|`_warnings\.warn`|`TextIOWrapper`|LoggingLogger"
+        r"|/logging/__init__\.py",
         "it prints, logs or warns, which a graph does not: do that in the training loop",
+    ),
+    (
+        r"numpy_(operator|method|to_tensor)_wrapper|_dynamo_utils_wrapped_",
+        "it computes with numpy arrays, which a planned step would not change: keep them as "
+        "buffers (register_buffer), and compute with tensors",
     ),
     (
         r"Pending unbacked symbols|NumpyNdarrayVariable",
@@ -83,6 +101,7 @@ _SAID: tuple[tuple[str, str], ...] = (
         "values); rewrite that part with tensor operators (torch.where) or plan the sub-modules "
         "around it",
     ),
+    *SAID_OF_PYTHON,
 )
 """What the message of an error has in it → the cause, and what to do about it; the first counts."""
 

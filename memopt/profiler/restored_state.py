@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from memopt.profiler.backend import random_state_kept
@@ -101,7 +102,7 @@ def _storage(tensor: Any) -> Any:
     """A tensor's storage; None where it has none that holds values."""
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor):
         return None
-    if is_traceable_wrapper_subclass(tensor):  # its parts have
+    if is_lazy(tensor) or is_traceable_wrapper_subclass(tensor):  # of the latter the parts have
         return None
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None

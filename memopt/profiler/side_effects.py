@@ -12,6 +12,7 @@ another one at each call (a counter) cannot be: such a model is refused, the obj
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from memopt.errors import CaptureError
-from memopt.profiler.dependencies.changes import HOOK, Change, Constant, Existing
+from memopt.profiler.dependencies.changes import HOOK, REGISTRIES, Change, Constant, Existing
 from memopt.profiler.dependencies.reader import GONE, TraceReader, same
 from memopt.profiler.inputs import Call
 from memopt.profiler.traced_arguments import Place, with_arguments
@@ -214,7 +215,9 @@ def _of_object(change: Change, reader: TraceReader) -> Effect:
     if None in values:
         values = (None,) * len(values)
     shown = reader.shown(change.source)
-    if "attribute" in change.kind and change.name != "cell_contents":
+    if "item" in change.kind and change.source.endswith(REGISTRIES):
+        shown = f"{shown.rpartition('.')[0]}.{change.name}"
+    elif "attribute" in change.kind and change.name != "cell_contents":
         shown = f"{shown}.{change.name}"
     return Effect(change, reader.read_later(change.source), shown, values=values)
 
@@ -285,6 +288,5 @@ def _setter(owner: Any) -> Callable[[Any, str, Any], None]:
     """What sets an attribute: the `__setattr__` of a class may do more, which was traced."""
     if isinstance(owner, nn.Module):
         return nn.Module.__setattr__
-    own: Any = type(owner).__setattr__
-    plain = isinstance(owner, type) or own is object.__setattr__
-    return setattr if plain else object.__setattr__
+    is_pythons = inspect.isfunction(type(owner).__setattr__)
+    return object.__setattr__ if is_pythons and not isinstance(owner, type) else setattr

@@ -31,7 +31,13 @@ from memopt.profiler.side_effects import (
     why_not_left_behind,
 )
 from memopt.profiler.traced_arguments import arguments_compared, values_returned
-from memopt.profiler.uncaptured import lasting_changes, python_name, why_not_captured, why_not_taken
+from memopt.profiler.uncaptured import (
+    check_not_drawn_in_numpy,
+    lasting_changes,
+    python_name,
+    why_not_captured,
+    why_not_taken,
+)
 
 Tracing: TypeAlias = Callable[[Callable[[], Any]], Any]
 Trace: TypeAlias = tuple[GraphModule, Dependencies]
@@ -129,7 +135,6 @@ def _dynamo_trace(
 
     try:
         found: tuple[GraphModule, TraceGuards] = tracing(lambda: with_whole_masks(call, trace))
-        return found
     except (TorchDynamoException, torch_private.shape_from_data_error()) as error:
         if hooks_set(model, call, error):
             return _dynamo_trace(model, call, tracing)
@@ -141,3 +146,5 @@ def _dynamo_trace(
         if "TempLocalSource" not in str(error):
             raise
         raise CaptureError(why_not_left_behind(["an object that it makes"])) from error
+    check_not_drawn_in_numpy(found[0])
+    return found

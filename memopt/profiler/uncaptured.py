@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
-from memopt.profiler.dependencies.changes import Change
+from memopt.profiler.dependencies.changes import REGISTRIES, Change
 from memopt.profiler.dependencies.dynamo_guards import ROOT, TraceGuards
 from memopt.profiler.inputs import Call
 from memopt.profiler.remedies import known_remedy, said_remedy, without_labels
@@ -28,7 +28,6 @@ from memopt.profiler.restored_state import forward_restored, state_restored
 # Torch, memopt and Python's own modules: a line there is not what a user can change.
 _NOT_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 _PYTHON = os.path.dirname(os.__file__)
-_REGISTRIES = ("._parameters", "._buffers", "._modules")
 
 
 def check_initialised(model: nn.Module) -> None:
@@ -51,7 +50,7 @@ def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
     known = (
         _cumulative_average(model)
         or known_remedy(model, error)
-        or _sized_by_the_first_forward(model, call)
+        or _sized_by_the_first_forward(model, call, str(error))
     )
     if known is not None:
         return known
@@ -60,7 +59,7 @@ def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
         return hooked
     stack = getattr(error, "real_stack", None)
     frames = [f for f in stack or () if _is_users(f.filename)]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+    where = _line_of_frame(model, frames[-1]) if frames else ""
     what = f"the model cannot be captured as one graph{where}"
     first, text = first_line(error) or type(error).__name__, str(error)
     said = said_remedy(text)
@@ -71,7 +70,7 @@ def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
             f"{first}{more}. Write that part with tensor operators, take it out of the forward, or "
             "plan the sub-modules around it"
         )
-    elif said.startswith("memopt"):
+    elif said.startswith("memopt") and "Could not guard" not in first:
         said = f"{first}. {said}"
     return f"{what}: {said}{without_labels(call)}"
 
@@ -102,6 +101,12 @@ def why_not_derived(traced: GraphModule, call: Call, error: Exception) -> str:
             "condition (y[mask], nonzero, unique)" + without_labels(call)
         )
     where = _value_read(traced) if "_local_scalar_dense" in first else None
+    if where is not None and _is_given_number(traced):
+        return (
+            f"the model computes with a Python number{where} that is another one from call to "
+            "call, which no graph can hold: keep it in a tensor (a buffer that is updated in "
+            "place, rate.fill_(0.5)), or pass it as one"
+        )
     if where is not None:
         return (
             f"the model reads a number out of a tensor{where}, which no graph can hold: leave out "
@@ -110,7 +115,7 @@ def why_not_derived(traced: GraphModule, call: Call, error: Exception) -> str:
         )
     said = said_remedy(str(error))
     if said is not None:
-        return f"the model cannot be captured as one graph: {said}"
+        return f"the model cannot be captured as one graph{_of_numbers(traced)}: {said}"
     return (
         f"the model's backward cannot be traced: {first}. Look for operators without a derivative, "
         "in-place updates of leaf parameters, or double backward in the forward"
@@ -119,7 +124,7 @@ def why_not_derived(traced: GraphModule, call: Call, error: Exception) -> str:
 
 def _is_users(path: str | None) -> bool:
     """Whether a file is the user's, or a library's that is made of models."""
-    if not path or path.startswith(_NOT_USERS):
+    if not path or path.startswith((*_NOT_USERS, "<frozen ")):
         return False
     return "-packages" in path or not path.startswith(_PYTHON)
 
@@ -151,8 +156,11 @@ def _cumulative_average(model: nn.Module) -> str | None:
     return None
 
 
-def _sized_by_the_first_forward(model: nn.Module, call: Call) -> str | None:
-    """Buffers that a forward gives another shape, as observers of ranges do in their first one."""
+def _sized_by_the_first_forward(model: nn.Module, call: Call, text: str) -> str | None:
+    """Buffers that a forward gives another shape, as observers of ranges do in their first one.
+    Only where dynamo speaks of it the forward is run, since it may tell the world something."""
+    if "inplace view" not in text and "resize_" not in text:
+        return None
     before = {name: buffer.shape for name, buffer in model.named_buffers()}
     found: list[str] = []
     # What the model itself raises here, dynamo has said already.
@@ -202,6 +210,21 @@ def check_effects(module: GraphModule) -> None:
             )
 
 
+def check_not_drawn_in_numpy(traced: GraphModule) -> None:
+    """Refuse numpy's random numbers, which dynamo draws and seeds in torch instead.
+
+    Raises:
+        CaptureError: there are some; the message names the line.
+    """
+    for node in traced.graph.nodes:
+        function = getattr(node.target, "f", None)
+        if getattr(function, "__module__", None) == "torch._numpy.random":
+            raise CaptureError(
+                f"the model cannot be captured as one graph{line_of(node)}: "
+                f"{said_remedy('numpy.random')}"
+            )
+
+
 def _shape_from_data(traced: GraphModule) -> str | None:
     """The line that makes a tensor whose shape dynamo left open; None if there is none."""
     for node in traced.graph.nodes:
@@ -231,8 +254,31 @@ def _value_read(traced: GraphModule) -> str | None:
     return next(map(line_of, found), None)
 
 
+def _is_given_number(traced: GraphModule) -> bool:
+    """Whether the first number that is read is one of Python's, which torch.compile hands over."""
+    for node in traced.graph.nodes:
+        if node.target == "item":
+            return bool(node.args[0].op == "placeholder")
+    return False
+
+
+def _of_numbers(traced: GraphModule) -> str:
+    """The line that reads a number, or computes in numpy; "" if there is none."""
+    found = (n for n in traced.graph.nodes if type(n.target).__name__.startswith("numpy_"))
+    return _value_read(traced) or next(map(line_of, found), "")
+
+
 def _example(node: Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _line_of_frame(model: nn.Module, frame: Any) -> str:
+    """A frame's line, as `line_of` writes it; of a graph's code the line that its node is from."""
+    if not frame.filename.startswith("<eval_with_key>"):
+        return f" at {frame.filename}:{frame.lineno} ({frame.line})"
+    name = str(frame.line).partition(" ")[0]
+    nodes = (n for m in model.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
+    return next((line_of(node) for node in nodes if node.name == name), "")
 
 
 def line_of(node: Node) -> str:
@@ -253,7 +299,7 @@ def lasting_changes(model: nn.Module, call: Call, guards: TraceGuards) -> TraceG
         model, call: what was traced.
         guards: what the trace read and changed.
     """
-    registries = [one for one in guards.changes if one.source.endswith(_REGISTRIES)]
+    registries = [one for one in guards.changes if one.source.endswith(REGISTRIES)]
     if not registries:
         return guards
     sources = list(dict.fromkeys(one.source for one in registries))

@@ -111,7 +111,7 @@ DRAWN: tuple[Form, ...] = (
     lambda m, x: torch.where(torch.rand(()) < 0.5, x * 2, x),
 )
 PYTHON = r"it draws random numbers in Python, .*uniform_\(a, b\)"
-NUMPY = r"it draws random numbers in numpy, .*torch\.rand"
+NUMPY = r"it draws or seeds random numbers in numpy, .*torch\.rand"
 VALUES = r"without data-dependent Python control flow .*torch\.where"
 SHAPES = r"a shape depends on the values of a tensor at .*torch\.where"
 NUMBERS = r"reads a number out of a numpy array or a tensor, .*Python numbers .*register_buffer"
@@ -134,6 +134,12 @@ ROWS: dict[str, Row] = {
     "choice": Row(lambda m, x: x * random.choice([1.0, 2.0]), PYTHON),
     "own Random": Row(lambda m, x: x * m.random.random(), PYTHON),
     "numpy": Row(lambda m, x: x * np.random.uniform(), NUMPY),
+    "numpy array": Row(
+        lambda m, x: x + torch.from_numpy(np.random.rand(3)).float(),
+        NUMPY,
+        (lambda m, x: x + torch.rand(3),),
+    ),
+    "numpy's seed": Row(lambda m, x: (np.random.seed(1), x)[1], NUMPY),
     "own numpy": Row(lambda m, x: x * m.drawn.random(), NUMPY),
     "table": Row(
         lambda m, x: x * float(m.table[0]),
@@ -199,7 +205,7 @@ ROWS: dict[str, Row] = {
 
 OTHERS: dict[str, tuple[Form, str]] = {
     "input": (lambda m, x: (input(), x)[1], r"`input` .*take it out of the forward"),
-    "thread": (Net.step_aside, r"the builtin `_thread\.get_ident`\)\. Write .*out of the forward"),
+    "thread": (Net.step_aside, "it uses a thread, .*outside of the model"),
     "kl": (
         lambda m, x: kl_divergence(
             Normal(m.linear(x), 1.0, validate_args=False), Normal(0.0, 1.0, validate_args=False)

@@ -112,7 +112,7 @@ class SavesTensor(Net):
         return h
 
 
-@situation("a tensor is written to a file", "tolist|dumps|file|FOLDER|write_bytes")
+@situation("a tensor is written to a file", "item|tolist|dumps|file|FOLDER|write_bytes")
 def _() -> Setting:
     emptied()
     return Setting(SavesTensor(), files)

@@ -58,6 +58,27 @@ def _() -> Setting:
     return Setting(Mixing())
 
 
+class NumpyArray(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        return h + torch.from_numpy(np.random.rand(8)).float()
+
+
+@situation("an array of np.random", "numpy|NumPy|random")
+def _() -> Setting:
+    return Setting(NumpyArray())
+
+
+class NumpySeeding(Net):
+    def touch(self, h: Tensor) -> Tensor:
+        np.random.seed(7)
+        return h
+
+
+@situation("np.random.seed in the forward", "numpy|NumPy|seed")
+def _() -> Setting:
+    return Setting(NumpySeeding())
+
+
 class OwnNumpy(Net):
     def touch(self, h: Tensor) -> Tensor:
         return h * float(NUMPY.random())

@@ -79,6 +79,9 @@ class Change:
         return f"{self.source}.{self.name}", f"{self.source}.__dict__[{self.name!r}]"
 
 
+REGISTRIES = ("._parameters", "._buffers", "._modules")
+"""The ends of expressions for a module's own dicts, whose keys people know as its attributes."""
+
 HOOK = "hook"
 """The kind of a hook that the forward sets on a tensor."""
 _KNOWN = (
