@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import in_blocks
@@ -116,18 +117,13 @@ class Surroundings:
         self._outputs: _Memory = {}
         self._metered: _Metered | None = None
         self._watched = _Watched()
-        self._hooked = None
         if with_state:
-            # The hook is every optimizer's; it must not keep the model.
-            hook = partial(_stepped, weakref.ref(self))
-            self._hooked = register_optimizer_step_post_hook(hook)
-            weakref.finalize(self, self._hooked.remove).atexit = False
+            _OPTIMIZERS.tell(self)
 
     def remove(self) -> None:
         """Nothing more is met."""
         self._stop()
-        if self._hooked is not None:
-            self._hooked.remove()
+        _OPTIMIZERS.tell_no_more(self)
 
     def charges(self, kind: Any) -> Charges:
         """The largest met around a kind of call."""
@@ -245,9 +241,31 @@ def _ended(
         meter.ended(address)
 
 
-def _stepped(
-    around: weakref.ref[Surroundings], optimizer: Optimizer, _args: Any, _kwargs: Any
-) -> None:
-    found = around()
-    if found is not None:
-        found.stepped(optimizer)
+class _Optimizers:
+    """Tells of every optimizer's steps, by one hook on all of them. That goes when nobody is to be
+    told any more, but not while the garbage collector runs, which may be in the midst of a step
+    that calls its hooks."""
+
+    def __init__(self) -> None:
+        self._told: weakref.WeakSet[Surroundings] = weakref.WeakSet()
+        self._hook: RemovableHandle | None = None
+
+    def tell(self, around: Surroundings) -> None:
+        """Tell of steps from now on, for as long as there is somebody to tell."""
+        self._told.add(around)
+        if self._hook is None:
+            self._hook = register_optimizer_step_post_hook(self._stepped)
+
+    def tell_no_more(self, around: Surroundings) -> None:
+        """Tell of no step any more."""
+        self._told.discard(around)
+        if self._hook is not None and not self._told:
+            self._hook.remove()
+            self._hook = None
+
+    def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        for around in list(self._told):
+            around.stepped(optimizer)
+
+
+_OPTIMIZERS = _Optimizers()

@@ -226,7 +226,21 @@ def test_a_model_that_is_gone_leaves_no_hook_of_optimizers_behind() -> None:
     model = memopt.wrap(language_model(), "min", progress=False)
     del model
     gc.collect()
+    memopt.unwrap(memopt.wrap(language_model(), "min", progress=False))
     assert len(_global_optimizer_post_hooks) == before
+
+
+def test_a_model_may_go_in_the_midst_of_an_optimizer_s_step() -> None:
+    models = [memopt.wrap(language_model(), "min", progress=False) for _ in range(2)]
+    optimizer = torch.optim.SGD(language_model().parameters(), 0.1)
+
+    def gone(*_: Any) -> None:
+        models.pop()
+        gc.collect()
+
+    optimizer.register_step_post_hook(gone)
+    optimizer.step()
+    assert len(models) == 1
 
 
 def test_the_state_of_others_optimizers_is_not_charged() -> None:
