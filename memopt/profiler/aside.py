@@ -69,9 +69,6 @@ def mode_around() -> str | None:
     return next((one.__name__ for one in names if not one.__module__.startswith("memopt.")), None)
 
 
-WHY_MODE = "it is inside of {}, which sees every operator, and a planned step runs others"
-
-
 @contextmanager
 def _saved_tensor_hooks_off() -> Iterator[None]:
     """Without the caller's hooks on saved tensors."""
