@@ -31,6 +31,7 @@ from memopt.profiler.own_backward import OwnBackward
 from memopt.profiler.ranks import ranks_of, together
 from memopt.profiler.restored_state import StorageCopies, state_restored
 from memopt.profiler.step_time import median_step_s
+from memopt.profiler.unheard import unheard
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -72,12 +73,14 @@ class _Steps:
         """No gradients, as before a step."""
         clear_gradients(self.model, self.call.tensors())
 
+    @unheard()
     def run(self, module: nn.Module, run_backward: OwnBackward) -> Any:
         """A step of `module`, which is `model` or planned; its output."""
         output = self._output(module)
         run_backward([loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients)])
         return output
 
+    @unheard()
     def _output(self, module: nn.Module) -> Any:
         """What a training loop holds of a call's output."""
         dropped = self.plan.output_gradients.dropped
@@ -100,7 +103,8 @@ class _Steps:
                 self.clear()
                 output = None
                 output = self._output(module)
-                loss = loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients)
+                with unheard():
+                    loss = loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients)
                 kept.backward([loss])
             del output, loss
         return unmetered_bytes(self.plan, self.device) + use.peak_bytes

@@ -27,6 +27,7 @@ from memopt.profiler.ranks import largest, meet
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.step_time import median_step_s
 from memopt.profiler.torch_private import backward_owns_tangents
+from memopt.profiler.unheard import unheard
 
 LARGEST_NUMBER_BYTES = 64
 """The memory that torch allocates for a loss that is no more than a number."""
@@ -73,7 +74,8 @@ class Loss:
         Raises:
             ValueError: it is no scalar tensor with a gradient.
         """
-        found = self.function(output, *self.targets)
+        with unheard():
+            found = self.function(output, *self.targets)
         if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
             shown = type(found).__name__
             if isinstance(found, torch.Tensor):
@@ -179,6 +181,7 @@ def _unplanned_step(
     if optimizer is not None and loss is not None:
         return eager_step(model, call, loss.value, optimizer, rules, run_backward)
 
+    @unheard()
     def step() -> Any:
         given = call.once()
         output = model(*given.args, **given.kwargs)
@@ -345,7 +348,7 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
     has a gradient, which is the model's fault and `capture`'s to say."""
     loss = loss.detached()
     with state_restored(model, call, *loss.parts) as kept:
-        with kept.first_run():
+        with kept.first_run(), unheard():
             output = model(*call.args, **call.kwargs)
         tree, found = cut_output(output)
         if not found:

@@ -27,6 +27,7 @@ from memopt.profiler.backend import random_state_kept
 from memopt.profiler.inputs import Call
 from memopt.profiler.own_backward import OwnBackward, gradient_hooks_off
 from memopt.profiler.reached_state import ReachedState
+from memopt.profiler.unheard import unheard
 
 _ON_ALL_MODULES = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _WRITTEN_UNSAID = ("running_mean", "running_var")
@@ -198,7 +199,9 @@ def forward_restored(
         What it returns.
     """
     with state_restored(model, call) as kept, kept.first_run(), torch.no_grad():
-        yield (way or model)(*call.args, **call.kwargs)
+        with unheard():
+            output = (way or model)(*call.args, **call.kwargs)
+        yield output
 
 
 def _looking_on() -> Iterator[Any]:

@@ -24,6 +24,7 @@ from memopt.profiler.dependencies.dynamo_guards import ROOT, TraceGuards
 from memopt.profiler.inputs import Call
 from memopt.profiler.remedies import known_remedy, said_remedy, without_labels
 from memopt.profiler.restored_state import forward_restored, state_restored
+from memopt.profiler.unheard import unheard
 
 # Torch, memopt and Python's own modules: a line there is not what a user can change.
 _NOT_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
@@ -285,7 +286,7 @@ def _reassigned(model: nn.Module, call: Call, sources: Sequence[str]) -> list[st
         given = [dict(registry) for registry in registries]
         faked = call.with_tensors(mode.from_tensor)
         try:
-            with mode:
+            with mode, unheard():
                 model(*faked.args, **faked.kwargs)
         finally:
             # Autocast keeps casts of parameters; these are fake, the parameters are not.

@@ -223,7 +223,7 @@ class Warning_(Net):
         return h
 
 
-@situation("a warning in the forward", "warn")
+@situation("a warning in the forward", "warn", says=True)
 def _() -> Setting:
     return Setting(Warning_())
 

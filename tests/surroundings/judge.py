@@ -19,12 +19,13 @@ from torch import Tensor
 
 import memopt
 from memopt.integrations.torch_compile import compiled_steps
+from memopt.profiler import left_out
 from tests.surroundings.seen import Seen, difference, everything, seen
 from tests.surroundings.situation import Setting, Situation
 
 STEPS = 3
 QUIET: dict[str, Any] = {"budget": "min", "progress": False, "cache": False}
-Kind = Literal["exact", "refused", "unplanned", "WRONG"]
+Kind = Literal["exact", "unsaid", "refused", "unplanned", "WRONG"]
 
 # What is no explanation for a person who trains a model.
 _JARGON = re.compile(
@@ -36,7 +37,8 @@ _OF_VALUES = re.compile("[Dd]ata-dependent")
 
 @dataclass(frozen=True)
 class Verdict:
-    """exact; refused, naming what is touched; as eager, unplanned, and said; or WRONG."""
+    """exact; exact but for words that are left out, which is said; refused, naming what is touched;
+    as eager, unplanned, and said; or WRONG."""
 
     kind: Kind
     reason: str = ""
@@ -106,6 +108,7 @@ def listening(heard: Heard, said: list[str]) -> Iterator[None]:
 
 def _default_world() -> None:
     """What a run before may have left."""
+    left_out._TOLD.clear()
     torch.compiler.reset()
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
@@ -234,7 +237,9 @@ def own(error: Exception) -> bool:
 
 def allowed(situation: Situation, way: str) -> tuple[Kind, ...]:
     """The verdicts that a cell may have."""
-    return ("exact",) if way in situation.exact else ("exact", "refused", "unplanned")
+    if way in situation.exact:
+        return ("exact",)
+    return ("exact", "refused", "unplanned", *(("unsaid",) if situation.says else ()))
 
 
 def judge(situation: Situation, way: str) -> Verdict:
@@ -272,12 +277,19 @@ def verdict_of(eager: Run, found: Run) -> Verdict:
     """What to say of a run beside eager's."""
     if found.trace:
         return Verdict("WRONG", f"planning left a trace: {found.trace}")
+    unsaid = any("planned steps leave out" in text for text in found.said)
     for moment, view in found.views.items():
-        differs = difference(eager.views[moment], view)
+        expected = eager.views[moment]
+        if unsaid and isinstance(view, dict) and "heard" in view:
+            # Nothing was heard, neither of planning nor of steps.
+            expected = {**expected, "heard": [[], [], ""]}
+        differs = difference(expected, view)
         if differs:
             said = f" (said: {found.said[0][:120]})" if found.said else ""
             return Verdict("WRONG", f"{moment}{differs}{said}")
     if not found.planned_calls and not found.said:
         return Verdict("WRONG", "ran unplanned without a word")
     said = "; ".join([f"{found.planned_calls} calls planned", *found.said])[:200]
-    return Verdict("exact" if found.planned_calls >= STEPS else "unplanned", said)
+    if found.planned_calls < STEPS:
+        return Verdict("unplanned", said)
+    return Verdict("unsaid" if unsaid else "exact", said)

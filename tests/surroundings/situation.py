@@ -82,6 +82,7 @@ class Situation:
         exact: the ways in which users expect it to be exact; in the others it may be refused.
         ways: those in which it can be.
         quick: whether it runs with every test run.
+        says: whether the forward says something, which planned steps leave out with a notice.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Situation:
     exact: tuple[str, ...] = ()
     ways: tuple[str, ...] = WAYS
     quick: bool = False
+    says: bool = False
 
 
 SITUATIONS: dict[str, Situation] = {}
