@@ -1,4 +1,4 @@
-"""Planned steps inside of what looks on at a call: modes, and hooks on saved tensors.
+"""Planned steps inside of what looks on at a call: modes, hooks on saved tensors, caches.
 
 What a step keeps for its backward is the plan's. Autograd saves one token, by which that is found:
 hooks that copy what they are given would lose it, and those that change values would not change the
@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
 
 from memopt.profiler.aside import mode_around
 from memopt.profiler.torch_private import imported
@@ -20,6 +21,10 @@ _MODE = "it is inside of {}, which sees every operator, and a planned step runs 
 _HOOKS = (
     "it is inside of torch.autograd.graph.saved_tensors_hooks({}, ...), which may change what a "
     "step keeps for its backward, and on that a plan decides: without them the plan runs"
+)
+_CACHED = (
+    "it is inside of torch.nn.utils.parametrize.cached(), which hands parametrized tensors from "
+    "call to call, and a planned step computes its own"
 )
 
 
@@ -31,6 +36,8 @@ def why_not_inside() -> str | None:
     mode = mode_around()
     if mode is not None:
         return _MODE.format(mode)
+    if parametrize._cache_enabled:
+        return _CACHED
     pack = _pack_around()
     if pack is None or _home(pack).partition(".")[0] in ("torch", "memopt"):
         return None

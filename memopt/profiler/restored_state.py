@@ -30,6 +30,7 @@ from memopt.profiler.reached_state import ReachedState
 from memopt.profiler.unheard import unheard
 
 _ON_ALL_MODULES = ("_global_forward_pre_hooks", "_global_forward_hooks")
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 _WRITTEN_UNSAID = ("running_mean", "running_var")
 
 
@@ -216,6 +217,7 @@ def _settings() -> Callable[[], None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     precision = torch.get_float32_matmul_precision()
+    attention = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION}
 
     def restore() -> None:
         torch.set_default_dtype(dtype)
@@ -224,6 +226,8 @@ def _settings() -> Callable[[], None]:
             torch.set_num_threads(threads)
         if torch.get_float32_matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
+        for name, enabled in attention.items():
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
 
     return restore
 

@@ -24,6 +24,7 @@ from memopt.profiler.dependencies.dynamo_guards import ROOT, TraceGuards
 from memopt.profiler.inputs import Call
 from memopt.profiler.remedies import known_remedy, said_remedy, without_labels
 from memopt.profiler.restored_state import forward_restored, state_restored
+from memopt.profiler.side_effects import why_not_set
 from memopt.profiler.unheard import unheard
 
 # Torch, memopt and Python's own modules: a line there is not what a user can change.
@@ -190,6 +191,22 @@ def cache_remedy(model: nn.Module) -> str | None:
         "which would keep every layer's keys and values: set model.config.use_cache = False, or "
         "pass use_cache=False among the inputs"
     )
+
+
+_SETTERS = re.compile(r"_?set_(?!grad_enabled)|(enable|allow)_\w+_sdp$")
+
+
+def check_settings(traced: GraphModule) -> None:
+    """Refuse a forward that sets how torch computes (its default dtype, deterministic algorithms).
+
+    Raises:
+        CaptureError: it does; the setter is named.
+    """
+    for node in traced.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if node.op == "call_function" and _SETTERS.match(name):
+            setting = name.lstrip("_").removeprefix("set_")
+            raise CaptureError(why_not_set(f"{setting}{line_of(node)}"))
 
 
 def check_effects(module: GraphModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import memopt
@@ -104,3 +106,27 @@ def test_a_train_step_refuses_the_users_hooks() -> None:
         step(x, targets=y)
     with save_on_cpu():
         step(x, targets=y)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_parametrized_tensors_that_are_cached(wrapped: bool) -> None:
+    def gradients(run: Any, x: Tensor) -> list[Tensor | None]:
+        model.zero_grad()
+        with parametrize.cached():
+            (run(x).square().sum() + run(x).sin().sum()).backward()
+        return [p.grad for p in model.parameters()]
+
+    model, x = _model(), torch.randn(4, 6)
+    parametrizations.weight_norm(model[0])
+    expected = gradients(model, x)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with parametrize.cached():
+            if wrapped:
+                run: Any = memopt.wrap(model, progress=False)
+            else:
+                run = memopt.plan(model, x, progress=False).apply(model)
+        found = gradients(run, x)
+    assert "parametrize.cached()" in str(said[-1].message)
+    assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
+    assert (run.calls.planned, run.calls.original) == (0, 2)
