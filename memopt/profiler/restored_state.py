@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from memopt.profiler.backend import random_state_kept
@@ -101,7 +102,7 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 def _storage(tensor: Any) -> Any:
     """A tensor's storage; None where it has none that holds values."""
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor):
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or is_lazy(tensor):
         return None
     if is_traceable_wrapper_subclass(tensor):  # its parts have
         return None
