@@ -76,6 +76,20 @@ def mode_around() -> str | None:
 
 
 @contextmanager
+def function_modes_off() -> Iterator[None]:
+    """Without the caller's function modes, whose work is in Dynamo's graph already."""
+    pop, push = imported("torch.overrides", "_pop_mode"), imported("torch.overrides", "_push_mode")
+    taken: list[object] = []
+    try:
+        while torch._C._len_torch_function_stack():
+            taken.append(pop())
+        yield
+    finally:
+        while taken:
+            push(taken.pop())
+
+
+@contextmanager
 def _saved_tensor_hooks_off() -> Iterator[None]:
     """Without the caller's hooks on saved tensors."""
     top = imported("torch._C._autograd", "_top_saved_tensors_default_hooks")

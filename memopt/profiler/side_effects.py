@@ -192,6 +192,11 @@ def side_effects(model: nn.Module, call: Call, reader: TraceReader) -> SideEffec
         if not change.known:
             raise CaptureError(why_not_left_behind([effect.shown]))
         if change.kind == "append":
+            if getattr(effect.owner(model, call), "maxlen", None) is not None:
+                raise CaptureError(
+                    f"the forward adds to {effect.shown}, a deque with maxlen=, of which a trace "
+                    "does not see what it drops: use a list, and drop items outside of the forward"
+                )
             if len(effect.owner(model, call)) != change.name:
                 effect = replace(effect, change=replace(change, kind="replace"))
             elif not change.values:

@@ -121,7 +121,7 @@ def why_not_derived(traced: GraphModule, call: Call, error: Exception) -> str:
 
 def _is_users(path: str | None) -> bool:
     """Whether a file is the user's, or a library's that is made of models."""
-    if not path or path.startswith(_NOT_USERS):
+    if not path or path.startswith(("<eval_with_key>", *_NOT_USERS)):
         return False
     return "-packages" in path or not path.startswith(_PYTHON)
 
@@ -156,6 +156,8 @@ def _cumulative_average(model: nn.Module) -> str | None:
 def _sized_by_the_first_forward(model: nn.Module, call: Call) -> str | None:
     """Buffers that a forward gives another shape, as observers of ranges do in their first one."""
     before = {name: buffer.shape for name, buffer in model.named_buffers()}
+    if not any(b.is_floating_point() and b.numel() <= 1 for b in model.buffers()):
+        return None  # a run for nothing would leave what cannot be put back (files, queues)
     found: list[str] = []
     # What the model itself raises here, dynamo has said already.
     with contextlib.suppress(Exception), forward_restored(model, call):
@@ -193,7 +195,10 @@ def cache_remedy(model: nn.Module) -> str | None:
     )
 
 
-_SETTERS = re.compile(r"_?set_(?!grad_enabled)|(enable|allow)_\w+_sdp$")
+_SETTERS = re.compile(
+    "_?set_(default_|deterministic_|float32_|fp32_|num_|flush_|warn_|autocast_|cu|mkldnn|onednn|sdp)"
+    r"|(enable|allow)_\w+_sdp$"
+)
 
 
 def check_settings(traced: GraphModule) -> None:

@@ -141,7 +141,10 @@ class Watching(TorchFunctionMode):
         return result
 
 
-@situation("a TorchFunctionMode around a step", "Watching|[Ff]unction ?[Mm]ode|mode\\b")
+@situation(
+    "a TorchFunctionMode around a step",
+    "Watching|[Ff]unction ?[Mm]ode|mode\\b",
+)
 def _() -> Setting:
     SEEN.clear()
     return Setting(Net(), lambda: SEEN, around=Watching)
