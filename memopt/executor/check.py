@@ -32,6 +32,7 @@ from memopt.profiler.ranks import ranks_of, together
 from memopt.profiler.reached_state import ReachedState
 from memopt.profiler.restored_state import StorageCopies, state_restored
 from memopt.profiler.step_time import median_step_s
+from memopt.profiler.unheard import unheard
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -76,12 +77,14 @@ class _Steps:
         clear_gradients(self.model, self.call.tensors())
         self.world.put_back()
 
+    @unheard()
     def run(self, module: nn.Module, run_backward: OwnBackward) -> Any:
         """A step of `module`, which is `model` or planned; its output."""
         output = self._output(module)
         run_backward([loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients)])
         return output
 
+    @unheard()
     def _output(self, module: nn.Module) -> Any:
         """What a training loop holds of a call's output."""
         dropped = self.plan.output_gradients.dropped
@@ -104,7 +107,8 @@ class _Steps:
                 self.clear()
                 output = None
                 output = self._output(module)
-                loss = loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients)
+                with unheard():
+                    loss = loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients)
                 kept.backward([loss])
             del output, loss
         return unmetered_bytes(self.plan, self.device) + use.peak_bytes

@@ -15,8 +15,8 @@ from memopt.executor.calls import Calls, has_own
 from memopt.executor.differentiated import DIFFERENTIATED, AsOriginal, pattern
 from memopt.executor.guard import Guard
 from memopt.executor.runtime import Arrived, Installed, Runtime
+from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.models.budget import format_bytes
-from memopt.profiler.aside import WHY_MODE, mode_around
 from memopt.profiler.capture import Captured
 from memopt.profiler.dependencies.dependencies import Dependencies
 from memopt.profiler.inputs import Call, align, asks_for_gradients
@@ -86,6 +86,8 @@ class PlannedModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = getattr(PlannedModule, name, None)
+        if name in _SHOWN and "_memopt" in self.__dict__ and not has_own(original_of(self), name):
+            raise AttributeError(f"{name!r} of a planned module cannot be set")
         if isinstance(known, property):
             # Not by nn.Module, which would register a module under the name.
             object.__setattr__(self, name, value)
@@ -167,9 +169,9 @@ class PlannedModule(nn.Module):
         if guard.evaluating(model):
             calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
             return calls.evaluated(model(*args, **kwargs))
-        mode = mode_around()
-        if mode is not None:
-            calls.fall_back(model, WHY_MODE.format(mode))
+        looked_at = why_not_inside()
+        if looked_at is not None:
+            calls.fall_back(model, looked_at)
             return model(*args, **kwargs)
         call = align(model, captured.call, args, as_planned(captured.call, kwargs))
         try:

@@ -1,4 +1,4 @@
-"""A planned step inside the user's hooks on saved tensors (`torch.autograd.graph`).
+"""Planned steps inside of what looks on at a call: modes, hooks on saved tensors, caches.
 
 What a step keeps for its backward is the plan's. Autograd saves one token, by which that is found:
 hooks that copy what they are given would lose it, and those that change values would not change the
@@ -7,43 +7,63 @@ step's.
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
 
+from memopt.profiler.aside import mode_around
 from memopt.profiler.torch_private import imported
 
 _CHECKPOINT = "torch.utils.checkpoint"
-_said: set[Any] = set()
+_MODE = "it is inside of {}, which sees every operator, and a planned step runs others"
+_HOOKS = (
+    "it is inside of torch.autograd.graph.saved_tensors_hooks({}, ...), which may change what a "
+    "step keeps for its backward, and on that a plan decides: without them the plan runs"
+)
+_CACHED = (
+    "it is inside of torch.nn.utils.parametrize.cached(), which hands parametrized tensors from "
+    "call to call, and a planned step computes its own"
+)
+
+
+def why_not_inside() -> str | None:
+    """Why a call cannot run under a plan in what surrounds it here, for people; None: it can.
+
+    torch's own hooks on saved tensors give back what they get (`save_on_cpu`, a checkpoint's).
+    """
+    mode = mode_around()
+    if mode is not None:
+        return _MODE.format(mode)
+    if parametrize._cache_enabled:
+        return _CACHED
+    pack = _pack_around()
+    if pack is None or _home(pack).partition(".")[0] in ("torch", "memopt"):
+        return None
+    return _HOOKS.format(f"{_home(pack)}.{getattr(pack, '__qualname__', type(pack).__qualname__)}")
 
 
 def token_as_it_is() -> AbstractContextManager[object]:
     """Context in which autograd saves the token itself, whatever hooks the caller has.
 
-    A checkpoint's hooks stay: it drops what is saved, and runs the call again. Hooks that are not
-    torch's own are warned about, once.
+    A checkpoint's hooks stay: it drops what is saved, and runs the call again.
     """
-    hooks = imported("torch._C._autograd", "_top_saved_tensors_default_hooks")(True)
-    if hooks is None:
+    pack = _pack_around()
+    if pack is None or _home(pack) == _CHECKPOINT:
         return nullcontext()
-    pack = hooks[0]
-    home = getattr(pack, "__module__", None) or type(pack).__module__
-    if home == _CHECKPOINT:
-        return nullcontext()
-    name = f"{home}.{getattr(pack, '__qualname__', type(pack).__qualname__)}"
-    if not home.startswith("torch.") and name not in _said:
-        _said.add(name)
-        warnings.warn(
-            f"a planned step runs inside torch.autograd.graph.saved_tensors_hooks({name}, ...), "
-            "which do not see what it keeps for its backward: the plan decides on that. Where "
-            "they change values (compression), gradients are those without them; if that "
-            "matters, call the unplanned model there (planned.original, or "
-            "memopt.unwrap(model)). This is said once",
-            stacklevel=6,
-        )
     return saved_tensors_hooks(_itself, _itself)
+
+
+def _pack_around() -> Any:
+    """The innermost hook that packs what is saved here; None: there is none."""
+    hooks = imported("torch._C._autograd", "_top_saved_tensors_default_hooks")(True)
+    return None if hooks is None else hooks[0]
+
+
+def _home(pack: Any) -> str:
+    """The module of a hook."""
+    return str(getattr(pack, "__module__", None) or type(pack).__module__)
 
 
 def _itself(value: Any) -> Any:

@@ -25,11 +25,11 @@ from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import Calls, warn_of_many_plans
 from memopt.executor.module import accepts, count_in
 from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
+from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.executor.surroundings import Surroundings
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.locks import ForkedLock
 from memopt.profiler.as_eager.masks import adds_learned_biases, masks_nothing
-from memopt.profiler.aside import WHY_MODE, mode_around
 from memopt.profiler.backend import autocast_state
 from memopt.profiler.dependencies.reader import described, described_text
 from memopt.profiler.inputs import Call, asks_for_gradients, device_of, to_call
@@ -219,9 +219,9 @@ class SelfPlanning:
             if not (model.training and torch.is_grad_enabled()):
                 self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
                 return self.calls.evaluated(plain(*args, **kwargs))
-            mode = mode_around()
-            if mode is not None:
-                self.calls.fall_back(model, WHY_MODE.format(mode))
+            looked_at = why_not_inside()
+            if looked_at is not None:
+                self.calls.fall_back(model, looked_at)
                 return plain(*args, **kwargs)
             call = self._seen(_in_order(args, kwargs))
             kind = self._kind(call)

@@ -21,11 +21,10 @@ from memopt.executor.input_gradients import check_behind, pass_on
 from memopt.executor.install import install
 from memopt.executor.loss_scaling import LossScaling
 from memopt.executor.random_state import RandomStates
-from memopt.executor.saved_tensor_hooks import token_as_it_is
+from memopt.executor.saved_tensor_hooks import token_as_it_is, why_not_inside
 from memopt.executor.step_checks import other_parameters, plan_of_step
 from memopt.executor.undo import Changes, Undo
 from memopt.models.step_rules import scales
-from memopt.profiler.aside import mode_around
 from memopt.profiler.backend import autocast_as, autocast_off, autocast_state
 from memopt.profiler.baseline import as_targets
 from memopt.profiler.inputs import Call, align, to_call
@@ -175,12 +174,9 @@ class TrainStep:
                 "a train step changes parameters and optimizer state, which no later step could "
                 "change again had it been made in torch.inference_mode(); leave that"
             )
-        mode = mode_around()
-        if mode is not None:
-            raise GuardError(
-                f"a train step takes no part in {mode}, which is to see every operator: call it "
-                "outside"
-            )
+        looked_at = why_not_inside()
+        if looked_at is not None:
+            raise GuardError(f"a train step cannot run here: {looked_at}. Call it outside")
         check_splittable(self._optimizer, model)
         differs = other_parameters(self._profiled, self._optimizer)
         if differs is not None:

@@ -20,6 +20,7 @@ from memopt.profiler.inputs import Call
 from memopt.profiler.memory import metered
 from memopt.profiler.own_backward import OwnBackward
 from memopt.profiler.restored_state import state_restored
+from memopt.profiler.unheard import unheard
 
 _TURNS = 7
 """Steps of each module, in turns, of whose times the median counts."""
@@ -121,6 +122,7 @@ class RealStep:
             yield call, kept.backward
             clear_gradients(self.model, call.tensors())
 
+    @unheard()
     def _step(self, run: Any, call: Call, run_backward: OwnBackward) -> Any:
         output = run(*call.args, **call.kwargs)
         backward(output, self.loss, run_backward)

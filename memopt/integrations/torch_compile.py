@@ -33,6 +33,7 @@ from memopt.executor.in_compiled_code import compiled_code_kept
 from memopt.integrations.custom_functions import with_custom_functions
 from memopt.integrations.skipped_frames import SkippedFrame, hear_skipped_frames
 from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
+from memopt.profiler.aside import function_modes_off
 from memopt.profiler.backend import autocast_state
 from memopt.programs.lifetimes import lifetimes
 
@@ -259,6 +260,7 @@ def memopt_backend(
     own.training = True
     name, kinds = _begins_at(module), dict[Any, PlannedGraph | None]()
 
+    @function_modes_off()
     def run(*args: Any) -> Any:
         if not torch.is_grad_enabled() or not any(map(_trained, args)):
             step.without_gradients += 1

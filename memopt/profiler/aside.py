@@ -1,5 +1,5 @@
 """Planning stands aside of what surrounds its caller: the user's hooks on saved tensors, dispatch
-modes, context variables, anomaly detection and inference mode."""
+modes, context variables, `parametrize.cached`, anomaly detection and inference mode."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import ParamSpec, TypeVar
+from unittest import mock
 
 import torch
+from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 
 from memopt.profiler.reached_state import ReachedState
@@ -49,6 +51,10 @@ def surroundings_off() -> Iterator[None]:
         if functions:
             # These stay, for a forward may depend on them; what they count or keep does not.
             stack.callback(ReachedState(functions).put_back)
+        if parametrize._cache_enabled:
+            # What is cached has a graph, which the first backward frees.
+            off = mock.patch.multiple(parametrize, _cache_enabled=0, _cache={})
+            stack.enter_context(off)
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         if torch.is_anomaly_enabled():
@@ -69,7 +75,18 @@ def mode_around() -> str | None:
     return next((one.__name__ for one in names if not one.__module__.startswith("memopt.")), None)
 
 
-WHY_MODE = "it is inside of {}, which sees every operator, and a planned step runs others"
+@contextmanager
+def function_modes_off() -> Iterator[None]:
+    """Without the caller's function modes, whose work is in Dynamo's graph already."""
+    pop, push = imported("torch.overrides", "_pop_mode"), imported("torch.overrides", "_push_mode")
+    taken: list[object] = []
+    try:
+        while torch._C._len_torch_function_stack():
+            taken.append(pop())
+        yield
+    finally:
+        while taken:
+            push(taken.pop())
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from memopt.profiler.reached_state import ReachedState
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.step_time import median_step_s
 from memopt.profiler.torch_private import backward_owns_tangents
+from memopt.profiler.unheard import unheard
 
 LARGEST_NUMBER_BYTES = 64
 """The memory that torch allocates for a loss that is no more than a number."""
@@ -74,7 +75,8 @@ class Loss:
         Raises:
             ValueError: it is no scalar tensor with a gradient.
         """
-        found = self.function(output, *self.targets)
+        with unheard():
+            found = self.function(output, *self.targets)
         if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
             shown = type(found).__name__
             if isinstance(found, torch.Tensor):
@@ -152,8 +154,7 @@ def measure_baseline(
     call = call.detached()
     meet()
     loss = loss and loss.detached()
-    parts = loss.parts if loss else ()
-    # Of whole steps the optimizer's state stays, and their loss has to clear what it takes.
+    parts = loss.parts if loss else ()  # of whole steps the loss clears what it takes
     world = ReachedState(() if optimizer else (model, call.args, call.kwargs, *parts))
 
     def clear() -> None:
@@ -187,6 +188,7 @@ def _unplanned_step(
     if optimizer is not None and loss is not None:
         return eager_step(model, call, loss.value, optimizer, rules, run_backward)
 
+    @unheard()
     def step() -> Any:
         given = call.once()
         output = model(*given.args, **given.kwargs)
@@ -351,8 +353,7 @@ def loss_text(loss: Loss) -> str | None:
 def _goes_on(
     loss: Loss, tree: OutputTree, values: Sequence[torch.Tensor], model: nn.Module
 ) -> bool:
-    """Whether the graph of a loss goes on beside the outputs that it is given, by tensors that the
-    forward has left in some object."""
+    """Whether a loss has a graph beside the outputs: of tensors left behind by the forward."""
     given = [value.detach().requires_grad_() for value in values]
     return reaches(loss.value(tree.with_tensors(given)), model.parameters())
 
@@ -363,7 +364,7 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
     loss = loss.detached()
     with state_restored(model, call, *loss.parts) as kept:
         world = ReachedState((model, call.args, call.kwargs, *loss.parts))
-        with kept.first_run():
+        with kept.first_run(), unheard():
             output = model(*call.args, **call.kwargs)
         tree, found = cut_output(output)
         if not found:
@@ -373,9 +374,8 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
         values = [value.detach() for value in found]
         del output, found
         if _goes_on(loss, tree, values, model):
-            # The loss takes what the forward leaves behind: once more, without its graph.
-            world.put_back()
-            with kept.first_run(), torch.no_grad():
+            world.put_back()  # and what the forward leaves behind once more, without its graph
+            with kept.first_run(), unheard(), torch.no_grad():
                 model(*call.args, **call.kwargs)
         # Twice: while a training loop makes its loss it holds the last step's.
         with metered(device) as use:

@@ -17,6 +17,7 @@ from memopt.profiler.ranks import alone
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.training_call import NoLossError
 from memopt.profiler.uncaptured import check_initialised, first_line
+from memopt.profiler.unheard import unheard
 
 _LOGGER = "torch._subclasses.fake_tensor"
 _REMEDY = (
@@ -106,7 +107,12 @@ def _failure(model: nn.Module, call: Call, loss: Loss | None = None) -> str | No
     for gradients in (torch.no_grad, torch.enable_grad):
         try:
             parts = loss.parts if loss is not None else ()
-            with state_restored(model, call, *parts) as kept, gradients(), kept.first_run():
+            with (
+                state_restored(model, call, *parts) as kept,
+                gradients(),
+                kept.first_run(),
+                unheard(),
+            ):
                 output = model(*call.args, **call.kwargs)
                 if loss is not None:
                     loss.function(output, *loss.targets)

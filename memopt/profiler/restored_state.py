@@ -28,8 +28,10 @@ from memopt.profiler.backend import random_state_kept
 from memopt.profiler.inputs import Call
 from memopt.profiler.own_backward import OwnBackward, gradient_hooks_off
 from memopt.profiler.reached_state import ReachedState
+from memopt.profiler.unheard import unheard
 
 _ON_ALL_MODULES = ("_global_forward_pre_hooks", "_global_forward_hooks")
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 _WRITTEN_UNSAID = ("running_mean", "running_var")
 
 
@@ -100,7 +102,7 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 def _storage(tensor: Any) -> Any:
     """A tensor's storage; None where it has none that holds values."""
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor):
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or is_lazy(tensor):
         return None
     if is_lazy(tensor) or is_traceable_wrapper_subclass(tensor):  # of the latter the parts have
         return None
@@ -199,7 +201,9 @@ def forward_restored(
         What it returns.
     """
     with state_restored(model, call) as kept, kept.first_run(), torch.no_grad():
-        yield (way or model)(*call.args, **call.kwargs)
+        with unheard():
+            output = (way or model)(*call.args, **call.kwargs)
+        yield output
 
 
 def _looking_on() -> Iterator[Any]:
@@ -214,6 +218,7 @@ def _settings() -> Callable[[], None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     precision = torch.get_float32_matmul_precision()
+    attention = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION}
 
     def restore() -> None:
         torch.set_default_dtype(dtype)
@@ -222,6 +227,8 @@ def _settings() -> Callable[[], None]:
             torch.set_num_threads(threads)
         if torch.get_float32_matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
+        for name, enabled in attention.items():
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
 
     return restore
 

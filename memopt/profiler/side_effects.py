@@ -17,12 +17,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import getattr_static
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from memopt.errors import CaptureError
-from memopt.profiler.dependencies.changes import HOOK, REGISTRIES, Change, Constant, Existing
+from memopt.profiler.dependencies.changes import (
+    HOOK,
+    REGISTRIES,
+    Array,
+    Change,
+    Constant,
+    Existing,
+)
 from memopt.profiler.dependencies.reader import GONE, TraceReader, same
 from memopt.profiler.inputs import Call
 from memopt.profiler.traced_arguments import Place, with_arguments
@@ -181,15 +189,47 @@ def side_effects(model: nn.Module, call: Call, reader: TraceReader) -> SideEffec
                 f"the forward sets a hook on {effect.shown}, which is there before it, and planned "
                 "steps would not: set it once, before planning"
             )
+        if any(isinstance(value, Array) for value in change.values):
+            raise CaptureError(
+                f"the forward leaves a NumPy array in {effect.shown}, and planned steps would "
+                "leave a tensor there: keep the tensor (h.detach()), and call .numpy() on it "
+                "outside of the model"
+            )
+        if _is_a_setting(change, effect.owner, model, call):
+            raise CaptureError(why_not_set(effect.shown))
         if not change.known:
             raise CaptureError(why_not_left_behind([effect.shown]))
         if change.kind == "append":
+            if getattr(effect.owner(model, call), "maxlen", None) is not None:
+                raise CaptureError(
+                    f"the forward adds to {effect.shown}, a deque with maxlen=, of which a trace "
+                    "does not see what it drops: use a list, and drop items outside of the forward"
+                )
             if len(effect.owner(model, call)) != change.name:
                 effect = replace(effect, change=replace(change, kind="replace"))
             elif not change.values:
                 continue  # as long as it was
         effects.append(effect)
     return SideEffects(tuple(effects))
+
+
+def why_not_set(setting: str) -> str:
+    """The message on a setting of torch's that the forward changes."""
+    return (
+        f"the forward sets {setting}, which decides how torch computes from then on, and planned "
+        "steps would not: set it before planning, or pass what it decides to the operators "
+        "(dtype=, device=)"
+    )
+
+
+def _is_a_setting(change: Change, owner: Read, model: nn.Module, call: Call) -> bool:
+    """Whether a change is one of torch's settings (`torch.backends.cudnn.benchmark`)."""
+    if change.kind != "attribute" or change.path:
+        return False
+    kind = type(owner(model, call))
+    return kind.__module__.startswith("torch.") and hasattr(
+        getattr_static(kind, change.name, None), "__set__"
+    )
 
 
 def why_not_left_behind(shown: Sequence[str]) -> str:

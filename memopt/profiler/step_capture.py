@@ -7,6 +7,7 @@ is free as soon as its parameter is updated.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from memopt.profiler.joint_graph import of_the_loss
 from memopt.profiler.joint_store import JointStore
 from memopt.profiler.micro_batches import repeated
 from memopt.profiler.step_optimizer import Update
+from memopt.profiler.uncaptured import python_name
 
 _HALF = torch.float16
 
@@ -129,6 +131,7 @@ def capture_step(
     step_call = Call((loss.targets, *call.args), call.kwargs)
     captured = capture(module, step_call, joints=joints)
     _check_effects(captured)
+    _check_registered(captured)
     captured = replace(captured, tangents=of_the_loss(captured.tangents))
     lowering = build(module, captured, block_bytes)
     made = Fused(captured, lowering)
@@ -181,6 +184,22 @@ def _check_effects(captured: Captured) -> None:
             "train step does not do: clear it in loss_fn, or plan the module alone "
             "(memopt.plan(model, inputs) and plan.apply, or memopt.wrap), which does"
         )
+
+
+def _check_registered(captured: Captured) -> None:
+    """Refuse a step that trains a tensor which the model does not register: no update ends its
+    gradient, and eager would keep that."""
+    for primal, gradient in zip(captured.primals, captured.gradients, strict=True):
+        constant = primal.constant
+        if constant is not None and constant.requires_grad and isinstance(gradient, Node):
+            source = captured.dependencies.source_of(constant) or "a tensor of the model's"
+            name = re.sub(r"^global_\d+\.|(?<=model\.)model\.", "", python_name(source))
+            raise CaptureError(
+                f"the step trains {name} (shape {list(constant.shape)}), which the model does not "
+                "register, and a train step updates registered parameters alone: make it an "
+                "attribute of its own or keep such tensors in an nn.ParameterList, or plan the "
+                "module alone (memopt.plan(model, inputs) and plan.apply, or memopt.wrap)"
+            )
 
 
 def _trained_positions(

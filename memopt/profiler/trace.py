@@ -18,6 +18,7 @@ from memopt.profiler.as_eager.layouts import computing_device, layouts_of_kernel
 from memopt.profiler.as_eager.masks import with_whole_masks
 from memopt.profiler.as_eager.recorded_outputs import hooks_set
 from memopt.profiler.as_eager.settled import settles
+from memopt.profiler.dependencies.changes import RETURNS_ARRAY
 from memopt.profiler.dependencies.dependencies import EFFECTS, Dependencies, digest
 from memopt.profiler.dependencies.dynamo_guards import TraceGuards
 from memopt.profiler.dependencies.reader import TraceReader
@@ -33,6 +34,7 @@ from memopt.profiler.side_effects import (
 from memopt.profiler.traced_arguments import arguments_compared, values_returned
 from memopt.profiler.uncaptured import (
     check_not_drawn_in_numpy,
+    check_settings,
     lasting_changes,
     python_name,
     why_not_captured,
@@ -79,6 +81,7 @@ def _trace(model: nn.Module, call: Call, tracing: Tracing) -> Trace:
             return _dynamo_trace(model, call, tracing)
 
     module, guards = traced(arguments_compared(call))
+    check_settings(module)
     guards = lasting_changes(model, call, guards)
     if not guards.changes:
         return module, Dependencies.of(model, guards)
@@ -90,6 +93,8 @@ def _trace(model: nn.Module, call: Call, tracing: Tracing) -> Trace:
         try:
             module, _ = traced(values_returned(effects.places(model, call)))
         except CaptureError as error:
+            if RETURNS_ARRAY in str(error):
+                raise
             raise CaptureError(why_not_left_behind(effects.shown)) from error
     if effects.set_other_constants(model, call):
         with effects.constants_set(model, call):
@@ -142,6 +147,8 @@ def _dynamo_trace(
     except AssertionError as error:
         raise CaptureError(why_not_taken(model, error)) from error
     except NotImplementedError as error:
+        if "argument of type" in str(error):
+            raise CaptureError(why_not_captured(model, call, error)) from error
         # Dynamo has no words of its own for an object that the forward makes and leaves behind.
         if "TempLocalSource" not in str(error):
             raise

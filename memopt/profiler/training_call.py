@@ -18,6 +18,7 @@ from torch import nn
 
 from memopt.profiler.inputs import Call, to_call
 from memopt.profiler.remedies import check_outside_fabric
+from memopt.profiler.taken import check_leaves
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ def training_call(model: nn.Module, inputs: Any) -> Call:
     """
     check_outside_fabric(model)
     call = to_call(inputs)
+    check_leaves(call)
     settle_problem_type(model, call)
     if not model.training or not _keeps_keys(model):
         return call

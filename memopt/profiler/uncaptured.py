@@ -24,6 +24,8 @@ from memopt.profiler.dependencies.dynamo_guards import ROOT, TraceGuards
 from memopt.profiler.inputs import Call
 from memopt.profiler.remedies import known_remedy, said_remedy, without_labels
 from memopt.profiler.restored_state import forward_restored, state_restored
+from memopt.profiler.side_effects import why_not_set
+from memopt.profiler.unheard import unheard
 
 # Torch, memopt and Python's own modules: a line there is not what a user can change.
 _NOT_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
@@ -124,7 +126,7 @@ def why_not_derived(traced: GraphModule, call: Call, error: Exception) -> str:
 
 def _is_users(path: str | None) -> bool:
     """Whether a file is the user's, or a library's that is made of models."""
-    if not path or path.startswith((*_NOT_USERS, "<frozen ")):
+    if not path or path.startswith(("<eval_with_key>", "<frozen ", *_NOT_USERS)):
         return False
     return "-packages" in path or not path.startswith(_PYTHON)
 
@@ -162,6 +164,8 @@ def _sized_by_the_first_forward(model: nn.Module, call: Call, text: str) -> str 
     if "inplace view" not in text and "resize_" not in text:
         return None
     before = {name: buffer.shape for name, buffer in model.named_buffers()}
+    if not any(b.is_floating_point() and b.numel() <= 1 for b in model.buffers()):
+        return None  # a run for nothing would leave what cannot be put back (files, queues)
     found: list[str] = []
     # What the model itself raises here, dynamo has said already.
     with contextlib.suppress(Exception), forward_restored(model, call):
@@ -197,6 +201,25 @@ def cache_remedy(model: nn.Module) -> str | None:
         "which would keep every layer's keys and values: set model.config.use_cache = False, or "
         "pass use_cache=False among the inputs"
     )
+
+
+_SETTERS = re.compile(
+    "_?set_(default_|deterministic_|float32_|fp32_|num_|flush_|warn_|autocast_|cu|mkldnn|onednn|sdp)"
+    r"|(enable|allow)_\w+_sdp$"
+)
+
+
+def check_settings(traced: GraphModule) -> None:
+    """Refuse a forward that sets how torch computes (its default dtype, deterministic algorithms).
+
+    Raises:
+        CaptureError: it does; the setter is named.
+    """
+    for node in traced.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if node.op == "call_function" and _SETTERS.match(name):
+            setting = name.lstrip("_").removeprefix("set_")
+            raise CaptureError(why_not_set(f"{setting}{line_of(node)}"))
 
 
 def check_effects(module: GraphModule) -> None:
@@ -331,7 +354,7 @@ def _reassigned(model: nn.Module, call: Call, sources: Sequence[str]) -> list[st
         given = [dict(registry) for registry in registries]
         faked = call.with_tensors(mode.from_tensor)
         try:
-            with mode:
+            with mode, unheard():
                 model(*faked.args, **faked.kwargs)
         finally:
             # Autocast keeps casts of parameters; these are fake, the parameters are not.

@@ -75,4 +75,5 @@ def test_unknown_optimizers_are_told_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown optimizer 'lion'; memopt knows sgd"):
         optimizer_state("lion", parameters())
     with pytest.raises(ValueError, match="run one step before planning"):
-        optimizer_state(torch.optim.Adamax(parameters()), parameters())
+        held = parameters()
+        optimizer_state(torch.optim.Adamax(held), held)

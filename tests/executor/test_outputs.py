@@ -189,7 +189,9 @@ def test_output_of_an_input_that_requires_grad(forward: Callable[..., Any]) -> N
 
 def test_unregistered_class_is_refused() -> None:
     model = TwoLayers(lambda a, b, x: Unknown(b(a(x))))
-    with pytest.raises(CaptureError, match=r"Unknown.*register_dataclass, or return a tuple"):
+    with pytest.raises(
+        CaptureError, match=r"Unknown.*return a tuple or a dict.*register_dataclass"
+    ):
         prepare(model, torch.randn(4, 6))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import memopt
 from tests.executor.harness import Case, check, prepare
 
 
@@ -95,6 +96,31 @@ def test_parameters(model: type[nn.Module], inputs: Callable[[], Any]) -> None:
 def test_unused_parameters_and_buffers_are_resident() -> None:
     plain, unused = (prepare(m(), torch.randn(4, 6)).graph for m in (Layers, Unused))
     assert unused.resident_bytes - plain.resident_bytes == 4 * (3 * 3 + 3 + 7)
+
+
+SCALE = torch.ones(3, requires_grad=True)
+
+
+@pytest.mark.parametrize("of_the_loss", [False, True])
+def test_a_train_step_refuses_to_train_what_is_not_registered(of_the_loss: bool) -> None:
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.held = nn.Linear(3, 3), [nn.Parameter(torch.ones(3))]
+
+        def forward(self, x: Tensor) -> Any:
+            return self.linear(x) * self.held[0]
+
+    def loss(output: Tensor) -> Tensor:
+        return (output * SCALE if of_the_loss else output).square().mean()
+
+    model = nn.Linear(3, 3) if of_the_loss else Held()
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    name = "SCALE" if of_the_loss else r"model.held\[0\]"
+    with pytest.raises(memopt.CaptureError, match=f"trains .*{name}.*does not register"):
+        memopt.plan(
+            model, torch.ones(2, 3), loss_fn=loss, optimizer=sgd, whole_step=True, progress=False
+        )
 
 
 def test_unregistered_parameter_gets_its_gradient() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.executor import saved_tensor_hooks
+from memopt.errors import GuardError
 
 
 def _model() -> nn.Sequential:
@@ -35,34 +38,41 @@ def _as_text(value: Tensor) -> str:
     return str(value)
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_tensor_hooks, "_said", set())
+def _halved(value: Tensor) -> Tensor:
+    return value.detach() / 2
 
 
-@pytest.mark.parametrize("pack", [_itself, _copied, _detached])
-def test_hooks_that_keep_values(pack: Callable[[Tensor], Tensor], said: None) -> None:
-    x = torch.randn(4, 6)
-    model = _model()
-    model(x).square().sum().backward()
-    expected = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    planned = memopt.plan(model, x, progress=False).apply(model)
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("pack", [_itself, _copied, _detached, _halved])
+def test_hooks_of_the_users_see_what_eager_saves(
+    pack: Callable[[Tensor], Tensor], wrapped: bool
+) -> None:
+    x, model = torch.randn(4, 6), _model()
+    run: Any = model
 
-    def step() -> None:
+    def gradients() -> list[Tensor | None]:
         model.zero_grad()
         with saved_tensors_hooks(pack, _itself):
-            loss = planned(x).square().sum()
+            loss = run(x).square().sum()
         loss.backward()
+        return [p.grad for p in model.parameters()]
 
+    expected = gradients()
+    if wrapped:
+        run = memopt.wrap(model, progress=False)
+    else:
+        run = memopt.plan(model, x, progress=False).apply(model)
     with pytest.warns(UserWarning, match=rf"saved_tensors_hooks\(.*{pack.__name__}"):
-        step()
-    step()  # which says nothing: a warning is an error here
-    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
-    assert planned.calls.planned == 2
+        found = gradients()
+    assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
+    gradients()  # which says nothing: a warning is an error here
+    assert (run.calls.planned, run.calls.original) == (0, 2)
+    model.zero_grad()
+    run(x).square().sum().backward()
+    assert run.calls.planned == 1
 
 
-def test_hooks_of_torch_and_of_a_checkpoint(said: None, recwarn: pytest.WarningsRecorder) -> None:
+def test_hooks_of_torch_and_of_a_checkpoint(recwarn: pytest.WarningsRecorder) -> None:
     x = torch.randn(4, 6)
     model = _model()
     model(x).square().sum().backward()
@@ -81,7 +91,7 @@ def test_hooks_of_torch_and_of_a_checkpoint(said: None, recwarn: pytest.Warnings
     assert not recwarn.list
 
 
-def test_a_train_step_says_that_hooks_see_nothing(said: None) -> None:
+def test_a_train_step_refuses_the_users_hooks() -> None:
     model, x, y = _model(), torch.randn(4, 6), torch.randn(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     plan = memopt.plan(
@@ -90,7 +100,33 @@ def test_a_train_step_says_that_hooks_see_nothing(said: None) -> None:
     )  # fmt: skip
     step = plan.train_step(model, nn.functional.mse_loss, optimizer)
     with (
-        pytest.warns(UserWarning, match="do not see what it keeps"),
+        pytest.raises(GuardError, match=r"_as_text.*outside"),
         saved_tensors_hooks(_as_text, _itself),
     ):
         step(x, targets=y)
+    with save_on_cpu():
+        step(x, targets=y)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_parametrized_tensors_that_are_cached(wrapped: bool) -> None:
+    def gradients(run: Any, x: Tensor) -> list[Tensor | None]:
+        model.zero_grad()
+        with parametrize.cached():
+            (run(x).square().sum() + run(x).sin().sum()).backward()
+        return [p.grad for p in model.parameters()]
+
+    model, x = _model(), torch.randn(4, 6)
+    parametrizations.weight_norm(model[0])
+    expected = gradients(model, x)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with parametrize.cached():
+            if wrapped:
+                run: Any = memopt.wrap(model, progress=False)
+            else:
+                run = memopt.plan(model, x, progress=False).apply(model)
+        found = gradients(run, x)
+    assert "parametrize.cached()" in str(said[-1].message)
+    assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
+    assert (run.calls.planned, run.calls.original) == (0, 2)

@@ -327,6 +327,11 @@ class CountingFailure(torch.utils._python_dispatch.TorchDispatchMode):
         super().__init__()
         self.left = position
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Not a user's mode, inside of which planned modules run unplanned."""
+        return True
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.left -= 1
         if self.left == 0:

@@ -31,6 +31,11 @@ class AtOperator(TorchDispatchMode):
         super().__init__()
         self.number, self.error, self.seen = number, error, 0
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Not a user's mode, inside of which planned modules run unplanned."""
+        return True
+
     def happens(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, or fail instead."""
         self.seen += 1

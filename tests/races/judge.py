@@ -76,6 +76,11 @@ class Judge(TorchDispatchMode):
         self._quiet = False
         self._events = itertools.count(1)
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Not a user's mode, inside of which planned modules run unplanned."""
+        return True
+
     def launch(self, stream: str, reads: Iterable[int], writes: Iterable[int], what: str) -> None:
         """A kernel or a copy is queued on a stream; blocks in both are written."""
         written, read = set(writes), set(reads)

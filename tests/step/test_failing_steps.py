@@ -33,6 +33,11 @@ class FaultAt(TorchDispatchMode):
         super().__init__()
         self.number, self.kind, self.seen = number, kind, 0
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Not a user's mode, inside of which planned modules run unplanned."""
+        return True
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

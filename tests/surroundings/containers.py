@@ -253,7 +253,9 @@ class Banked(Net):
         return h + torch.stack(list(BANK)).mean(0)
 
 
-@situation("a deque as memory bank", "BANK|deque")
+@situation(
+    "a deque as memory bank", "BANK|deque", torchs="Dynamo does not see what a full deque drops"
+)
 def _() -> Setting:
     BANK.clear()
     return Setting(Banked(), lambda: BANK)

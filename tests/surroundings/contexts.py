@@ -141,7 +141,10 @@ class Watching(TorchFunctionMode):
         return result
 
 
-@situation("a TorchFunctionMode around a step", "Watching|[Ff]unction ?[Mm]ode|mode\\b")
+@situation(
+    "a TorchFunctionMode around a step",
+    "Watching|[Ff]unction ?[Mm]ode|mode\\b",
+)
 def _() -> Setting:
     SEEN.clear()
     return Setting(Net(), lambda: SEEN, around=Watching)
@@ -223,7 +226,7 @@ class Warning_(Net):
         return h
 
 
-@situation("a warning in the forward", "warn")
+@situation("a warning in the forward", "warn", says=True)
 def _() -> Setting:
     return Setting(Warning_())
 

@@ -86,7 +86,13 @@ class WithScale(Net):
         return Scale.apply(h, self)
 
 
-@situation("a value changes between forward and backward", "scale", ways=MODULE_WAYS, quick=True)
+@situation(
+    "a value changes between forward and backward",
+    "scale",
+    ways=MODULE_WAYS,
+    quick=True,
+    torchs="Dynamo traces the backward together with the forward",
+)
 def _() -> Setting:
     model = WithScale()
 
@@ -232,7 +238,11 @@ class Marked(Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-@situation("a tensor subclass as argument", "Marked|subclass")
+@situation(
+    "a tensor subclass as argument",
+    "Marked|subclass",
+    torchs="what comes before a graph has run when that is refused",
+)
 def _() -> Setting:
     class Shifted(Net):
         def forward(self, x: Tensor, shift: Tensor) -> Tensor:

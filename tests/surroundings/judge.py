@@ -19,12 +19,13 @@ from torch import Tensor
 
 import memopt
 from memopt.integrations.torch_compile import compiled_steps
+from memopt.profiler import left_out
 from tests.surroundings.seen import Seen, difference, everything, seen
 from tests.surroundings.situation import Setting, Situation
 
 STEPS = 3
 QUIET: dict[str, Any] = {"budget": "min", "progress": False, "cache": False}
-Kind = Literal["exact", "refused", "unplanned", "WRONG"]
+Kind = Literal["exact", "unsaid", "refused", "unplanned", "torch's", "WRONG"]
 
 # What is no explanation for a person who trains a model.
 _JARGON = re.compile(
@@ -36,7 +37,9 @@ _OF_VALUES = re.compile("[Dd]ata-dependent")
 
 @dataclass(frozen=True)
 class Verdict:
-    """exact; refused, naming what is touched; as eager, unplanned, and said; or WRONG."""
+    """exact; exact but for words that are left out, which is said; refused, naming what is touched;
+    as eager, unplanned, and said; not as eager, but as under torch.compile without memopt; or
+    WRONG."""
 
     kind: Kind
     reason: str = ""
@@ -106,6 +109,7 @@ def listening(heard: Heard, said: list[str]) -> Iterator[None]:
 
 def _default_world() -> None:
     """What a run before may have left."""
+    left_out._TOLD.clear()
     torch.compiler.reset()
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
@@ -131,6 +135,7 @@ class _Loop:
         self.optimizer = setting.optimizer(trained)
         self.run = Run()
         self.module: Any = None
+        self.before: Seen = None
 
     def look(self) -> Seen:
         heard = self.heard
@@ -158,6 +163,8 @@ class _Loop:
                 **QUIET,
             )
             return plan.train_step(model, loss, self.optimizer)
+        if self.way == "aot_eager":
+            return torch.compile(model, backend="aot_eager")
         if self.way == "backend":
             return torch.compile(model, backend="memopt", options=dict(QUIET))
         return model
@@ -176,6 +183,7 @@ class _Loop:
                 loss = setting.loss(output, target)
             views[f"step {step}, forward"] = self.look()
             setting.between(step)
+            self.before = self.look()
             loss.backward()
             views[f"step {step}, backward"] = self.look()
             views[f"step {step}, input's gradient"] = seen(x.grad)
@@ -186,20 +194,20 @@ class _Loop:
 
     def whole(self) -> Run:
         run, setting = self.run, self.setting
-        before = self.look()
+        self.before = self.look()
         try:
             module = self.module = self.planned()
             run.views["planning"] = self.look()
-            run.trace = difference(before, run.views["planning"])
+            run.trace = difference(self.before, run.views["planning"])
             setting.ready(module)
             for step in range(STEPS):
                 setting.before(step)
-                before = self.look()
+                self.before = self.look()
                 self.step(module, step)
                 setting.after(step)
         except Exception as error:  # noqa: BLE001 - every kind of error is a result here
             run.error = error
-            run.left = difference(before, self.look())
+            run.left = difference(self.before, self.look())
         if self.way in ("plan", "wrap") and run.error is None:
             calls = self.module.calls
             run.planned_calls = calls.planned + calls.replanned
@@ -234,7 +242,12 @@ def own(error: Exception) -> bool:
 
 def allowed(situation: Situation, way: str) -> tuple[Kind, ...]:
     """The verdicts that a cell may have."""
-    return ("exact",) if way in situation.exact else ("exact", "refused", "unplanned")
+    if way in situation.exact:
+        return ("exact",)
+    kinds: tuple[Kind, ...] = ("exact", "refused", "unplanned")
+    if situation.says:
+        kinds = (*kinds, "unsaid")
+    return (*kinds, "torch's") if way == "backend" and situation.torchs else kinds
 
 
 def judge(situation: Situation, way: str) -> Verdict:
@@ -243,8 +256,13 @@ def judge(situation: Situation, way: str) -> Verdict:
     assert eager.error is None, f"{situation.name} does not run in eager: {eager.error!r}"
     found = run(situation.make, way)
     if found.error is not None and not found.trace:
-        return _refusal(situation, found)
-    return verdict_of(eager, found)
+        differs = _differs(eager, found)
+        return Verdict("WRONG", differs) if differs else _refusal(situation, way, found)
+    verdict = verdict_of(eager, found)
+    if verdict.kind == "WRONG" and way == "backend" and situation.torchs:
+        alike = verdict_of(run(situation.make, "aot_eager"), found)
+        return Verdict("torch's", situation.torchs) if alike.kind == "exact" else alike
+    return verdict
 
 
 @functools.lru_cache(maxsize=4)
@@ -252,7 +270,7 @@ def _eager(situation: Situation) -> Run:
     return run(situation.make, "eager")
 
 
-def _refusal(situation: Situation, found: Run) -> Verdict:
+def _refusal(situation: Situation, way: str, found: Run) -> Verdict:
     error = found.error
     assert error is not None
     text = " ".join(str(error).split())
@@ -260,7 +278,7 @@ def _refusal(situation: Situation, found: Run) -> Verdict:
         return Verdict("WRONG", f"raw {type(error).__name__}: {text[:200]}")
     if not re.search(rf"(?<![A-Za-z])(?:{situation.names})", str(error)):
         return Verdict("WRONG", f"a refusal that does not name {situation.names!r}: {text[:900]}")
-    if found.left:
+    if found.left and not (way == "backend" and situation.torchs):
         return Verdict("WRONG", f"refused, and left changed {found.left}")
     of_values = "item" in situation.names
     if _JARGON.search(text) or (_OF_VALUES.search(text) and not of_values):
@@ -268,16 +286,35 @@ def _refusal(situation: Situation, found: Run) -> Verdict:
     return Verdict("refused", text[:900])
 
 
+def _leaves_out(found: Run) -> bool:
+    """Whether it was said that planned steps leave out what the forward says."""
+    return any("planned steps leave out" in text for text in found.said)
+
+
+def _differs(eager: Run, found: Run) -> str:
+    """Where what was seen first differs from eager's; "" nowhere."""
+    for moment, view in found.views.items():
+        expected = eager.views.get(moment, view)
+        if _leaves_out(found) and isinstance(view, dict) and "heard" in view:
+            # Nothing was heard, neither of planning nor of steps.
+            expected = {**expected, "heard": [[], [], ""]}
+        differs = difference(expected, view)
+        if differs:
+            said = f" (said: {found.said[0][:120]})" if found.said else ""
+            return f"{moment}{differs}{said}"
+    return ""
+
+
 def verdict_of(eager: Run, found: Run) -> Verdict:
     """What to say of a run beside eager's."""
     if found.trace:
         return Verdict("WRONG", f"planning left a trace: {found.trace}")
-    for moment, view in found.views.items():
-        differs = difference(eager.views[moment], view)
-        if differs:
-            said = f" (said: {found.said[0][:120]})" if found.said else ""
-            return Verdict("WRONG", f"{moment}{differs}{said}")
+    differs = _differs(eager, found)
+    if differs:
+        return Verdict("WRONG", differs)
     if not found.planned_calls and not found.said:
         return Verdict("WRONG", "ran unplanned without a word")
     said = "; ".join([f"{found.planned_calls} calls planned", *found.said])[:200]
-    return Verdict("exact" if found.planned_calls >= STEPS else "unplanned", said)
+    if found.planned_calls < STEPS:
+        return Verdict("unplanned", said)
+    return Verdict("unsaid" if _leaves_out(found) else "exact", said)

@@ -270,7 +270,11 @@ def _() -> Setting:
     return Setting(Observes())
 
 
-@situation("a layer that gets its size in the first forward", "[Ll]azy|[Uu]ninitialized")
+@situation(
+    "a layer that gets its size in the first forward",
+    "[Ll]azy|[Uu]ninitialized",
+    torchs="Dynamo makes lazy parameters before it runs the model",
+)
 def _() -> Setting:
     model = Net()
     model.last = nn.LazyLinear(3)

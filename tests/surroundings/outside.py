@@ -28,7 +28,7 @@ class Prints(Net):
         return h
 
 
-@situation("print", "print", quick=True)
+@situation("print", "print", quick=True, says=True)
 def _() -> Setting:
     return Setting(Prints())
 
@@ -39,7 +39,7 @@ class PrintsValues(Net):
         return h
 
 
-@situation("print of a value", "print|item")
+@situation("print of a value", "print|item", says=True)
 def _() -> Setting:
     return Setting(PrintsValues())
 
@@ -50,7 +50,7 @@ class Logs(Net):
         return h
 
 
-@situation("logging", "LOG|logging|warning")
+@situation("logging", "LOG|logging|warning", says=True)
 def _() -> Setting:
     return Setting(Logs())
 

@@ -53,7 +53,11 @@ class Mixing(Net):
         return rate * h + (1 - rate) * h.flip(0)
 
 
-@situation("mixup by np.random.beta", "beta|numpy|NumPy|random")
+@situation(
+    "mixup by np.random.beta",
+    "beta|numpy|NumPy|random",
+    torchs="what comes before a graph has run when that is refused",
+)
 def _() -> Setting:
     return Setting(Mixing())
 
@@ -84,7 +88,11 @@ class OwnNumpy(Net):
         return h * float(NUMPY.random())
 
 
-@situation("a NumPy generator of one's own", "NUMPY|numpy|NumPy|Generator|random")
+@situation(
+    "a NumPy generator of one's own",
+    "NUMPY|numpy|NumPy|Generator|random",
+    torchs="what comes before a graph has run when that is refused",
+)
 def _() -> Setting:
     global NUMPY
     NUMPY = np.random.default_rng(0)

@@ -82,6 +82,9 @@ class Situation:
         exact: the ways in which users expect it to be exact; in the others it may be refused.
         ways: those in which it can be.
         quick: whether it runs with every test run.
+        torchs: why torch.compile alone is not as eager; under "backend" it need not be, but exactly
+            as with backend="aot_eager". Or why a step that is refused there has run in part.
+        says: whether the forward says something, which planned steps leave out with a notice.
     """
 
     name: str
@@ -90,6 +93,8 @@ class Situation:
     exact: tuple[str, ...] = ()
     ways: tuple[str, ...] = WAYS
     quick: bool = False
+    says: bool = False
+    torchs: str = ""
 
 
 SITUATIONS: dict[str, Situation] = {}

@@ -41,6 +41,11 @@ class Traced:
     """A value that each call makes: a tensor, or a container with tensors in it."""
 
 
+@dataclass(frozen=True)
+class Array(Traced):
+    """A value that each call makes and that is a NumPy array, or a container with one in it."""
+
+
 Value = Constant | Existing | Traced
 
 
@@ -84,6 +89,10 @@ REGISTRIES = ("._parameters", "._buffers", "._modules")
 
 HOOK = "hook"
 """The kind of a hook that the forward sets on a tensor."""
+RETURNS_ARRAY = (
+    "the model returns a NumPy array, or puts one into an argument, and planned steps would give a "
+    "tensor there: return the tensor (h.detach()), and call .numpy() on it outside of the model"
+)
 _KNOWN = (
     "attribute",
     "item",
@@ -119,6 +128,9 @@ def changes_heard() -> Iterator[Callable[[], tuple[tuple[Change, ...], tuple[str
                 f"this torch ({torch.__version__}) keeps what a forward changes elsewhere "
                 f"({error}); memopt supports torch 2.11 to 2.13"
             ) from error
+        stack = effects.output_graph_weakref().root_tx.stack
+        if stack and _holds_array(stack[-1]):
+            raise CaptureError(RETURNS_ARRAY)
         return emit(effects, *args, **kwargs)
 
     with mock.patch.object(home, "codegen_update_mutated", listening):
@@ -131,6 +143,11 @@ def _changes(effects: Any) -> tuple[tuple[Change, ...], tuple[str, ...]]:
     for variable in effects._get_modified_vars():
         if not type(variable.mutation_type).__name__.endswith("MutationExisting"):
             continue
+        if _is_a(variable, "TorchFunctionModeStackVariable"):
+            raise CaptureError(
+                "the forward sets torch's default device, or leaves a mode behind, which decides "
+                "what is computed from then on, and planned steps would not: set it before planning"
+            )
         source = expression_of(variable.source)
         made = list(_of(variable, source, effects))
         found += made
@@ -222,10 +239,24 @@ def _one(value: Any, other: Any) -> bool:
 
 def _value(variable: Any) -> Value:
     variable = _unwrapped(variable)
-    is_tensor = _is_a(variable, "TensorVariable", "SymNodeVariable", "NumpyNdarrayVariable")
+    if _holds_array(variable):
+        return Array()
+    is_tensor = _is_a(variable, "TensorVariable", "SymNodeVariable")
     if _has_place(variable):
         return Traced() if is_tensor else Existing(expression_of(variable.source))
     return Traced() if is_tensor else _constant(variable) or Traced()
+
+
+def _holds_array(variable: Any) -> bool:
+    """Whether one of Dynamo's variables is a NumPy array, or a container with one in it."""
+    found: list[Any] = []
+
+    def look(one: Any) -> None:
+        if _is_a(one, "NumpyNdarrayVariable"):
+            found.append(one)
+
+    importlib.import_module("torch._dynamo.variables.base").VariableTracker.visit(look, variable)
+    return bool(found)
 
 
 def _constant(variable: Any) -> Constant | None:

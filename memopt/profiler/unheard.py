@@ -1,0 +1,139 @@
+"""Runs of a user's model and loss for planning, which nobody hears: a forward that prints would
+print a dozen times.
+
+Withheld is what the thread says that is inside: what it writes to standard output and standard
+error, log records, and warnings that the user's code gives. Other threads are heard, and so are
+torch's warnings and memopt's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from memopt.models.locks import ForkedLock
+
+_STREAMS = ("stdout", "stderr")
+_OWN = ("torch", "memopt")
+
+
+class _Thread(threading.local):
+    """Whether what this thread says is withheld."""
+
+    unheard = False
+
+
+_HERE = _Thread()
+_CHANGING = ForkedLock()
+_inside = 0
+_put_back: list[Callable[[], None]] = []
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Inside, what the user's code says in this thread is withheld."""
+    global _inside
+    with _CHANGING:
+        if not _inside:
+            _put_back.extend(_listen())
+        _inside += 1
+    before, _HERE.unheard = _HERE.unheard, True
+    try:
+        yield
+    finally:
+        _HERE.unheard = before
+        with _CHANGING:
+            _inside -= 1
+            while not _inside and _put_back:
+                _put_back.pop()()
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[None]:
+    before, _HERE.unheard = _HERE.unheard, False
+    try:
+        yield
+    finally:
+        _HERE.unheard = before
+
+
+class _Stream:
+    """A stream that drops what is written by threads which are not to be heard. Who keeps it finds
+    the stream that it stands for."""
+
+    def __init__(self, stream: Any) -> None:
+        self.__dict__["_stream"] = stream
+
+    def write(self, text: str) -> int:
+        return len(text) if _HERE.unheard else int(self._stream.write(text) or 0)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_stream"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._stream, name, value)
+
+
+def _listen() -> Iterator[Callable[[], None]]:
+    """Take the places where words go; gives what puts each back."""
+    for name in _STREAMS:
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Stream):
+            yield _set(sys, name, _Stream(stream))
+    handled, shown = logging.Logger.callHandlers, warnings.showwarning
+
+    def handling(self: logging.Logger, record: logging.LogRecord) -> None:
+        if _HERE.unheard and record.name.partition(".")[0] not in _OWN:
+            return
+        with _heard():
+            handled(self, record)
+
+    def showing(message: Any, category: Any, filename: str, lineno: int, *where: Any) -> None:
+        if _HERE.unheard and _is_the_users(sys._getframe(1)):
+            _forget(str(message), category, lineno)
+            return
+        with _heard():
+            shown(message, category, filename, lineno, *where)
+
+    yield _set(logging.Logger, "callHandlers", handling)
+    yield _set(warnings, "showwarning", showing)
+
+
+def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute; gives what puts it back, unless another has taken the place by then."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+
+    def put_back() -> None:
+        if getattr(owner, name) is value:
+            setattr(owner, name, before)
+
+    return put_back
+
+
+def _is_the_users(frame: types.FrameType | None) -> bool:
+    """Whether a warning comes from a call of `warnings.warn` in code that is not torch's; the
+    warnings of torch's kernels come from lines that call none."""
+    while frame is not None and frame.f_globals.get("__name__") == "warnings":
+        frame = frame.f_back
+    if frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in _OWN:
+        return False
+    return not {"warn", "warn_explicit"}.isdisjoint(frame.f_code.co_names)
+
+
+def _forget(text: str, category: Any, lineno: int) -> None:
+    """Let a warning that was withheld be shown when it comes again."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        frame.f_globals.get("__warningregistry__", {}).pop((text, category, lineno), None)
+        frame = frame.f_back
