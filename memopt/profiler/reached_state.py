@@ -116,6 +116,8 @@ class ReachedState:
                 if type(one.__self__).__module__.partition(".")[0] != "memopt":
                     self._roots.add(id(one.__self__))
                 return (one.__self__, one.__func__)
+            case types.FunctionType() if str(one.__module__).startswith("memopt."):
+                return ()  # what it keeps is its own
             case types.FunctionType():
                 return self._look_at_function(one)
             case nn.Module():

@@ -74,6 +74,6 @@ def test_instances_before_and_after_a_step(make) -> None:
 def test_unknown_optimizers_are_told_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown optimizer 'lion'; memopt knows sgd"):
         optimizer_state("lion", parameters())
+    held = parameters()
     with pytest.raises(ValueError, match="run one step before planning"):
-        held = parameters()
         optimizer_state(torch.optim.Adamax(held), held)
