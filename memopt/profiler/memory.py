@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -99,6 +100,7 @@ class LossMeter:
             return
         self._profile = contextlib.ExitStack()
         self._profiler = self._profile.enter_context(_cpu_profile())
+        self._profile.enter_context(_before_other_profiles(self.close))
         _RUNNING.meter = weakref.ref(self)
 
     @staticmethod
@@ -182,6 +184,20 @@ def library_bytes(device: torch.device) -> int:
     before = int(backend.runtime.memory_allocated(device))
     backend.give_back_libraries()
     return max(0, before - int(backend.runtime.memory_allocated(device)))
+
+
+@contextmanager
+def _before_other_profiles(call: Callable[[], None]) -> Iterator[None]:
+    """Call something before somebody else starts torch's profiler, of which there is one."""
+    home: Any = torch.autograd.profiler
+    prepare = imported("torch.autograd.profiler", "_prepare_profiler")
+
+    def after_it(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return prepare(*args, **kwargs)
+
+    with mock.patch.object(home, "_prepare_profiler", after_it):
+        yield
 
 
 @contextmanager

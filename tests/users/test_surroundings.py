@@ -214,6 +214,16 @@ def test_a_profile_of_the_user_s_goes_on() -> None:
     assert any("log_softmax" in event.key for event in profile.key_averages())
 
 
+def test_a_profile_of_the_user_s_backward_is_whole() -> None:
+    """The loss of a first step is metered by the same profiler, which gives way."""
+    model = memopt.wrap(language_model(), "min", progress=False)
+    for _ in range(2):
+        loss = dropped(model)
+        with torch.profiler.profile() as profile:
+            loss.backward()
+        assert any("log_softmax_backward" in event.key for event in profile.key_averages())
+
+
 def test_a_model_that_is_gone_leaves_no_hook_of_optimizers_behind() -> None:
     from torch.optim.optimizer import _global_optimizer_post_hooks
 
