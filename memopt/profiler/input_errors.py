@@ -95,8 +95,9 @@ def _is_refused(error: Exception) -> bool:
     if not isinstance(error, CaptureError):
         return False
     cause = error.__cause__
-    # An exception that the forward raises Dynamo refuses in the same way.
-    raised = "Observed exception" in str(cause)
+    # What the code raises itself Dynamo refuses in the same way.
+    said = first_line(cause) if isinstance(cause, Exception) else ""
+    raised = "exception" in said or "Error" in said
     return cause is None or (type(cause).__name__ == "Unsupported" and not raised)
 
 
