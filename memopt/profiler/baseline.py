@@ -345,7 +345,7 @@ def loss_text(loss: Loss) -> str | None:
     if isinstance(loss.function, nn.Module):
         return repr(loss)
     code = getattr(loss.function, "__code__", None)
-    if code is None or getattr(loss.function, "__closure__", None):
+    if not code or getattr(loss.function, "__closure__", None):
         return None
     return f"{code.co_code.hex()} {code.co_consts!r} {code.co_names!r}"
 
@@ -354,13 +354,12 @@ def _goes_on(
     loss: Loss, tree: OutputTree, values: Sequence[torch.Tensor], model: nn.Module
 ) -> bool:
     """Whether a loss has a graph beside the outputs: of tensors left behind by the forward."""
-    given = [value.detach().requires_grad_() for value in values]
-    return reaches(loss.value(tree.with_tensors(given)), model.parameters())
+    cut = tree.with_tensors([value.detach().requires_grad_() for value in values])
+    return reaches(loss.value(cut), model.parameters())
 
 
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
-    """Run the loss forward and backward on detached outputs of the model; not where no output
-    has a gradient, which is the model's fault and `capture`'s to say."""
+    """Run the loss forward and backward on detached outputs of the model, if one has a gradient."""
     loss = loss.detached()
     with state_restored(model, call, *loss.parts) as kept:
         world = ReachedState((model, call.args, call.kwargs, *loss.parts))
@@ -373,8 +372,10 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
         arrivals = _Arrivals(frozenset(i for i, value in enumerate(found) if id(value) in given))
         values = [value.detach() for value in found]
         del output, found
-        if _goes_on(loss, tree, values, model):
-            world.put_back()  # and what the forward leaves behind once more, without its graph
+        with kept.first_run():
+            goes_on = _goes_on(loss, tree, values, model)
+        if goes_on:  # once more, without that graph
+            world.put_back()
             with kept.first_run(), unheard(), torch.no_grad():
                 model(*call.args, **call.kwargs)
         # Twice: while a training loop makes its loss it holds the last step's.
@@ -393,8 +394,7 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
         if loss.alone:
             gradients = replace(gradients, dropped=_dropped(loss, tree, values, gradients))
         kept_bytes = value.untyped_storage().nbytes()
-        made_bytes = 0 if _storage(value) in map(_storage, values) else kept_bytes
+        made_bytes = kept_bytes * (_storage(value) not in map(_storage, values))
     boundary_bytes = max(0, use.peak_bytes - found_bytes - held_bytes - made_bytes)
-    if kept_bytes <= LARGEST_NUMBER_BYTES:
-        kept_bytes = 0
+    kept_bytes *= kept_bytes > LARGEST_NUMBER_BYTES
     return LossUse(boundary_bytes, gradients, kept_bytes)

@@ -166,6 +166,7 @@ def capture(
     call: Call,
     gradients: Callable[[], OutputGradients] = OutputGradients,
     joints: JointStore | None = None,
+    to_be_run: bool = True,
 ) -> Captured:
     """Capture one training step of `model` for the example call.
 
@@ -176,6 +177,7 @@ def capture(
             those that it does not use no gradient is traced, made or charged. Asked once
             the forward is traced, so that a model that cannot be is refused first.
         joints: keeps the joint graphs that AOTAutograd traces; None: nothing is kept.
+        to_be_run: whether what the forward leaves behind matters.
 
     Raises:
         CaptureError: the model cannot be captured whole (a data-dependent branch...); the message
@@ -190,7 +192,7 @@ def capture(
     check_taken(model, call)
     device = computing_device(model, call)
     with tracing_as_eager(device) as tracing, lean_trace():
-        traced, dependencies = trace_of(model, call, tracing)
+        traced, dependencies = trace_of(model, call, tracing, to_be_run)
         check_dense(traced, {id(tensor): source for source, tensor in dependencies.tensors})
         check_objects_kept(model, call)
         trace, effects = digest(traced, model, dependencies), effects_of(traced)

@@ -278,7 +278,7 @@ def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device:
         function = fakes.model(function)
     fake_loss = Loss(function, fakes.value(loss.targets))
     module = _LossOnly(fake_loss, tree)
-    captured = capture(module, Call(tuple(cut), {}))
+    captured = capture(module, Call(tuple(cut), {}), to_be_run=False)
     lowering = build(module, captured, device.block_bytes)
     graph: Graph = with_costs(lowering, estimate_costs(lowering, device))
     peak = replay(graph, store_all(graph)).peak_bytes

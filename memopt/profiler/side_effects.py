@@ -181,6 +181,10 @@ def side_effects(model: nn.Module, call: Call, reader: TraceReader) -> SideEffec
     Raises:
         CaptureError: a planned step could not do the same; the message names the object.
     """
+    exchanged = [c for c in reader.changes if c.source.endswith(("._parameters", "._modules"))]
+    if exchanged:
+        # Optimizers know parameters by what they are, not by their names.
+        raise CaptureError(why_not_left_behind([_of_object(c, reader).shown for c in exchanged]))
     effects = []
     for change in with_arguments(reader.changes):
         effect = _of_argument(change) if change.path else _of_object(change, reader)

@@ -45,18 +45,19 @@ Tracing: TypeAlias = Callable[[Callable[[], Any]], Any]
 Trace: TypeAlias = tuple[GraphModule, Dependencies]
 
 
-def trace_of(model: nn.Module, call: Call, tracing: Tracing) -> Trace:
+def trace_of(model: nn.Module, call: Call, tracing: Tracing, to_be_run: bool = True) -> Trace:
     """A model's graph, as eager computes it, and what it depends on.
 
     Args:
         model, call: what is traced.
         tracing: runs Dynamo, see `tracing_as_eager`.
+        to_be_run: whether what the forward leaves behind matters.
 
     Raises:
         CaptureError: it cannot be traced, or a planned step could not leave behind what the
             forward leaves behind.
     """
-    return traced_as_eager(model, call, lambda: _trace(model, call, tracing))
+    return traced_as_eager(model, call, lambda: _trace(model, call, tracing, to_be_run))
 
 
 def traced_again(
@@ -75,7 +76,7 @@ def effects_of(traced: GraphModule) -> SideEffects:
     return found
 
 
-def _trace(model: nn.Module, call: Call, tracing: Tracing) -> Trace:
+def _trace(model: nn.Module, call: Call, tracing: Tracing, to_be_run: bool) -> Trace:
     def traced(frame: AbstractContextManager[None]) -> tuple[GraphModule, TraceGuards]:
         with frame:
             return _dynamo_trace(model, call, tracing)
@@ -83,12 +84,13 @@ def _trace(model: nn.Module, call: Call, tracing: Tracing) -> Trace:
     module, guards = traced(arguments_compared(call))
     check_settings(module)
     guards = lasting_changes(model, call, guards)
-    if not guards.changes:
+    if not guards.changes or not to_be_run:
         return module, Dependencies.of(model, guards)
     settled = _settled(model, call, module, guards, lambda: traced(nullcontext()))
     if settled is not None:
         return settled
     effects = side_effects(model, call, TraceReader(model, guards))
+    plain = digest(module, model, Dependencies.of(model, guards))
     if effects.made_by_call:
         try:
             module, _ = traced(values_returned(effects.places(model, call)))
@@ -98,9 +100,11 @@ def _trace(model: nn.Module, call: Call, tracing: Tracing) -> Trace:
             raise CaptureError(why_not_left_behind(effects.shown)) from error
     if effects.set_other_constants(model, call):
         with effects.constants_set(model, call):
-            _, after = traced(arguments_compared(call))
+            later, after = traced(arguments_compared(call))
             after = lasting_changes(model, call, after)
-            if str(side_effects(model, call, TraceReader(model, after))) != str(effects):
+            same = digest(later, model, Dependencies.of(model, after)) == plain
+            again = side_effects(model, call, TraceReader(model, after))
+            if not same or str(again) != str(effects):
                 raise CaptureError(why_not_left_behind(effects.shown))
     module.meta[EFFECTS] = effects
     return module, Dependencies.of(model, guards)

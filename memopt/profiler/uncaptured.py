@@ -126,7 +126,7 @@ def why_not_derived(traced: GraphModule, call: Call, error: Exception) -> str:
 
 def _is_users(path: str | None) -> bool:
     """Whether a file is the user's, or a library's that is made of models."""
-    if not path or path.startswith(("<eval_with_key>", "<frozen ", *_NOT_USERS)):
+    if not path or path.startswith(("<frozen ", *_NOT_USERS)):
         return False
     return "-packages" in path or not path.startswith(_PYTHON)
 

@@ -71,7 +71,17 @@ def test_they_are_set_as_the_first_call_sets_them() -> None:
         planned(x)
 
 
-@pytest.mark.parametrize("kind", [Counts, First, Keeps])
+def test_a_tensor_beside_them_is_kept_by_each_step() -> None:
+    model, x = Keeps(), torch.randn(6, 8)
+    planned = memopt.plan(model, (x,), progress=False).apply(model)
+    assert (model.window, model.shift) == (16, 4)
+    assert not hasattr(model, "seen")
+    planned(x).sum().backward()
+    assert model.window == 6
+    assert torch.equal(model.seen, x.sum())
+
+
+@pytest.mark.parametrize("kind", [Counts, First])
 def test_others_are_refused_and_left_as_they_were(kind: type[Clamps]) -> None:
     model, x = kind(), torch.randn(6, 8)
     with pytest.raises(CaptureError, match="changes Python state"):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import memopt
 from memopt.executor.plan_maker import AGAIN
-from memopt.executor.surroundings import is_metered
+from memopt.executor.surroundings import Surroundings, _Optimizers, is_metered
 from memopt.profiler.backend import backend_of
 from memopt.profiler.memory import metered
 
@@ -224,19 +224,19 @@ def test_a_profile_of_the_user_s_backward_is_whole() -> None:
         assert any("log_softmax_backward" in event.key for event in profile.key_averages())
 
 
-def test_a_model_that_is_gone_leaves_no_hook_of_optimizers_behind() -> None:
+def test_there_is_one_hook_on_optimizers_and_it_goes() -> None:
     from torch.optim.optimizer import _global_optimizer_post_hooks
 
-    gc.collect()
-    before = len(_global_optimizer_post_hooks)
-    model = memopt.wrap(language_model(), "min", progress=False)
+    optimizers, before = _Optimizers(), len(_global_optimizer_post_hooks)
+    first, second = (Surroundings(language_model(), with_state=False) for _ in range(2))
+    for one in (first, second):
+        optimizers.tell(one)
+        assert len(_global_optimizer_post_hooks) == before + 1
+    optimizers.tell_no_more(first)
     assert len(_global_optimizer_post_hooks) == before + 1
-    memopt.unwrap(model)
-    assert len(_global_optimizer_post_hooks) == before
-    model = memopt.wrap(language_model(), "min", progress=False)
-    del model
+    del second
     gc.collect()
-    memopt.unwrap(memopt.wrap(language_model(), "min", progress=False))
+    optimizers.tell_no_more(first)
     assert len(_global_optimizer_post_hooks) == before
 
 
