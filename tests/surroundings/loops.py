@@ -47,7 +47,7 @@ def _() -> Setting:
     return Setting(model, after=after)
 
 
-@situation("a float attribute is annealed", "temperature", exact=("wrap", "backend"), quick=True)
+@situation("a float attribute is annealed", "temperature", exact=("wrap",), quick=True)
 def _() -> Setting:
     class Annealed(Net):
         def __init__(self) -> None:

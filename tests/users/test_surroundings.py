@@ -234,7 +234,7 @@ def test_there_is_one_hook_on_optimizers_and_it_goes() -> None:
         assert len(_global_optimizer_post_hooks) == before + 1
     optimizers.tell_no_more(first)
     assert len(_global_optimizer_post_hooks) == before + 1
-    del second
+    del second, one
     gc.collect()
     optimizers.tell_no_more(first)
     assert len(_global_optimizer_post_hooks) == before
