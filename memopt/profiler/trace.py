@@ -90,7 +90,7 @@ def _trace(model: nn.Module, call: Call, tracing: Tracing, to_be_run: bool) -> T
     if settled is not None:
         return settled
     effects = side_effects(model, call, TraceReader(model, guards))
-    plain = digest(module, model, Dependencies.of(model, guards))
+    plain = module
     if effects.made_by_call:
         try:
             module, _ = traced(values_returned(effects.places(model, call)))
@@ -102,12 +102,16 @@ def _trace(model: nn.Module, call: Call, tracing: Tracing, to_be_run: bool) -> T
         with effects.constants_set(model, call):
             later, after = traced(arguments_compared(call))
             after = lasting_changes(model, call, after)
-            same = digest(later, model, Dependencies.of(model, after)) == plain
+            same = _digest(later, model, after) == _digest(plain, model, guards)
             again = side_effects(model, call, TraceReader(model, after))
             if not same or str(again) != str(effects):
                 raise CaptureError(why_not_left_behind(effects.shown))
     module.meta[EFFECTS] = effects
     return module, Dependencies.of(model, guards)
+
+
+def _digest(module: GraphModule, model: nn.Module, guards: TraceGuards) -> str:
+    return digest(module, model, Dependencies.of(model, guards))
 
 
 def _settled(
@@ -119,14 +123,13 @@ def _settled(
 ) -> Trace | None:
     """The trace of a model whose attributes stay as a first call sets them; None: they do not."""
     names = dict.fromkeys(python_name(one.source) for one in guards.changes)
-    before = digest(module, model, Dependencies.of(model, guards))
     found: Trace | None = None
 
     def unchanged() -> bool:
         nonlocal found
-        module, guards = traced()
-        found = module, Dependencies.of(model, guards)
-        return digest(module, model, found[1]) == before
+        later, after = traced()
+        found = later, Dependencies.of(model, after)
+        return digest(later, model, found[1]) == _digest(module, model, guards)
 
     return found if settles(model, call, names, unchanged) else None
 

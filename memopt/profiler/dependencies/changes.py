@@ -183,11 +183,7 @@ def _of(variable: Any, source: str, effects: Any) -> Iterator[Change]:
 
 
 def _of_container(variable: Any, source: str) -> Iterator[Change]:
-    longest = getattr(variable, "maxlen", None)
-    if longest is not None and _constant(longest) != Constant(None):
-        # Dynamo does not drop what such a deque drops.
-        yield Change(source, "deque with maxlen")
-    elif _is_a(variable, "ListVariable", "DequeVariable"):
+    if _is_a(variable, "ListVariable", "DequeVariable"):
         items = list(map(_unwrapped, variable.items))
         stay = 0
         while stay < len(items) and _read_from(items[stay], f"{source}[{stay}]"):
