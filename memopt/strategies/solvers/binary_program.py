@@ -254,12 +254,20 @@ def solve_with_mathopt(
     # Outward by what the solvers take for nothing.
     slack = GAP_TOLERANCE + COST_TOLERANCE * program.count
     bound = max(0.0, result.termination.objective_bounds.dual_bound - slack) * scale
+    if not least_peak and _is_whole(program):
+        bound = float(math.ceil(bound))
     if not result.has_primal_feasible_solution():
         return Answer(Status.UNKNOWN, bound=bound)
     found = result.variable_values()
     values = tuple(found[v] > 0.5 for v in variables)
     status = Status.OPTIMAL if reason is mathopt.TerminationReason.OPTIMAL else Status.FEASIBLE
     return Answer(status, values, result.objective_value() * scale, bound)
+
+
+def _is_whole(program: BinaryProgram) -> bool:
+    """Whether every cost that a program can have is a whole number."""
+    costs = program.costs.items()
+    return all(v not in program.amounts and float(cost).is_integer() for v, cost in costs)
 
 
 def _built(
