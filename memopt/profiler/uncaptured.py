@@ -124,9 +124,13 @@ def why_not_derived(traced: GraphModule, call: Call, error: Exception) -> str:
     )
 
 
+_OF_GRAPH = "<eval_with_key>"
+"""How the file of a graph's generated code is called."""
+
+
 def _is_users(path: str | None) -> bool:
     """Whether a file is the user's, or a library's that is made of models."""
-    if not path or path.startswith(("<frozen ", *_NOT_USERS)):
+    if not path or path.startswith(("<frozen ", _OF_GRAPH, *_NOT_USERS)):
         return False
     return "-packages" in path or not path.startswith(_PYTHON)
 
@@ -297,7 +301,7 @@ def _example(node: Node) -> Any:
 
 def _line_of_frame(model: nn.Module, frame: Any) -> str:
     """A frame's line, as `line_of` writes it; of a graph's code the line that its node is from."""
-    if not frame.filename.startswith("<eval_with_key>"):
+    if not frame.filename.startswith(_OF_GRAPH):
         return f" at {frame.filename}:{frame.lineno} ({frame.line})"
     name = str(frame.line).partition(" ")[0]
     nodes = (n for m in model.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Beta, Normal, kl_divergence
+from torch.distributions import Beta, Distribution, Normal, kl_divergence
 
 from memopt.errors import CaptureError
 from memopt.profiler.capture import capture
@@ -223,6 +223,12 @@ SAYS: dict[str, Form] = {
 def _captured(form: Form) -> None:
     torch._dynamo.reset()
     capture(Net(form), to_call(torch.randn(2, 3)))
+
+
+@pytest.fixture(autouse=True)
+def _checked_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before the first torch.compile of a process, which turns the checks of values off."""
+    monkeypatch.setattr(Distribution, "_validate_args", True)
 
 
 def _refusal(form: Form) -> str:
