@@ -130,7 +130,7 @@ _OF_GRAPH = "<eval_with_key>"
 
 def _is_users(path: str | None) -> bool:
     """Whether a file is the user's, or a library's that is made of models."""
-    if not path or path.startswith(("<frozen ", _OF_GRAPH, *_NOT_USERS)):
+    if not path or path.startswith(("<frozen ", *_NOT_USERS)):
         return False
     return "-packages" in path or not path.startswith(_PYTHON)
 
@@ -313,7 +313,7 @@ def line_of(node: Node) -> str:
     places = re.findall(
         r'File "([^"]+)", line (\d+).*\n\s*(.*)', node.meta.get("stack_trace") or ""
     )
-    places = [place for place in places if _is_users(place[0])]
+    places = [p for p in places if _is_users(p[0]) and not p[0].startswith(_OF_GRAPH)]
     return " at {}:{} ({})".format(*places[-1]) if places else ""
 
 
