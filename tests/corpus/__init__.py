@@ -1,0 +1,1 @@
+"""A corpus of plans, recorded before code is moved or rewritten and compared afterwards."""
