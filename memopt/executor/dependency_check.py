@@ -129,6 +129,7 @@ class DependencyCheck:
             if (
                 primal.held
                 and not primal.part
+                and not self._captured.sets(primal)
                 and late.may_read(source)
                 and primal.value(model, ()) is not value
             ):

@@ -25,6 +25,7 @@ from memopt.profiler import torch_private
 from memopt.profiler.as_eager.corrections import joint_as_eager, tracing_as_eager
 from memopt.profiler.as_eager.layouts import computing_device
 from memopt.profiler.dependencies.dependencies import Dependencies, digest
+from memopt.profiler.dependencies.late import last_name
 from memopt.profiler.inputs import Call, asks_for_gradients, named_tensors
 from memopt.profiler.joined_collectives import buckets_of, join_collectives
 from memopt.profiler.joint_cache import joint_graphs_kept
@@ -160,6 +161,10 @@ class Captured:
             for i in range(len(self.forward_outputs))
         )
 
+    def sets(self, primal: Primal) -> bool:
+        """Whether the forward sets a parameter or buffer to another tensor (`self.mean = ...`)."""
+        return primal.held and f"model.{primal.name}" in self.effects.shown
+
 
 def capture(
     model: nn.Module,
@@ -199,9 +204,32 @@ def capture(
         outputs = separate_outputs(traced, gradients())
         with joint_graphs_kept(traced, device, joints):
             captured = _export(model, traced, call, dependencies, outputs)
-        return replace(
+        captured = replace(
             captured, device=device, dependencies=dependencies, trace=trace, effects=effects
         )
+        check_not_set_before_read(captured)
+        return captured
+
+
+def check_not_set_before_read(captured: Captured) -> None:
+    """Refuse a forward that sets a buffer anew and reads the one before in a checkpoint or a
+    custom backward: there eager reads the new one, and a planned step the one of its forward.
+
+    Raises:
+        CaptureError: it does; the buffer is named.
+    """
+    late = captured.dependencies.late_names
+    for primal in captured.primals:
+        if not captured.sets(primal):
+            continue
+        again = any("ac_graph_id" in user.meta for user in primal.node.users)
+        if again or late is None or last_name(primal.name) in late:
+            raise CaptureError(
+                f"the forward sets {primal.name} to another tensor, and what it read before is "
+                "read again when the backward runs (by a checkpoint, a custom autograd function "
+                f"or a hook), as it is then: copy it first (self.{last_name(primal.name)}.clone()), "
+                "and hand the copy to what runs again"
+            )
 
 
 def _export(
