@@ -227,8 +227,8 @@ def check_not_set_before_read(captured: Captured) -> None:
             raise CaptureError(
                 f"the forward sets {primal.name} to another tensor, and what it read before is "
                 "read again when the backward runs (by a checkpoint, a custom autograd function "
-                f"or a hook), as it is then: copy it first (self.{last_name(primal.name)}.clone()), "
-                "and hand the copy to what runs again"
+                "or a hook), as it is then: copy it first "
+                f"(self.{last_name(primal.name)}.clone()), and hand the copy to what runs again"
             )
 
 

@@ -1,4 +1,4 @@
-"""Forwards that set a buffer to another tensor, with checkpoints, which run again in the backward."""
+"""Forwards that set a buffer to another tensor, with checkpoints, which eager runs again."""
 
 from __future__ import annotations
 
