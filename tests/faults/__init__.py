@@ -1,1 +1,1 @@
-"""Faults injected into everything that memopt runs and keeps; docs/reliability.md lists them."""
+"""Faults injected into everything that memopt runs and keeps; docs/results/faults.md lists them."""

@@ -8,7 +8,7 @@ from tests.faults import table
 from tests.faults.fault import Part
 from tests.faults.table import every_fault, markdown
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "reliability.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "results" / "faults.md"
 
 
 def test_at_least_forty_distinct_faults() -> None:
