@@ -23,6 +23,7 @@ import functools
 import gc
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -69,10 +70,17 @@ def pytest_report_header() -> str:
     return "gpu tests: deselected, no CUDA device here"
 
 
+SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().split("\n"))
+"""Tests that take seconds and have quicker ones beside them, by their ids."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist's, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect gpu tests where there is no GPU, unless tests are only listed; keep one model family
-    on one worker."""
+    on one worker; mark as slow what `slow.txt` lists."""
+    for item in items:
+        if item.nodeid in SLOW:
+            item.add_marker(pytest.mark.slow)
     if not (has_cuda() or config.option.collectonly):
         gpu = [item for item in items if item.get_closest_marker("gpu")]
         if gpu:
