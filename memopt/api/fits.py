@@ -161,7 +161,7 @@ def fits(
                 return profiled_for(built, given, step, Pricing(device, mode), place, report)
 
         chosen = [resolve(strategy) for strategy in strategies]
-        search = _Search(profiled, place, budget_bytes, max_batches)
+        search = _BatchSearch(profiled, place, budget_bytes, max_batches)
         first = batch or 1
         rows = tuple(search.row(strategy, first, searched) for strategy in chosen)
         start = search.at(first)
@@ -189,7 +189,7 @@ def _of_ranks(mesh: Mesh | None) -> tuple[str, ...]:
     return () if mesh is None else (f"Each of {mesh.ranks:,} ranks ({mesh}).",)
 
 
-class _Search:
+class _BatchSearch:
     """Profiles by batch size, made once each, and what strategies say about them."""
 
     def __init__(

@@ -14,6 +14,7 @@ from memopt.models.budget import Budget
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph
 from memopt.models.record import difference
+from memopt.models.stage_record import STAGE_NAMES
 from memopt.profiler.backend import LARGEST_BLOCK_BYTES
 from memopt.profiler.baseline import Baseline
 from memopt.profiler.build import Lowering
@@ -136,7 +137,7 @@ def with_step(
         device,
         record=record,
         optimizer=found.state,
-        stages=plan.stages,
+        stages=tuple(one for one in plan.stages if one.name in STAGE_NAMES),
         parts=found.parts,
         user_call=user_call,
         host_state_bytes=found.host_state_bytes,

@@ -5,9 +5,9 @@ plan is applied to a model that has to be captured anew, the same tuple runs aga
 """
 
 from memopt.stages.base import LastCapture as LastCapture
+from memopt.stages.base import PlanStage as PlanStage
 from memopt.stages.base import Preparation as Preparation
 from memopt.stages.base import Recapture as Recapture
-from memopt.stages.base import Stage as Stage
 from memopt.stages.base import plan_again as plan_again
 from memopt.stages.base import prepared as prepared
 from memopt.stages.base import recaptured as recaptured

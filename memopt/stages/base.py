@@ -150,7 +150,7 @@ class LastCapture:
     captured: Captured | None = None
 
 
-class Stage(ABC):
+class PlanStage(ABC):
     """One change to a step between its capture and its plan."""
 
     name: ClassVar[str]
@@ -177,7 +177,7 @@ class Stage(ABC):
         return step
 
 
-def prepared(stages: Iterable[Stage], step: Preparation) -> Preparation:
+def prepared(stages: Iterable[PlanStage], step: Preparation) -> Preparation:
     """Run the stages over a step that is to be planned."""
     for stage in stages:
         if stage.why_not(step) is None:
@@ -185,7 +185,7 @@ def prepared(stages: Iterable[Stage], step: Preparation) -> Preparation:
     return step
 
 
-def recaptured(stages: Iterable[Stage], step: Recapture) -> Found:
+def recaptured(stages: Iterable[PlanStage], step: Recapture) -> Found:
     """Run the stages again over a step that was planned before.
 
     Raises:

@@ -16,7 +16,7 @@ from memopt.models.options import Pricing, StepOptions, parse_returns
 from memopt.models.progress import Progress
 from memopt.models.same_graph import resized
 from memopt.models.stage_record import EXACT, options_of
-from memopt.stages.base import Preparation, Recapture, Stage
+from memopt.stages.base import PlanStage, Preparation, Recapture
 
 if TYPE_CHECKING:
     from typing import Any
@@ -77,7 +77,7 @@ def profiled_for(
     )
 
 
-class Capture(Stage):
+class Capture(PlanStage):
     """Captures the step, gives it its kernels and prices it. Again: without prices, with the
     kernels of the plan."""
 
@@ -107,7 +107,7 @@ class Capture(Stage):
         return replace(step, found=make(step))
 
 
-class Accumulate(Stage):
+class Accumulate(PlanStage):
     """Charges gradients that are there when a step begins."""
 
     name = "accumulate"
@@ -122,7 +122,7 @@ class Accumulate(Stage):
         return step.made(made, self.name)
 
 
-class Charge(Stage):
+class Charge(PlanStage):
     """Charges what the training loop of a wrapped model needs beside its steps."""
 
     name = "charge"
@@ -136,7 +136,7 @@ class Charge(Stage):
         return step.made(charged(step.profiled, step.charges), self.name)
 
 
-class Movable(Stage):
+class Movable(PlanStage):
     """Lets parameters and optimizer state of a whole step move. Again: those of the plan."""
 
     name = "movable"
@@ -165,7 +165,7 @@ class Movable(Stage):
         return step.lowered(lowering)
 
 
-class Recognise(Stage):
+class Recognise(PlanStage):
     """Compares the graph that was captured again with the planned one."""
 
     name = "recognise"
@@ -210,7 +210,7 @@ class Recognise(Stage):
         return step
 
 
-class HostUpdates(Stage):
+class UpdatesOnHost(PlanStage):
     """Lets the host run updates of what may live there. Again: those of the plan."""
 
     name = "host updates"
@@ -234,7 +234,7 @@ class HostUpdates(Stage):
         return step.lowered(lowered(step.made.lowering, as_planned(step.plan.graph)))
 
 
-class Alternatives(Stage):
+class Alternatives(PlanStage):
     """Attaches other implementations of operators, for strategies that choose among them."""
 
     name = "alternatives"
@@ -299,7 +299,7 @@ class Alternatives(Stage):
         return step.lowered(extended)
 
 
-class Figures(Stage):
+class PlannedFigures(PlanStage):
     """Prices the step that was captured again as the planned one."""
 
     name = "figures"
@@ -316,7 +316,7 @@ class Figures(Stage):
         return with_planned_figures(step)
 
 
-class Placeable(Stage):
+class Placeable(PlanStage):
     """Finds the tensors that a placement must leave to the allocator."""
 
     name = "placeable"
@@ -343,7 +343,7 @@ class Placeable(Stage):
         return step.lowered(replace(lowering, graph=graph))
 
 
-class Agree(Stage):
+class Agree(PlanStage):
     """Takes the figures of the slowest and largest rank, and the smallest of the ranks' budgets."""
 
     name = "agree"
@@ -376,15 +376,15 @@ class Agree(Stage):
         return replace(step, budget=min(limits) if limits else budget)
 
 
-STAGES: tuple[Stage, ...] = (
+STAGES: tuple[PlanStage, ...] = (
     Capture(),
     Accumulate(),
     Charge(),
     Movable(),
     Recognise(),
-    HostUpdates(),
+    UpdatesOnHost(),
     Alternatives(),
-    Figures(),
+    PlannedFigures(),
     Placeable(),
     Agree(),
 )

@@ -4,6 +4,7 @@ plan runs the same ones again."""
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
@@ -13,13 +14,14 @@ from torch import nn
 
 import memopt
 from memopt.api.plan import Plan
+from memopt.api.request import PlanRequest
 from memopt.errors import PlanFileError
 from memopt.files.plan_file import from_bytes, to_bytes
 from memopt.implementations import with_implementations
 from memopt.models.options import Pricing, StepOptions
 from memopt.models.stage_record import STAGE_NAMES, StageRecord, options_of, with_record
 from memopt.profiler.session import profile_model
-from memopt.stages import STAGES, Preparation, Stage, prepared
+from memopt.stages import STAGES, PlanStage, Preparation, prepared
 from memopt.strategies import resolve
 from tests.implementations.test_in_plans import QUICK, cnn, three_steps
 from tests.implementations.test_plans_apply import Masks
@@ -42,7 +44,7 @@ def test_recorded_names_are_those_of_the_stages() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES[1:], ids=lambda stage: stage.name)
-def test_a_stage_that_nobody_asked_for_says_why_not(stage: Stage) -> None:
+def test_a_stage_that_nobody_asked_for_says_why_not(stage: PlanStage) -> None:
     step = Preparation(
         None,
         None,
@@ -94,6 +96,14 @@ def test_a_whole_step_says_what_may_move() -> None:
     )
     assert names(plan) == ["capture", "movable", "host updates"]
     assert plan.stages[1].options == ("optimizer", "parameters", "steady state")
+
+
+def test_options_have_the_names_of_the_arguments() -> None:
+    arguments = inspect.signature(memopt.plan).parameters.keys()
+    assert PlanRequest().options.keys() - arguments == {"charges", "rules"}
+    rules = {"micro_batches", "clip_norm", "norm_type", "scaler"}
+    others = {"model", "inputs", "progress", "mesh"}
+    assert arguments - PlanRequest().options.keys() == rules | others
 
 
 def test_a_cost_model_has_passes_alone() -> None:
