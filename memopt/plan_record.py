@@ -12,6 +12,7 @@ from memopt.models.codec import Bytes, Seconds
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
+from memopt.models.stage_record import StageRecord, options_of
 from memopt.models.steps import ChainStep
 from memopt.programs.allocator_requests import AllocatorFigures, reserved_by
 from memopt.programs.instructions import Program
@@ -20,11 +21,6 @@ from memopt.strategies.base import Status, Strategy
 
 if TYPE_CHECKING:
     from memopt.profiler.session import Profiled
-
-
-RESERVED_BUDGET = "allocated_budget_bytes"
-"""The statistic of plans within a budget on reserved bytes: the budget on allocated bytes that led
-to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,10 @@ class PlanRecord:
         chain_steps: the schedule of `chain`.
         is_of_chain: whether the plan is of a bare Chain.
         device: link rates and capacity used.
-        stats: what the solver says about itself.
+        stats: what the solver and the passes say about themselves: for people, and read by nothing.
+        stages: the stages and passes that ran, and with what, in their order.
+        allocated_budget_bytes: of a plan within a budget on reserved bytes, the budget on allocated
+            bytes that led to it; None: `budget` is on allocated bytes.
         notes: what a user should know ("the loss is not covered"...).
         profiled: the captured model; None for a plan of a cost model, or from a file.
         record: what the model and its example call were, as plan files store it.
@@ -84,6 +83,8 @@ class PlanRecord:
     compute_time_s: float = 0.0
     stats: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    stages: tuple[StageRecord, ...] = ()
+    allocated_budget_bytes: int | None = None
     profiled: Profiled | None = field(default=None, repr=False, compare=False)
     record: ModelRecord | None = field(default=None, repr=False, compare=False)
 
@@ -122,7 +123,11 @@ class PlanRecord:
     @property
     def reserved_bytes_limited(self) -> bool:
         """Whether the budget limits what the allocator reserves, not what is allocated."""
-        return RESERVED_BUDGET in self.stats
+        return self.allocated_budget_bytes is not None
+
+    def ran(self, name: str) -> bool:
+        """Whether a stage or a pass of this name made the plan."""
+        return options_of(self.stages, name) is not None
 
     @property
     def arena(self) -> ArenaUse | None:

@@ -24,6 +24,21 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.programs",
         "memopt.profiler",
     ),
+    # How a kernel writes at an address: a step is prepared with it, and runs by it.
+    "memopt.executor.out_variants": (
+        "memopt.errors",
+        "memopt.profiler",
+        "memopt.executor.composed_variants",
+    ),
+    "memopt.executor.composed_variants": ("memopt.errors", "memopt.profiler"),
+    "memopt.stages": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.programs",
+        "memopt.profiler",
+        "memopt.implementations",
+        "memopt.executor.out_variants",
+    ),
     "memopt.executor": (
         "memopt.errors",
         "memopt.models",
@@ -31,6 +46,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.reductions",
         "memopt.profiler",
         "memopt.implementations",
+        "memopt.stages",
     ),
     "memopt.distributed": ("memopt.errors", "memopt.profiler"),
     "memopt.strategies": (
@@ -74,6 +90,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.reductions",
         "memopt.profiler",
         "memopt.implementations",
+        "memopt.stages",
         "memopt.executor",
         "memopt.distributed",
         "memopt.strategies",
@@ -139,6 +156,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 FOR_TYPES: dict[str, tuple[str, ...]] = {
     "memopt.executor": ("memopt.plan_record",),
     "memopt.plan_record": ("memopt.profiler",),
+    "memopt.stages": ("memopt.plan_record", "memopt.strategies"),
 }
 
 # Inside memopt.strategies: what every strategy shares, and the composite strategies, which may

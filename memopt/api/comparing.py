@@ -11,7 +11,7 @@ from memopt.api.cells import CellCache
 from memopt.api.comparison import Cell, Comparison
 from memopt.api.plan import Plan
 from memopt.api.planning import solve
-from memopt.api.solving import Mode, Request, baseline_figures, planned_device, profiled_for
+from memopt.api.solving import baseline_figures, planned_device
 from memopt.api.spread import budgets_between, enough_bytes
 from memopt.api.thread_pool import Finished, default_workers, run_all
 from memopt.errors import InfeasibleBudgetError, MemoptError
@@ -20,9 +20,12 @@ from memopt.models.chain import Chain
 from memopt.models.checks import check_time_limit
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.options import Mode, Pricing, StepOptions
+from memopt.models.progress import Progress
 from memopt.plan_record import BaselineFigures
 from memopt.report.progress import reporting
-from memopt.strategies import STRATEGIES, Progress, Status, Strategy, resolve
+from memopt.stages import profiled_for
+from memopt.strategies import STRATEGIES, Status, Strategy, resolve
 from memopt.strategies.target import Target, chain_view
 
 if TYPE_CHECKING:
@@ -103,9 +106,12 @@ def compare(
     for budget in budgets or ():
         parse_budget(None if budget == MINIMUM else budget, 1)
     with reporting(progress) as report:
-        request = Request(loss_fn, targets, mode, target, optimizer, cache, kernels=kernels)
+        step = StepOptions(loss_fn, targets, optimizer)
+        pricing = Pricing(device, mode, kernels, cache)
         planning_share = 0.3 if run else 0.8
-        profiled = profiled_for(model, inputs, request, lambda f, what: report(0.2 * f, what))
+        profiled = profiled_for(
+            model, inputs, step, pricing, target, lambda f, what: report(0.2 * f, what)
+        )
         real = _real_model(profiled) if run else None
         cost_model: Chain | Graph = profiled.graph if profiled is not None else model
         table = _Table(

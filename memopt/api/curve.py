@@ -7,9 +7,10 @@ from typing import Any
 
 from memopt.api.comparing import compare
 from memopt.api.comparison import Comparison
-from memopt.api.solving import Mode
 from memopt.models.device import Device
-from memopt.strategies import Progress, Strategy
+from memopt.models.options import Mode
+from memopt.models.progress import Progress
+from memopt.strategies import Strategy
 
 
 def curve(

@@ -8,15 +8,18 @@ from typing import Any
 
 from memopt.api.cluster import on_mesh
 from memopt.api.planning import solve
-from memopt.api.solving import Mode, Request, planned_device, profiled_for
+from memopt.api.solving import planned_device
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.budget import MINIMUM, format_bytes, parse_budget
 from memopt.models.device import Device
 from memopt.models.mesh import Mesh
+from memopt.models.options import Mode, Pricing, StepOptions
+from memopt.models.progress import Progress
 from memopt.report.fixed_bytes import fixed_bytes, fixed_sum
 from memopt.report.progress import reporting
 from memopt.report.texts import aligned, format_seconds, or_dash
-from memopt.strategies import Progress, Strategy, resolve
+from memopt.stages import profiled_for
+from memopt.strategies import Strategy, resolve
 
 DEFAULT_STRATEGIES = ("store-all", "sequential", "rotor")
 
@@ -152,14 +155,13 @@ def fits(
 
         def profiled(size: int) -> Any:
             given, aims = (inputs(size), targets) if searched else (inputs, targets)
-            request = Request(
-                loss_fn, aims(size) if callable(aims) else aims, mode, place, optimizer, True
-            )
+            aims = aims(size) if callable(aims) else aims
+            step = StepOptions(loss_fn, aims, optimizer)
             with on_mesh(model, mesh, mode) as built:
-                return profiled_for(built, given, request, report)
+                return profiled_for(built, given, step, Pricing(device, mode), place, report)
 
         chosen = [resolve(strategy) for strategy in strategies]
-        search = _Search(profiled, place, budget_bytes, max_batches)
+        search = _BatchSearch(profiled, place, budget_bytes, max_batches)
         first = batch or 1
         rows = tuple(search.row(strategy, first, searched) for strategy in chosen)
         start = search.at(first)
@@ -187,7 +189,7 @@ def _of_ranks(mesh: Mesh | None) -> tuple[str, ...]:
     return () if mesh is None else (f"Each of {mesh.ranks:,} ranks ({mesh}).",)
 
 
-class _Search:
+class _BatchSearch:
     """Profiles by batch size, made once each, and what strategies say about them."""
 
     def __init__(

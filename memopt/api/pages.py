@@ -14,10 +14,10 @@ from memopt.errors import MemoptError
 from memopt.models.budget import MINIMUM, WrittenBudget
 from memopt.models.chain import Chain
 from memopt.models.graph import Graph
+from memopt.models.progress import Progress
 from memopt.plan_record import PlanRecord
 from memopt.report.page.data import Saving, Subject
 from memopt.report.page.document import Page
-from memopt.report.progress import Progress
 from memopt.strategies import Status, Strategy, resolve
 from memopt.strategies.target import chain_view
 
@@ -178,8 +178,8 @@ def _cell(
             profiled=plan.profiled,
             time_limit_s=time_limit_s,
             view=view,
-            order=bool(plan.stats.get("pass_order")),
-            place=bool(plan.stats.get("pass_place")),
+            order=plan.ran("order"),
+            place=plan.ran("place"),
             host_budget_bytes=plan.host_budget,
         )
     except (MemoptError, ValueError) as error:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from memopt.api.solving import PlanRequest, make_plan
 from memopt.models.budget import format_bytes
-from memopt.models.record import OutputGradients
+from memopt.models.options import Mismatch
 from memopt.plan_record import PlanRecord
+from memopt.stages import LastCapture
 
 if TYPE_CHECKING:
     import torch
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memopt.executor.train_step import TrainStep
+    from memopt.models.progress import Progress
     from memopt.profiler.inputs import Call
     from memopt.profiler.session import Profiled
     from memopt.report.lanes import StepLanes
     from memopt.report.page.document import Page
-    from memopt.report.progress import Progress
     from memopt.report.step_check import StepCheck
 
 
@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 class Plan(PlanRecord):
     """A plan that the validator has passed; what it holds is in `memopt.plan_record.PlanRecord`."""
 
+    _last: LastCapture = field(init=False, repr=False, compare=False, default_factory=LastCapture)
+
     @classmethod
     def of(cls, record: PlanRecord) -> Plan:
-        """The plan of a record."""
+        """Make the plan of a record."""
         return cls(**{one.name: getattr(record, one.name) for one in fields(PlanRecord)})
 
     @property
@@ -49,7 +51,7 @@ class Plan(PlanRecord):
         inputs: Any = None,
         *,
         interpreted: bool = False,
-        otherwise: str = "error",
+        on_mismatch: Mismatch = "error",
         checked: bool = False,
         cuda_graph: bool = False,
     ) -> nn.Module:
@@ -64,10 +66,10 @@ class Plan(PlanRecord):
             inputs: example inputs of the planned shapes, to capture the model with; None: those
                 of planning (zeros, if the plan is from a file).
             interpreted: run instruction by instruction (slower; for debugging).
-            otherwise: what a call with other shapes, dtypes, modes or attributes that the forward
-                reads does: "error" raises GuardError; "original" runs the unplanned model;
-                "replan" plans for it, once, within the same budget (the loss is charged as in this
-                plan). `.calls` of what is returned counts which ran how.
+            on_mismatch: what a call with other shapes, dtypes, modes or attributes that the forward
+                reads does: "plan" plans for it, once, within the same budget (the loss is charged
+                as in this plan); "original" runs the unplanned model; "error" raises GuardError.
+                `.calls` of what is returned counts which ran how.
             checked: for a plan with addresses, poison those that are freed and check every read
                 (slower; for debugging).
             cuda_graph: capture the step of a plan with addresses (`place=True`) after two steps
@@ -86,9 +88,10 @@ class Plan(PlanRecord):
             model,
             inputs,
             interpreted=interpreted,
-            otherwise=behaviour(otherwise, self._plan_again),
+            on_mismatch=behaviour(on_mismatch, self._plan_again),
             checked=checked,
             cuda_graph=cuda_graph,
+            last=self._last,
         )
 
     def train_step(
@@ -138,32 +141,9 @@ class Plan(PlanRecord):
 
     def _plan_again(self, model: nn.Module, call: Call) -> nn.Module:
         """The model under a plan for another call, within the same budget."""
-        from memopt.profiler.session import profile_model
+        from memopt.api.another_call import plan_for
 
-        # Strides are of the planned call's outputs.
-        loss = self.output_gradients
-        known = OutputGradients(unused=loss.unused, dropped=loss.dropped)
-        kernels = "aten" if self.record is None else self.record.kernels
-        profiled = profile_model(model, call, output_gradients=known, kernels=kernels)
-        optimizer = self.profiled.optimizer if self.profiled is not None else None
-        extra_bytes = optimizer.bytes_total if optimizer is not None else 0
-        extra_bytes += self.loss_bytes
-        graph = replace(
-            profiled.graph,
-            boundary_bytes=self.graph.boundary_bytes,
-            extra_resident_bytes=profiled.graph.extra_resident_bytes + extra_bytes,
-        )
-        request = PlanRequest(
-            budget=f"{self.budget} reserved" if self.reserved_bytes_limited else self.budget,
-            strategy=self.strategy,
-            host_budget=self.host_budget,
-            device=self.device,
-            order=bool(self.stats.get("pass_order")),
-            place=bool(self.stats.get("pass_place")),
-            accumulate=self.record is not None and self.record.accumulated_bytes > 0,
-            progress=False,
-        )
-        return Plan.of(make_plan(replace(profiled, graph=graph), None, request)).apply(model)
+        return Plan.of(plan_for(self, model, call)).apply(model)
 
     def check(
         self,
@@ -189,7 +169,9 @@ class Plan(PlanRecord):
         from memopt.executor.check import measure_step
         from memopt.report.step_check import StepCheck
 
-        measured_peak_bytes, measured_time_s = measure_step(self, model, inputs, loss_fn, targets)
+        measured_peak_bytes, measured_time_s = measure_step(
+            self, model, inputs, loss_fn, targets, self._last
+        )
         return StepCheck(
             predicted_peak_bytes=self.peak_bytes,
             measured_peak_bytes=measured_peak_bytes,
@@ -265,7 +247,8 @@ class Plan(PlanRecord):
         if model is not None:
             from memopt.executor.check import record_step
 
-            steps += (measured_lanes(self, record_step(self, model, inputs, loss_fn, targets)),)
+            recorded = record_step(self, model, inputs, loss_fn, targets, self._last)
+            steps += (measured_lanes(self, recorded),)
         write_trace(path, *steps)
         return steps
 
@@ -310,7 +293,7 @@ class Plan(PlanRecord):
             from memopt.report.step_lanes import measured_lanes
 
             check = self.check(model, inputs, loss_fn=loss_fn, targets=targets)
-            recorded = record_step(self, model, inputs, loss_fn, targets)
+            recorded = record_step(self, model, inputs, loss_fn, targets, self._last)
             measured = measured_lanes(self, recorded)
         with reporting(progress) as report:
             page = page_of_plan(

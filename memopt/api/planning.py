@@ -7,24 +7,19 @@ from typing import Any
 
 from memopt.api.cluster import on_mesh, with_cluster
 from memopt.api.plan import Plan
-from memopt.api.solving import (
-    Mode,
-    PlanRequest,
-    Request,
-    Returns,
-    make_plan,
-    planned_device,
-    profiled_for,
-    reporting_on,
-)
+from memopt.api.request import PlanRequest
+from memopt.api.solving import make_plan, planned_device, reporting_on
 from memopt.api.solving import solve as solve_record
 from memopt.models.budget import WrittenBudget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.mesh import Mesh
+from memopt.models.options import Mode, PassOptions, PlanLimits, Pricing, Returns, StepOptions
+from memopt.models.progress import Progress
 from memopt.models.step_rules import StepRules, scales
-from memopt.strategies import Progress, Strategy
+from memopt.stages import profiled_for
+from memopt.strategies import Strategy
 
 
 def plan(
@@ -123,17 +118,10 @@ def plan(
         CaptureError: the model cannot be captured.
         ValueError: unreadable budget, unknown strategy, misuse; the message has the remedy.
     """
-    wanted = PlanRequest(
-        budget=budget,
-        strategy=strategy,
-        host_budget=host_budget,
+    step = StepOptions(
         loss_fn=loss_fn,
         targets=targets,
-        device=device,
-        mode=mode,
         optimizer=optimizer,
-        order=order,
-        place=place,
         whole_step=whole_step,
         offload_optimizer=offload_optimizer,
         movable=movable,
@@ -141,10 +129,14 @@ def plan(
         accumulate=accumulate,
         rules=StepRules(micro_batches, clip_norm, norm_type, scales(scaler)),
         returns=returns,
-        time_limit_s=time_limit_s,
-        cache=cache,
+    )
+    wanted = PlanRequest(
+        strategy,
+        PlanLimits(budget, host_budget, time_limit_s),
+        step,
+        Pricing(device, mode, kernels, cache),
+        PassOptions(order, place),
         progress=progress,
-        kernels=kernels,
     )
     with on_mesh(model, mesh, mode) as built:
         return Plan.of(with_cluster(make_plan(built, inputs, wanted), mesh, inputs))
@@ -185,9 +177,10 @@ def profile(
     graph can be planned, linearized (`graph.to_chain()`) and saved without torch. Arguments as in
     `plan`."""
     target = planned_device(device, mode)
-    request = Request(loss_fn, targets, mode, target, optimizer, cache, kernels=kernels)
+    step = StepOptions(loss_fn, targets, optimizer)
+    pricing = Pricing(device, mode, kernels, cache)
     with reporting_on(progress) as report:
-        profiled = profiled_for(model, inputs, request, report)
+        profiled = profiled_for(model, inputs, step, pricing, target, report)
     if profiled is None:
         raise ValueError("profile takes an nn.Module and its example inputs")
     return profiled.graph

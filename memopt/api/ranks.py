@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memopt.errors import RankError
-from memopt.models.agreed_graph import agreed_graph
-from memopt.models.budget import MINIMUM, WrittenBudget, parse_budget
+from memopt.api.request import PlanRequest
 from memopt.models.chain import Chain
 from memopt.models.graph import Graph
-from memopt.models.same_graph import resized
 from memopt.plan_record import PlanRecord
+from memopt.stages.stages import PROFILING
 
 if TYPE_CHECKING:
     from memopt.profiler.ranks import Ranks
     from memopt.profiler.session import Profiled
 
-PROFILING = "the step is profiled"
 PLANNING = "rank 0 plans"
 
 
@@ -36,14 +33,14 @@ def planning_ranks(model: Any, mode: str) -> Ranks | None:
 
 @contextmanager
 def profiling_together(
-    ranks: Ranks | None, model: Any, inputs: Any, wanted: object
+    ranks: Ranks | None, model: Any, inputs: Any, wanted: PlanRequest
 ) -> Iterator[None]:
     """Context in which all ranks profile the same step, in step with one another.
 
     Args:
         ranks: who; None: one alone.
         model, inputs: of this rank.
-        wanted: the request, a dataclass; each of its fields must be the same on all ranks.
+        wanted: the request; each of its options must be the same on all ranks.
 
     Raises:
         RankError: they are not to plan the same, or one of them fails.
@@ -59,7 +56,7 @@ def profiling_together(
             yield
 
 
-def _facts(model: Any, inputs: Any, wanted: object) -> dict[str, str]:
+def _facts(model: Any, inputs: Any, wanted: PlanRequest) -> dict[str, str]:
     """What must be the same on all ranks, for people."""
     import torch
 
@@ -68,7 +65,7 @@ def _facts(model: Any, inputs: Any, wanted: object) -> dict[str, str]:
 
     shapes = [(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
     leaves = training_call(model, inputs).leaves
-    asked = {one.name: getattr(wanted, one.name) for one in fields(wanted)}  # type: ignore[arg-type]
+    asked = wanted.options
     arguments = [f"{name}={value!r}" for name, value in asked.items() if name not in _NOT_ASKED]
     return {
         "torch version": str(torch.__version__),
@@ -79,39 +76,8 @@ def _facts(model: Any, inputs: Any, wanted: object) -> dict[str, str]:
     }
 
 
-_NOT_ASKED = {"budget", "loss_fn", "targets", "optimizer", "progress", "cache"}
+_NOT_ASKED = {"budget", "loss_fn", "targets", "optimizer", "cache"}
 """What of a request is compared otherwise, or need not be the same: objects have no texts."""
-
-
-def agreed_on(
-    ranks: Ranks | None, profiled: Profiled | None, budget: WrittenBudget
-) -> tuple[Profiled | None, WrittenBudget]:
-    """This rank's profile with the figures of the slowest and largest rank, and the smallest of
-    the ranks' budgets.
-
-    Raises:
-        RankError: the ranks do not run the same step.
-    """
-    if ranks is None or profiled is None:
-        return profiled, budget
-    if budget is not None and budget != MINIMUM:
-        budget = parse_budget(budget, profiled.baseline.peak_bytes)
-    told = (profiled.graph, profiled.baseline, budget)
-    graphs, baselines, budgets = zip(*ranks.exchanged(told, PROFILING), strict=True)
-    try:
-        graph = agreed_graph(graphs)
-    except ValueError as error:
-        raise RankError(str(error)) from error
-    slowest = max(baselines, key=lambda one: one.step_time_s)
-    largest_bytes = max(one.peak_bytes for one in baselines)
-    record = profiled.record
-    if record is not None:
-        record = replace(record, resized=resized(profiled.lowering.graph, graph))
-    agreed = replace(
-        profiled, graph=graph, baseline=replace(slowest, peak_bytes=largest_bytes), record=record
-    )
-    limits = [one for one in budgets if isinstance(one, int)]
-    return agreed, min(limits) if limits else budget
 
 
 def planned_by_first(

@@ -22,7 +22,7 @@ from memopt.models.budget import (
     split_reserved,
 )
 from memopt.models.charges import Charges
-from memopt.plan_record import RESERVED_BUDGET, PlanRecord
+from memopt.plan_record import PlanRecord
 from memopt.programs.charged import needed_bytes
 
 LOWERED = 12
@@ -83,7 +83,7 @@ def within_reserved(
         return _reserved(plan) + beside_bytes
 
     asked, best = _within(solve_for, limit, used, lambda least: _infeasible(limit, least))
-    return replace(best, budget=limit, stats={**best.stats, RESERVED_BUDGET: asked})
+    return replace(best, budget=limit, allocated_budget_bytes=asked)
 
 
 def _within(

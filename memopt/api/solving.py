@@ -1,18 +1,19 @@
-"""The way of a plan: profile, solve, finish, validate, replay, wrap."""
+"""The way of a plan: the stages that prepare the step, the solver, and the passes that finish its
+program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from memopt.api.ranks import agreed_on, planned_by_first, planning_ranks, profiling_together
+from memopt.api.finish import FinishedProgram, finish
+from memopt.api.ranks import planned_by_first, planning_ranks, profiling_together
 from memopt.api.refusal import infeasible
+from memopt.api.request import PlanRequest
 from memopt.api.reserved import planned_within
 from memopt.api.whole_step import check_movable, check_rules, left_on_host, takes_whole_step
-from memopt.errors import InvalidProgramError, MemoptError
+from memopt.errors import MemoptError
 from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import (
     MINIMUM,
@@ -23,19 +24,20 @@ from memopt.models.budget import (
     parse_budget,
 )
 from memopt.models.chain import Chain
-from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import Device
 from memopt.models.garbage import full_collections_put_off
 from memopt.models.graph import Graph
+from memopt.models.options import Mode, PassOptions
 from memopt.models.presets import find_device
-from memopt.models.step_rules import PLAIN, StepRules
+from memopt.models.progress import Progress
 from memopt.plan_record import BaselineFigures, PlanRecord
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.moved import resident_bytes_under
 from memopt.programs.replay import replay
 from memopt.reductions.stage_map import has_updates
-from memopt.strategies import Progress, Solution, Strategy, resolve
+from memopt.stages import STAGES, Preparation, prepared
+from memopt.strategies import Solution, Strategy, resolve
 from memopt.strategies.host_budget import host_limit, parse_host_budget, with_host_budget
 from memopt.strategies.named_budgets import Planning
 from memopt.strategies.target import Target
@@ -49,155 +51,64 @@ _NO_OPERATORS = (
     "the model itself or its Graph (strategies for chains take those, too)"
 )
 
-Mode: TypeAlias = Literal["measure", "estimate"]
-Returns: TypeAlias = Literal["all", "loss"]
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """What `memopt.plan` is asked for beside the model and its inputs; its arguments, which see.
-    `charges`: of the loop around a wrapped model."""
-
-    budget: WrittenBudget = None
-    strategy: str | Strategy = "rotor"
-    host_budget: int | str | None = None
-    loss_fn: Callable[..., Any] | None = None
-    targets: tuple[Any, ...] = ()
-    device: Device | str | None = None
-    mode: Mode = "measure"
-    optimizer: Any = None
-    order: bool = False
-    place: bool = False
-    whole_step: bool | None = None
-    offload_optimizer: bool = False
-    movable: str | tuple[str, ...] = ()
-    steady_state: bool = False
-    accumulate: bool = False
-    charges: Charges = NO_CHARGES
-    rules: StepRules = PLAIN
-    time_limit_s: float | None = None
-    cache: bool = True
-    progress: bool | Progress = True
-    returns: Returns = "all"
-    kernels: str = "aten"
-
-
-def parse_returns(returns: str) -> Returns:
-    """A user's `returns=`.
-
-    Raises:
-        ValueError: it is neither "all" nor "loss".
-    """
-    if returns not in ("all", "loss"):
-        raise ValueError(f'returns= is "all" or "loss", got {returns!r}')
-    return "loss" if returns == "loss" else "all"
-
 
 @full_collections_put_off()
 def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
-    """Profile a model, if it is one, and plan its step; see `memopt.plan`."""
-    host_bytes = parse_host_budget(wanted.host_budget)
+    """Prepare a model's step, if it is a model, and plan it; see `memopt.plan`."""
+    limits, pricing = wanted.limits, wanted.pricing
+    host_bytes = parse_host_budget(limits.host_budget)
     chosen = with_host_budget(resolve(wanted.strategy), host_bytes)
-    if wanted.movable or wanted.steady_state:
+    if wanted.step.movable or wanted.step.steady_state:
         check_movable(wanted, chosen)
-    check_budget(wanted.budget, wanted.time_limit_s)
+    check_budget(limits.budget, limits.time_limit_s)
     with reporting_on(wanted.progress) as report:
-        target = planned_device(wanted.device, wanted.mode)
+        device = planned_device(pricing.device, pricing.mode)
         check_rules(wanted, chosen)
-        whole = takes_whole_step(chosen, wanted)
-        ranks = planning_ranks(model, wanted.mode)
-        with profiling_together(ranks, model, inputs, wanted):
-            profiled = profiled_for(model, inputs, _priced(wanted, chosen, target, whole), report)
-            if wanted.accumulate or wanted.charges:
-                from memopt.profiler.accumulation import beside
-
-                profiled = beside(profiled, wanted.accumulate, wanted.charges, whole_step=whole)
-            if wanted.movable:
-                from memopt.profiler.movable import with_movable
-
-                host = target if chosen.features.host_updates else None
-                profiled = with_movable(
-                    profiled, wanted.optimizer, wanted.movable, host, repeated=wanted.steady_state
-                )
-            if wanted.offload_optimizer:
-                host_bytes = left_on_host(host_bytes, profiled, whole_step=whole)
-                chosen = with_host_budget(chosen, host_bytes)
-            profiled = _extended(profiled, chosen, wanted, target)
-            profiled, budget = agreed_on(ranks, profiled, wanted.budget)
-        cost_model = profiled.graph if profiled is not None else model
-        if budget is None and wanted.mode == "estimate":
-            budget = target.capacity_bytes
-        with _ending_at_ctrl_c(report) as told:
-            solve_for = partial(
-                solve,
-                cost_model,
-                strategy=chosen,
-                device=target,
-                profiled=profiled,
-                time_limit_s=wanted.time_limit_s,
-                progress=told,
-                order=wanted.order,
-                place=wanted.place,
-                host_budget_bytes=host_bytes,
-            )
-            return planned_by_first(
-                ranks, profiled, lambda: planned_within(solve_for, budget, wanted.charges)
-            )
-
-
-def _extended(
-    profiled: Profiled | None, chosen: Strategy, wanted: PlanRequest, target: Device
-) -> Profiled | None:
-    """The profile with what the strategy may choose from."""
-    if profiled is not None and chosen.features.implementations:
-        from memopt.implementations import for_plan
-
-        profiled = for_plan(
-            profiled,
-            chosen.only_exact_implementations(),
-            target if wanted.mode == "estimate" else None,
-            wanted.cache,
+        step = Preparation(
+            model,
+            inputs,
+            chosen,
+            device,
+            wanted.step,
+            pricing,
+            takes_whole_step(chosen, wanted),
+            report,
+            place=wanted.passes.place,
+            charges=wanted.charges,
+            ranks=planning_ranks(model, pricing.mode),
+            budget=limits.budget,
         )
-    if profiled is not None and (wanted.place or chosen.features.place):
-        from memopt.executor.out_variants import for_placing
-
-        profiled = for_placing(profiled)
-    return profiled
-
-
-@dataclass(frozen=True)
-class Request:
-    """How a module is to be profiled."""
-
-    loss_fn: Callable[..., Any] | None
-    targets: tuple[Any, ...]
-    mode: Mode
-    device: Device
-    optimizer: Any
-    cache: bool
-    whole_step: bool = False
-    offload_optimizer: bool = False
-    returns: Returns = "all"
-    kernels: str = "aten"
-    rules: StepRules = PLAIN
-    forms: bool = True
+        with profiling_together(step.ranks, model, inputs, wanted):
+            step = prepared(STAGES, step)
+            if wanted.step.offload_optimizer:
+                host_bytes = left_on_host(host_bytes, step.profiled, whole_step=step.whole_step)
+                chosen = with_host_budget(chosen, host_bytes)
+        return _planned(step, chosen, host_bytes, wanted)
 
 
-def _priced(wanted: PlanRequest, chosen: Strategy, target: Device, whole: bool) -> Request:
-    return Request(
-        wanted.loss_fn,
-        wanted.targets,
-        wanted.mode,
-        target,
-        wanted.optimizer,
-        wanted.cache,
-        whole,
-        whole and wanted.offload_optimizer,
-        parse_returns(wanted.returns),
-        wanted.kernels,
-        wanted.rules,
-        chosen.features.implementations,
-    )
+def _planned(
+    step: Preparation, strategy: Strategy, host_budget_bytes: int | None, wanted: PlanRequest
+) -> PlanRecord:
+    """The plan of a prepared step."""
+    profiled, budget = step.profiled, step.budget
+    if budget is None and step.pricing.mode == "estimate":
+        budget = step.device.capacity_bytes
+    with _ending_at_ctrl_c(step.report) as report:
+        solve_for = partial(
+            solve,
+            profiled.graph if profiled is not None else step.model,
+            strategy=strategy,
+            device=step.device,
+            profiled=profiled,
+            time_limit_s=wanted.limits.time_limit_s,
+            progress=report,
+            order=wanted.passes.order,
+            place=wanted.passes.place,
+            host_budget_bytes=host_budget_bytes,
+        )
+        return planned_by_first(
+            step.ranks, profiled, lambda: planned_within(solve_for, budget, step.charges)
+        )
 
 
 def planned_device(device: Device | str | None, mode: Mode) -> Device:
@@ -218,37 +129,6 @@ def planned_device(device: Device | str | None, mode: Mode) -> Device:
     return device or Device()
 
 
-def profiled_for(model: Any, inputs: Any, request: Request, report: Progress) -> Profiled | None:
-    """A module profiled as requested; None for a cost model, which needs no profile.
-
-    Raises:
-        ValueError: neither, or arguments that do not go together.
-    """
-    if isinstance(model, (Chain, Graph)):
-        module_only = (inputs, request.loss_fn, request.optimizer)
-        if any(value is not None for value in module_only):
-            raise ValueError("inputs, loss_fn and optimizer go with a module, not a cost model")
-        return None
-    from memopt.profiler import profiled_of
-
-    return profiled_of(
-        model,
-        inputs,
-        loss_fn=request.loss_fn,
-        targets=request.targets,
-        optimizer=request.optimizer,
-        estimate_for=request.device if request.mode == "estimate" else None,
-        cache=request.cache,
-        whole_step=request.whole_step,
-        offload_optimizer=request.offload_optimizer,
-        loss_alone=request.returns == "loss",
-        kernels=request.kernels,
-        rules=request.rules,
-        forms=request.forms,
-        progress=report,
-    )
-
-
 def solve(
     cost_model: Chain | Graph,
     budget: WrittenBudget,
@@ -263,8 +143,8 @@ def solve(
     place: bool = False,
     host_budget_bytes: int | None = None,
 ) -> PlanRecord:
-    """Solve, validate, replay and wrap; see `plan`. A caller with many solves of one graph passes
-    its `view`, to have it made once."""
+    """Solve a cost model and finish the program; see `plan`. A caller with many solves of one graph
+    passes its `view`, to have it made once."""
     if (order or place) and isinstance(cost_model, Chain):
         raise ValueError(_NO_OPERATORS)
     target = Target.of(strategy, cost_model, view)
@@ -294,15 +174,11 @@ def solve(
         budget_bytes = parse_budget(budget, baseline.peak_bytes)
         solution = attempts.within(budget_bytes)
     limit = Budget(budget_bytes, host_limit(strategy, host_budget_bytes))
-    if order or place:
-        from memopt.strategies.olla.order_and_place import ordered_and_placed
-
-        lower = target.view.lower if target.view is not None else None
-        passes = {"order": order, "place": place}
-        solution = ordered_and_placed(graph, solution, lower, limit, device, passes, time_limit_s)
-    if not solution.plans:
-        raise infeasible(solution, budget_bytes, strategy, graph, profiled)
-    return _wrap(target, solution, limit, baseline, device, profiled)
+    passes = PassOptions(order=order, place=place)
+    finished = finish(target, solution, limit, device, passes, time_limit_s)
+    if isinstance(finished, Solution):
+        raise infeasible(finished, budget_bytes, strategy, graph, profiled)
+    return _record(target, finished, limit, baseline, device, profiled)
 
 
 def baseline_figures(graph: Graph, profiled: Profiled | None) -> BaselineFigures:
@@ -314,29 +190,23 @@ def baseline_figures(graph: Graph, profiled: Profiled | None) -> BaselineFigures
     return BaselineFigures(timeline.peak_bytes, timeline.time_s, False)
 
 
-def _wrap(
+def _record(
     target: Target,
-    solution: Solution,
+    finished: FinishedProgram,
     budget: Budget,
     baseline: BaselineFigures,
     device: Device,
     profiled: Profiled | None,
 ) -> PlanRecord:
-    """The plan of a solution."""
-    graph, strategy = target.graph, target.strategy
-    program = target.program(solution, budget.device_bytes, device)
-    assert program is not None
-    violation, figures = target.check(program, budget, device)
-    peak_bytes, time_s = figures.peak_bytes, figures.time_s
-    if violation is not None:
-        raise InvalidProgramError(f"{strategy.name} made an invalid plan: {violation}")
-    bound_s = solution.lower_bound_s
+    """The plan of a finished program."""
+    graph, solution, program = target.graph, finished.solution, finished.program
+    time_s, bound_s = finished.figures.time_s, solution.lower_bound_s
     return PlanRecord(
         status=solution.status,
-        strategy=strategy,
+        strategy=target.strategy,
         budget=budget.device_bytes,
         host_budget=budget.host_bytes,
-        peak_bytes=peak_bytes,
+        peak_bytes=finished.figures.peak_bytes,
         resident_bytes=resident_bytes_under(graph, program),
         step_time_s=time_s,
         lower_bound_s=min(time_s, time_lower_bound(graph) if bound_s is None else bound_s),
@@ -347,9 +217,10 @@ def _wrap(
         graph=graph,
         chain=None if target.view is None else target.view.chain,
         is_of_chain=target.bare_chain is not None,
-        host_peak_bytes=figures.host_peak_bytes,
+        host_peak_bytes=finished.figures.host_peak_bytes,
         compute_time_s=graph.compute_time_s,
         stats=solution.stats,
+        stages=(*(() if profiled is None else profiled.stages), *finished.passes),
         notes=(*_notes(graph, profiled), *_link_notes(program, device)),
         profiled=profiled,
         record=None if profiled is None else profiled.record,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from memopt.strategies.base import Progress
+from memopt.models.progress import Progress
 
 T = TypeVar("T")
 Task = Callable[[Progress], T]
@@ -62,7 +62,7 @@ def run_all(tasks: Sequence[Task[T]], workers: int, progress: Progress) -> Finis
     Raises:
         Whatever a task raises, after the others have stopped.
     """
-    run = _Run(tasks, progress)
+    run = _TaskRun(tasks, progress)
     threads = [
         threading.Thread(target=run.work, name=f"memopt-{number}", daemon=True)
         for number in range(min(workers, len(tasks)))
@@ -72,7 +72,7 @@ def run_all(tasks: Sequence[Task[T]], workers: int, progress: Progress) -> Finis
     return run.gather(len(threads))
 
 
-class _Run(Generic[T]):
+class _TaskRun(Generic[T]):
     """One call of `run_all`."""
 
     def __init__(self, tasks: Sequence[Task[T]], progress: Progress) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from memopt.api.request import PlanRequest
 from memopt.strategies.base import Strategy
 
 
-def takes_whole_step(strategy: Strategy, wanted: Any) -> bool:
-    """Whether a plan's request (`wanted`) is for a step whose updates are captured.
+def takes_whole_step(strategy: Strategy, wanted: PlanRequest) -> bool:
+    """Say whether a request is for a step whose updates are captured.
 
     Unless it says so itself (`whole_step`, or an option that only whole steps have), it is where
     a loss and an optimizer instance are given, measured, for a strategy for graphs that recomputes
@@ -17,16 +18,17 @@ def takes_whole_step(strategy: Strategy, wanted: Any) -> bool:
     Raises:
         ValueError: a whole step is wanted and cannot be planned; the message has the remedy.
     """
-    given = wanted.loss_fn is not None and not isinstance(wanted.optimizer, str | None)
-    again, estimated = strategy.features.recompute, wanted.mode == "estimate"
-    asked = wanted.whole_step
-    if asked is None and (wanted.offload_optimizer or wanted.movable or wanted.rules):
+    step = wanted.step
+    given = step.loss_fn is not None and not isinstance(step.optimizer, str | None)
+    again, estimated = strategy.features.recompute, wanted.pricing.mode == "estimate"
+    asked = step.whole_step
+    if asked is None and (step.offload_optimizer or step.movable or step.rules):
         asked = True
     if asked is None:
-        return given and not (estimated or again or wanted.accumulate) and strategy.needs != "chain"
+        return given and not (estimated or again or step.accumulate) and strategy.needs != "chain"
     if not asked:
         return False
-    if strategy.needs == "graph" and again and not (wanted.movable and strategy.features.offload):
+    if strategy.needs == "graph" and again and not (step.movable and strategy.features.offload):
         raise ValueError(
             f"{strategy.name} plans no whole steps: take auto, a strategy for chains such as "
             "rotor, or one that recomputes nothing (olla, store-all, offload-graph), or leave "
@@ -39,8 +41,8 @@ def takes_whole_step(strategy: Strategy, wanted: Any) -> bool:
     return True
 
 
-def check_movable(wanted: Any, strategy: Strategy) -> None:
-    """Refuse a plan's request (`wanted`) whose `movable` cannot be met.
+def check_movable(wanted: PlanRequest, strategy: Strategy) -> None:
+    """Refuse a request whose `movable` cannot be met.
 
     Raises:
         ValueError: it is unreadable, the strategy moves nothing, or something that does not go
@@ -48,13 +50,14 @@ def check_movable(wanted: Any, strategy: Strategy) -> None:
     """
     from memopt.profiler.movable import parse_movable
 
-    parse_movable(wanted.movable)
-    if not wanted.movable:
+    step, passes = wanted.step, wanted.passes
+    parse_movable(step.movable)
+    if not step.movable:
         raise ValueError(
             'steady_state=True is for steps that move parameters or state: pass movable="all" too, '
             "or leave it out (a step whose tensors stay on the device ends with nothing under way)"
         )
-    if wanted.offload_optimizer or wanted.order or wanted.place:
+    if step.offload_optimizer or passes.order or passes.place:
         raise ValueError(
             "movable= goes without offload_optimizer (movable='optimizer' is more), order and place"
         )
@@ -64,15 +67,15 @@ def check_movable(wanted: Any, strategy: Strategy) -> None:
         )
 
 
-def check_rules(wanted: Any, strategy: Strategy) -> None:
-    """Refuse a plan's request (`wanted`) whose `rules` its strategy cannot follow.
+def check_rules(wanted: PlanRequest, strategy: Strategy) -> None:
+    """Refuse a request whose `rules` its strategy cannot follow.
 
     Raises:
         ValueError: the request is not for a whole step, or has several micro-batches for a
             strategy that computes again.
     """
-    rules = wanted.rules
-    if rules and wanted.whole_step is False:
+    rules = wanted.step.rules
+    if rules and wanted.step.whole_step is False:
         raise ValueError(
             "micro_batches=, clip_norm= and scaler= are for whole steps: leave out "
             "whole_step=False, or accumulate, clip and scale in your own loop"

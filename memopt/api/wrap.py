@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from memopt.api.cells import code_digest
 from memopt.api.plan import Plan
 from memopt.api.ranks import planning_ranks
-from memopt.api.solving import PlanRequest, Returns, make_plan, parse_returns
+from memopt.api.request import PlanRequest
+from memopt.api.solving import make_plan
 from memopt.errors import InfeasibleBudgetError, PlanFileError
 from memopt.files.plan_store import PlanStore
 from memopt.models import codec
 from memopt.models.budget import MINIMUM, check_budget, parse_budget, split_reserved
 from memopt.models.device import Device
+from memopt.models.options import (
+    Mismatch,
+    PassOptions,
+    PlanLimits,
+    Pricing,
+    Returns,
+    StepOptions,
+    parse_mismatch,
+    parse_returns,
+)
+from memopt.models.progress import Progress
 from memopt.models.reader import digest
 from memopt.plan_record import PlanRecord
 from memopt.programs.placed import arena_use
-from memopt.strategies import Progress, Strategy, resolve
+from memopt.strategies import Strategy, resolve
 from memopt.strategies.host_budget import parse_host_budget
 
 if TYPE_CHECKING:
@@ -33,8 +45,6 @@ if TYPE_CHECKING:
     from memopt.profiler.inputs import Call
 
 M = TypeVar("M", bound="nn.Module")
-
-Mismatch = Literal["plan", "original", "error"]
 
 
 def wrap(
@@ -79,7 +89,7 @@ def wrap(
         targets: what your loss takes beside the output: a tuple, or a function of the call's
             arguments that makes it.
         on_mismatch: what a kind of call does that has no plan: "plan" makes one; "original" runs
-            it unplanned after the first kind was planned; "error" raises GuardError.
+            it unplanned after the first kind was planned; "error" then raises GuardError.
         returns: "loss" leaves out, in planned calls, the outputs that the loss does not read, as
             for `memopt.plan`.
         shapes: example inputs to plan for now, each as `inputs` of `memopt.plan`. With
@@ -101,23 +111,15 @@ def wrap(
 
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap takes an nn.Module, got {type(model).__name__}")
-    if on_mismatch not in ("plan", "original", "error"):
-        raise ValueError(f"on_mismatch= is one of 'plan', 'original', 'error', got {on_mismatch!r}")
+    on_mismatch = parse_mismatch(on_mismatch)
     check_budget(budget, time_limit_s)
     request = PlanRequest(
-        budget=budget,
-        strategy=resolve(strategy),
-        host_budget=host_budget,
-        device=device,
-        optimizer=optimizer,
-        order=order,
-        place=place,
-        whole_step=False,
-        time_limit_s=time_limit_s,
-        cache=cache,
+        resolve(strategy),
+        PlanLimits(budget, host_budget, time_limit_s),
+        StepOptions(optimizer=optimizer, whole_step=False, returns=parse_returns(returns)),
+        Pricing(device, kernels=kernels, cache=cache),
+        PassOptions(order, place),
         progress=progress,
-        returns=parse_returns(returns),
-        kernels=kernels,
     )
     planner = _Planner(request, loss_fn, targets)
     inner = inside_fabric(model) or model
@@ -184,7 +186,7 @@ class _Planner:
 
     def promises(self) -> bool:
         """See `memopt.executor.plan_maker.Planner`."""
-        return self.request.budget not in (None, MINIMUM)
+        return self.request.limits.budget not in (None, MINIMUM)
 
     def __call__(
         self,
@@ -201,19 +203,20 @@ class _Planner:
         try:
             plan, again = self._plan(model, call, request)
         except NoLossError:
-            if self.loss_fn is not None or request.returns == "loss":
+            if self.loss_fn is not None or request.step.returns == "loss":
                 raise
             # What it calls its labels is for something else.
             self.labelled = False
-            request = replace(request, loss_fn=None, targets=())
+            request = replace(request, step=replace(request.step, loss_fn=None, targets=()))
             plan, again = self._plan(model, call, request)
-        use = arena_use(plan.graph, plan.program) if request.place else None
+        use = arena_use(plan.graph, plan.program) if request.passes.place else None
         if use is not None:
             # In the arena that other shapes need it may exceed the budget.
             budget = family.narrower(use.arena_bytes, use.extra_bytes, plan.budget)
             with contextlib.suppress(InfeasibleBudgetError):
                 if budget is not None:
-                    other = self._plan(model, call, replace(request, budget=budget))
+                    narrower = replace(request.limits, budget=budget)
+                    other = self._plan(model, call, replace(request, limits=narrower))
                     if other[0].program.offsets is not None:
                         plan, again = other
         try:
@@ -231,7 +234,7 @@ class _Planner:
     ) -> PlannedModule:
         from memopt.executor.apply import apply_plan
 
-        return apply_plan(plan, model, call, otherwise=instead, family=family)
+        return apply_plan(plan, model, call, on_mismatch=instead, family=family)
 
     @staticmethod
     def _plan(
@@ -243,8 +246,8 @@ class _Planner:
             return make_plan(model, call, request)
 
         # Ranks that plan together would not all find it.
-        alone = planning_ranks(model, request.mode) is None
-        store = PlanStore() if request.cache and alone else None
+        alone = planning_ranks(model, request.pricing.mode) is None
+        store = PlanStore() if request.pricing.cache and alone else None
         key = None if store is None else _key(model, call, request)
         if store is None or key is None:
             return Plan.of(make()), None
@@ -263,12 +266,11 @@ class _Planner:
             loss_fn = own_loss
         if callable(targets):
             targets = targets(*call.args, **call.kwargs)
+        limits, step = self.request.limits, self.request.step
         return replace(
             self.request,
-            budget=asked.budget_bytes or self.request.budget,
-            loss_fn=loss_fn,
-            targets=targets,
-            accumulate=asked.holding,
+            limits=replace(limits, budget=asked.budget_bytes or limits.budget),
+            step=replace(step, loss_fn=loss_fn, targets=targets, accumulate=asked.holding),
             charges=asked.charges,
         )
 
@@ -276,9 +278,10 @@ class _Planner:
 def _is_within(request: PlanRequest, plan: PlanRecord) -> bool:
     """Whether a plan from disk keeps the budgets of a request: its key says so, but its file may
     have been edited, or put in another one's place."""
-    size, _ = split_reserved(request.budget)
+    limits = request.limits
+    size, _ = split_reserved(limits.budget)
     budget = None if size == MINIMUM else size
-    wanted = parse_budget(budget, plan.baseline.peak_bytes), parse_host_budget(request.host_budget)
+    wanted = parse_budget(budget, plan.baseline.peak_bytes), parse_host_budget(limits.host_budget)
     pairs = zip(wanted, (plan.budget, plan.host_budget), strict=True)
     return all(most is None or (own is not None and own <= most) for most, own in pairs)
 
@@ -292,8 +295,8 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     from memopt.profiler.record import record_of
 
     text = ""
-    if request.loss_fn is not None:
-        told = loss_text(Loss(request.loss_fn, request.targets))
+    if request.step.loss_fn is not None:
+        told = loss_text(Loss(request.step.loss_fn, request.step.targets))
         if told is None:
             return None
         text = told
@@ -301,13 +304,12 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
         record = codec.encode(record_of(model, call, device_of(model, call)))
     except PlanFileError:
         return None  # an argument that no file holds
-    asked = [repr(getattr(request, name)) for name in _ASKED]
+    options = request.options
+    asked = [repr(options[name]) for name in sorted(options.keys() - _NOT_IN_KEYS)]
     held_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     asked.append(repr(call.whole_masks))
     return digest([code_digest(), record, asked, held_bytes, text])
 
 
-_ASKED = sorted(
-    {one.name for one in fields(PlanRequest)} - {"loss_fn", "targets", "cache", "progress"}
-)
-"""What a plan depends on of a request; the loss is told otherwise."""
+_NOT_IN_KEYS = {"loss_fn", "targets", "cache"}
+"""Options that a plan does not depend on; the loss, on which it does, is told otherwise."""

@@ -9,10 +9,10 @@ import typer
 
 import memopt
 from memopt.api.plan import Plan, load
-from memopt.api.solving import parse_returns
 from memopt.commands import options
 from memopt.commands.output import OptionError, plan_figures, say, say_json, value_of
 from memopt.commands.targets import Sizes, load_target
+from memopt.models.options import parse_returns
 from memopt.strategies.host_budget import parse_host_budget
 
 

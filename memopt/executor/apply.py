@@ -4,43 +4,36 @@ is done with a call that is not the planned one."""
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from memopt.errors import CaptureError, GuardError, PlanFileError
+from memopt.errors import GuardError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import warn_of_many_plans
 from memopt.executor.cuda_graph import Capturer, CudaGraphs, GraphedProgram, why_not
 from memopt.executor.in_step import InStep
 from memopt.executor.install import install
 from memopt.executor.module import OnMismatch, PlannedModule, accepts, original_of
-from memopt.executor.recaptured import again, planned_lowering, where_graphs_differ
+from memopt.executor.recaptured import with_module
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Installed, Runtime
 from memopt.models.budget import format_bytes
-from memopt.models.graph import Graph
-from memopt.models.record import difference
-from memopt.profiler.backend import autocast_as, autocast_state, backend_of
-from memopt.profiler.build import Lowering, build
-from memopt.profiler.capture import Captured, capture
-from memopt.profiler.captures import captured_again
-from memopt.profiler.compiled.choice import planned_kernels
-from memopt.profiler.dependencies.reader import Dependency
-from memopt.profiler.input_errors import diagnosed
-from memopt.profiler.inputs import Call, device_of
-from memopt.profiler.joint_store import JointStore
+from memopt.models.options import parse_mismatch
+from memopt.profiler.backend import autocast_as, autocast_state
+from memopt.profiler.build import Lowering
+from memopt.profiler.capture import Captured
+from memopt.profiler.inputs import Call
 from memopt.profiler.ranks import ranks_of
-from memopt.profiler.record import example_call, record_of
+from memopt.profiler.record import example_call
 from memopt.profiler.training_call import training_call
 from memopt.programs.placed import arena_use
-from memopt.programs.serialize import fingerprint
 from memopt.reductions.stage_map import has_updates
+from memopt.stages import LastCapture
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -48,22 +41,21 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-CHOICES = ("error", "original", "replan")
 
-
-def behaviour(choice: str, replan: Callable[[nn.Module, Call], nn.Module]) -> OnMismatch | None:
-    """The behaviour of a name.
+def behaviour(
+    on_mismatch: str, plan_again: Callable[[nn.Module, Call], nn.Module]
+) -> OnMismatch | None:
+    """Make what is done with calls that were not planned.
 
     Args:
-        choice: "error" raises GuardError; "original" runs the unplanned model; "replan" plans
-            once for each kind of call and runs that.
-        replan: makes a planned module for a model and a call.
+        on_mismatch: "plan" plans once for each kind of call and runs that; "original" runs the
+            unplanned model; "error" raises GuardError.
+        plan_again: makes a planned module for a model and a call.
 
     Raises:
         ValueError: an unknown name.
     """
-    if choice not in CHOICES:
-        raise ValueError(f"otherwise= is one of {', '.join(map(repr, CHOICES))}, got {choice!r}")
+    choice = parse_mismatch(on_mismatch)
     known: list[PlannedModule] = []
 
     def original(model: nn.Module, _call: Call, error: GuardError) -> nn.Module:
@@ -75,14 +67,14 @@ def behaviour(choice: str, replan: Callable[[nn.Module, Call], nn.Module]) -> On
             if original_of(one) is model and accepts(one, call):
                 return one
         _LOG.info("planning again: %s", error)
-        fresh = replan(model, call)
+        fresh = plan_again(model, call)
         assert isinstance(fresh, PlannedModule)
         known.append(fresh)
         differs = str(error).partition(";")[0]
-        warn_of_many_plans(len(known), differs, 'otherwise="original"')
+        warn_of_many_plans(len(known), differs, 'on_mismatch="original"')
         return fresh
 
-    return {"error": None, "original": original, "replan": planned_again}[choice]
+    return {"error": None, "original": original, "plan": planned_again}[choice]
 
 
 def runtime_of(captured: Captured) -> Runtime:
@@ -97,15 +89,23 @@ def apply_plan(
     inputs: Any = None,
     *,
     interpreted: bool = False,
-    otherwise: OnMismatch | None = None,
+    on_mismatch: OnMismatch | None = None,
     checked: bool = False,
     recorder: Recorder | None = None,
     family: ArenaFamily | None = None,
     cuda_graph: bool | Capturer = False,
+    last: LastCapture | None = None,
 ) -> PlannedModule:
-    """See `Plan.apply`; `otherwise`: what to do with other calls, None: raise. `recorder`: told
-    what runs when. `family`: whose arena it shares, if that keeps the budget. `cuda_graph`: also
-    what captures, for tests."""
+    """Apply a plan; see `Plan.apply`.
+
+    Args:
+        plan, model, inputs, interpreted, checked: see there.
+        on_mismatch: what is done with other calls; None: they raise.
+        recorder: is told what runs when.
+        family: whose arena the module shares, if that keeps the budget.
+        cuda_graph: see there; or what captures, for tests.
+        last: keeps the capture of a model that had to be captured anew, for the next time.
+    """
     if not isinstance(model, nn.Module):
         raise ValueError(f"a plan is applied to an nn.Module, got {type(model).__name__}")
     if plan.profiled is None and plan.record is None:
@@ -119,7 +119,9 @@ def apply_plan(
             'drop-in module plan with the optimizer\'s name (optimizer="adamw"), not an instance'
         )
     with _as_planned(plan):
-        captured, lowering = _captured(plan, model, inputs)
+        call = planned_call(plan, model, inputs)
+        of_file = inputs is None and plan.profiled is None
+        captured, lowering = with_module(plan, model, call, of_file, last)
         installed = install(
             captured,
             lowering,
@@ -145,7 +147,7 @@ def apply_plan(
             captured,
             runtime_of(captured),
             installed,
-            otherwise,
+            on_mismatch,
             spare_bytes=_spare_bytes(plan),
         )
 
@@ -225,118 +227,3 @@ def planned_call(plan: PlanRecord, model: nn.Module, inputs: Any = None) -> Call
     if plan.record is None:
         raise ValueError("this plan was made from a cost model: it has no example inputs")
     return example_call(plan.record)
-
-
-@contextmanager
-def _blaming_the_file(plan: PlanRecord, inputs: Any) -> Iterator[None]:
-    """Where the example call comes from a file, what is wrong with it is the file's."""
-    try:
-        yield
-    except (ValueError, CaptureError) as error:
-        if inputs is not None or plan.profiled is not None:
-            raise
-        reason = str(error).partition("\n")[0]
-        raise PlanFileError(
-            f"the example call of the plan's file does not fit this model: {reason}"
-        ) from error
-
-
-def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured, Lowering]:
-    """The planned model's capture, or another one's if its graph is the planned one."""
-    call = planned_call(plan, model, inputs)
-    with _blaming_the_file(plan, inputs):
-        device = device_of(model, call)
-    if plan.record is not None:
-        found = record_of(model, call, device)
-        differs = difference(plan.record, found)
-        if differs is not None:
-            raise PlanFileError(f"this plan is for another model or call: {differs}. {again(plan)}")
-    since = None
-    if plan.profiled is not None and plan.profiled.captured.model() is model:
-        # Of what has changed since then, some makes another graph and some the same.
-        since = plan.profiled.captured.dependencies.changed(model)
-        if since is None:
-            return plan.profiled.captured, plan.profiled.lowering
-    with _blaming_the_file(plan, inputs), diagnosed(model, call):
-        kernels = "aten" if plan.record is None else plan.record.kernels
-        captured = captured_again(
-            model,
-            call,
-            lambda: plan.output_gradients,
-            capture,
-            kernels=kernels,
-            # Whoever plans in this process has chosen what is kept on disk.
-            joints=JointStore() if plan.profiled is None else None,
-        )
-    # For the next time that this plan is applied.
-    vars(plan)["_captured"] = captured
-    if plan.record is not None:
-        # An estimate for CUDA counts in its blocks wherever it is applied.
-        block_bytes = plan.record.block_bytes
-    else:
-        block_bytes = backend_of(device).block_bytes
-    fuse = planned_kernels(plan.record, device, block_bytes)
-    made = fuse(model, captured, build(model, captured, block_bytes))
-    captured, lowering = made.captured, made.lowering
-    _check_fingerprint(plan, lowering.graph, since)
-    lowering = _with_implementations(plan, lowering, block_bytes, device)
-    return captured, planned_lowering(plan, lowering, captured, device)
-
-
-def _with_implementations(
-    plan: PlanRecord, lowering: Lowering, block_bytes: int, device: torch.device
-) -> Lowering:
-    """The lowering with the alternatives that the plan chooses from, if it chooses any."""
-    chosen = {
-        (run.op, run.implementation)
-        for _, run in plan.program.computes
-        if run.implementation is not None
-    }
-    if not chosen:
-        return lowering
-    from memopt.implementations import attach, compiled
-
-    tensors = [t.name for t in plan.graph.tensors]
-    for exact_only in (False, True):
-        extended = attach(lowering, exact_only=exact_only, block_bytes=block_bytes)
-        same = [t.name for t in extended.graph.tensors] == tensors
-        if same and chosen <= extended.alternatives.keys():
-            for reason in compiled(extended, device, chosen).values():
-                raise PlanFileError(
-                    f"a form of a region that this plan chooses cannot be compiled here: {reason}. "
-                    f"{again(plan)}"
-                )
-            return extended
-    raise PlanFileError(
-        "this plan chooses implementations that memopt does not have here (your own families?): "
-        f"apply it in the process and to the model it was made for. {again(plan)}"
-    )
-
-
-def _check_fingerprint(
-    plan: PlanRecord, graph: Graph, since: tuple[Dependency, Any] | None
-) -> None:
-    found = fingerprint(graph)
-    if plan.record is not None:
-        planned = plan.record.fingerprint
-    else:
-        assert plan.profiled is not None
-        planned = fingerprint(plan.profiled.lowering.graph)
-    there, here = plan.record.torch_version if plan.record else "", str(torch.__version__)
-    other = f"planned with torch {there}, this is {here}" if there not in ("", here) else ""
-    if planned == found:
-        if other:
-            warnings.warn(
-                f"{other}: the model's graph is the same, so the plan runs, but what was predicted "
-                f"may not hold. {again(plan)}",
-                stacklevel=5,
-            )
-        return
-    if since is not None:
-        reason = since[0].difference(since[1])
-    else:
-        reason = "the captured graphs differ although shapes and parameters are the same"
-        reason += where_graphs_differ(plan, graph)
-    if other:
-        reason += f" ({other})"
-    raise PlanFileError(f"this plan was made for another model: {reason}. {again(plan)}")

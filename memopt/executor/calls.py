@@ -24,20 +24,20 @@ def has_own(model: nn.Module, name: str) -> bool:
 _MANY = (8, 32, 128, 512, 2048)
 
 
-def warn_of_many_plans(made: int, differs: str, otherwise: str) -> None:
+def warn_of_many_plans(made: int, differs: str, remedy: str) -> None:
     """Say that calls of ever other kinds are planned, each time that four times as many are.
 
     Args:
         made: how many plans were made so far.
         differs: in what the last kind of call differs from the one before, for people.
-        otherwise: what to write to have other kinds run unplanned.
+        remedy: what to write to have other kinds run unplanned.
     """
     if made in _MANY:
         warnings.warn(
             f"{made} plans were made, one for each kind of call, and to make one takes as long as "
             f"many steps. The last differs from the one before: {differs}. Pad tensors to a few "
             "sizes; pass a number that changes as a tensor (torch.tensor(0.1)), or keep it in a "
-            f"buffer of the model; or have other kinds run unplanned ({otherwise})",
+            f"buffer of the model; or have other kinds run unplanned ({remedy})",
             stacklevel=2,
         )
 
@@ -48,9 +48,9 @@ class Calls:
 
     Attributes:
         planned: under the plan.
-        original: by the unplanned model: evaluation, and with `otherwise="original"` calls that
+        original: by the unplanned model: evaluation, and with `on_mismatch="original"` calls that
             were not planned.
-        replanned: under another plan, with `otherwise="replan"`.
+        replanned: under another plan, with `on_mismatch="plan"`.
     """
 
     planned: int = 0

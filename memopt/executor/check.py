@@ -33,6 +33,7 @@ from memopt.profiler.reached_state import ReachedState
 from memopt.profiler.restored_state import StorageCopies, state_restored
 from memopt.profiler.step_time import median_step_s
 from memopt.profiler.unheard import unheard
+from memopt.stages import LastCapture
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -131,10 +132,11 @@ def measure_step(
     inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     targets: tuple[Any, ...] = (),
+    last: LastCapture | None = None,
 ) -> Measured:
-    """The peak and time of a step under the plan; see `Plan.check`."""
+    """The peak and time of a step under the plan; see `Plan.check`, and `apply_plan` for `last`."""
     steps = _steps(plan, model, inputs, loss_fn, targets)
-    planned = apply_plan(plan, model, inputs)
+    planned = apply_plan(plan, model, inputs, last=last)
     with together(ranks_of(model)), steps.restored() as kept:
         peak_bytes = steps.peak_bytes(planned, kept)
         run = partial(steps.run, planned, kept.backward)
@@ -189,12 +191,13 @@ def record_step(
     inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     targets: tuple[Any, ...] = (),
+    last: LastCapture | None = None,
 ) -> tuple[Recorded, ...]:
     """What a step under the plan does when: the one of median time of RECORDED_STEPS, after a first
-    one. Arguments and errors are those of `Plan.check`."""
+    one. Arguments and errors are those of `Plan.check`; for `last`, see `apply_plan`."""
     steps = _steps(plan, model, inputs, loss_fn, targets)
     recorder = recorder_for(steps.device)
-    module = apply_plan(plan, model, inputs, recorder=recorder)
+    module = apply_plan(plan, model, inputs, recorder=recorder, last=last)
     found: list[tuple[float, tuple[Recorded, ...]]] = []
     with steps.restored() as kept:
         for number in range(RECORDED_STEPS + 1):

@@ -15,12 +15,13 @@ from memopt.files.strategy_record import StrategyRecord
 from memopt.models import codec
 from memopt.models.budget import NO_LIMIT, Budget
 from memopt.models.chain import Chain
-from memopt.models.codec import NAME, Check, Codec, Seconds
+from memopt.models.codec import NAME, SPARSE, Check, Codec, Seconds
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.reader import Reader
 from memopt.models.record import ModelRecord
 from memopt.models.same_graph import as_captured
+from memopt.models.stage_record import StageRecord
 from memopt.models.steps import ChainStep, Steps
 from memopt.plan_record import BaselineFigures, PlanRecord
 from memopt.programs.instructions import Program
@@ -84,6 +85,8 @@ class _Content:
     stats: _Stats
     notes: tuple[str, ...]
     record: ModelRecord | None
+    stages: tuple[StageRecord, ...] = field(default=(), metadata=SPARSE)
+    allocated_budget_bytes: _Budget | None = field(default=None, metadata=SPARSE)
 
 
 _SHARED = tuple(one.name for one in fields(_Content) if one.name != "figures")

@@ -32,10 +32,10 @@ from memopt.implementations.region_choice import worthwhile
 from memopt.implementations.site import Attach, Sites
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Tensor
+from memopt.models.stage_record import EXACT, ROUNDING, with_record
 from memopt.models.variants import undominated
 from memopt.profiler.backend import backend_of, estimated_backend
 from memopt.profiler.build import Lowering
-from memopt.profiler.cache import ProfileCache
 from memopt.profiler.estimate import fused_time_s, work_time_s
 from memopt.profiler.flops import work
 from memopt.profiler.measure import MeasureOptions, costs_of
@@ -127,20 +127,8 @@ def with_implementations(
     graph = _priced(profiled.graph, lowering, figures, pruned=device is not None)
     graph, lowering = worthwhile(graph, lowering, byte_s)
     graph = with_state(graph, estimated_backend(block_bytes))
-    return replace(profiled, graph=graph, lowering=lowering)
-
-
-def for_plan(
-    profiled: Profiled, exact_only: bool | None, device: Device | None, cache: bool
-) -> Profiled:
-    """What `memopt.plan` gives a strategy: the profile with alternatives, unless `exact_only` is
-    None. Profiles that have some, and an estimate without the device to estimate for, stay as
-    they are."""
-    known = device is not None or profiled.baseline.measured
-    if exact_only is None or profiled.lowering.alternatives or not known:
-        return profiled
-    options = MeasureOptions(cache=ProfileCache() if cache else None)
-    return with_implementations(profiled, exact_only=exact_only, device=device, options=options)
+    stages = with_record(profiled.stages, "alternatives", EXACT if exact_only else ROUNDING)
+    return replace(profiled, graph=graph, lowering=lowering, stages=stages)
 
 
 def _allowed(lowering: Lowering, profiled: Profiled) -> Lowering:

@@ -204,6 +204,9 @@ class Graph:
     movable: tuple[int, ...] = field(default=(), metadata=SPARSE)
     repeated: bool = field(default=False, metadata=SPARSE)
 
+    linearizer: ClassVar[Callable[[Graph], Chain]]
+    """Makes the chain of `to_chain`; `memopt.reductions` sets it (rooms import downwards only)."""
+
     def __init__(
         self,
         tensors: Iterable[Tensor],
@@ -389,12 +392,4 @@ class Graph:
 
     def to_chain(self) -> Chain:
         """The chain of this graph's articulation points; see `memopt.reductions.linearize`."""
-        return _LINEARIZE[-1](self)
-
-
-_LINEARIZE: list[Callable[[Graph], Chain]] = []
-
-
-def linearize_with(function: Callable[[Graph], Chain]) -> None:
-    """Say what `Graph.to_chain` does: `memopt.reductions`, which knows graphs, does so."""
-    _LINEARIZE.append(function)
+        return type(self).linearizer(self)

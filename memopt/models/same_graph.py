@@ -2,7 +2,7 @@
 
 A plan file brings its own graph. Nothing in it is believed but its times, and memory where it
 counts more than the model's graph does: what runs is checked against a graph that is captured
-anew (`memopt.executor.recaptured`).
+anew (`memopt.stages.figures`).
 """
 
 from __future__ import annotations

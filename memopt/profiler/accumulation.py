@@ -15,15 +15,6 @@ from memopt.programs.charged import needed_bytes, with_charges
 from memopt.programs.liveness import store_all
 
 
-def beside(
-    profiled: Profiled | None, accumulate: bool, charges: Charges, *, whole_step: bool
-) -> Profiled | None:
-    """The step with all that is there beside it; see `accumulating`, `charged`."""
-    if accumulate:
-        profiled = accumulating(profiled, whole_step=whole_step)
-    return charged(profiled, charges)
-
-
 def accumulating(profiled: Profiled | None, *, whole_step: bool) -> Profiled:
     """The step with the gradients of all its parameters charged from its beginning: autograd adds
     to them what the step's backward makes, without further memory. And with those that other

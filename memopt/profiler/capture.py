@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from memopt.errors import CaptureError, NothingToTrainError
 from memopt.models.record import OutputGradients
 from memopt.profiler import torch_private
-from memopt.profiler.as_eager.corrections import joint_as_eager, tracing_as_eager
+from memopt.profiler.as_eager.corrections import corrected, deriving_as_eager, tracing_as_eager
 from memopt.profiler.as_eager.layouts import computing_device
 from memopt.profiler.dependencies.dependencies import Dependencies, digest
 from memopt.profiler.dependencies.late import last_name
@@ -196,8 +196,8 @@ def capture(
         )
     check_taken(model, call)
     device = computing_device(model, call)
-    with tracing_as_eager(device) as tracing, lean_trace():
-        traced, dependencies = trace_of(model, call, tracing, to_be_run)
+    with tracing_as_eager(device), lean_trace():
+        traced, dependencies = trace_of(model, call, to_be_run)
         check_dense(traced, {id(tensor): source for source, tensor in dependencies.tensors})
         check_objects_kept(model, call)
         trace, effects = digest(traced, model, dependencies), effects_of(traced)
@@ -237,13 +237,12 @@ def _export(
 ) -> Captured:
     hooks = Hooks()
     with contextlib.ExitStack() as stack:
-
-        def prepare(module: GraphModule) -> None:
-            check_effects(module)
-            hand_out(module, outputs)
-
-        joint = joint_as_eager(traced, lambda: _joint(stack, traced, call), prepare)
+        with deriving_as_eager(traced):
+            joint = _joint(stack, traced, call)
         module: GraphModule = joint.graph_module
+        check_effects(module)
+        hand_out(module, outputs)
+        corrected(module)
         without_zero_gradients(module)
         gradients_as_kept(module, call)
         names = _names(model, traced, joint)

@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 
 from memopt.errors import ProfileError
 from memopt.models.graph import Graph, Operator, Tensor
+from memopt.models.progress import Progress as Progress
 from memopt.profiler.backend import autocast_off, backend_of, processor, random_state_kept
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost, ProfileCache
@@ -41,8 +42,6 @@ from memopt.profiler.signature import (
     signature,
 )
 from memopt.profiler.workspace import with_state
-
-Progress = Callable[[float, str], None]
 
 
 def silent(_fraction: float, _what: str) -> None:

@@ -89,21 +89,38 @@ def with_movable(
     record = profiled.record
     if record is not None:
         record = replace(record, fingerprint=fingerprint(lowering.graph))
-    choices = {} if device is None else host_updates(graph, parts, optimizer, device)
     optimizer_left = profiled.optimizer
     if optimizer_left is not None:
         left_bytes = optimizer_left.bytes_total - state_total
         optimizer_left = replace(optimizer_left, bytes_total=left_bytes, parts=())
     size = format_bytes(graph.movable_bytes)
-    return replace(
+    made = replace(
         profiled,
-        graph=with_choices(graph, choices),
-        lowering=lowered(lowering, choices),
+        graph=graph,
+        lowering=lowering,
         optimizer=optimizer_left,
         movable_state_bytes=state_total,
         record=record,
         notes=(f"May be on the host between steps: {size}.", *profiled.notes),
     )
+    return made if device is None else with_host_updates(made, optimizer, device)
+
+
+def with_host_updates(
+    profiled: Profiled | None, optimizer: torch.optim.Optimizer, device: Device
+) -> ProfiledStep:
+    """Let the host run the updates of what may be there between steps.
+
+    Args:
+        profiled: a whole step, see `with_movable`.
+        optimizer: the one that it updates with.
+        device: whose host it is.
+    """
+    assert isinstance(profiled, ProfiledStep)
+    assert profiled.parts is not None
+    choices = host_updates(profiled.graph, profiled.parts, optimizer, device)
+    graph = with_choices(profiled.graph, choices)
+    return replace(profiled, graph=graph, lowering=lowered(profiled.lowering, choices))
 
 
 def movable_as_planned(

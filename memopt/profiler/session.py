@@ -18,6 +18,7 @@ from memopt.models.device import in_blocks
 from memopt.models.garbage import full_collections_put_off
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
+from memopt.models.stage_record import StageRecord
 from memopt.profiler.aside import aside
 from memopt.profiler.backend import backend_of
 from memopt.profiler.baseline import (
@@ -59,6 +60,7 @@ class Profiled:
         record: what it was captured for, as plan files store it.
         notes: what a user should know about the figures.
         optimizer: the optimizer's state, resident in the graph; None: not asked for.
+        stages: what was done to the step since it was captured, see `memopt.stages`.
     """
 
     graph: Graph
@@ -69,6 +71,7 @@ class Profiled:
     record: ModelRecord | None = None
     notes: tuple[str, ...] = ()
     optimizer: OptimizerState | None = None
+    stages: tuple[StageRecord, ...] = ()
 
 
 def forward_only(progress: Progress | None) -> Progress:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +11,7 @@ from torch.fx import GraphModule
 from memopt.errors import CaptureError
 from memopt.profiler import torch_private
 from memopt.profiler.as_eager.compiling import traced_as_eager
-from memopt.profiler.as_eager.corrections import tracing_as_eager
+from memopt.profiler.as_eager.corrections import tracing_as_eager, with_one_sequence
 from memopt.profiler.as_eager.layouts import computing_device, layouts_of_kernels
 from memopt.profiler.as_eager.masks import with_whole_masks
 from memopt.profiler.as_eager.recorded_outputs import hooks_set
@@ -41,31 +39,29 @@ from memopt.profiler.uncaptured import (
     why_not_taken,
 )
 
-Tracing: TypeAlias = Callable[[Callable[[], Any]], Any]
 Trace: TypeAlias = tuple[GraphModule, Dependencies]
 
 
-def trace_of(model: nn.Module, call: Call, tracing: Tracing, to_be_run: bool = True) -> Trace:
-    """A model's graph, as eager computes it, and what it depends on.
+def trace_of(model: nn.Module, call: Call, to_be_run: bool = True) -> Trace:
+    """A model's graph, as eager computes it, and what it depends on; inside `tracing_as_eager`.
 
     Args:
         model, call: what is traced.
-        tracing: runs Dynamo, see `tracing_as_eager`.
         to_be_run: whether what the forward leaves behind matters.
 
     Raises:
         CaptureError: it cannot be traced, or a planned step could not leave behind what the
             forward leaves behind.
     """
-    return traced_as_eager(model, call, lambda: _trace(model, call, tracing, to_be_run))
+    return traced_as_eager(model, call, lambda: _trace(model, call, to_be_run))
 
 
 def traced_again(
     model: nn.Module, call: Call, device: torch.device | None, trace: str
 ) -> Dependencies | None:
     """The dependencies of a new trace of the model; None if it gives another graph than `trace`."""
-    with tracing_as_eager(device) as tracing, lean_trace():
-        traced, dependencies = trace_of(model, call, tracing)
+    with tracing_as_eager(device), lean_trace():
+        traced, dependencies = trace_of(model, call)
     return dependencies if digest(traced, model, dependencies) == trace else None
 
 
@@ -76,31 +72,30 @@ def effects_of(traced: GraphModule) -> SideEffects:
     return found
 
 
-def _trace(model: nn.Module, call: Call, tracing: Tracing, to_be_run: bool) -> Trace:
-    def traced(frame: AbstractContextManager[None]) -> tuple[GraphModule, TraceGuards]:
-        with frame:
-            return _dynamo_trace(model, call, tracing)
-
-    module, guards = traced(arguments_compared(call))
+def _trace(model: nn.Module, call: Call, to_be_run: bool) -> Trace:
+    with arguments_compared(call):
+        module, guards = _dynamo_trace(model, call)
     check_settings(module)
     guards = lasting_changes(model, call, guards)
     if not guards.changes or not to_be_run:
         return module, Dependencies.of(model, guards)
-    settled = _settled(model, call, module, guards, lambda: traced(nullcontext()))
+    settled = _settled(model, call, module, guards)
     if settled is not None:
         return settled
     effects = side_effects(model, call, TraceReader(model, guards))
     plain = module
     if effects.made_by_call:
         try:
-            module, _ = traced(values_returned(effects.places(model, call)))
+            with values_returned(effects.places(model, call)):
+                module, _ = _dynamo_trace(model, call)
         except CaptureError as error:
             if RETURNS_ARRAY in str(error):
                 raise
             raise CaptureError(why_not_left_behind(effects.shown)) from error
     if effects.set_other_constants(model, call):
         with effects.constants_set(model, call):
-            later, after = traced(arguments_compared(call))
+            with arguments_compared(call):
+                later, after = _dynamo_trace(model, call)
             after = lasting_changes(model, call, after)
             same = _digest(later, model, after) == _digest(plain, model, guards)
             again = side_effects(model, call, TraceReader(model, after))
@@ -115,11 +110,7 @@ def _digest(module: GraphModule, model: nn.Module, guards: TraceGuards) -> str:
 
 
 def _settled(
-    model: nn.Module,
-    call: Call,
-    module: GraphModule,
-    guards: TraceGuards,
-    traced: Callable[[], tuple[GraphModule, TraceGuards]],
+    model: nn.Module, call: Call, module: GraphModule, guards: TraceGuards
 ) -> Trace | None:
     """The trace of a model whose attributes stay as a first call sets them; None: they do not."""
     names = dict.fromkeys(python_name(one.source) for one in guards.changes)
@@ -127,16 +118,14 @@ def _settled(
 
     def unchanged() -> bool:
         nonlocal found
-        later, after = traced()
+        later, after = _dynamo_trace(model, call)
         found = later, Dependencies.of(model, after)
         return digest(later, model, found[1]) == _digest(module, model, guards)
 
     return found if settles(model, call, names, unchanged) else None
 
 
-def _dynamo_trace(
-    model: nn.Module, call: Call, tracing: Tracing
-) -> tuple[GraphModule, TraceGuards]:
+def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuards]:
     """See `memopt.profiler.torch_private.dynamo_capture`."""
     from torch._dynamo.exc import TorchDynamoException
 
@@ -146,10 +135,12 @@ def _dynamo_trace(
             return torch_private.dynamo_capture(model, *call.opened)
 
     try:
-        found: tuple[GraphModule, TraceGuards] = tracing(lambda: with_whole_masks(call, trace))
+        found: tuple[GraphModule, TraceGuards] = with_one_sequence(
+            lambda: with_whole_masks(call, trace)
+        )
     except (TorchDynamoException, torch_private.shape_from_data_error()) as error:
         if hooks_set(model, call, error):
-            return _dynamo_trace(model, call, tracing)
+            return _dynamo_trace(model, call)
         raise CaptureError(why_not_captured(model, call, error)) from error
     except AssertionError as error:
         raise CaptureError(why_not_taken(model, error)) from error

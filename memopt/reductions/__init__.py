@@ -1,6 +1,13 @@
 """From graphs to chains and back, and to smaller graphs. No torch."""
 
-from memopt.models.graph import linearize_with as _linearize_with
+from memopt.models.chain import Chain as _Chain
+from memopt.models.graph import Graph as _Graph
 from memopt.reductions.linearize import linearize as _linearize
 
-_linearize_with(lambda graph: _linearize(graph).chain)
+
+def _chain_of(graph: _Graph) -> _Chain:
+    """Make the chain of a graph's articulation points."""
+    return _linearize(graph).chain
+
+
+_Graph.linearizer = _chain_of

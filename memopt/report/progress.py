@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-Progress = Callable[[float, str], None]
+from memopt.models.progress import Progress
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, TypeAlias, TypeVar
@@ -12,6 +12,7 @@ from memopt.models.bounds import relative_gap
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.progress import Progress as Progress
 from memopt.models.steps import ChainStep
 from memopt.programs.instructions import Program
 from memopt.programs.replay import Timeline
@@ -19,10 +20,6 @@ from memopt.reductions.chain_replay import ChainTimeline
 
 CostModel: TypeAlias = Chain | Graph
 Kind = TypeVar("Kind", Chain, Graph)
-
-Progress: TypeAlias = Callable[[float, str], None]
-"""progress(fraction in [0, 1], what is being done). It may raise KeyboardInterrupt to stop a
-solver, which then returns its best plan with its bound."""
 
 
 def stops(progress: Progress | None, fraction: float, what: str) -> bool:

@@ -179,7 +179,7 @@ def test_placed_plans_leave_compiled_results_to_the_allocator() -> None:
 @pytest.mark.slow
 def test_another_shape_is_planned_with_the_same_kernels() -> None:
     model, first = store_all()
-    planned = first.apply(model, otherwise="replan")
+    planned = first.apply(model, on_mismatch="plan")
     planned(inputs()[:32]).sum().backward()
     assert planned.calls.replanned == 1
     model.zero_grad(set_to_none=True)

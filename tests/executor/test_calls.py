@@ -84,7 +84,7 @@ def test_a_training_step_that_falls_back_warns_once(planned: PlannedModule) -> N
 def test_calls_that_run_as_original_are_counted() -> None:
     model = Model()
     plan = memopt.plan(model, X, strategy="store-all", progress=False)
-    planned = plan.apply(model, otherwise="original")
+    planned = plan.apply(model, on_mismatch="original")
     planned(X)
     with pytest.warns(UserWarning, match=r"without its plan: argument 0: planned .*\.calls counts"):
         planned(torch.randn(5, 6))

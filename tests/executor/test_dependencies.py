@@ -339,7 +339,7 @@ def test_changed_between_plan_and_apply(plan: tuple[nn.Module, memopt.Plan]) -> 
 
 def test_changed_attributes_replan(plan: tuple[nn.Module, memopt.Plan]) -> None:
     model, one = plan
-    planned = one.apply(model, otherwise="replan")
+    planned = one.apply(model, on_mismatch="plan")
     assert_as_original(planned)
     try:
         for _ in range(2):

@@ -51,7 +51,7 @@ def test_error_is_the_default(subject: Subject) -> None:
 
 
 def test_original(subject: Subject) -> None:
-    planned = subject.plan.apply(subject.model, otherwise="original")
+    planned = subject.plan.apply(subject.model, on_mismatch="original")
     for rows, kind in ((5, "AddmmBackward0"), (16, "CompiledFunctionBackward")):
         x = torch.randn(rows, 8)
         assert planned(x).grad_fn.name() == kind
@@ -67,7 +67,7 @@ def test_replan(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
         return made[-1]
 
     monkeypatch.setattr(memopt.Plan, "_plan_again", count)
-    planned = subject.plan.apply(subject.model, otherwise="replan")
+    planned = subject.plan.apply(subject.model, on_mismatch="plan")
     for rows in (5, 16, 5, 7, 5):
         x = torch.randn(rows, 8)
         assert planned(x).grad_fn.name() == "CompiledFunctionBackward"
@@ -80,14 +80,14 @@ def test_replan(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replanned_call_that_does_not_fit(subject: Subject) -> None:
-    planned = subject.plan.apply(subject.model, otherwise="replan")
+    planned = subject.plan.apply(subject.model, on_mismatch="plan")
     with pytest.raises(memopt.InfeasibleBudgetError, match="smallest feasible budget"):
         planned(torch.randn(1000, 8))
 
 
 def test_unknown_choice(subject: Subject) -> None:
-    with pytest.raises(ValueError, match=r"one of 'error', 'original', 'replan', got 'ignore'"):
-        subject.plan.apply(subject.model, otherwise="ignore")
+    with pytest.raises(ValueError, match=r"one of 'plan', 'original', 'error', got 'ignore'"):
+        subject.plan.apply(subject.model, on_mismatch="ignore")
 
 
 def test_not_a_module(subject: Subject) -> None:

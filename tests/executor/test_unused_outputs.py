@@ -79,7 +79,7 @@ def test_the_gradient_of_the_rest_is_neither_made_nor_charged(tmp_path: Path) ->
 
 def test_a_gradient_for_the_rest_is_refused() -> None:
     model, inputs, plan = planned(its_loss)
-    module = plan.apply(model, otherwise="replan")
+    module = plan.apply(model, on_mismatch="plan")
     smaller = {name: value[:16] for name, value in inputs.items()}
     for call in (inputs, smaller):
         output = module(**call)

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from memopt.errors import MemoptError
-from memopt.executor import apply
 from memopt.executor.check import unmetered_bytes
 from memopt.files.envelope import pack, unpack
 from memopt.files.plan_file import encode
+from memopt.profiler.backend import autocast_state
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
+from memopt.stages import capturing
 from tests.plan.edited import CPU, MADE, build, decode, refigured, step
 
 
@@ -34,19 +35,19 @@ def value(request: pytest.FixtureRequest) -> Any:
 def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call of a model is captured once, however many files are applied to it."""
     known: dict[str, Captured] = {}
-    real = apply.capture
+    real = capturing.capture
 
     def capture(model: nn.Module, call: Call, unused: Callable[[], Any], *rest: Any) -> Captured:
         leaves = [
             (x.shape, x.stride(), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x
             for x in call.leaves
         ]
-        key = repr((id(model), leaves, call.spec, unused(), apply.autocast_state()))
+        key = repr((id(model), leaves, call.spec, unused(), autocast_state()))
         if key not in known:
             known[key] = real(model, call, unused, *rest)
         return known[key]
 
-    monkeypatch.setattr(apply, "capture", capture)
+    monkeypatch.setattr(capturing, "capture", capture)
 
 
 class Reference:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.executor import apply as apply_module
 from memopt.profiler import captures
 from memopt.profiler.capture import capture
+from memopt.stages import capturing
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         calls.append(call)
         return capture(model, call, *rest)
 
-    monkeypatch.setattr(apply_module, "capture", counted)
+    monkeypatch.setattr(capturing, "capture", counted)
     # The default argument of the one that profiling calls.
     inner: Any = captures.captured_again.__wrapped__  # type: ignore[attr-defined]
     monkeypatch.setattr(inner, "__defaults__", (counted,))

@@ -74,10 +74,10 @@ def test_many_plans_are_counted_and_what_differs_is_said(
 def test_planning_again_after_apply_is_counted() -> None:
     model = Scaled()
     plan = memopt.plan(model, torch.ones(9, 4), budget="min", progress=False)
-    planned = plan.apply(model, otherwise="replan")
+    planned = plan.apply(model, on_mismatch="plan")
     for step in range(2):
         by_size(planned, step)
-    with pytest.warns(UserWarning, match=r"3 plans were made.*got float32\[3, 4\].*otherwise="):
+    with pytest.warns(UserWarning, match=r"3 plans were made.*got float32\[3, 4\].*on_mismatch="):
         by_size(planned, 2)
 
 

@@ -106,7 +106,7 @@ def test_what_the_loss_does_not_read_is_neither_kept_nor_returned(tmp_path: Path
 def test_other_calls_are_planned_again_as_this_one() -> None:
     model, inputs = made()
     plan = memopt.plan(model, inputs, loss_fn=its_loss, returns="loss", progress=False)
-    module = plan.apply(model, otherwise="replan")
+    module = plan.apply(model, on_mismatch="plan")
     output = module(**{name: value[:8] for name, value in inputs.items()})
     assert isinstance(output["logits"], NotReturned)
     output["loss"].backward()

@@ -60,11 +60,11 @@ def test_a_frozen_model_whose_input_has_a_gradient_is_planned() -> None:
     assert (model.calls.planned, model.calls.original) == (1, 1)
 
 
-@pytest.mark.parametrize("otherwise", ["error", "original", "replan"])
-def test_a_frozen_planned_module_runs_as_the_original(otherwise: str) -> None:
+@pytest.mark.parametrize("on_mismatch", ["plan", "original", "error"])
+def test_a_frozen_planned_module_runs_as_the_original(on_mismatch: str) -> None:
     model, x = network(), torch.randn(3, 4)
     plan = memopt.plan(model, x, budget="min", progress=False)
-    planned = plan.apply(model, otherwise=otherwise)  # type: ignore[arg-type]
+    planned = plan.apply(model, on_mismatch=on_mismatch)  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         output = planned.requires_grad_(False)(x)

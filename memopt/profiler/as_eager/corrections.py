@@ -30,34 +30,28 @@ T = TypeVar("T")
 
 
 @contextmanager
-def tracing_as_eager(device: torch.device | None) -> Iterator[Callable[[Callable[[], T]], T]]:
-    """Trace inside as the kernels of a device run; None: nothing may be computed.
-
-    Yields:
-        What makes dynamo's trace: `traced(trace)` is `trace()`.
-    """
+def tracing_as_eager(device: torch.device | None) -> Iterator[None]:
+    """Trace inside as the kernels of a device run; None: nothing may be computed."""
     with torch.enable_grad(), layouts_of_kernels(device):
-        yield with_one_sequence
+        yield
 
 
-def joint_as_eager(
-    traced: GraphModule, export: Callable[[], Any], prepare: Callable[[GraphModule], None]
-) -> Any:
-    """AOTAutograd's joint graph of a dynamo graph, with eager's bits; inside `tracing_as_eager`.
+@contextmanager
+def deriving_as_eager(traced: GraphModule) -> Iterator[None]:
+    """Derive the joint graph of dynamo's graph, changed in place, with eager's bits.
 
-    Args:
-        traced: dynamo's graph; changed in place.
-        export: makes the joint graph of it.
-        prepare: what is to be done to the joint graph first.
+    Goes inside `tracing_as_eager`; `corrected` does the rest to what comes out.
     """
     functions_as_eager(traced)
     with casts_as_eager(), InPlaceAsEager():
-        joint = export()
-    prepare(joint.graph_module)
-    with_own_names(joint.graph_module)
-    correct_fake_results(joint.graph_module)
-    dropout_as_eager(joint.graph_module)
-    return joint
+        yield
+
+
+def corrected(joint: GraphModule) -> None:
+    """Give a joint graph, in place, the names, results and dropout of eager."""
+    with_own_names(joint)
+    correct_fake_results(joint)
+    dropout_as_eager(joint)
 
 
 _ONE_AT_A_TIME = ForkedLock()

@@ -17,6 +17,7 @@ from torch import nn
 from torch.fx import Node
 
 from memopt.models.garbage import full_collections_put_off
+from memopt.models.progress import Progress as Progress
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured
 from memopt.profiler.compiled.divide import Region, divide
@@ -33,9 +34,6 @@ from memopt.profiler.compiled.replace import with_kernels
 from memopt.profiler.compiled.subgraph import subgraphs
 from memopt.profiler.flops import Work
 from memopt.profiler.memory_layout import storage_of
-
-Progress = Callable[[float, str], None]
-
 
 Found = list[tuple[Region, Subgraph]]
 

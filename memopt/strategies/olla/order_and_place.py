@@ -63,7 +63,7 @@ def order_and_place(
     Raises:
         InvalidProgramError: a pass broke the program, which is a bug.
     """
-    stats: dict[str, object] = {"pass_order": order, "pass_place": place}
+    stats: dict[str, object] = {}
     if order:
         before_bytes = replay(graph, program).peak_bytes
         program, ordering = order_program(graph, program, device=device, time_limit_s=time_limit_s)

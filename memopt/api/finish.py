@@ -1,0 +1,77 @@
+"""What follows a strategy's solution, once and in this order: lowered to a program of the graph,
+reordered and placed if that is asked for, in place where it can be, its collectives early; then
+validated and replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memopt.errors import InvalidProgramError
+from memopt.models.budget import Budget
+from memopt.models.device import Device
+from memopt.models.options import PassOptions
+from memopt.models.stage_record import StageRecord
+from memopt.programs.instructions import Program
+from memopt.reductions.validate_and_replay import Figures
+from memopt.strategies import Solution
+from memopt.strategies.target import Target
+
+
+@dataclass(frozen=True)
+class FinishedProgram:
+    """A solution's program as it runs.
+
+    Attributes:
+        solution: with what the passes say about themselves.
+        program: valid, and within the budget.
+        figures: its replay's.
+        passes: those that ran.
+    """
+
+    solution: Solution
+    program: Program
+    figures: Figures
+    passes: tuple[StageRecord, ...]
+
+
+def finish(
+    target: Target,
+    solution: Solution,
+    budget: Budget,
+    device: Device,
+    passes: PassOptions,
+    time_limit_s: float | None,
+) -> FinishedProgram | Solution:
+    """Make the program of a strategy's solution as it runs.
+
+    Args:
+        target: the strategy, and what it planned.
+        solution: what it returned.
+        budget: of device and host.
+        device: link rates.
+        passes: which are asked for.
+        time_limit_s: for each of them.
+
+    Returns:
+        The program; or a solution without a plan, where there is none within the budget.
+
+    Raises:
+        InvalidProgramError: the strategy, or a pass, made a program that is not valid.
+    """
+    asked = {"order": passes.order, "place": passes.place}
+    if passes.order or passes.place:
+        from memopt.strategies.olla.order_and_place import ordered_and_placed
+
+        lower = target.view.lower if target.view is not None else None
+        solution = ordered_and_placed(
+            target.graph, solution, lower, budget, device, asked, time_limit_s
+        )
+    if not solution.plans:
+        return solution
+    program = target.program(solution, budget.device_bytes, device)
+    assert program is not None
+    violation, figures = target.check(program, budget, device)
+    if violation is not None:
+        raise InvalidProgramError(f"{target.strategy.name} made an invalid plan: {violation}")
+    ran = tuple(StageRecord(name) for name, wanted in asked.items() if wanted)
+    return FinishedProgram(solution, program, figures, ran)

@@ -1,0 +1,38 @@
+"""What `memopt.plan` is asked for, made of its arguments in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from memopt.models.charges import NO_CHARGES, Charges
+from memopt.models.options import PassOptions, PlanLimits, Pricing, StepOptions
+from memopt.models.progress import Progress
+from memopt.strategies import Strategy
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A plan to make.
+
+    Attributes:
+        strategy: who plans, a name or an instance.
+        limits, step, pricing, passes: the other arguments of `memopt.plan`, which see.
+        charges: what the loop around a wrapped model needs beside its steps.
+        progress: who is told how far it is.
+    """
+
+    strategy: str | Strategy = "rotor"
+    limits: PlanLimits = field(default_factory=PlanLimits)
+    step: StepOptions = field(default_factory=StepOptions)
+    pricing: Pricing = field(default_factory=Pricing)
+    passes: PassOptions = field(default_factory=PassOptions)
+    charges: Charges = NO_CHARGES
+    progress: bool | Progress = True
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Every option by its own name, whichever record has it."""
+        found: dict[str, object] = {"strategy": self.strategy, "charges": self.charges}
+        for record in (self.limits, self.step, self.pricing, self.passes):
+            found |= {one.name: getattr(record, one.name) for one in fields(record)}
+        return found

@@ -1,0 +1,100 @@
+"""Capturing a planned step anew: a module's, or a whole one with its updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from memopt.errors import CaptureError, PlanFileError
+from memopt.models.same_graph import as_captured, graph_difference
+from memopt.profiler.baseline import Loss
+from memopt.profiler.build import build
+from memopt.profiler.capture import capture
+from memopt.profiler.captures import captured_again
+from memopt.profiler.compiled.choice import planned_kernels
+from memopt.profiler.input_errors import diagnosed
+from memopt.profiler.joint_store import JointStore
+from memopt.profiler.step_capture import capture_step, with_updates
+from memopt.programs.serialize import fingerprint
+from memopt.stages.base import Found, Recapture
+
+
+def captured_module(step: Recapture) -> Found:
+    """Capture a module's step, with the kernels that were planned.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+        PlanFileError: the example call of the plan's file does not fit it.
+    """
+    plan = step.plan
+    with blaming_the_file(step.example_of_file), diagnosed(step.model, step.call):
+        captured = captured_again(
+            step.model,
+            step.call,
+            lambda: plan.output_gradients,
+            capture,
+            kernels="aten" if plan.record is None else plan.record.kernels,
+            # Whoever plans in this process has chosen what is kept on disk.
+            joints=JointStore() if plan.profiled is None else None,
+        )
+    lowering = build(step.model, captured, step.block_bytes)
+    made = planned_kernels(plan.record, step.device, step.block_bytes)(
+        step.model, captured, lowering
+    )
+    return Found(made.captured, made.lowering)
+
+
+def captured_whole_step(step: Recapture) -> Found:
+    """Capture forward, loss, backward and updates, with the kernels that were planned.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+    """
+    record, user_call = step.plan.record, step.user_call
+    assert record is not None
+    assert user_call is not None
+    assert step.optimizer is not None
+    loss = Loss(step.loss_fn, step.call.args[0])
+    with diagnosed(step.model, user_call, loss):
+        parts = capture_step(
+            step.model,
+            user_call,
+            loss,
+            step.optimizer,
+            record.block_bytes,
+            planned_kernels(record, step.device, record.block_bytes),
+            record.rules,
+            JointStore(),
+        )
+    captured, lowering = with_updates(parts, parts.lowering, {})
+    return Found(captured, lowering, parts)
+
+
+def difference_of_graphs(step: Recapture) -> str | None:
+    """Say in what the captured graph is not the planned one; None: it is the same."""
+    plan, graph = step.plan, step.made.lowering.graph
+    found = fingerprint(graph)
+    if plan.record is not None:
+        planned = plan.record.fingerprint
+    else:
+        assert plan.profiled is not None
+        planned = fingerprint(plan.profiled.lowering.graph)
+    if planned == found:
+        return None
+    resized = () if plan.record is None else plan.record.resized
+    where = graph_difference(as_captured(plan.graph, resized), graph)
+    return "" if where is None else f": {where}"
+
+
+@contextmanager
+def blaming_the_file(of_file: bool) -> Iterator[None]:
+    """Say of a wrong example call that it is the file's, if it comes from one (`of_file`)."""
+    try:
+        yield
+    except (ValueError, CaptureError) as error:
+        if not of_file:
+            raise
+        reason = str(error).partition("\n")[0]
+        raise PlanFileError(
+            f"the example call of the plan's file does not fit this model: {reason}"
+        ) from error

@@ -1,0 +1,141 @@
+"""A plan's figures for a step that was captured anew.
+
+What runs is checked against the graph that is built from the capture. Of a plan file's own graph
+only the times are believed, and memory where it counts more; where the plan is within a budget and
+was measured on such a device, every kernel's workspace and results are measured here, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.fx import Node
+
+from memopt.errors import PlanFileError
+from memopt.models.budget import format_bytes
+from memopt.models.graph import Graph, Phase
+from memopt.models.same_graph import graph_difference, with_figures, without_implementations
+from memopt.profiler.backend import backend_of, estimated_backend
+from memopt.profiler.build import Lowering
+from memopt.profiler.cache import ProfileCache
+from memopt.profiler.measure import MeasureOptions, costs_of
+from memopt.profiler.movable import state_bytes
+from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
+from memopt.profiler.signature import signature
+from memopt.profiler.step_capture import update_name
+from memopt.profiler.step_session import update_costs
+from memopt.stages.base import Recapture
+
+
+def with_planned_figures(step: Recapture) -> Recapture:
+    """Price a captured step with the figures of the plan's graph.
+
+    Raises:
+        PlanFileError: the graphs differ, or the optimizer keeps other state than was planned.
+    """
+    plan = step.plan
+    update_bytes: dict[str, int] = {}
+    if step.made.parts is not None:
+        step, update_bytes = _with_optimizer_state(step)
+    lowering = step.made.lowering
+    planned = plan.graph if lowering.alternatives else without_implementations(plan.graph)
+    # The scalars that every step holds, as priced graphs count them.
+    block_bytes = plan.record.block_bytes if plan.record is not None else 1
+    backend = estimated_backend(block_bytes) if block_bytes > 1 else backend_of(step.device)
+    extra_bytes = lowering.graph.extra_resident_bytes + backend.step_scalars_bytes
+    lowering = replace(lowering, graph=replace(lowering.graph, extra_resident_bytes=extra_bytes))
+    differs = graph_difference(planned, lowering.graph)
+    if differs is not None:
+        raise PlanFileError(f"this plan is not one of this model: {differs}. {step.plan_again()}")
+    sizes: dict[int, int] = {}
+    workspaces: dict[tuple[int, str | None], int] = {}
+    if _is_measured_here(step):
+        sizes, workspaces = _measured(step, lowering)
+        for index, operator in enumerate(lowering.graph.operators):
+            if operator.name in update_bytes:
+                workspaces[index, None] = update_bytes[operator.name]
+    graph = with_figures(lowering.graph, planned, sizes, workspaces)
+    return step.lowered(replace(lowering, graph=graph))
+
+
+def _with_optimizer_state(step: Recapture) -> tuple[Recapture, dict[str, int]]:
+    """Find what the optimizer keeps, on the device and on the host.
+
+    Returns:
+        The step with it, and the workspace bytes of each update that was measured here.
+    """
+    plan, found = step.plan, step.made
+    parts, optimizer = found.parts, step.optimizer
+    assert plan.record is not None
+    assert parts is not None
+    assert optimizer is not None
+    state = optimizer_state(optimizer, step.model.parameters(), plan.record.block_bytes)
+    own_bytes = backend_of(step.device).step_scalars_bytes + plan.record.library_bytes
+    own_bytes += found.lowering.graph.extra_resident_bytes
+    stays_bytes = plan.graph.extra_resident_bytes - own_bytes
+    hosted_bytes = _hosted_bytes(step, plan.graph, state, stays_bytes)
+    found = replace(
+        found, state=replace(state, bytes_total=stays_bytes), host_state_bytes=hosted_bytes
+    )
+    update_bytes: dict[str, int] = {}
+    if plan.budget is not None:
+        costs = update_costs(parts, optimizer, step.device, hosted=hosted_bytes > 0)
+        known = [site for site in parts.sites if site.name in costs]
+        update_bytes = {update_name(site): costs[site.name][1] for site in known}
+    return replace(step, found=found), update_bytes
+
+
+def _hosted_bytes(step: Recapture, graph: Graph, state: OptimizerState, stays_bytes: int) -> int:
+    """Bytes of optimizer state that updates bring themselves, if `stays_bytes` never move.
+
+    Raises:
+        PlanFileError: the plan is for other state than the optimizer keeps.
+    """
+    apart_bytes = state.bytes_total - state_bytes(graph)
+    hosted_bytes = apart_bytes - stays_bytes
+    if stays_bytes not in (0, apart_bytes) or hosted_bytes > _update_bytes(graph):
+        raise PlanFileError(
+            f"this plan is for {format_bytes(stays_bytes)} of optimizer state, and this "
+            f"{state.name} keeps {format_bytes(state.bytes_total)}. {step.plan_again()}"
+        )
+    return hosted_bytes
+
+
+def _update_bytes(graph: Graph) -> int:
+    """Workspaces of all updates: state that is on the host between them is charged there."""
+    return sum(one.workspace_bytes for one in graph.operators if one.phase is Phase.UPDATE)
+
+
+def _is_measured_here(step: Recapture) -> bool:
+    """Whether the plan's memory is that of this kind of device, and somebody relies on it."""
+    plan = step.plan
+    if plan.profiled is not None or plan.record is None or plan.budget is None:
+        return False
+    same = plan.record.block_bytes == backend_of(step.device).block_bytes
+    return plan.baseline.measured and same
+
+
+def _measured(
+    step: Recapture, lowering: Lowering
+) -> tuple[dict[int, int], dict[tuple[int, str | None], int]]:
+    """Sizes of tensors, and workspaces of the kernels that the program runs."""
+    operators = lowering.graph.operators
+    run = {(run.op, run.implementation) for _, run in step.plan.program.computes}
+    calls = [
+        (op, name)
+        for op, name in sorted(run, key=lambda pair: (pair[0], pair[1] or ""))
+        if 0 <= op < len(operators) and operators[op].phase is not Phase.UPDATE
+        if name is None or (op, name) in lowering.alternatives
+    ]
+    nodes: list[Node] = [lowering.node_of(*call) for call in calls]
+    options = MeasureOptions(cache=ProfileCache())
+    sizes: dict[int, int] = {}
+    workspaces: dict[tuple[int, str | None], int] = {}
+    signatures = list(map(signature, nodes))
+    captured = step.made.captured
+    costs = costs_of(signatures, step.device, options, captured=captured, timed=False)
+    for (op, name), cost in zip(calls, costs, strict=True):
+        workspaces[op, name] = cost.workspace_bytes
+        if len(operators[op].writes) == len(cost.output_bytes) and name is None:
+            sizes |= dict(zip(operators[op].writes, cost.output_bytes, strict=True))
+    return sizes, workspaces
