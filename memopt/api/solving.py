@@ -107,7 +107,7 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
         whole = takes_whole_step(chosen, wanted)
         ranks = planning_ranks(model, wanted.mode)
         with profiling_together(ranks, model, inputs, wanted):
-            profiled = profiled_for(model, inputs, _priced(wanted, chosen, target, whole), report)
+            profiled = profiled_for(model, inputs, _priced(wanted, target, whole), report)
             if wanted.accumulate or wanted.charges:
                 from memopt.profiler.accumulation import beside
 
@@ -180,10 +180,9 @@ class Request:
     returns: Returns = "all"
     kernels: str = "aten"
     rules: StepRules = PLAIN
-    forms: bool = True
 
 
-def _priced(wanted: PlanRequest, chosen: Strategy, target: Device, whole: bool) -> Request:
+def _priced(wanted: PlanRequest, target: Device, whole: bool) -> Request:
     return Request(
         wanted.loss_fn,
         wanted.targets,
@@ -196,7 +195,6 @@ def _priced(wanted: PlanRequest, chosen: Strategy, target: Device, whole: bool) 
         parse_returns(wanted.returns),
         wanted.kernels,
         wanted.rules,
-        chosen.features.implementations,
     )
 
 
@@ -244,7 +242,6 @@ def profiled_for(model: Any, inputs: Any, request: Request, report: Progress) ->
         loss_alone=request.returns == "loss",
         kernels=request.kernels,
         rules=request.rules,
-        forms=request.forms,
         progress=report,
     )
 

@@ -279,13 +279,11 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
     made = fuse(model, captured, build(model, captured, block_bytes))
     captured, lowering = made.captured, made.lowering
     _check_fingerprint(plan, lowering.graph, since)
-    lowering = _with_implementations(plan, lowering, block_bytes, device)
+    lowering = _with_implementations(plan, lowering, block_bytes)
     return captured, planned_lowering(plan, lowering, captured, device)
 
 
-def _with_implementations(
-    plan: PlanRecord, lowering: Lowering, block_bytes: int, device: torch.device
-) -> Lowering:
+def _with_implementations(plan: PlanRecord, lowering: Lowering, block_bytes: int) -> Lowering:
     """The lowering with the alternatives that the plan chooses from, if it chooses any."""
     chosen = {
         (run.op, run.implementation)
@@ -294,18 +292,13 @@ def _with_implementations(
     }
     if not chosen:
         return lowering
-    from memopt.implementations import attach, compiled
+    from memopt.implementations import attach
 
     tensors = [t.name for t in plan.graph.tensors]
     for exact_only in (False, True):
         extended = attach(lowering, exact_only=exact_only, block_bytes=block_bytes)
         same = [t.name for t in extended.graph.tensors] == tensors
         if same and chosen <= extended.alternatives.keys():
-            for reason in compiled(extended, device, chosen).values():
-                raise PlanFileError(
-                    f"a form of a region that this plan chooses cannot be compiled here: {reason}. "
-                    f"{again(plan)}"
-                )
             return extended
     raise PlanFileError(
         "this plan chooses implementations that memopt does not have here (your own families?): "

@@ -75,7 +75,6 @@ def chosen_kernels(
             kernels=kernels,
             slower=measured if kernels == "auto" else lambda _found: set(),
             block_bytes=block_bytes,
-            forms=options.forms,
             progress=progress,
         )
         return replace(made, channels_last=images is not None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,40 +27,12 @@ Fused = tuple[Region, Subgraph, FusedKernel]
 """A region, as a graph of its own, and its kernel."""
 
 
-@dataclass(frozen=True)
-class Replaced:
-    """A step whose regions became calls, and what became of their parts.
-
-    Attributes:
-        captured: the step with calls.
-        calls: of the regions.
-        renamed: node that a region wrote → the result that stands in its place.
-        written: node that a region of the backward writes again → that result.
-        written_by: the nodes that each region writes again.
-        seeds: dropout → the call that draws the seeds of the step, and its place among them.
-    """
-
-    captured: Captured
-    calls: Mapping[Region, Node]
-    renamed: Mapping[Node, Node]
-    written: Mapping[Node, Node]
-    written_by: Mapping[Region, frozenset[Node]]
-    seeds: Mapping[Node, tuple[Node, int]]
-
-    def result(self, region: Region, node: Node) -> Node:
-        """What names a result of a region's call; the node itself if the call does not write
-        it."""
-        if node in self.written_by[region]:
-            return self.written[node]
-        return self.renamed.get(node, node)
-
-
 KEPT_META = ("nn_module_stack", "seq_nr", "partitioner_tag", "stack_trace")
 _NAMED = 3
 """Operators that a fused one is named after, at most."""
 
 
-def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused]) -> Replaced:
+def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused]) -> Captured:
     """Replace regions by calls of their kernels, in the captured graph itself.
 
     The call of a region stands where its last operator stood.
@@ -69,8 +41,6 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
     _reorder(graph, lowering, fused)
     seeds = _seeds(graph, lowering, fused)
     renamed: dict[Node, Node] = {}
-    written: dict[Node, Node] = {}
-    made: dict[Region, Node] = {}
     for region, one, kernel in fused:
         last = lowering.nodes[region.operators[-1]]
         inputs: list[Node] = [renamed.get(node, node) for node in one.inputs]
@@ -79,7 +49,6 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
         with graph.inserting_before(call):
             inputs += [_seed(graph, seeds, node) for node in one.dropouts]
         call.args = tuple(inputs)
-        made[region] = call
         call.meta = {key: last.meta[key] for key in KEPT_META if key in last.meta}
         call.meta["val"] = one.values
         for position, node in reversed(list(enumerate(one.outputs))):
@@ -87,7 +56,6 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
                 result = graph.call_function(operator.getitem, (call, position))
             result.meta = {**node.meta, "val": one.values[position]}
             if node in one.again:
-                written[node] = result
                 readers = _readers(lowering, fused, node)
                 with graph.inserting_before(result.next):
                     _read_again(lowering, readers, node, renamed.get(node, node), result)
@@ -99,13 +67,11 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
     def new(one: Any) -> Any:
         return renamed.get(one, one) if isinstance(one, Node) else one
 
-    captured = replace(
+    return replace(
         captured,
         forward_outputs=tuple(map(new, captured.forward_outputs)),
         gradients=tuple(map(new, captured.gradients)),
     )
-    written_by = {region: one.again for region, one, _ in fused}
-    return Replaced(captured, made, renamed, written, written_by, seeds)
 
 
 def _readers(lowering: Lowering, fused: Sequence[Fused], written: Node) -> list[Node]:
