@@ -30,10 +30,8 @@ from memopt.profiler.compiled.rematerialise import rematerialised
 from memopt.profiler.compiled.replace import with_kernels
 from memopt.profiler.compiled.subgraph import subgraphs
 from memopt.profiler.flops import Work
+from memopt.profiler.measure import Progress, silent
 from memopt.profiler.memory_layout import storage_of
-
-Progress = Callable[[float, str], None]
-
 
 Found = list[tuple[Region, Subgraph]]
 
@@ -74,7 +72,7 @@ def fused(
     aten: Collection[str] = (),
     slower: Callable[[Found], set[str]] = lambda _found: set(),
     block_bytes: int = 1,
-    progress: Progress = lambda _fraction, _what: None,
+    progress: Progress = silent,
 ) -> Fused:
     """A captured step with the kernels of its regions.
 
@@ -102,18 +100,18 @@ def fused(
         found = _divided(lowering, anchors)
         _compile([one for _, one in found if one.key not in aten], device, progress)
         good = [p for p in found if p[1].key not in aten and _refusal(p[1], device) is None]
-        behind = slower(good)
-        stay = [p for p in found if p[1].key in behind or not _is_in(p, good)]
-        slow += len(stay)
-        for pair in stay:
-            left.add(pair[1].key)
-            anchors |= {lowering.nodes[op] for op in pair[0].operators}
-            reason = None if pair[1].key in aten else _refusal(pair[1], device)
-            if reason is not None:
-                refused[reason] += 1
+        fused_keys = {one.key for _, one in good} - slower(good)
+        stay = [(region, one) for region, one in found if one.key not in fused_keys]
         if not stay:
             break
-    slow -= refused.total()
+        for region, one in stay:
+            left.add(one.key)
+            anchors |= {lowering.nodes[op] for op in region.operators}
+            reason = None if one.key in aten else _refusal(one, device)
+            if reason is None:
+                slow += 1
+            else:
+                refused[reason] += 1
     if found:
         calls = [(region, one, kernel_of(one, device)) for region, one in found]
         captured = with_kernels(captured, lowering, calls)
@@ -135,9 +133,10 @@ def planned_regions(
         kernels: as asked for.
         block_bytes: the allocator's granularity.
     """
-    if kernels != "aten":
-        lowering = with_parts(model, captured, lowering, block_bytes)
-    found = _divided(lowering, set()) if kernels != "aten" else []
+    if kernels == "aten":
+        return Fused(captured, lowering), {}
+    lowering = with_parts(model, captured, lowering, block_bytes)
+    found = _divided(lowering, set())
     if not found:
         return Fused(captured, lowering, (), kernels), {}
     works = {one.key: region_work(lowering, region, one) for region, one in found}
@@ -148,10 +147,6 @@ def planned_regions(
         "outputs once, in one launch, without memory of its own."
     )
     return Fused(captured, build(model, captured, block_bytes), (note,), kernels), works
-
-
-def _is_in(pair: tuple[Region, Subgraph], pairs: Found) -> bool:
-    return any(pair is one for one in pairs)
 
 
 def _refusal(one: Subgraph, device: torch.device) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.compiled.region_graph import Subgraph
 from memopt.profiler.nodes import is_random
 
-Fused = tuple[Region, Subgraph, FusedKernel]
+Compiled = tuple[Region, Subgraph, FusedKernel]
 """A region, as a graph of its own, and its kernel."""
 
 
@@ -32,7 +32,7 @@ _NAMED = 3
 """Operators that a fused one is named after, at most."""
 
 
-def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused]) -> Captured:
+def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Compiled]) -> Captured:
     """Replace regions by calls of their kernels, in the captured graph itself.
 
     The call of a region stands where its last operator stood.
@@ -63,6 +63,11 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
                 renamed[node] = result
                 node.replace_all_uses_with(result)
     _erase(graph, {lowering.nodes[op] for region, _, _ in fused for op in region.operators})
+    return with_renamed(captured, renamed)
+
+
+def with_renamed(captured: Captured, renamed: Mapping[Node, Node]) -> Captured:
+    """A step some of whose results are other nodes."""
 
     def new(one: Any) -> Any:
         return renamed.get(one, one) if isinstance(one, Node) else one
@@ -74,7 +79,7 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
     )
 
 
-def _readers(lowering: Lowering, fused: Sequence[Fused], written: Node) -> list[Node]:
+def _readers(lowering: Lowering, fused: Sequence[Compiled], written: Node) -> list[Node]:
     """The calls outside of regions that read a node's tensor in the backward."""
     (tensor,) = lowering.storages[written]
     assert tensor is not None
@@ -126,7 +131,7 @@ def _name(lowering: Lowering, region: Region) -> str:
 
 
 def _seeds(
-    graph: FxGraph, lowering: Lowering, fused: Sequence[Fused]
+    graph: FxGraph, lowering: Lowering, fused: Sequence[Compiled]
 ) -> dict[Node, tuple[Node, int]]:
     """For each dropout the call that draws the seeds of its step, and its place among them, in the
     order in which eager would draw."""
@@ -160,7 +165,7 @@ def add_call(graph: FxGraph, fake_mode: Any, target: Any, *args: Any, **kwargs: 
     return node
 
 
-def _reorder(graph: FxGraph, lowering: Lowering, fused: Sequence[Fused]) -> None:
+def _reorder(graph: FxGraph, lowering: Lowering, fused: Sequence[Compiled]) -> None:
     """Put the nodes of each region behind all that they read, and before all that reads them."""
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
