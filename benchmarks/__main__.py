@@ -28,7 +28,6 @@ CPU = (
     "joint_deep",
     "joint_pictures",
     "partitioner",
-    "kernel_forms",
     "compiled_planning",
     "published_steps",
     "monet_menus",

@@ -4,5 +4,4 @@ from memopt.implementations.attach import FAMILIES as FAMILIES
 from memopt.implementations.attach import attach as attach
 from memopt.implementations.attach import with_implementations as with_implementations
 from memopt.implementations.kernel import Kernel as Kernel
-from memopt.implementations.regions import compiled as compiled
 from memopt.implementations.site import Sites as Sites

@@ -18,7 +18,6 @@ from memopt.implementations import (
     cross_entropy,
     norms,
     pooling,
-    regions,
 )
 from memopt.implementations.convolution_products import FFT, GEMM, attach_products
 from memopt.implementations.elementwise import (
@@ -28,7 +27,6 @@ from memopt.implementations.elementwise import (
     attach_dropout,
     attach_savings,
 )
-from memopt.implementations.region_choice import worthwhile
 from memopt.implementations.site import Attach, Sites
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Tensor
@@ -36,7 +34,7 @@ from memopt.models.stage_record import EXACT, ROUNDING, with_record
 from memopt.models.variants import undominated
 from memopt.profiler.backend import backend_of, estimated_backend
 from memopt.profiler.build import Lowering
-from memopt.profiler.estimate import fused_time_s, work_time_s
+from memopt.profiler.estimate import work_time_s
 from memopt.profiler.flops import work
 from memopt.profiler.measure import MeasureOptions, costs_of
 from memopt.profiler.session import Profiled
@@ -61,7 +59,6 @@ FAMILIES: tuple[tuple[str, Attach], ...] = (
     ("attention", attention.attach),
     ("cross-entropy", cross_entropy.attach),
     ("cross-entropy by rows", cross_entropy.attach_rows),
-    ("compiled regions", regions.attach),
 )
 """(name, what attaches it): adding a family is a function and a row here."""
 
@@ -106,26 +103,18 @@ def with_implementations(
         profiled.lowering, families=families, exact_only=exact_only, block_bytes=block_bytes
     )
     lowering = _allowed(lowering, profiled)
+    nodes = lowering.alternatives
     figures: dict[tuple[int, str], dict[str, Any]]
-    byte_s = 0.0
     if device is not None:
-        figures = {
-            key: {"time_s": _estimated_s(node, device)}
-            for key, node in lowering.alternatives.items()
-        }
+        figures = {key: {"time_s": _estimated_s(node, device)} for key, node in nodes.items()}
     else:
-        how = options or MeasureOptions()
-        lowering = regions.usable(lowering, profiled.torch_device)
-        figures = regions.figures(profiled.graph, lowering, profiled.torch_device, how)
-        byte_s = regions.byte_s(profiled.torch_device, how) if figures else 0.0
-        nodes = {key: one for key, one in lowering.alternatives.items() if key not in figures}
-        costs = costs_of(list(map(signature, nodes.values())), profiled.torch_device, how)
-        figures |= {
+        calls = list(map(signature, nodes.values()))
+        costs = costs_of(calls, profiled.torch_device, options or MeasureOptions())
+        figures = {
             key: {"time_s": cost.time_s, "workspace_bytes": cost.workspace_bytes}
             for key, cost in zip(nodes, costs, strict=True)
         }
     graph = _priced(profiled.graph, lowering, figures, pruned=device is not None)
-    graph, lowering = worthwhile(graph, lowering, byte_s)
     graph = with_state(graph, estimated_backend(block_bytes))
     stages = with_record(profiled.stages, "alternatives", EXACT if exact_only else ROUNDING)
     return replace(profiled, graph=graph, lowering=lowering, stages=stages)
@@ -161,10 +150,7 @@ def _has_values(given: Node | torch.Tensor) -> bool:
 
 
 def _estimated_s(node: Node, device: Device) -> float:
-    """Roofline time of an alternative, seconds: of a fused kernel, of the calls it is like, or of
-    its own bytes."""
-    if node.meta["memopt_work"]:
-        return fused_time_s(node.meta["memopt_work"], device)
+    """Roofline time of an alternative, seconds: of the calls it is like, or of its own bytes."""
     like = node.meta["memopt_like"] or ((node, 1.0),)
     scratch_s: float = node.meta["memopt_moved_bytes"] / (
         device.memory_bytes_per_s * device.memory_fraction

@@ -20,7 +20,6 @@ from torch.fx import Node
 from memopt.implementations.kernel import Kernel, split
 from memopt.implementations.site import Sites, value_of
 
-FORWARD_TARGET = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 BACKWARD_TARGET = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
 CHUNKS = 8
 """Of the rows, for the implementations that never have all probabilities at once."""

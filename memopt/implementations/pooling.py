@@ -3,7 +3,6 @@ ATen's read for its shape only, or without an index, from the input alone."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,54 +11,32 @@ from torch.fx import Node
 
 from memopt.implementations.kernel import Kernel
 from memopt.implementations.site import Sites, contiguous, storage_bytes, value_of
+from memopt.profiler.compiled.pooling import pair
 
 ATEN = torch.ops.aten
 
 
-def _pair(value: Any, default: Any = None) -> tuple[int, int]:
-    given = value if value else default
-    found = list(given) if isinstance(given, (list, tuple)) else [given]
-    return (int(found[0]), int(found[-1]))
-
-
-@dataclass(frozen=True)
-class _Windows:
-    """The windows of a pooling over images: where they begin, and what is in them."""
-
-    arguments: tuple[Any, ...]
-
-    @property
-    def dilation(self) -> tuple[int, int]:
-        return _pair(self.arguments[3])
-
-    @property
-    def columns(self) -> int:
-        return _pair(self.arguments[0])[1]
-
-    def corners(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """First row and first column of each output's window."""
-        window, stride, padding, *_ = self.arguments
-        rows, columns = (
-            torch.arange(size, device=y.device) * step - pad
-            for size, step, pad in zip(
-                y.shape[-2:], _pair(stride, window), _pair(padding), strict=True
-            )
-        )
-        return rows.unsqueeze(1), columns
+def _corners(y: Tensor, window: Any, stride: Any, padding: Any, *_: Any) -> tuple[Tensor, Tensor]:
+    """First row and first column of each output's window, of a pooling with these arguments."""
+    rows, columns = (
+        torch.arange(size, device=y.device) * step - pad
+        for size, step, pad in zip(y.shape[-2:], pair(stride or window), pair(padding), strict=True)
+    )
+    return rows.unsqueeze(1), columns
 
 
 def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     places: list[Tensor] = []
     values: list[Tensor] = []
-    windows = _Windows(arguments)
+    (_, width), dilation = pair(arguments[0]), pair(arguments[3])
     # Image by image, so that the 64-bit indices never exist whole.
     for i in range(x.shape[0]):
         y, index = ATEN.max_pool2d_with_indices(x[i : i + 1], *arguments)
-        row_0, column_0 = windows.corners(y)
+        row_0, column_0 = _corners(y, *arguments)
         row = index.div(x.shape[-1], rounding_mode="floor")
         column = index.sub_(row * x.shape[-1]).sub_(column_0)
-        row.sub_(row_0).floor_divide_(windows.dilation[0]).mul_(windows.columns)
-        row.add_(column.floor_divide_(windows.dilation[1]))
+        row.sub_(row_0).floor_divide_(dilation[0]).mul_(width)
+        row.add_(column.floor_divide_(dilation[1]))
         places.append(row.to(torch.uint8))
         values.append(y)
     return torch.cat(values), torch.cat(places)
@@ -67,15 +44,15 @@ def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _backward(g: Tensor, place: Tensor, shape: Any, *arguments: Any) -> Tensor:
     result = g.new_empty(shape)
-    windows = _Windows(arguments)
-    row_0, column_0 = windows.corners(g)
+    (_, width), dilation = pair(arguments[0]), pair(arguments[3])
+    row_0, column_0 = _corners(g, *arguments)
     for i in range(g.shape[0]):
         one = place[i : i + 1].to(torch.int64)
-        row = one.div(windows.columns, rounding_mode="floor")
-        one.sub_(row * windows.columns).mul_(windows.dilation[1]).add_(column_0)
+        row = one.div(width, rounding_mode="floor")
+        one.sub_(row * width).mul_(dilation[1]).add_(column_0)
         # Clamped for the profiler's stand-in indices, which may point into the padding.
         one.clamp_(0, shape[-1] - 1)
-        row.mul_(windows.dilation[0]).add_(row_0).clamp_(0, shape[-2] - 1)
+        row.mul_(dilation[0]).add_(row_0).clamp_(0, shape[-2] - 1)
         index = row.mul_(shape[-1]).add_(one)
         result[i : i + 1] = _shape_only(g[i : i + 1], index, (1, *shape[1:]), *arguments)
     return result
@@ -116,7 +93,7 @@ def attach(sites: Sites) -> None:
         like = ((forward, 1.0), (backward, 1.0))
         sites.add(backward, "recomputed", AGAIN, (g, x, *arguments), workspace_bytes=one, like=like)
         result = sites.result(forward, 0)
-        height, width = _pair(arguments[0])
+        height, width = pair(arguments[0])
         if result is not None and height * width <= 256:
             _attach_places(sites, forward, result, backward)
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from memopt.implementations.bits import packed_bytes
 from memopt.implementations.kernel import PARTS, Kernel
 from memopt.models.device import in_blocks
 from memopt.models.graph import Implementation, Tensor
 from memopt.profiler.build import Lowering
-from memopt.profiler.compiled.form import HERE, Form, ViewCall
-from memopt.profiler.compiled.kernel import FusedKernel
-from memopt.profiler.flops import Work
 from memopt.profiler.in_place import overwritable
 
 Attach = Callable[["Sites"], None]
@@ -63,7 +58,6 @@ class Sites:
         self._nodes = dict(lowering.alternatives)
         self._storages = dict(lowering.storages)
         self._bases = dict(lowering.bases)
-        self._views = set(lowering.views)
         self._operator = {node: i for i, node in enumerate(lowering.nodes)}
 
     @property
@@ -124,29 +118,6 @@ class Sites:
         self._tensors.append(Tensor(name, in_blocks(size, self._block_bytes)))
         return node
 
-    @property
-    def forms(self) -> tuple[Form, ...]:
-        """Other forms of the step's compiled regions."""
-        return self._lowering.forms
-
-    def is_known(self, node: Node) -> bool:
-        """Whether a node names a tensor of the step, or one that alternatives write."""
-        return node in self._storages
-
-    def look(self, base: Node, views: Sequence[ViewCall]) -> Node:
-        """A view of a view ... of what a node names; the node itself without views."""
-        node = base
-        for view in views:
-            args, kwargs = pytree.tree_map(
-                lambda one, source=node: source if one is HERE else one,
-                (view.args, dict(view.kwargs)),
-            )
-            node = self._fx.call_function(view.target, args, kwargs, name=f"{base.name}__look")
-            node.meta["val"] = view.value
-            self._storages[node] = self._storages[base]
-            self._views.add(node)
-        return node
-
     def bits(self, forward: Node, value: torch.Tensor) -> Node:
         """An extra tensor with a bit for each element of `value`, made by `forward`."""
         packed = value.new_empty((packed_bytes(value.numel()),), dtype=torch.uint8)
@@ -156,8 +127,8 @@ class Sites:
         self,
         operator: Node,
         name: str,
-        kernel: Kernel | FusedKernel | OpOverload,
-        args: Sequence[Any],
+        kernel: Kernel,
+        args: tuple[Any, ...],
         results: tuple[Node | None, ...] | None = None,
         *,
         workspace_bytes: int = 0,
@@ -166,7 +137,6 @@ class Sites:
         moved_bytes: int = 0,
         requires: tuple[Callable[..., bool], tuple[Any, ...]] | None = None,
         draws: bool = False,
-        work: tuple[Work, ...] = (),
     ) -> None:
         """One alternative of a kernel call.
 
@@ -187,7 +157,6 @@ class Sites:
                 alternative to be chosen; the kernel itself must check them again when it runs.
             draws: of a random operator, whether it draws the operator's own numbers and leaves the
                 generator where the operator does.
-            work: for estimates of a fused kernel: what it moves and computes.
 
         Raises:
             ValueError: it stands in for a random operator and does not draw as that does: all that
@@ -202,7 +171,7 @@ class Sites:
                 "numbers: it must draw the same ones from the same generator; if it does, say so: "
                 "Sites.add(..., draws=True)"
             )
-        call = self._fx.call_function(kernel, tuple(args), name=f"{operator.name}__{name}")
+        call = self._fx.call_function(kernel, args, name=f"{operator.name}__{name}")
         if results is None:
             call.meta["val"] = operator.meta["val"]
             self._storages[call] = self._storages[operator]
@@ -214,7 +183,6 @@ class Sites:
         call.meta["memopt_like"] = like if isinstance(like, tuple) else ((operator, like),)
         call.meta["memopt_moved_bytes"] = moved_bytes
         call.meta["memopt_requires"] = requires
-        call.meta["memopt_work"] = work
         resident = self._lowering.graph.resident
         reads = dict.fromkeys(
             t for node in call.all_input_nodes for t in self._storages[node] if t is not None
@@ -276,6 +244,5 @@ class Sites:
             graph=replace(graph, tensors=tuple(self._tensors), operators=tuple(operators)),
             storages=self._storages,
             bases=self._bases,
-            views=frozenset(self._views),
             alternatives=self._nodes,
         )

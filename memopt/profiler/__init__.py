@@ -38,13 +38,12 @@ def profiled_of(
     loss_alone: bool = False,
     kernels: str = "aten",
     rules: StepRules = PLAIN,
-    forms: bool = True,
     progress: Callable[[float, str], None],
 ) -> Profiled:
     """Profile the model that `memopt.plan` was given: a Profiled stays as it is, a module is
     measured, or estimated for a device; with `whole_step`, a loss and an optimizer instance,
     updates are included, as the `rules` say; with `loss_alone` outputs that the loss does not read
-    are not returned; without `forms` compiled regions get no other ones.
+    are not returned.
 
     Raises:
         ValueError: something else, or a module without inputs.
@@ -69,7 +68,7 @@ def profiled_of(
             kernels=kernels,
             progress=progress,
         )
-    options = MeasureOptions(cache=ProfileCache() if cache else None, forms=forms)
+    options = MeasureOptions(cache=ProfileCache() if cache else None)
     if whole_step and members_of(model):
         raise ValueError(
             "a whole step cannot be planned where ranks hold shards (DTensors): plan the module "

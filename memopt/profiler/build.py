@@ -23,7 +23,6 @@ from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.profiler.capture import Captured
 from memopt.profiler.collectives import collective_of, is_wait
-from memopt.profiler.compiled.form import Form
 from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.in_place import overwritable, same_bits_in_place
 from memopt.profiler.inputs import named_tensors
@@ -52,7 +51,6 @@ class Lowering:
             graph never names it (an unused output).
         alternatives: (operator index, implementation) → the node that stands in for it.
         device: where its kernels run; None: they are not to be computed (an estimate).
-        forms: other ways to run compiled regions, which `memopt.implementations` attaches.
     """
 
     graph: Graph
@@ -62,7 +60,6 @@ class Lowering:
     bases: dict[int, Node]
     alternatives: dict[tuple[int, str], Node] = field(default_factory=dict)
     device: torch.device | None = None
-    forms: tuple[Form, ...] = ()
 
     def node_of(self, op: int, implementation: str | None) -> Node:
         """The kernel call that runs an operator under an implementation (None: its own)."""

@@ -88,7 +88,7 @@ def work_time_s(done: Work, device: Device) -> float:
     return done.calls * device.launch_latency_s + time_s
 
 
-def fused_time_s(parts: Sequence[Work], device: Device) -> float:
+def _fused_time_s(parts: Sequence[Work], device: Device) -> float:
     """Roofline time of a fused kernel: the longer of what it moves and what it computes."""
     computed_s = moved_s = latency_s = 0.0
     for part in parts:
@@ -136,7 +136,7 @@ def estimate_costs(
             network_s = device.collective_time_s(operator.collective)
             known[call.text] = Cost(network_s, 0, _result_bytes(call, outputs, device))
         elif call.text not in known and isinstance(node.target, FusedKernel):
-            time_s = fused_time_s((regions or {})[node.target.key], device)
+            time_s = _fused_time_s((regions or {})[node.target.key], device)
             known[call.text] = Cost(time_s, 0, _result_bytes(call, outputs, device))
         elif call.text not in known:
             known[call.text] = Cost(

@@ -62,15 +62,12 @@ class MeasureOptions:
         max_rounds: samples per kernel call at most.
         cache: where costs are kept; None: nowhere.
         renew: whether to measure again, and replace, what the cache has.
-        forms: whether to look for other forms of compiled regions, which not all strategies choose
-            from.
     """
 
     cap_s: float = 15.0
     max_rounds: int = 25
     cache: ProfileCache | None = None
     renew: bool = False
-    forms: bool = True
 
     @property
     def joints(self) -> JointStore | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from memopt.profiler.as_eager.operators import Substitute
 
@@ -29,6 +30,12 @@ def overload_of(node: Node) -> Any:
     """A node's target; the operator that it stands for, if it is memopt's own form of one."""
     target = node.target
     return target.function if isinstance(target, Substitute) else target
+
+
+def tensors_of(*nodes: Node) -> list[torch.Tensor]:
+    """The (fake) tensors that nodes give."""
+    values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 _ROOT = re.compile(r"^L\['self'\]\.?|^L__self___?|_export_root\.?")

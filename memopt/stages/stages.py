@@ -36,7 +36,6 @@ def profiled_for(
     report: Progress,
     *,
     whole_step: bool = False,
-    forms: bool = True,
 ) -> Profiled | None:
     """Capture and price a module's step; None for a cost model, which has its prices.
 
@@ -47,7 +46,6 @@ def profiled_for(
         device: what it is priced for, if it is estimated.
         report: how far it is.
         whole_step: whether it includes the updates.
-        forms: whether compiled regions get other forms to choose from.
 
     Raises:
         ValueError: neither, or arguments that do not go together.
@@ -72,7 +70,6 @@ def profiled_for(
         loss_alone=parse_returns(step.returns) == "loss",
         kernels=pricing.kernels,
         rules=step.rules,
-        forms=forms,
         progress=report,
     )
 
@@ -92,7 +89,6 @@ class Capture(PlanStage):
             step.device,
             step.report,
             whole_step=step.whole_step,
-            forms=step.strategy.features.implementations,
         )
         if profiled is None or options_of(profiled.stages, self.name) is not None:
             return replace(step, profiled=profiled)
@@ -266,7 +262,7 @@ class Alternatives(PlanStage):
         return replace(step, profiled=made)
 
     def again(self, step: Recapture, options: tuple[str, ...] | None) -> Recapture:
-        from memopt.implementations import attach, compiled
+        from memopt.implementations import attach
 
         plan, lowering = step.plan, step.made.lowering
         on_host = lowering.alternatives.keys()
@@ -290,11 +286,6 @@ class Alternatives(PlanStage):
                 "this plan chooses implementations that memopt does not have here (your own "
                 "families?): apply it in the process and to the model it was made for. "
                 + step.plan_again()
-            )
-        for reason in compiled(extended, step.device, chosen).values():
-            raise PlanFileError(
-                f"a form of a region that this plan chooses cannot be compiled here: {reason}. "
-                f"{step.plan_again()}"
             )
         return step.lowered(extended)
 

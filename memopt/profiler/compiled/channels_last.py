@@ -14,19 +14,19 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from memopt.profiler.as_eager.layouts import layouts_of_kernels
 from memopt.profiler.capture import Captured
 from memopt.profiler.compiled.orders import computes_alike
+from memopt.profiler.compiled.replace import with_renamed
 from memopt.profiler.memory_layout import same_strides, storage_of
-from memopt.profiler.nodes import is_random
+from memopt.profiler.nodes import is_random, tensors_of
 from memopt.profiler.signature import REFUSALS, call_signature, signature
 
 _ATEN = torch.ops.aten
@@ -85,13 +85,7 @@ def in_channels_last(captured: Captured) -> InChannelsLast | None:
 
 
 def _reads_image(node: Node) -> bool:
-    return all(value.dim() == 4 for value in _tensors(node.args[:1]))
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for one in pytree.tree_leaves(values):
-        held = pytree.tree_leaves(one.meta.get("val")) if isinstance(one, Node) else [one]
-        yield from (value for value in held if isinstance(value, torch.Tensor))
+    return all(value.dim() == 4 for value in tensors_of(node.args[0]))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -156,7 +150,7 @@ class _Layouts:
         args, kwargs = map_arg((node.args, node.kwargs), given)
         if order is _ROW_MAJOR:
             return node.meta.get("val")
-        fake = next((v.fake_mode for v in _tensors(node)), None)  # type: ignore[attr-defined]
+        fake = next((v.fake_mode for v in tensors_of(node)), None)  # type: ignore[attr-defined]
         if fake is None:
             return node.meta.get("val")
         with fake:
@@ -184,7 +178,7 @@ class _Layouts:
         """Whether each result of the step is laid out as before, or was row-major and shared its
         memory with no other: it is returned as a copy."""
         results = self.captured.module.graph.output_node().all_input_nodes
-        shared = Counter(storage_of(value) for one in results for value in _tensors([one]))
+        shared = Counter(storage_of(value) for value in tensors_of(*results))
         return all(
             before.is_contiguous() and shared[storage_of(before)] == 1
             for _, before in self._returned()
@@ -219,9 +213,6 @@ class _Layouts:
             renamed[one] = self._copy(one.next, one, _ROW_MAJOR)
             output.replace_input_with(one, renamed[one])
 
-        def new(one: Any) -> Any:
-            return renamed.get(one, one) if isinstance(one, Node) else one
-
         def undo() -> None:
             for one, copy in [*((key[0], copy) for key, copy in made.items()), *renamed.items()]:
                 copy.replace_all_uses_with(one)
@@ -230,12 +221,7 @@ class _Layouts:
                 if node.op == "call_function" and "val" in node.meta:
                     node.meta["val"] = value
 
-        changed = replace(
-            self.captured,
-            forward_outputs=tuple(map(new, self.captured.forward_outputs)),
-            gradients=tuple(map(new, self.captured.gradients)),
-        )
-        return InChannelsLast(changed, undo)
+        return InChannelsLast(with_renamed(self.captured, renamed), undo)
 
     def _copy(self, before: Node, one: Node, order: torch.memory_format) -> Node:
         graph = self.captured.module.graph

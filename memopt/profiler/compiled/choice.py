@@ -15,10 +15,10 @@ from memopt.models.record import KERNELS, ModelRecord
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured
 from memopt.profiler.compiled.channels_last import in_channels_last, is_of_images
-from memopt.profiler.compiled.fuse import Found, Fused, Progress, fused, kernel_of
+from memopt.profiler.compiled.fuse import Found, Fused, fused, kernel_of
 from memopt.profiler.compiled.log_softmax import with_parts
 from memopt.profiler.compiled.region_graph import Subgraph
-from memopt.profiler.measure import MeasureOptions, costs_of, silent
+from memopt.profiler.measure import MeasureOptions, Progress, costs_of, silent
 from memopt.profiler.signature import Signature, signature
 
 Fuse = Callable[[nn.Module, Captured, Lowering], Fused]
@@ -75,7 +75,6 @@ def chosen_kernels(
             kernels=kernels,
             slower=measured if kernels == "auto" else lambda _found: set(),
             block_bytes=block_bytes,
-            forms=options.forms,
             progress=progress,
         )
         return replace(made, channels_last=images is not None)

@@ -8,9 +8,8 @@ ATen's, and a note says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -21,7 +20,6 @@ from memopt.models.progress import Progress as Progress
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured
 from memopt.profiler.compiled.divide import Region, divide
-from memopt.profiler.compiled.forms import ALL, OPERANDS, Wanted, forms_of, forms_wanted
 from memopt.profiler.compiled.fusible import is_fusible
 from memopt.profiler.compiled.inductor import REFUSALS, Run, check_compiler, compiled, direct
 from memopt.profiler.compiled.kernel import FusedKernel
@@ -29,10 +27,11 @@ from memopt.profiler.compiled.log_softmax import with_parts
 from memopt.profiler.compiled.pooling import poolings
 from memopt.profiler.compiled.region_graph import Layout, Subgraph
 from memopt.profiler.compiled.region_work import region_work
-from memopt.profiler.compiled.rematerialise import Rematerialised, rematerialised
+from memopt.profiler.compiled.rematerialise import rematerialised
 from memopt.profiler.compiled.replace import with_kernels
 from memopt.profiler.compiled.subgraph import subgraphs
 from memopt.profiler.flops import Work
+from memopt.profiler.measure import silent
 from memopt.profiler.memory_layout import storage_of
 
 Found = list[tuple[Region, Subgraph]]
@@ -74,8 +73,7 @@ def fused(
     aten: Collection[str] = (),
     slower: Callable[[Found], set[str]] = lambda _found: set(),
     block_bytes: int = 1,
-    forms: bool = True,
-    progress: Progress = lambda _fraction, _what: None,
+    progress: Progress = silent,
 ) -> Fused:
     """A captured step with the kernels of its regions.
 
@@ -88,7 +86,6 @@ def fused(
         aten: keys of regions that stay ATen's and need not be compiled.
         slower: of regions that compiled, the keys of those that stay ATen's all the same.
         block_bytes: the allocator's granularity.
-        forms: whether to look for other forms of regions.
         progress: called with (fraction, what).
 
     Raises:
@@ -101,29 +98,25 @@ def fused(
     refused: Counter[str] = Counter()
     while True:
         # Regions depend on each other's: one may make a mask that another need not write.
-        divided = _divided(lowering, anchors)
-        found = divided.found
-        compile_parts([one for _, one in found if one.key not in aten], device, progress)
-        good = [p for p in found if p[1].key not in aten and refusal(p[1], device) is None]
-        behind = slower(good)
-        stay = [p for p in found if p[1].key in behind or not _is_in(p, good)]
-        slow += len(stay)
-        for pair in stay:
-            left.add(pair[1].key)
-            anchors |= {lowering.nodes[op] for op in pair[0].operators}
-            reason = None if pair[1].key in aten else refusal(pair[1], device)
-            if reason is not None:
-                refused[reason] += 1
+        found = _divided(lowering, anchors)
+        _compile([one for _, one in found if one.key not in aten], device, progress)
+        good = [p for p in found if p[1].key not in aten and _refusal(p[1], device) is None]
+        fused_keys = {one.key for _, one in good} - slower(good)
+        stay = [(region, one) for region, one in found if one.key not in fused_keys]
         if not stay:
             break
-    slow -= refused.total()
+        for region, one in stay:
+            left.add(one.key)
+            anchors |= {lowering.nodes[op] for op in region.operators}
+            reason = None if one.key in aten else _refusal(one, device)
+            if reason is None:
+                slow += 1
+            else:
+                refused[reason] += 1
     if found:
         calls = [(region, one, kernel_of(one, device)) for region, one in found]
-        wanted = divided.forms(lowering) if forms else []
-        replaced = with_kernels(captured, lowering, calls)
-        captured = replaced.captured
+        captured = with_kernels(captured, lowering, calls)
         lowering = build(model, captured, block_bytes)
-        lowering = replace(lowering, forms=forms_of(wanted, replaced, lowering))
     notes = _notes(found, slow, refused)
     return Fused(captured, lowering, notes, kernels, tuple(sorted(left)))
 
@@ -141,31 +134,23 @@ def planned_regions(
         kernels: as asked for.
         block_bytes: the allocator's granularity.
     """
-    if kernels != "aten":
-        lowering = with_parts(model, captured, lowering, block_bytes)
-    divided = _divided(lowering, set()) if kernels != "aten" else _Divided()
-    found = divided.found
+    if kernels == "aten":
+        return Fused(captured, lowering), {}
+    lowering = with_parts(model, captured, lowering, block_bytes)
+    found = _divided(lowering, set())
     if not found:
         return Fused(captured, lowering, (), kernels), {}
-    wanted = divided.forms(lowering, partial(region_work, lowering))
     works = {one.key: region_work(lowering, region, one) for region, one in found}
     calls = [(region, one, FusedKernel(one.key, graph=one.graph)) for region, one in found]
-    replaced = with_kernels(captured, lowering, calls)
-    captured = replaced.captured
+    captured = with_kernels(captured, lowering, calls)
     note = (
         f"{len(found)} regions are priced as fused kernels: each reads its inputs and writes its "
         "outputs once, in one launch, without memory of its own."
     )
-    lowering = build(model, captured, block_bytes)
-    lowering = replace(lowering, forms=forms_of(wanted, replaced, lowering))
-    return Fused(captured, lowering, (note,), kernels), works
+    return Fused(captured, build(model, captured, block_bytes), (note,), kernels), works
 
 
-def _is_in(pair: tuple[Region, Subgraph], pairs: Found) -> bool:
-    return any(pair is one for one in pairs)
-
-
-def refusal(one: Subgraph, device: torch.device) -> str | None:
+def _refusal(one: Subgraph, device: torch.device) -> str | None:
     """Why a region cannot run as a compiled kernel; None: it can."""
     run = _RUNS[_place(one, device)]
     return run if isinstance(run, str) else None
@@ -182,45 +167,18 @@ def _place(one: Subgraph, device: torch.device) -> str:
     return f"{device.type}|{one.key}"
 
 
-@dataclass(frozen=True)
-class _Divided:
-    """A step divided into regions.
-
-    Attributes:
-        regions: of both halves.
-        free: operators that may be part of one.
-        again: what regions of the backward make themselves.
-        found: the regions that write something, as graphs of their own.
-    """
-
-    regions: Sequence[Region] = ()
-    free: Sequence[int] = ()
-    again: Rematerialised = field(default_factory=Rematerialised)
-    found: Found = field(default_factory=list)
-
-    def forms(
-        self,
-        lowering: Lowering,
-        work_of: Callable[[Region, Subgraph], tuple[Work, ...]] = lambda _region, _part: (),
-    ) -> list[Wanted]:
-        """The other forms of regions that are worth a kernel."""
-        kept = rematerialised(lowering, self.regions, self.free, writing=False)
-        others = ((OPERANDS, kept), (ALL, Rematerialised()))
-        return forms_wanted(lowering, self.regions, self.found, self.again, others, work_of)
-
-
-def _divided(lowering: Lowering, anchors: set[Node]) -> _Divided:
-    """A step divided into regions, without `anchors`."""
+def _divided(lowering: Lowering, anchors: set[Node]) -> Found:
+    """The regions of a step that write something, none of `anchors` in one."""
     nodes = lowering.nodes
     pools = poolings(nodes, anchors)
     free = [node in pools or (node not in anchors and is_fusible(node)) for node in nodes]
     regions = divide(lowering, free.__getitem__)
     members = [op for op, may in enumerate(free) if may]
     again = rematerialised(lowering, regions, members)
-    return _Divided(regions, members, again, subgraphs(lowering, regions, again))
+    return subgraphs(lowering, regions, again)
 
 
-def compile_parts(found: list[Subgraph], device: torch.device, progress: Progress) -> None:
+def _compile(found: list[Subgraph], device: torch.device, progress: Progress) -> None:
     """Compile what this process has not compiled yet, and check it."""
     missing = {one.key: one for one in found if _place(one, device) not in _RUNS}
     made = compiled(missing, progress)

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from memopt.profiler.compiled.dropout import is_dropout
 from memopt.profiler.memory_layout import spans_storage
-from memopt.profiler.nodes import is_random
+from memopt.profiler.nodes import is_random, tensors_of
 
 
 def _overloads(names: str) -> frozenset[str]:
@@ -65,11 +65,11 @@ def is_fusible(node: Node) -> bool:
         return True
     if not isinstance(target, torch._ops.OpOverload) or is_random(node):
         return False
-    if any(not _plain(value) for value in _values(node, *node.all_input_nodes)):
+    if any(not _plain(value) for value in tensors_of(node, *node.all_input_nodes)):
         return False
     # Copies of views (`aten.copy`, `slice_scatter`...) are in copies of all that they look into,
     # and `as_strided` may read more of those; compiled kernels write results alone.
-    if not all(map(spans_storage, _values(node))):
+    if not all(map(spans_storage, tensors_of(node))):
         return False
     name = str(target)
     return _is_tagged(target) or name in _FUSED or name in _MADE_OF_NOTHING
@@ -91,15 +91,6 @@ def is_constant(node: Node) -> bool:
     """Whether a call makes the same small values out of numbers alone: every region that reads
     them makes them itself."""
     return str(node.target) in _MADE_OF_NOTHING
-
-
-def _values(*nodes: Node) -> list[torch.Tensor]:
-    found = []
-    for one in nodes:
-        value = one.meta.get("val")
-        items = value if isinstance(value, (tuple, list)) else (value,)
-        found += [item for item in items if isinstance(item, torch.Tensor)]
-    return found
 
 
 def _plain(value: torch.Tensor) -> bool:

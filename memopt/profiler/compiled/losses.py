@@ -86,7 +86,7 @@ def with_joined_losses(graph: FxGraph) -> FxGraph:
     made.output(made.graph_copy(graph, {}))
     for node in made.find_nodes(op="call_function", target=_SOFTMAX):
         loss, output, dim, dtype = node.args
-        classes = _dims(node)
+        classes = node.meta["val"].dim()
         if isinstance(loss, Node) and loss.target is _LOSS and dim in (classes - 1, -1):
             with made.inserting_before(node):
                 arguments: tuple[Any, ...] = (*loss.args, output, dtype)
@@ -96,8 +96,3 @@ def with_joined_losses(graph: FxGraph) -> FxGraph:
             if not loss.users:
                 made.erase_node(loss)
     return made
-
-
-def _dims(node: Node) -> int:
-    value: Tensor = node.meta["val"]
-    return value.dim()

@@ -52,24 +52,17 @@ def parts_of(call: Node) -> tuple[Node | None, ...] | None:
     if form is None or (form.by_channel and call.args[_TRAINING] is not True):
         return None
     results: dict[Any, Node] = {u.args[1]: u for u in call.users if u.target is operator.getitem}
-    statistics = [None if at is None else results.get(at) for at in form.statistics]
-    if any(
-        at is not None and one is None for at, one in zip(form.statistics, statistics, strict=True)
-    ):
+    mean, inverse = map(results.get, form.statistics)
+    if inverse is None or (mean is None and form.statistics[0] is not None):
         return None
-    given: list[Any] = [call.args[0]]
-    for at in (form.weight, form.bias):
-        given.append(call.args[at] if at is not None and at < len(call.args) else None)
-    x, weight, bias = given
-    return (x, *statistics, weight, bias)
+    arguments: dict[Any, Any] = dict(enumerate(call.args))
+    return (arguments[0], mean, inverse, arguments.get(form.weight), arguments.get(form.bias))
 
 
 def statistics_of(lowering: Lowering, op: int) -> tuple[int, ...] | None:
     """The tensors of which the first result of an operator can be made, if it is a norm's."""
     parts = parts_of(lowering.nodes[op])
-    if parts is None:
-        return None
-    return held_by(parts, lowering.storages)
+    return None if parts is None else held_by(parts, lowering.storages)
 
 
 def output_of(graph: FxGraph, call: Node, copy: Callable[[Node], Node]) -> Node:

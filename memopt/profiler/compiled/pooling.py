@@ -60,11 +60,12 @@ def _arguments(call: Node) -> tuple[tuple[int, int], ...]:
     """Size, stride, padding and dilation of the windows."""
     first = 1 if is_pooling(call) else 2
     given: list[Any] = [*call.args[first : first + 4], *(None,) * 4][:4]
-    size = _pair(given[0])
-    return size, _pair(given[1] or size), _pair(given[2] or 0), _pair(given[3] or 1)
+    size = pair(given[0])
+    return size, pair(given[1] or size), pair(given[2] or 0), pair(given[3] or 1)
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def pair(value: Any) -> tuple[int, int]:
+    """An argument for rows and columns, which may be one number for both."""
     found = list(value) if isinstance(value, (list, tuple)) else [value]
     return int(found[0]), int(found[-1])
 
@@ -93,22 +94,23 @@ def pooled(graph: FxGraph, call: Node, image: Node) -> tuple[Node, Node]:
     def make(target: Any, *args: Any, **kwargs: Any) -> Node:
         return graph.call_function(target, args, kwargs)
 
-    best = places = None
-    for place, start in enumerate(itertools.product(range(size[0]), range(size[1]))):
+    def every(start: tuple[int, ...]) -> Node:
+        """The elements at one place of every window."""
         one = image
         for dim, (first, step) in enumerate(zip(start, size, strict=True), start=2):
             one = make(_ATEN.slice.Tensor, one, dim, first, 2**62, step)
-        if best is None or places is None:
-            best = one
-            # In the image's own type until the end, which compilers vectorise.
-            places = make(_ATEN.full_like.default, one, 0)
-            continue
+        return one
+
+    first, *others = itertools.product(range(size[0]), range(size[1]))
+    best = every(first)
+    # In the image's own type until the end, which compilers vectorise.
+    places = make(_ATEN.full_like.default, best, 0)
+    for place, start in enumerate(others, start=1):
+        one = every(start)
         odd = make(_ATEN.ne.Tensor, one, one)
         better = make(_ATEN.bitwise_or.Tensor, make(_ATEN.gt.Tensor, one, best), odd)
         best = make(_ATEN.where.self, better, one, best)
         places = make(_ATEN.where.ScalarSelf, better, float(place), places)
-    assert best is not None
-    assert places is not None
     return best, make(_ATEN._to_copy.default, places, dtype=torch.uint8)
 
 

@@ -58,7 +58,7 @@ class Rematerialised:
 
 
 def rematerialised(
-    lowering: Lowering, regions: Sequence[Region], again: Iterable[int], *, writing: bool = True
+    lowering: Lowering, regions: Sequence[Region], again: Iterable[int]
 ) -> Rematerialised:
     """Choose what the regions of the backward make again: what is kept for them is least in bytes.
 
@@ -66,10 +66,9 @@ def rematerialised(
         lowering: of the captured step, its graph in the framework's order.
         regions: of both halves of the step.
         again: operators that may be part of a region.
-        writing: whether they may write again what others read.
     """
     step = _Step.of(lowering, regions, again)
-    for_products = step.read_by_products() if writing else set()
+    for_products = step.read_by_products()
     while True:
         read = step.read_by_regions() | for_products
         wanted = step.with_operands(read, step.made_of)

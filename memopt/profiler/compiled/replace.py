@@ -6,7 +6,7 @@ import heapq
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,36 +23,8 @@ from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.compiled.region_graph import Subgraph
 from memopt.profiler.nodes import is_random
 
-Fused = tuple[Region, Subgraph, FusedKernel]
+Compiled = tuple[Region, Subgraph, FusedKernel]
 """A region, as a graph of its own, and its kernel."""
-
-
-@dataclass(frozen=True)
-class Replaced:
-    """A step whose regions became calls, and what became of their parts.
-
-    Attributes:
-        captured: the step with calls.
-        calls: of the regions.
-        renamed: node that a region wrote → the result that stands in its place.
-        written: node that a region of the backward writes again → that result.
-        written_by: the nodes that each region writes again.
-        seeds: dropout → the call that draws the seeds of the step, and its place among them.
-    """
-
-    captured: Captured
-    calls: Mapping[Region, Node]
-    renamed: Mapping[Node, Node]
-    written: Mapping[Node, Node]
-    written_by: Mapping[Region, frozenset[Node]]
-    seeds: Mapping[Node, tuple[Node, int]]
-
-    def result(self, region: Region, node: Node) -> Node:
-        """What names a result of a region's call; the node itself if the call does not write
-        it."""
-        if node in self.written_by[region]:
-            return self.written[node]
-        return self.renamed.get(node, node)
 
 
 KEPT_META = ("nn_module_stack", "seq_nr", "partitioner_tag", "stack_trace")
@@ -60,7 +32,7 @@ _NAMED = 3
 """Operators that a fused one is named after, at most."""
 
 
-def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused]) -> Replaced:
+def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Compiled]) -> Captured:
     """Replace regions by calls of their kernels, in the captured graph itself.
 
     The call of a region stands where its last operator stood.
@@ -69,8 +41,6 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
     _reorder(graph, lowering, fused)
     seeds = _seeds(graph, lowering, fused)
     renamed: dict[Node, Node] = {}
-    written: dict[Node, Node] = {}
-    made: dict[Region, Node] = {}
     for region, one, kernel in fused:
         last = lowering.nodes[region.operators[-1]]
         inputs: list[Node] = [renamed.get(node, node) for node in one.inputs]
@@ -79,7 +49,6 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
         with graph.inserting_before(call):
             inputs += [_seed(graph, seeds, node) for node in one.dropouts]
         call.args = tuple(inputs)
-        made[region] = call
         call.meta = {key: last.meta[key] for key in KEPT_META if key in last.meta}
         call.meta["val"] = one.values
         for position, node in reversed(list(enumerate(one.outputs))):
@@ -87,7 +56,6 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
                 result = graph.call_function(operator.getitem, (call, position))
             result.meta = {**node.meta, "val": one.values[position]}
             if node in one.again:
-                written[node] = result
                 readers = _readers(lowering, fused, node)
                 with graph.inserting_before(result.next):
                     _read_again(lowering, readers, node, renamed.get(node, node), result)
@@ -95,20 +63,23 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Fused])
                 renamed[node] = result
                 node.replace_all_uses_with(result)
     _erase(graph, {lowering.nodes[op] for region, _, _ in fused for op in region.operators})
+    return with_renamed(captured, renamed)
+
+
+def with_renamed(captured: Captured, renamed: Mapping[Node, Node]) -> Captured:
+    """A step some of whose results are other nodes."""
 
     def new(one: Any) -> Any:
         return renamed.get(one, one) if isinstance(one, Node) else one
 
-    captured = replace(
+    return replace(
         captured,
         forward_outputs=tuple(map(new, captured.forward_outputs)),
         gradients=tuple(map(new, captured.gradients)),
     )
-    written_by = {region: one.again for region, one, _ in fused}
-    return Replaced(captured, made, renamed, written, written_by, seeds)
 
 
-def _readers(lowering: Lowering, fused: Sequence[Fused], written: Node) -> list[Node]:
+def _readers(lowering: Lowering, fused: Sequence[Compiled], written: Node) -> list[Node]:
     """The calls outside of regions that read a node's tensor in the backward."""
     (tensor,) = lowering.storages[written]
     assert tensor is not None
@@ -160,7 +131,7 @@ def _name(lowering: Lowering, region: Region) -> str:
 
 
 def _seeds(
-    graph: FxGraph, lowering: Lowering, fused: Sequence[Fused]
+    graph: FxGraph, lowering: Lowering, fused: Sequence[Compiled]
 ) -> dict[Node, tuple[Node, int]]:
     """For each dropout the call that draws the seeds of its step, and its place among them, in the
     order in which eager would draw."""
@@ -194,7 +165,7 @@ def add_call(graph: FxGraph, fake_mode: Any, target: Any, *args: Any, **kwargs: 
     return node
 
 
-def _reorder(graph: FxGraph, lowering: Lowering, fused: Sequence[Fused]) -> None:
+def _reorder(graph: FxGraph, lowering: Lowering, fused: Sequence[Compiled]) -> None:
     """Put the nodes of each region behind all that they read, and before all that reads them."""
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,14 +40,12 @@ def subgraphs(
     lowering: Lowering,
     regions: Sequence[Region],
     again: Rematerialised,
-    only: Collection[Region] | None = None,
 ) -> list[tuple[Region, Subgraph]]:
     """Regions as graphs of their own, without those that write nothing. They are to be replaced
     together: masks of dropouts that only they read are not written, nor is what the backward's
-    regions make `again`. Of some of them `only`."""
+    regions make `again`."""
     together = _Together.of(lowering, regions, again)
-    wanted = (region for region in regions if only is None or region in only)
-    taken = ((region, _Taken(lowering, region, together).made()) for region in wanted)
+    taken = ((region, _Taken(lowering, region, together).made()) for region in regions)
     return [(region, one) for region, one in taken if one is not None]
 
 
