@@ -34,7 +34,6 @@ from memopt.profiler.compiled.choice import planned_kernels
 from memopt.profiler.dependencies.reader import Dependency
 from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, device_of
-from memopt.profiler.joint_store import JointStore
 from memopt.profiler.ranks import ranks_of
 from memopt.profiler.record import example_call, record_of
 from memopt.profiler.training_call import training_call
@@ -260,13 +259,7 @@ def _captured(plan: PlanRecord, model: nn.Module, inputs: Any) -> tuple[Captured
     with _blaming_the_file(plan, inputs), diagnosed(model, call):
         kernels = "aten" if plan.record is None else plan.record.kernels
         captured = captured_again(
-            model,
-            call,
-            lambda: plan.output_gradients,
-            capture,
-            kernels=kernels,
-            # Whoever plans in this process has chosen what is kept on disk.
-            joints=JointStore() if plan.profiled is None else None,
+            model, call, lambda: plan.output_gradients, capture, kernels=kernels
         )
     # For the next time that this plan is applied.
     vars(plan)["_captured"] = captured

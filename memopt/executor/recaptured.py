@@ -38,7 +38,6 @@ from memopt.profiler.compiled.choice import planned_kernels
 from memopt.profiler.host_updates import as_planned, lowered
 from memopt.profiler.input_errors import diagnosed
 from memopt.profiler.inputs import Call, device_of
-from memopt.profiler.joint_store import JointStore
 from memopt.profiler.measure import MeasureOptions, costs_of
 from memopt.profiler.movable import movable_as_planned, state_bytes
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
@@ -204,13 +203,12 @@ def with_step(
     device = device_of(model, call)
     module = StepModule(model, loss_fn)
     differs = difference(record, record_of(module, call, device))
+    block_bytes, rules = record.block_bytes, record.rules
     if differs is None:
         with diagnosed(model, user_call, loss):
-            fuse = planned_kernels(record, device, record.block_bytes)
-            given = (record.block_bytes, fuse, record.rules, JointStore())
-            parts = capture_step(model, user_call, loss, optimizer, *given)
+            fuse = planned_kernels(record, device, block_bytes)
+            parts = capture_step(model, user_call, loss, optimizer, block_bytes, fuse, rules)
         captured, lowering = with_updates(parts, parts.lowering, {})
-        block_bytes = record.block_bytes
         lowering = movable_as_planned(parts, lowering, graph, optimizer, block_bytes)
         if fingerprint(lowering.graph) != record.fingerprint:
             differs = (
@@ -222,7 +220,7 @@ def with_step(
             f"this plan is for another step: {differs.replace('model.', '')}. "
             + again(plan, _OF_A_STEP)
         )
-    state = optimizer_state(optimizer, model.parameters(), record.block_bytes)
+    state = optimizer_state(optimizer, model.parameters(), block_bytes)
     own_bytes = backend_of(device).step_scalars_bytes + record.library_bytes
     own_bytes += lowering.graph.extra_resident_bytes
     stays_bytes = graph.extra_resident_bytes - own_bytes

@@ -26,7 +26,6 @@ from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured
 from memopt.profiler.collectives import is_collective
-from memopt.profiler.joint_store import JointStore
 from memopt.profiler.memory import metered_sections
 from memopt.profiler.network_costs import network_costs
 from memopt.profiler.real_results import check_results, difference, left_bytes
@@ -72,11 +71,6 @@ class MeasureOptions:
     cache: ProfileCache | None = None
     renew: bool = False
     forms: bool = True
-
-    @property
-    def joints(self) -> JointStore | None:
-        """Where joint graphs are kept; None: nowhere."""
-        return None if self.cache is None else JointStore()
 
 
 def environment(device: torch.device) -> str:
