@@ -131,7 +131,9 @@ class Partitioner(CustomPartitionerFn):
         try:
             lowering, graph = self._read(gm, outputs)
             if not torchs:
-                self._choose(gm, lowering, graph)
+                self._plan(graph)
+                if self.budget is not None:
+                    self._tag(gm, lowering)
         except MemoptError as error:
             self.failure = error
             raise
@@ -153,12 +155,6 @@ class Partitioner(CustomPartitionerFn):
         return made.lowering, with_costs(
             made.lowering, estimate_costs(made.lowering, self.device, regions)
         )
-
-    def _choose(self, gm: GraphModule, lowering: Lowering, graph: Graph) -> None:
-        """Tag the forward's nodes with what the plan does."""
-        self._plan(graph)
-        if self.budget is not None:
-            self._tag(gm, lowering)
 
     def _predict(self, lowering: Lowering, graph: Graph, names: Set[str]) -> None:
         """The peak of what torch saves."""

@@ -7,8 +7,8 @@ dataclasses as lists that begin with a word, a `Check` refuses what was read, an
 and reads in its own way. (Annotations are evaluated inside their class, so a lambda that names
 something of its module belongs into an alias outside.)
 
-An object has every field and no other, except as the field's metadata say: `LATER`, `SPARSE`,
-`FLAT`, `{NAME: ...}`.
+An object has every field and no other, except as the field's metadata say: `SPARSE`, `FLAT`,
+`{NAME: ...}`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ T = TypeVar("T")
 
 NAME = "name in JSON"
 """Key of a field's metadata: what it is called in JSON, if not as in the class."""
-LATER: Mapping[str, bool] = {"may be missing": True}
-"""Metadata of a field that files written before it existed lack; it may be null, too."""
-SPARSE: Mapping[str, bool] = {**LATER, "left out": True}
-"""As LATER; and it is left out where it has its default."""
+SPARSE: Mapping[str, bool] = {"left out": True}
+"""Metadata of a field that is left out where it has its default."""
 FLAT: Mapping[str, bool] = {"flat": True}
 """Metadata of a field, a dataclass, whose own fields stand beside the others."""
 
@@ -239,7 +237,6 @@ class _Field:
         self.attribute = field.name
         self.name: str = field.metadata.get(NAME, field.name)
         self.default = field.default
-        self.may_be_missing = LATER.items() <= field.metadata.items()
         self.left_out = SPARSE.items() <= field.metadata.items()
         self.flat = _Object(hint) if FLAT.items() <= field.metadata.items() else None
         self.codec = codec(hint)
@@ -292,14 +289,14 @@ class _Object:
     def __init__(self, kind: Any) -> None:
         self._kind, self._fields = kind, _fields_of(kind)
         names = self.names()
-        self._needed = tuple(name for name, may_be_missing in names if not may_be_missing)
-        self._optional = tuple(name for name, may_be_missing in names if may_be_missing)
+        self._needed = tuple(name for name, left_out in names if not left_out)
+        self._optional = tuple(name for name, left_out in names if left_out)
 
     def names(self) -> list[tuple[str, bool]]:
-        """The names in JSON, FLAT fields' too, and whether they may be missing."""
+        """The names in JSON, FLAT fields' too, and whether they are SPARSE."""
         found = []
         for field in self._fields:
-            found += field.flat.names() if field.flat else [(field.name, field.may_be_missing)]
+            found += field.flat.names() if field.flat else [(field.name, field.left_out)]
         return found
 
     def encode(self, value: Any) -> dict[str, Any]:
@@ -321,7 +318,6 @@ class _Object:
             if field.flat:
                 values[field.attribute] = field.flat._made(reader, entries)
                 continue
-            item = entries.get(field.name)
-            if item is not None and not (field.may_be_missing and item.value is None):
-                values[field.attribute] = field.codec.read(item)
+            if field.name in entries:
+                values[field.attribute] = field.codec.read(entries[field.name])
         return _build(reader, self._kind, values)

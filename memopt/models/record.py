@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from memopt.models.arguments import Argument, Arguments, KeywordArguments, Nest, Plain, Spec
-from memopt.models.codec import FLAT, LATER, NAME, SPARSE, Check, Line, Natural, Row
+from memopt.models.codec import FLAT, NAME, SPARSE, Check, Line, Natural, Row
 from memopt.models.step_rules import PLAIN, StepRules
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -34,11 +34,11 @@ class OutputGradients:
             step therefore does not return.
     """
 
-    unused: tuple[Natural, ...] = field(default=(), metadata={**LATER, NAME: "unused_outputs"})
+    unused: tuple[Natural, ...] = field(default=(), metadata={NAME: "unused_outputs"})
     strides: tuple[Annotated[tuple[int, tuple[int, ...]], Row("position", "strides")], ...] = field(
-        default=(), metadata={**LATER, NAME: "gradient_strides"}
+        default=(), metadata={NAME: "gradient_strides"}
     )
-    held_bytes: Natural = field(default=0, metadata={**LATER, NAME: "held_gradient_bytes"})
+    held_bytes: Natural = field(default=0, metadata={NAME: "held_gradient_bytes"})
     dropped: tuple[Natural, ...] = field(
         default=(), metadata={**SPARSE, NAME: "outputs_not_returned"}
     )
@@ -113,8 +113,8 @@ class ModelRecord:
     block_bytes: Annotated[int, Check("a whole number, at least 1", lambda value: value >= 1)] = 1
     fingerprint: str = ""
     output_gradients: OutputGradients = field(default=ANY_LOSS, metadata=FLAT)
-    loss_bytes: Natural = field(default=0, metadata=LATER)
-    repeated: tuple[_Repeated, ...] = field(default=(), metadata=LATER)
+    loss_bytes: Natural = 0
+    repeated: tuple[_Repeated, ...] = ()
     resized: tuple[Annotated[tuple[Natural, Natural], Row("tensor", "bytes")], ...] = field(
         default=(), metadata=SPARSE
     )

@@ -28,7 +28,6 @@ from memopt.profiler.dependencies.dependencies import Dependencies, digest
 from memopt.profiler.dependencies.late import last_name
 from memopt.profiler.inputs import Call, asks_for_gradients, named_tensors
 from memopt.profiler.joined_collectives import buckets_of, join_collectives
-from memopt.profiler.joint_cache import joint_graphs_kept
 from memopt.profiler.joint_graph import (
     Boxed,
     compiler,
@@ -39,7 +38,6 @@ from memopt.profiler.joint_graph import (
     split_joint,
     without_zero_gradients,
 )
-from memopt.profiler.joint_store import JointStore
 from memopt.profiler.lean_trace import lean_trace
 from memopt.profiler.model_outputs import NO_OUTPUTS, TracedOutputs, hand_out, separate_outputs
 from memopt.profiler.side_effects import NO_EFFECTS, SideEffects
@@ -170,7 +168,6 @@ def capture(
     model: nn.Module,
     call: Call,
     gradients: Callable[[], OutputGradients] = OutputGradients,
-    joints: JointStore | None = None,
     to_be_run: bool = True,
 ) -> Captured:
     """Capture one training step of `model` for the example call.
@@ -181,7 +178,6 @@ def capture(
         gradients: what the user's loss is known to do with the leaves of the model's output. For
             those that it does not use no gradient is traced, made or charged. Asked once
             the forward is traced, so that a model that cannot be is refused first.
-        joints: keeps the joint graphs that AOTAutograd traces; None: nothing is kept.
         to_be_run: whether what the forward leaves behind matters.
 
     Raises:
@@ -202,8 +198,7 @@ def capture(
         check_objects_kept(model, call)
         trace, effects = digest(traced, model, dependencies), effects_of(traced)
         outputs = separate_outputs(traced, gradients())
-        with joint_graphs_kept(traced, device, joints):
-            captured = _export(model, traced, call, dependencies, outputs)
+        captured = _export(model, traced, call, dependencies, outputs)
         captured = replace(
             captured, device=device, dependencies=dependencies, trace=trace, effects=effects
         )

@@ -21,7 +21,6 @@ from memopt.profiler.aside import aside
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.dependencies.reader import described
 from memopt.profiler.inputs import Call, device_of, repeated
-from memopt.profiler.joint_store import JointStore
 from memopt.profiler.record import record_of
 
 _Kind: TypeAlias = tuple[Any, ...]
@@ -37,19 +36,18 @@ def captured_again(
     make: Callable[..., Captured] = capture,
     *,
     kernels: str = "aten",
-    joints: JointStore | None = None,
 ) -> Captured:
     """The capture in use of a call like this one, for this call, if nothing has changed that it
     depends on; else a new one.
 
     Args:
-        model, call, gradients, joints: as for `capture`.
+        model, call, gradients: as for `capture`.
         make: `capture`, which see for its errors.
         kernels: what the step is to run. Compiled ones change the capture in place: such a one is
             always new, and no other plan's.
     """
     if kernels != "aten":
-        return make(model, call, gradients, joints)
+        return make(model, call, gradients)
     kind = _kind(model, call)
     alive = [(k, ref) for k, ref in _KNOWN.get(model, []) if ref() is not None]
     made = None
@@ -61,7 +59,7 @@ def captured_again(
             made = replace(found, call=call)
             break
     if made is None:
-        made = make(model, call, gradients, joints)
+        made = make(model, call, gradients)
     _KNOWN[model] = [*alive, (kind, weakref.ref(made))]
     return made
 

@@ -27,7 +27,6 @@ from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost, ProfileCache
 from memopt.profiler.capture import Captured
 from memopt.profiler.collectives import is_collective
-from memopt.profiler.joint_store import JointStore
 from memopt.profiler.memory import metered_sections
 from memopt.profiler.network_costs import network_costs
 from memopt.profiler.real_results import check_results, difference, left_bytes
@@ -68,11 +67,6 @@ class MeasureOptions:
     max_rounds: int = 25
     cache: ProfileCache | None = None
     renew: bool = False
-
-    @property
-    def joints(self) -> JointStore | None:
-        """Where joint graphs are kept; None: nowhere."""
-        return None if self.cache is None else JointStore()
 
 
 def environment(device: torch.device) -> str:

@@ -147,9 +147,7 @@ def _profiled(
         lambda: measure_loss(model, call, loss, device) if loss else LossUse(0, output_gradients)
     )
     with diagnosed(model, call, loss), full_collections_put_off():
-        captured = captured_again(
-            model, call, lambda: used().gradients, kernels=kernels, joints=chosen.joints
-        )
+        captured = captured_again(model, call, lambda: used().gradients, kernels=kernels)
         told = part_of(report, 0.05, 0.2)
         fuse = chosen_kernels(kernels, device, chosen, backend.block_bytes, told)
         made = fuse(model, captured, build(model, captured, backend.block_bytes))

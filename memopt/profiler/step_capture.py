@@ -26,7 +26,6 @@ from memopt.profiler.compiled.fuse import Fused
 from memopt.profiler.gradient_norms import with_norms
 from memopt.profiler.inputs import Call
 from memopt.profiler.joint_graph import of_the_loss
-from memopt.profiler.joint_store import JointStore
 from memopt.profiler.micro_batches import repeated
 from memopt.profiler.step_optimizer import Update
 from memopt.profiler.uncaptured import python_name
@@ -118,10 +117,9 @@ def capture_step(
     block_bytes: int,
     fuse: Fuse | None = None,
     rules: StepRules = PLAIN,
-    joints: JointStore | None = None,
 ) -> StepParts:
     """Capture forward, loss and backward, and find where each parameter is updated; `fuse` gives
-    the step its kernels, None: ATen's; `joints` keeps joint graphs, see `capture`.
+    the step its kernels, None: ATen's.
 
     Raises:
         CaptureError: as `capture`; or the loss is no scalar that can be trained.
@@ -129,7 +127,7 @@ def capture_step(
     """
     module = StepModule(model, loss.function)
     step_call = Call((loss.targets, *call.args), call.kwargs)
-    captured = capture(module, step_call, joints=joints)
+    captured = capture(module, step_call)
     _check_effects(captured)
     _check_registered(captured)
     captured = replace(captured, tangents=of_the_loss(captured.tangents))

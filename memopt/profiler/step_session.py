@@ -110,9 +110,7 @@ def _profiled(
     told = part_of(report, 0.05, 0.2)
     fuse = chosen_kernels(kernels, device, options, backend.block_bytes, told)
     with diagnosed(model, call, loss):
-        parts = capture_step(
-            model, call, loss, optimizer, backend.block_bytes, fuse, rules, options.joints
-        )
+        parts = capture_step(model, call, loss, optimizer, backend.block_bytes, fuse, rules)
     state = optimizer_state(optimizer, model.parameters(), backend.block_bytes)
     stays_bytes = 0 if offload_optimizer else state.bytes_total
 

@@ -13,7 +13,6 @@ from memopt.profiler.capture import capture
 from memopt.profiler.captures import captured_again
 from memopt.profiler.compiled.choice import planned_kernels
 from memopt.profiler.input_errors import diagnosed
-from memopt.profiler.joint_store import JointStore
 from memopt.profiler.step_capture import capture_step, with_updates
 from memopt.programs.serialize import fingerprint
 from memopt.stages.base import Found, Recapture
@@ -34,8 +33,6 @@ def captured_module(step: Recapture) -> Found:
             lambda: plan.output_gradients,
             capture,
             kernels="aten" if plan.record is None else plan.record.kernels,
-            # Whoever plans in this process has chosen what is kept on disk.
-            joints=JointStore() if plan.profiled is None else None,
         )
     lowering = build(step.model, captured, step.block_bytes)
     made = planned_kernels(plan.record, step.device, step.block_bytes)(
@@ -64,7 +61,6 @@ def captured_whole_step(step: Recapture) -> Found:
             record.block_bytes,
             planned_kernels(record, step.device, record.block_bytes),
             record.rules,
-            JointStore(),
         )
     captured, lowering = with_updates(parts, parts.lowering, {})
     return Found(captured, lowering, parts)
