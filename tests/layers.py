@@ -17,12 +17,20 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "memopt.models": ("memopt.errors",),
     "memopt.programs": ("memopt.errors", "memopt.models"),
     "memopt.reductions": ("memopt.errors", "memopt.models", "memopt.programs"),
-    "memopt.profiler": ("memopt.errors", "memopt.models", "memopt.programs", "memopt.reductions"),
+    "memopt.torch_private": ("memopt.errors", "memopt.models.locks"),
+    "memopt.profiler": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.programs",
+        "memopt.reductions",
+        "memopt.torch_private",
+    ),
     "memopt.implementations": (
         "memopt.errors",
         "memopt.models",
         "memopt.programs",
         "memopt.profiler",
+        "memopt.torch_private",
     ),
     "memopt.executor": (
         "memopt.errors",
@@ -31,8 +39,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.reductions",
         "memopt.profiler",
         "memopt.implementations",
+        "memopt.torch_private",
     ),
-    "memopt.distributed": ("memopt.errors", "memopt.profiler"),
+    "memopt.distributed": ("memopt.errors", "memopt.profiler", "memopt.torch_private"),
     "memopt.strategies": (
         "memopt.errors",
         "memopt.models",
@@ -81,6 +90,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.files",
         "memopt.plan_record",
         "memopt.comparison_record",
+        "memopt.torch_private",
     ),
     "memopt.integrations": (
         "memopt.errors",
@@ -92,6 +102,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.executor",
         "memopt.strategies",
         "memopt.api",
+        "memopt.torch_private",
     ),
     "memopt.commands": (
         "memopt",
@@ -103,6 +114,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.files",
         "memopt.plan_record",
         "memopt.api",
+        "memopt.torch_private",
     ),
     "memopt.testing": (
         "memopt.errors",

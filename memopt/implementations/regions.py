@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from memopt.implementations.region_choice import forms_of, is_product, without
 from memopt.implementations.site import Sites
@@ -26,6 +25,7 @@ from memopt.profiler.compiled.fuse import compile_parts, kernel_of, refusal
 from memopt.profiler.compiled.same_bits import Key, SameBits
 from memopt.profiler.measure import MeasureOptions, Progress, costs_of, environment, silent
 from memopt.profiler.signature import Signature, call_signature, signature
+from memopt.torch_private import pytree
 
 _COPIED_BYTES = 2**26
 

@@ -7,10 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from memopt.implementations.bits import packed_bytes
 from memopt.implementations.kernel import PARTS, Kernel
@@ -21,6 +19,8 @@ from memopt.profiler.compiled.form import HERE, Form, ViewCall
 from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.flops import Work
 from memopt.profiler.in_place import overwritable
+from memopt.torch_private import pytree
+from memopt.torch_private.operators import OpOverload
 
 Attach = Callable[["Sites"], None]
 """Adds one family's alternatives wherever they fit."""

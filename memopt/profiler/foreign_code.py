@@ -16,13 +16,13 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from memopt.profiler.torch_private import imported
+from memopt.torch_private.access import private
+from memopt.torch_private.operators import OpOverload
 
 _NOT_RUN = (
     "torch._dynamo",
@@ -134,10 +134,10 @@ def _functions() -> Iterator[tuple[str, Any]]:
             elif not isinstance(value, (dict, types.ModuleType)):
                 yield where, value
     for table in _TABLES:
-        yield from _members(table, attrgetter(table.removeprefix("torch."))(torch))
+        yield from _members(table, private(table))
     for packet in list(vars(torch.ops.aten).values()):
         for overload in list(getattr(packet, "__dict__", {}).values()):
-            if isinstance(overload, torch._ops.OpOverload):
+            if isinstance(overload, OpOverload):
                 yield from _members(str(overload), overload.py_kernels)
 
 
@@ -158,13 +158,13 @@ _SCHEMAS = "/build/aten/src/ATen/RegisterSchema.cpp"
 def _foreign_kernel() -> str | None:
     """An operator of ATen for which somebody else has registered a kernel, in Python or C++; or one
     that does not say where its kernels are from. None: there is none."""
-    native: Any = torch._C
     home = str(Path(torch.__file__).parent) + os.sep
     built: str | None = None
-    for name in native._dispatch_get_all_op_names():
+    dump = private("torch._C._dispatch_dump")
+    for name in private("torch._C._dispatch_get_all_op_names")():
         if not name.startswith("aten::"):
             continue
-        for line in native._dispatch_dump(name).splitlines():
+        for line in dump(name).splitlines():
             _, found, place = line.partition(_REGISTERED)
             if not found or place.startswith(home):
                 continue
@@ -179,7 +179,7 @@ def own_functions() -> list[str]:
     """A line for each function of torch's public namespaces and each of Tensor's methods, that
     says which one it is."""
     homes: list[tuple[str, Any]] = [(name, importlib.import_module(name)) for name in _NAMESPACES]
-    homes += [("Tensor", torch.Tensor), ("torch._C._nn", imported("torch._C", "_nn"))]
+    homes += [("Tensor", torch.Tensor), ("torch._C._nn", private("torch._C._nn"))]
     lines = []
     for home, held in homes:
         # Inherited ones, too: one that is set on Tensor and set back stays there, and is the same.

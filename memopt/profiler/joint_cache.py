@@ -8,7 +8,6 @@ itself traces the model each time, since only that can tell whether the model is
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import threading
 import warnings
@@ -16,16 +15,13 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
 from memopt.profiler.as_eager.updates import described_rightly
 from memopt.profiler.joint_key import (
-    PICKLING,
     Nameless,
     function_name,
     joint_key,
@@ -34,11 +30,14 @@ from memopt.profiler.joint_key import (
     traced_plainly,
 )
 from memopt.profiler.joint_store import JointStore
-from memopt.profiler.torch_private import ONE_TRACE_AT_A_TIME, imported
+from memopt.torch_private import pytree
+from memopt.torch_private.access import private
+from memopt.torch_private.aot import joint_tracer, joint_tracer_replaced
+from memopt.torch_private.operators import OpOverload, schema_of
+from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 
 _LOG = logging.getLogger(__name__)
 
-_TRACING = "torch._functorch._aot_autograd.graph_capture"
 FEWEST_NODES = 100
 """Of dynamo's graph; the joint graph of a smaller one is traced in no time."""
 _KEPT = frozenset(
@@ -104,20 +103,14 @@ def joint_graphs_kept(
                 store.store(key, packed)
         return found
 
-    home = importlib.import_module(_TRACING)
-    with ONE_TRACE_AT_A_TIME, mock.patch.object(home, "_create_graph", known_or_traced):
+    with ONE_TRACE_AT_A_TIME, joint_tracer_replaced(known_or_traced):
         yield
 
 
 def _tracer() -> Any:
     """What traces joint graphs in AOTAutograd; None: somebody looks on who would miss the trace, or
     this torch has other names."""
-    try:
-        imported(PICKLING, "GraphPickler")
-        return imported(_TRACING, "_create_graph") if traced_plainly() else None
-    except CaptureError as error:
-        _LOG.debug("joint graphs are not kept: %s", error)
-        return None
+    return joint_tracer() if traced_plainly() else None
 
 
 def _packed(joint: GraphModule, traced: GraphModule) -> bytes | None:
@@ -141,7 +134,7 @@ def _check(node: Node) -> None:
         raise Nameless(f"a {node.op} in the joint graph")
     if node.op == "call_function" and node.target not in described_rightly().values():
         function_name(node.target)
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
             raise Nameless(f"{node.target}, an update that is left in the joint graph")
     unknown = node.meta.keys() - _KEPT - _NOT_READ - _STACKS
     if unknown:
@@ -210,13 +203,13 @@ def _tensors(node: Node) -> list[torch.Tensor]:
 
 
 def _pickled(joint: GraphModule, beside: list[_Beside]) -> bytes:
-    options = imported(PICKLING, "Options")(
+    options = private("torch.fx._graph_pickler.Options")(
         ops_filter=None, node_metadata_key_filter=_KEPT.__contains__
     )
     graph = joint.graph
     try:
         # Without what the tracer has left in the module.
-        pickler = imported(PICKLING, "GraphPickler")
+        pickler = private("torch.fx._graph_pickler.GraphPickler")
         data: bytes = pickler.dumps((_module(graph), beside), options)
         return data
     finally:
@@ -224,7 +217,7 @@ def _pickled(joint: GraphModule, beside: list[_Beside]) -> bytes:
 
 
 def _module(graph: Graph) -> GraphModule:
-    make = imported("torch.fx._lazy_graph_module", "_make_graph_module")
+    make = private("torch.fx._lazy_graph_module._make_graph_module")
     module: GraphModule = make(torch.nn.Module(), graph)
     return module
 
@@ -238,7 +231,7 @@ def _unpacked(
         with warnings.catch_warnings():
             # torch's own, of a class that its pickler still asks for.
             warnings.simplefilter("ignore", FutureWarning)
-            pickler = imported(PICKLING, "GraphPickler")
+            pickler = private("torch.fx._graph_pickler.GraphPickler")
             bare, beside = pickler.loads(zlib.decompress(data), given[0].fake_mode)
     except Exception as error:  # noqa: BLE001  # what the bytes ask for is not here
         _LOG.debug("a joint graph cannot be read: %s", error)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import math
 import platform
 import types
@@ -21,14 +20,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from memopt.profiler.backend import autocast_state, processor
 from memopt.profiler.foreign_code import foreign_code, own_functions
-from memopt.profiler.torch_private import imported
+from memopt.torch_private.access import private
+from memopt.torch_private.aot import FakeTensor, functorch_settings, pickles_with_dill
+from memopt.torch_private.modes import dispatch_modes, function_modes, saved_tensor_hooks
+from memopt.torch_private.operators import OpOverload
+from memopt.torch_private.tensors import storage_key
 
-PICKLING = "torch.fx._graph_pickler"
 _NOT_READ = frozenset(
     {
         "creation_timestamp",
@@ -55,12 +56,10 @@ class Nameless(Exception):
 
 def traced_plainly() -> bool:
     """Whether nothing of the user's would look on, or interfere, while a model is traced here."""
-    modes = imported("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack")
-    functions = imported("torch.overrides", "_get_current_function_mode_stack")
     return (
-        not modes()
-        and not functions()
-        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        not dispatch_modes()
+        and not function_modes()
+        and saved_tensor_hooks() is None
         and not torch.is_inference_mode_enabled()
         and not torch.is_anomaly_enabled()
     )
@@ -109,7 +108,7 @@ def _environment(device: torch.device) -> str:
         device,
         processor(),
         # What writes a graph must be there to read it.
-        getattr(importlib.import_module(PICKLING), "dill", None) is not None,
+        pickles_with_dill(),
     ]
     if device.type == "cuda":
         parts.append(torch.cuda.get_device_properties(device))
@@ -152,11 +151,11 @@ def _state() -> list[str]:
     foreign = foreign_code()
     if foreign is not None:
         raise Nameless(f"code that is not torch's: {foreign}")
-    priority = getattr(torch._C, "_get_sdp_priority_order", list)
+    priority = private("torch._C._get_sdp_priority_order")
     said = {
         "functions": hashlib.sha256("\n".join(own_functions()).encode()).hexdigest(),
-        "functorch": imported("torch._functorch", "config").save_config_portable(),
-        "shapes": imported("torch.fx.experimental", "_config").save_config_portable(),
+        "functorch": functorch_settings(),
+        "shapes": private("torch.fx.experimental._config").save_config_portable(),
         "autocast": (autocast_state(), torch.is_autocast_cache_enabled()),
         "dtype": torch.get_default_dtype(),
         "deterministic": (
@@ -192,7 +191,7 @@ def _inputs(args: Iterable[Any], descriptors: Iterable[Any]) -> list[str]:
             raise Nameless(f"an input that is {descriptor!r}")
         if type(value) is not FakeTensor or value.constant is not None:
             raise Nameless(f"an input that is a {type(value).__name__}")
-        memory = value.untyped_storage()._cdata
+        memory = storage_key(value.untyped_storage())
         place = memories.setdefault(memory, len(memories))
         lines.append(f"{descriptor!r} {place} {tensor_text(value)}")
     return lines
@@ -278,13 +277,13 @@ def function_name(function: Any) -> str:
     Raises:
         Nameless: it is not torch's, or not found by its name.
     """
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         if function.namespace != "aten":
             raise Nameless(f"the operator {function}")
         return str(function)
     if not isinstance(function, (types.FunctionType, types.BuiltinFunctionType)):
         raise Nameless(f"the function {function!r}")
-    name: str = imported("torch.fx.node", "_get_qualified_name")(function)
+    name: str = private("torch.fx.node._get_qualified_name")(function)
     root, *rest = name.split(".")
     found: Any = {"torch": torch, "_operator": __import__("operator")}.get(root)
     for part in rest:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from memopt.profiler.as_eager.layouts import layouts_of_kernels
 from memopt.profiler.capture import Captured
@@ -28,6 +27,8 @@ from memopt.profiler.compiled.orders import computes_alike
 from memopt.profiler.memory_layout import same_strides, storage_of
 from memopt.profiler.nodes import is_random
 from memopt.profiler.signature import REFUSALS, call_signature, signature
+from memopt.torch_private import pytree
+from memopt.torch_private.operators import OpOverload
 
 _ATEN = torch.ops.aten
 _CONVOLUTIONS: dict[Any, int] = {
@@ -137,7 +138,7 @@ class _Layouts:
         target: Any = node.target
         if target is operator.getitem or is_random(node) or target in _EMPTY:
             return True
-        if isinstance(target, torch._ops.OpOverload) and target.is_view:
+        if isinstance(target, OpOverload) and target.is_view:
             return True
         before = signature(node)
         args, kwargs = map_arg((node.args, node.kwargs), lambda one: self.values[one])

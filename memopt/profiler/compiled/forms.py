@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from memopt.models.graph import Phase
 from memopt.profiler.build import Lowering, held_by
@@ -30,6 +29,7 @@ from memopt.profiler.compiled.rematerialise import Rematerialised
 from memopt.profiler.compiled.replace import Replaced
 from memopt.profiler.compiled.subgraph import subgraphs
 from memopt.profiler.flops import Work
+from memopt.torch_private import pytree
 
 OPERANDS, ALL = "operands kept", "all kept"
 """Names: nothing is written again for products; nothing is made again."""
