@@ -176,7 +176,10 @@ def _owner(row: Row) -> tuple[Any, str]:
     """What has the attribute that is the last part of a row's name, and that part."""
     home, _, last = row.name.rpartition(".")
     if row.of is not None:
-        return row.of(), last
+        try:
+            return row.of(), last
+        except (TypeError, RuntimeError) as error:
+            raise AttributeError(f"{row.name}: {error}") from error
     owner: Any = importlib.import_module("torch")
     for part in home.split(".")[1:]:
         owner = _part(owner, part)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from memopt.torch_private.access import (
     attribute,
@@ -45,6 +46,7 @@ REGISTRIES = (
 COMPILED_CALL = attribute_name("torch.nn.Module._compiled_call_impl")
 """The attribute that holds what a module's call goes to, if it is not its forward."""
 private("torch.nn.Module._call_impl")
+private("torch.nn.utils.parametrize._cache_enabled")
 private("torch.nn.Module._load_from_state_dict")
 _step_hooks = (
     attribute("torch.optim.Optimizer._optimizer_step_pre_hooks"),
@@ -121,7 +123,7 @@ def grouped_by_dtype(tensors: list[torch.Tensor]) -> list[list[int]]:
 
 def parametrized_cached() -> bool:
     """Whether this is inside of `torch.nn.utils.parametrize.cached()`."""
-    return bool(private("torch.nn.utils.parametrize._cache_enabled"))
+    return bool(parametrize._cache_enabled)
 
 
 @contextlib.contextmanager
