@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-gpu | test-browser | fuzz | bench | bench-gpu | lint | docs | notebooks
+# make demo | test | test-torch TORCH=2.14.1 | test-all | test-gpu | test-browser | fuzz | bench | bench-gpu | lint | docs | notebooks
 # Each target first makes .venv and installs what constraints.txt pins (only Python 3.11 and pip are
 # needed). On Linux, plain pip installs torch's CUDA build; for the smaller CPU build say
 #     make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install -qq --no-compile -c constraints.txt
 # Each of the test workers is one thread of torch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-all test-gpu test-browser fuzz mutation coverage bench bench-gpu lint format docs notebooks install constraints clean
+.PHONY: demo test test-torch test-all test-gpu test-browser fuzz mutation coverage bench bench-gpu lint format docs notebooks install constraints clean
 
 install: $(STAMP)
 
@@ -42,6 +42,25 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not gpu and not browser" $(PYTEST_ARGS)
+
+# The fast suite, or a part of it (SUITE=tests/torch_private), with another torch (2.11.0, 2.13.0,
+# 2.14.1, 2.15.0) in an environment of its own.
+TORCH ?= 2.13.0
+SUITE ?= tests
+TORCH_VENV := .venv-torch-$(TORCH)
+
+test-torch: $(TORCH_VENV)/.installed
+	$(TORCH_VENV)/bin/python -m memopt doctor
+	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup \
+		-m "not slow and not gpu and not browser" $(SUITE) $(PYTEST_ARGS)
+
+$(TORCH_VENV)/.installed: pyproject.toml constraints.txt
+	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	@grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	@$(TORCH_VENV)/bin/python -m pip install -qq $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch==$(TORCH)
+	@$(TORCH_VENV)/bin/python -m pip install -qq -c $(TORCH_VENV)/constraints.txt -e '.[dev]' torch==$(TORCH)
+	@$(TORCH_VENV)/bin/python -m pip install -qq -c $(TORCH_VENV)/constraints.txt --no-deps torchvision timm
+	@touch $@
 
 test-all: $(STAMP)
 	$(PYTEST) --timeout 3600 $(PYTEST_ARGS)

@@ -1,5 +1,5 @@
 """The command line: `memopt demo`, `plan`, `fits`, `compare`, `explore`, `show`, `profile`,
-`strategies`, `device`, `place`, `version`.
+`strategies`, `device`, `place`, `doctor`, `version`.
 
 Exit status: 0 done; 1 failed; 2 wrong usage, wrong values of options included; 3 no plan fits the
 budget, or no placement the capacity; 4 the plan file is damaged or belongs to something else.
@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from memopt.commands.comparing import compare
+from memopt.commands.doctor import doctor
 from memopt.commands.exploring import explore
 from memopt.commands.fitting import fits
 from memopt.commands.listing import device, strategies, version
@@ -55,7 +56,7 @@ def demo() -> None:
 
 
 _PLANNING = (demo, plan, fits, compare, explore, show)
-for _command in (*_PLANNING, profile, strategies, device, place, version):
+for _command in (*_PLANNING, profile, strategies, device, place, doctor, version):
     app.command()(reporting_failures(_command))
 
 

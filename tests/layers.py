@@ -17,21 +17,35 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "memopt.models": ("memopt.errors",),
     "memopt.programs": ("memopt.errors", "memopt.models"),
     "memopt.reductions": ("memopt.errors", "memopt.models", "memopt.programs"),
-    "memopt.profiler": ("memopt.errors", "memopt.models", "memopt.programs", "memopt.reductions"),
+    "memopt.torch_private": ("memopt.errors", "memopt.models.locks"),
+    "memopt.profiler": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.programs",
+        "memopt.reductions",
+        "memopt.torch_private",
+    ),
     "memopt.implementations": (
         "memopt.errors",
         "memopt.models",
         "memopt.programs",
         "memopt.profiler",
+        "memopt.torch_private",
     ),
     # How a kernel writes at an address: a step is prepared with it, and runs by it.
     "memopt.executor.out_variants": (
         "memopt.errors",
         "memopt.profiler",
         "memopt.executor.composed_variants",
+        "memopt.torch_private",
     ),
-    "memopt.executor.composed_variants": ("memopt.errors", "memopt.profiler"),
+    "memopt.executor.composed_variants": (
+        "memopt.errors",
+        "memopt.profiler",
+        "memopt.torch_private",
+    ),
     "memopt.stages": (
+        "memopt.torch_private",
         "memopt.errors",
         "memopt.models",
         "memopt.programs",
@@ -47,8 +61,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.profiler",
         "memopt.implementations",
         "memopt.stages",
+        "memopt.torch_private",
     ),
-    "memopt.distributed": ("memopt.errors", "memopt.profiler"),
+    "memopt.distributed": ("memopt.errors", "memopt.profiler", "memopt.torch_private"),
     "memopt.strategies": (
         "memopt.errors",
         "memopt.models",
@@ -98,6 +113,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.files",
         "memopt.plan_record",
         "memopt.comparison_record",
+        "memopt.torch_private",
     ),
     "memopt.integrations": (
         "memopt.errors",
@@ -109,6 +125,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.executor",
         "memopt.strategies",
         "memopt.api",
+        "memopt.torch_private",
     ),
     "memopt.commands": (
         "memopt",
@@ -120,6 +137,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.files",
         "memopt.plan_record",
         "memopt.api",
+        "memopt.torch_private",
     ),
     "memopt.testing": (
         "memopt.errors",

@@ -66,7 +66,8 @@ def with_cluster(record: PlanRecord, mesh: Mesh | None, inputs: Any) -> PlanReco
 def tokens_of(inputs: Any) -> int:
     """How many token ids inputs hold: the elements of the largest tensor of integers."""
     import torch
-    from torch.utils import _pytree as pytree
+
+    from memopt.torch_private import pytree
 
     tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
     whole = [x for x in tensors if not (x.is_floating_point() or x.is_complex())]

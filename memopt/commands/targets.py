@@ -141,7 +141,8 @@ def _called(name: str, factory: Callable[..., Any]) -> Target:
 def _in_dtype(target: Target, name: str) -> Target:
     """The model and its inputs, those of their tensors that hold real numbers in this dtype."""
     import torch
-    from torch.utils import _pytree as pytree
+
+    from memopt.torch_private import pytree
 
     dtype = getattr(torch, name)
 

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-_OPS = torch.ops._c10d_functional
+from memopt.torch_private.modes import backward_number
+from memopt.torch_private.modules import registered_parameter
+from memopt.torch_private.operators import collectives
+
+_OPS = collectives()
 
 
 @dataclass
@@ -33,7 +37,7 @@ class Running:
         may run a part of the forward again) and in what dynamo traces."""
         if torch.compiler.is_dynamo_compiling():
             return True
-        return self.calls > 0 or torch._C._current_graph_task_id() != -1
+        return self.calls > 0 or backward_number() != -1
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Sharding:
         running, route = self.running, self._route()
 
         def read(module: Any) -> Any:
-            parameter = module._parameters[name]
+            parameter = registered_parameter(module, name)
             if parameter is None or not running.reads_whole():
                 return parameter
             local = parameter.to_local()

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils import _pytree as pytree
 
 from memopt.distributed.buckets import buckets
 from memopt.distributed.gathering import Sharding
 from memopt.profiler.joined_collectives import BUCKETS
 from memopt.profiler.ranks import ranks_in
+from memopt.torch_private import pytree
+from memopt.torch_private.modules import call_goes_elsewhere, parameters_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -62,7 +63,7 @@ def _check(model: nn.Module, mesh: DeviceMesh) -> None:
         raise ValueError("the model is sharded already; shard the outermost module, once")
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
-        if module._compiled_call_impl is not None:
+        if call_goes_elsewhere(module):
             raise ValueError(
                 f"{where} is compiled or wrapped already: shard first, then memopt.wrap"
             )
@@ -88,14 +89,14 @@ def _shard_module(
     module: nn.Module, sharding: Sharding, together: dict[int, int], made: dict[int, nn.Parameter]
 ) -> None:
     """Replace a module's own parameters by shards, and its class by one that gathers them."""
-    own = {name: p for name, p in module._parameters.items() if p is not None}
+    own = {name: p for name, p in parameters_of(module).items() if p is not None}
     bucket_of = {name: together[id(p)] for name, p in own.items() if id(p) in together}
     readers: dict[str, Any] = {_MARK: sharding, BUCKETS: bucket_of}
     for name, parameter in own.items():
         if id(parameter) not in made:
             # The shard is kept with the old parameter's name in the dict, whose id lives so long.
             made[id(parameter)] = _sharded(parameter, sharding)
-        module._parameters[name] = made[id(parameter)]
+        parameters_of(module)[name] = made[id(parameter)]
         rows = parameter.shape[0] if parameter.dim() else None
         readers[name] = property(sharding.reader(name, rows))
     if own:

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from memopt.profiler.capture import Captured
+from memopt.torch_private.modes import backward_number
 
 _SUM = torch.ops.aten.add.Tensor
 _COPIES = frozenset((torch.ops.aten.clone.default,))
@@ -50,7 +51,7 @@ class AddedLater:
         """
         if not self._names:
             return
-        task = torch._C._current_graph_task_id()
+        task = backward_number()
         values = frozenset(id(primals[i]) for i in self._names)
         before = _Backward.values if _Backward.task == task else frozenset()
         _Backward.task, _Backward.values = task, before | values

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memopt.executor.differentiated import PARTIAL, REMEDIES
+from memopt.torch_private import pytree
 
 
 def has_own(model: nn.Module, name: str) -> bool:

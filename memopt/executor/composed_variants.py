@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from memopt.profiler.as_eager.dropout import EAGER_DROPOUT, noise_of, rounded
-
-_aten = torch.ops.aten
+from memopt.torch_private.operators import aten as _aten
 
 
 def _copy(x: Tensor, *_: Any, out: Tensor, **__: Any) -> Tensor:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.guard import Guard
@@ -28,6 +27,9 @@ from memopt.profiler.model_outputs import TracedOutputs
 from memopt.profiler.nodes import is_random
 from memopt.profiler.own_backward import gradient_hooks_off
 from memopt.profiler.restored_state import state_restored
+from memopt.torch_private import pytree
+from memopt.torch_private.modes import differentiate_twice, function_of
+from memopt.torch_private.operators import OpOverload, schema_of
 
 _STATISTICS = ("running_mean", "running_var")
 DIFFERENTIATED = (
@@ -53,9 +55,7 @@ def prepare_backward(output: Any, outputs: TracedOutputs) -> None:
     leaves = pytree.tree_leaves(output)
     for position in outputs.copied:
         node: Any = getattr(leaves[position], "grad_fn", None)
-        function: Any = getattr(type(node), "_forward_cls", None)
-        if hasattr(function, "_double_backward"):
-            function._double_backward = staticmethod(_as_computed)
+        if differentiate_twice(function_of(node), _as_computed):
             node.set_materialize_grads(False)
             return
 
@@ -233,7 +233,7 @@ def _read_and_written(captured: Captured) -> Iterator[str]:
 
 def _only_updates(value: Node, user: Node) -> bool:
     """Whether an operator reads a value as statistics that it only updates."""
-    schema = getattr(user.target, "_schema", None)
+    schema = schema_of(user.target) if isinstance(user.target, OpOverload) else None
     if schema is None or "batch_norm" not in schema.name or user.target is operator.getitem:
         return False
     named = zip(schema.arguments, user.args, strict=False)

@@ -18,6 +18,7 @@ from memopt.profiler.dependencies.dependencies import Dependencies
 from memopt.profiler.dependencies.reader import Dependency, described, described_text
 from memopt.profiler.inputs import Call, repeated
 from memopt.profiler.objects import Opened
+from memopt.torch_private.modules import TENSOR_REGISTRIES, buffers_of, parameters_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def _registered(modules: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
     return {
         f"{path}.{name}" if path else name: tensor
         for path, module in modules.items()
-        for registry in (module._parameters, module._buffers)
+        for registry in (parameters_of(module), buffers_of(module))
         for name, tensor in registry.items()
         if tensor is not None
     }
@@ -79,7 +80,7 @@ def _structure(modules: dict[str, nn.Module]) -> list[Dependency]:
         looks[f"type({source})"] = type(module)
         looks[f"{source}.training"] = module.training
         looks |= {f"{source}.{setting}": value for setting, value in _constants(module)}
-        for registry in ("_parameters", "_buffers"):
+        for registry in TENSOR_REGISTRIES:
             tensors |= {
                 f"{source}.{registry}[{name!r}]": tensor
                 for name, tensor in getattr(module, registry).items()

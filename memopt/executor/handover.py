@@ -23,7 +23,7 @@ from memopt.executor.recorder import Recorder
 from memopt.executor.values import Halves
 from memopt.profiler.backend import autocast_off
 from memopt.profiler.capture import Captured
-from memopt.profiler.torch_private import data_parallel_around
+from memopt.torch_private.modules import data_parallel_around
 
 Handed: TypeAlias = tuple[tuple[int, Any], ...]
 """(position among the joint graph's inputs, its gradient), of those that are complete."""

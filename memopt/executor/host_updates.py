@@ -27,6 +27,7 @@ from memopt.executor.worker import Task, Worker
 from memopt.profiler.backend import backend_of
 from memopt.profiler.build import Lowering
 from memopt.profiler.step_optimizer import Touch, group_of, update_one
+from memopt.torch_private.modules import note_step
 
 Step: TypeAlias = Callable[[torch.Tensor], None]
 RunStep: TypeAlias = Callable[[str, torch.Tensor, Step], None]
@@ -83,7 +84,7 @@ class HostUpdates:
         here = swap.fence(stored)  # type: ignore[arg-type]
         group = {**group_of(self._optimizer, parameter), **self._options, "params": [parameter]}
         # As its own step notes for learning-rate schedulers, which warn otherwise.
-        vars(self._optimizer)["_opt_called"] = True
+        note_step(self._optimizer)
 
         def step(value: torch.Tensor) -> None:
             self._own.state = self._optimizer.state

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from memopt.profiler.torch_private import compiled_code_kept as compiled_code_kept
+from memopt.torch_private.dynamo import compiled_code_kept as compiled_code_kept

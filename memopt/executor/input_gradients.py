@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memopt.errors import ExecutionError
+from memopt.torch_private.tensors import has_gradient_hooks
 
 
 def check_behind(leaves: list[Any], parameters: Iterable[torch.Tensor]) -> None:
@@ -70,7 +71,6 @@ def _plain(tensor: torch.Tensor, gradient: torch.Tensor) -> bool:
     return (
         tensor.is_leaf
         and tensor.grad is None
-        and not tensor._backward_hooks
-        and not tensor._post_accumulate_grad_hooks
+        and not has_gradient_hooks(tensor)
         and tensor.stride() == gradient.stride()
     )

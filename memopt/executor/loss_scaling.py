@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.torch_private.modules import forget_step
+
 
 class LossScaling:
     """The loss's gradient in a step, and a GradScaler's part in it.
@@ -61,7 +63,7 @@ class LossScaling:
             scaler.step(stands_in)
             scaler.update()
         except BaseException:
-            scaler._per_optimizer_states.pop(id(stands_in), None)
+            forget_step(scaler, stands_in)
             scaler.load_state_dict(before)
             raise
 

@@ -22,8 +22,9 @@ from memopt.profiler.dependencies.dependencies import Dependencies
 from memopt.profiler.inputs import Call, align, asks_for_gradients
 from memopt.profiler.memory_layout import storage_of
 from memopt.profiler.model_outputs import refusing_gradients
-from memopt.profiler.torch_private import captured_around
 from memopt.profiler.training_call import as_planned
+from memopt.torch_private.dynamo import captured_around
+from memopt.torch_private.modules import REGISTRIES, load_own_state
 
 OnMismatch: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
 """(the user's model, a call that is not the planned one, what differs) → the module to call."""
@@ -153,7 +154,7 @@ class PlannedModule(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         """Load the model's own part of a state that is loaded into a module around it."""
-        original_of(self)._load_from_state_dict(*args)
+        load_own_state(original_of(self), *args)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step's forward under the plan; the backward follows by autograd.
@@ -311,5 +312,7 @@ _OWN = (
 
 def _shared_names(model: nn.Module) -> list[str]:
     """Attributes that a planned module shares with its model."""
-    names = ["_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"]
-    return names + [name for name in model.__dict__ if "state_dict" in name and "hooks" in name]
+    return [
+        *REGISTRIES,
+        *(name for name in model.__dict__ if "state_dict" in name and "hooks" in name),
+    ]

@@ -25,9 +25,9 @@ from memopt.profiler.build import Lowering
 from memopt.profiler.memory_layout import fills_storage, storage_of
 from memopt.profiler.session import Profiled
 from memopt.profiler.signature import Arguments, signature, values_of
-from memopt.profiler.torch_private import has_kernel
 from memopt.profiler.trial import poisoned, same_bits
 from memopt.profiler.workspace import with_state
+from memopt.torch_private.operators import OpOverload, aten, has_kernel, schema_of
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ def _gives_the_same(variant: OutVariant, node: Node, device: torch.device) -> bo
 
 _COPYING = frozenset(
     (
-        torch.ops.aten._fft_r2c.default,
-        torch.ops.aten._fft_c2r.default,
-        torch.ops.aten._fft_c2c.default,
+        aten._fft_r2c.default,
+        aten._fft_c2r.default,
+        aten._fft_c2c.default,
     )
 )
 """Their `out=` kernels on CPU make the result elsewhere and copy it (mkl/SpectralOps.cpp)."""
@@ -121,12 +121,12 @@ def _variant(target: Any, device: str) -> OutVariant | None:
     twin = in_place_twin(target)
     if twin is not None:
         return OutVariant(written_into(twin), ("out",), composed=True)
-    if not isinstance(target, torch._ops.OpOverload) or target in _COPYING:
+    if not isinstance(target, OpOverload) or target in _COPYING:
         return None
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    wanted = [(a.name, str(a.type)) for a in schema_of(target).arguments]
     for name in target.overloadpacket.overloads():
         overload = getattr(target.overloadpacket, name)
-        arguments = overload._schema.arguments
+        arguments = schema_of(overload).arguments
         if [(a.name, str(a.type)) for a in arguments if not a.is_out] != wanted:
             continue
         outs = tuple(a.name for a in arguments if a.is_out)
@@ -140,7 +140,7 @@ def _suits(node: Node) -> bool:
     norm with statistics of another dtype."""
     if node.target in (torch.ops.aten.native_dropout.default, EAGER_DROPOUT):
         return node.args[2] is not False and _tensor(node, 0).numel() > 0
-    if node.target is torch.ops.aten._safe_softmax.default:
+    if node.target is aten._safe_softmax.default:
         return _tensor(node, 0).numel() > 0
     if node.target in (torch.ops.aten.full.default, torch.ops.aten.full_like.default):
         return isinstance(node.args[1], (int, float))

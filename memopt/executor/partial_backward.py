@@ -25,6 +25,7 @@ from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.nodes import is_random
 from memopt.programs.instructions import Program
+from memopt.torch_private.operators import aten
 
 Backward: TypeAlias = Callable[[list[Any], list[Any], list[Any]], tuple[Any, ...]]
 """See `memopt.executor.runtime.Installed.backward`."""
@@ -38,7 +39,7 @@ _GIVEN_ZEROS = frozenset(
     )
 )
 """The backwards of `split`, `unbind` and an LSTM: autograd makes zeros of what they miss."""
-_SIGNED = frozenset((torch.ops.aten._conj.default, torch.ops.aten._neg_view.default))
+_SIGNED = frozenset((aten._conj.default, aten._neg_view.default))
 """Views that read -0.0 as 0.0."""
 
 

@@ -10,6 +10,8 @@ import time
 
 import torch
 
+from memopt.torch_private.tensors import holders
+
 _LONGEST_S = 1.0
 
 
@@ -23,5 +25,5 @@ def released(*tensors: torch.Tensor) -> None:
     # A wait returns the tensor that it waited for.
     alone = len(set(map(id, tensors))) + 1
     deadline = time.perf_counter() + _LONGEST_S
-    while torch._C._storage_Use_Count(storage._cdata) > alone and time.perf_counter() < deadline:
+    while holders(storage) > alone and time.perf_counter() < deadline:
         time.sleep(0)

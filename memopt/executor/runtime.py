@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils import _pytree as pytree
 
 from memopt.errors import ExecutionError
 from memopt.executor.absence import Like
@@ -40,7 +39,9 @@ from memopt.profiler.baseline import differentiable
 from memopt.profiler.capture import Captured
 from memopt.profiler.inputs import Call
 from memopt.profiler.model_outputs import as_users_see, in_memory_of_its_own
-from memopt.profiler.torch_private import keeps_graph
+from memopt.torch_private import pytree
+from memopt.torch_private.modes import keeps_graph
+from memopt.torch_private.tensors import version_of
 
 _KEYS = itertools.count(1)
 
@@ -223,11 +224,11 @@ class Runtime:
         outputs, saved = program.forward(primals)
         key = next(_KEYS)
         token = torch.tensor(key, dtype=torch.int64)
-        versions = tuple(primals[i]._version for i in program.watched)
+        versions = tuple(version_of(primals[i]) for i in program.watched)
         # Aliases: what autograd attaches to the outputs must not keep the state, which may hold
         # the same tensors, and with it the token, alive.
         watched = [outputs[i].detach() for i in program.watched_outputs]
-        output_versions = [value._version for value in watched]
+        output_versions = [version_of(value) for value in watched]
         state = _State(
             key,
             program,
@@ -269,7 +270,7 @@ class Runtime:
         state = kept.value
         program = state.program
         for position, version in zip(program.watched, state.versions, strict=True):
-            if state.primals[position]._version != version:
+            if version_of(state.primals[position]) != version:
                 raise ExecutionError(
                     f"{program.names[position]} was changed in place between this step's forward "
                     "and its backward; the gradients would be wrong. Update parameters after "
@@ -346,7 +347,7 @@ class Runtime:
         for position, value, version in zip(
             positions, state.outputs, state.output_versions, strict=True
         ):
-            if value._version != version:
+            if version_of(value) != version:
                 raise ExecutionError(
                     f"output {self._captured.leaves[position]} of the planned model was changed in "
                     "place before its backward, which needs its value: change a copy (clone())"

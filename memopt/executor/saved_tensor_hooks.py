@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.utils import parametrize
 
 from memopt.profiler.aside import mode_around
-from memopt.profiler.torch_private import imported
+from memopt.torch_private.modes import saved_tensor_hooks
+from memopt.torch_private.modules import parametrized_cached
 
 _CHECKPOINT = "torch.utils.checkpoint"
 _MODE = "it is inside of {}, which sees every operator, and a planned step runs others"
@@ -36,7 +36,7 @@ def why_not_inside() -> str | None:
     mode = mode_around()
     if mode is not None:
         return _MODE.format(mode)
-    if parametrize._cache_enabled:
+    if parametrized_cached():
         return _CACHED
     pack = _pack_around()
     if pack is None or _home(pack).partition(".")[0] in ("torch", "memopt"):
@@ -57,7 +57,7 @@ def token_as_it_is() -> AbstractContextManager[object]:
 
 def _pack_around() -> Any:
     """The innermost hook that packs what is saved here; None: there is none."""
-    hooks = imported("torch._C._autograd", "_top_saved_tensors_default_hooks")(True)
+    hooks = saved_tensor_hooks()
     return None if hooks is None else hooks[0]
 
 

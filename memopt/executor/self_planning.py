@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memopt.errors import GuardError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
@@ -35,7 +34,9 @@ from memopt.profiler.dependencies.reader import described, described_text
 from memopt.profiler.inputs import Call, asks_for_gradients, device_of, to_call
 from memopt.profiler.ranks import ranks_of
 from memopt.profiler.taken import check_leaves
-from memopt.profiler.torch_private import captured_around
+from memopt.torch_private import pytree
+from memopt.torch_private.dynamo import captured_around
+from memopt.torch_private.modules import COMPILED_CALL, FORWARD_PRE_HOOKS, plain_call
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -48,7 +49,7 @@ _NO_PLAN = (
 
 _LOG = logging.getLogger(__name__)
 
-_CALL = "_compiled_call_impl"
+_CALL = COMPILED_CALL
 _STATE = "__getstate__"
 
 
@@ -161,10 +162,10 @@ class SelfPlanning:
         if not isinstance(state, dict):
             return state
         state = {name: value for name, value in state.items() if not self._gave(name, value)}
-        hooks = state.get("_forward_pre_hooks")
+        hooks = state.get(FORWARD_PRE_HOOKS)
         if hooks is not None:
             kept = ((key, hook) for key, hook in hooks.items() if key != self._hook.id)
-            state["_forward_pre_hooks"] = type(hooks)(kept)
+            state[FORWARD_PRE_HOOKS] = type(hooks)(kept)
         return state
 
     def _gave(self, name: str, value: Any) -> bool:
@@ -207,12 +208,12 @@ class SelfPlanning:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         # This much dynamo sees, while it captures the model or one around it.
         if captured_around():
-            return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return plain_call(self.model, *args, **kwargs)
         return self._run(*args, **kwargs)
 
     def _running(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
-        plain: Callable[..., Any] = model._call_impl
+        plain = partial(plain_call, model)
         if runs_unplanned():
             return plain(*args, **kwargs)
         with unplanned():

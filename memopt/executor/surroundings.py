@@ -17,7 +17,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from memopt.models.charges import NO_CHARGES, Charges
@@ -27,6 +26,7 @@ from memopt.profiler.baseline import LARGEST_NUMBER_BYTES
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory import LossMeter, MemoryUse
 from memopt.profiler.optimizer_state import state_sizes
+from memopt.torch_private import pytree
 
 METERED = 4
 """So many first steps of a kind are metered, and then the 8th, the 16th, the 32nd..."""

@@ -19,6 +19,7 @@ from memopt.executor.forks import generation, tell_of_forks
 from memopt.executor.recorder import Recorder
 from memopt.executor.tied_values import TiedValue, tie
 from memopt.executor.worker import Task, Worker
+from memopt.torch_private.tensors import negated
 
 
 @dataclass(kw_only=True)
@@ -65,7 +66,7 @@ class StoredTensor:
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         stored = empty.set_(storage, self.offset, self.size, self.stride)
         stored = stored.conj() if self.conjugated else stored
-        return torch._neg_view(stored) if self.negated else stored
+        return negated(stored) if self.negated else stored
 
 
 @dataclass(kw_only=True)

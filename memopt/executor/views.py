@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.memory_layout import same_strides
-from memopt.profiler.torch_private import imported
+from memopt.torch_private.access import private
 
 _VIEWS = frozenset(
     {
@@ -69,7 +69,7 @@ Looked = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.T
 def looked() -> Looked:
     """What makes a view by its shape, strides and offset: of plain tensors past the dispatcher,
     without autograd."""
-    native = imported("torch._C._dynamo.guards", "_reinterpret_tensor")
+    native = private("torch._C._dynamo.guards._reinterpret_tensor")
 
     def look(
         root: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int

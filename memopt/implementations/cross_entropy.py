@@ -24,8 +24,8 @@ from torch.fx import Node
 
 from memopt.implementations.kernel import Kernel, split, with_twin, writing
 from memopt.implementations.site import Sites, contiguous, part_bytes, value_of
+from memopt.torch_private.operators import aten as ATEN
 
-ATEN = torch.ops.aten
 CHUNKS = 16
 """Of the rows: as many times W's gradient is added to."""
 ROUNDED = (torch.float32, torch.float64, torch.bfloat16)

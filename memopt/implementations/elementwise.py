@@ -19,8 +19,8 @@ from memopt.implementations.bits import masks, pack, pack_where, packed_bytes, u
 from memopt.implementations.kernel import Kernel, overwriting, with_twin
 from memopt.implementations.site import Sites, contiguous, storage_bytes, value_of
 from memopt.profiler.as_eager.dropout import dropout
-
-ATEN = torch.ops.aten
+from memopt.torch_private.operators import aten as ATEN
+from memopt.torch_private.operators import schema_of
 
 
 def _with_bits(name: str, run: Any, over: Any, test: Callable[..., Tensor]) -> Kernel:
@@ -203,7 +203,7 @@ ACTIVATIONS = (
 
 def _arguments(call: Node) -> dict[str, Any]:
     """A call's arguments by name, defaults included."""
-    schema = call.target._schema.arguments  # type: ignore[union-attr]  # an operator of ATen's
+    schema = schema_of(call.target).arguments
     names = [argument.name for argument in schema]
     given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
     return {one.name: given.get(one.name, one.default_value) for one in schema}

@@ -20,6 +20,7 @@ from memopt.profiler.inputs import Call
 from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
 from memopt.programs.lifetimes import lifetimes
 from memopt.programs.liveness import with_frees
+from memopt.torch_private.operators import OpOverload, schema_of
 
 NAME = "memopt_node"
 """Under which a node of memopt's copy has its name in Inductor's graph."""
@@ -118,7 +119,7 @@ def captured_joint(gm: GraphModule, outputs: int) -> Captured:
 
 def is_view(node: Node) -> bool:
     """Whether a call only looks into what it reads."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target) if isinstance(node.target, OpOverload) else None
     return schema is not None and any(one.alias_info is not None for one in schema.returns)
 
 

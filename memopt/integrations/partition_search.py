@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import config as functorch_config
 
 from memopt.models.budget import format_bytes
 from memopt.profiler.backend import timed
@@ -21,6 +20,7 @@ from memopt.profiler.memory import metered
 from memopt.profiler.own_backward import OwnBackward
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.unheard import unheard
+from memopt.torch_private.aot import functorch_set
 
 _TURNS = 7
 """Steps of each module, in turns, of whose times the median counts."""
@@ -85,7 +85,7 @@ class RealStep:
         device = self._device
         with self._left_alone() as (call, run_backward):
             # What is found in AOTAutograd's cache is divided already; Inductor's own is used.
-            with functorch_config.patch(enable_autograd_cache=False):
+            with functorch_set(enable_autograd_cache=False):
                 self._step(run, call, run_backward)
             clear_gradients(self.model, call.tensors())
             with metered(device) as use:

@@ -22,9 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -59,6 +56,8 @@ from memopt.programs.replay import replay
 from memopt.reductions.chain_view import ChainView
 from memopt.strategies import Strategy, resolve
 from memopt.strategies.target import chain_view
+from memopt.torch_private.aot import functorch_set
+from memopt.torch_private.inductor import CustomPartitionerFn, divided_by_torch
 
 _ROUNDS = 6
 _TORCHS = tuple(round(1 - part / 10, 1) for part in range(1, 11))
@@ -138,8 +137,8 @@ class Partitioner(CustomPartitionerFn):
             self.failure = error
             raise
         budgets = {"activation_memory_budget": self.torch_budget} if torchs else {}
-        with functorch_config.patch(budgets):
-            halves = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        with functorch_set(**budgets):
+            halves: tuple[GraphModule, GraphModule] = divided_by_torch()(gm, joint_inputs, **kwargs)
         self.recomputed = sum(node.name in forward for node in halves[1].graph.nodes)
         if torchs:
             results: Any = halves[0].graph.output_node().args[0]

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from memopt.profiler.torch_private import imported
+from memopt.torch_private.access import private, replace
 
+_CONVERT = "torch._dynamo.convert_frame.CatchErrorsWrapper.__call__"
 _TORCH = os.path.dirname(torch.__file__)
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NOTHING_TO_PLAN = ("No ops traced", "no content in function call")
@@ -78,9 +79,8 @@ class SkippedFrame:
 def hear_skipped_frames(hears: Callable[[Any, SkippedFrame], None]) -> None:
     """Have every later skipped function told to `hears(backend, frame)`, for all backends: the
     backend as Dynamo keeps it. It may raise: the call that is being compiled then raises that."""
-    wrapper = imported("torch._dynamo.convert_frame", "CatchErrorsWrapper")
-    backend_of = imported("torch._dynamo.eval_frame", "innermost_backend")
-    convert = wrapper.__call__
+    backend_of = private("torch._dynamo.eval_frame.innermost_backend")
+    convert = private(_CONVERT)
 
     @functools.wraps(convert)
     def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,18 +92,18 @@ def hear_skipped_frames(hears: Callable[[Any, SkippedFrame], None]) -> None:
             hears(backend_of(self), found)
         return made
 
-    wrapper.__call__ = call
+    replace(_CONVERT, call)
 
 
 def _last_compilation() -> Any:
     """Dynamo's record of what it compiled last, or failed to."""
-    known = imported("torch._dynamo.utils", "get_compilation_metrics")()
+    known = private("torch._dynamo.utils.get_compilation_metrics")()
     return known[-1] if known else None
 
 
 def _breaks() -> dict[str, int]:
     """How often which graph break was made."""
-    counts: dict[str, int] = imported("torch._dynamo.utils", "counters")["graph_break"]
+    counts: dict[str, int] = private("torch._dynamo.utils.counters")["graph_break"]
     return counts
 
 

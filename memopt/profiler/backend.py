@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from memopt.models.record import AUTOCAST_DEVICES
-from memopt.profiler.torch_private import give_back_workspaces
+from memopt.torch_private.modes import give_back_workspaces
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.models.step_rules import PLAIN, StepRules
@@ -27,8 +26,9 @@ from memopt.profiler.ranks import largest, meet
 from memopt.profiler.reached_state import ReachedState
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.step_time import median_step_s
-from memopt.profiler.torch_private import backward_owns_tangents
 from memopt.profiler.unheard import unheard
+from memopt.torch_private import pytree
+from memopt.torch_private.modes import backward_owns_tangents
 
 LARGEST_NUMBER_BYTES = 64
 """The memory that torch allocates for a loss that is no more than a number."""

@@ -29,7 +29,8 @@ from memopt.profiler.inputs import named_tensors
 from memopt.profiler.memory_layout import storage_of
 from memopt.profiler.nodes import is_random, module_paths, overload_of
 from memopt.profiler.signature import Signature, signature, values_of
-from memopt.profiler.torch_private import backward_owns_tangents
+from memopt.torch_private.modes import backward_owns_tangents
+from memopt.torch_private.operators import OpOverload, aten, schema_of
 
 _BATCH_NORM_TRAINING_ARGUMENT = {
     "aten._native_batch_norm_legit_functional.default": 5,
@@ -275,12 +276,12 @@ def _check_target(node: Node) -> None:
     target = overload_of(node)
     if isinstance(target, FusedKernel):
         return
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         raise CaptureError(
             f"the model uses {target!s} (in {node.format_node()}), a higher-order or Python "
             "operator that memopt cannot plan; replace it by plain tensor operators"
         )
-    if target._schema.is_mutable:
+    if schema_of(target).is_mutable:
         raise CaptureError(
             f"the model updates a tensor in place by {target!s} in a way that cannot be made "
             "functional; use the out-of-place form there"
@@ -373,7 +374,7 @@ def _from_zeros_without_memory(builder: _Builder) -> set[Node]:
     may what is computed from it be: nothing can be written there."""
     found: set[Node] = set()
     for node in builder.storages:  # in the graph's order
-        zeros = node.target is torch.ops.aten._efficientzerotensor.default
+        zeros = node.target is aten._efficientzerotensor.default
         if zeros or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found

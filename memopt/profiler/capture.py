@@ -21,7 +21,6 @@ from torch.fx import GraphModule, Node
 
 from memopt.errors import CaptureError, NothingToTrainError
 from memopt.models.record import OutputGradients
-from memopt.profiler import torch_private
 from memopt.profiler.as_eager.corrections import corrected, deriving_as_eager, tracing_as_eager
 from memopt.profiler.as_eager.layouts import computing_device
 from memopt.profiler.dependencies.dependencies import Dependencies, digest
@@ -48,12 +47,11 @@ from memopt.profiler.uncaptured import (
     check_initialised,
     why_not_derived,
 )
+from memopt.torch_private import aot
+from memopt.torch_private.modules import buffers_of, parameters_of
+from memopt.torch_private.tensors import SHARD
 
 _LOG = logging.getLogger(__name__)
-
-
-LOCAL = "_local_tensor"
-"""The part of a DTensor that is the present rank's shard."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Primal:
     def held(self) -> bool:
         """Whether the model holds it, and `Captured.compiled` is given its `value`: of the parts of
         a DTensor the first stands for the whole."""
-        return self.kind != "input" and self.part in ("", LOCAL)
+        return self.kind != "input" and self.part in ("", SHARD)
 
     def value(self, model: nn.Module, leaves: Sequence[Any]) -> Any:
         """Its value at run time, given the model and the call's flat arguments; of a part of a
@@ -248,8 +246,8 @@ def _export(
                 "nothing to train: no output of the model has a gradient (all are detached, "
                 "integers, or computed under no_grad)"
             )
-        with torch_private.no_donated_buffers(joint):
-            compiled = torch_private.compile_joint(
+        with aot.no_donated_buffers(joint):
+            compiled = aot.compile_joint(
                 joint,
                 partitioner(split),
                 compiler(lambda: hooks.forward),
@@ -280,7 +278,7 @@ def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
         CaptureError: it cannot be made.
     """
     try:
-        return torch_private.export_joint(stack, traced, *call.plain)
+        return aot.export_joint(stack, traced, *call.plain)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         raise CaptureError(why_not_derived(traced, call, error)) from error
 
@@ -297,7 +295,7 @@ def registered(model: nn.Module, name: str) -> Any:
     something else that is made of it (a sharded parameter, gathered)."""
     path, _, last = name.rpartition(".")
     owner = attrgetter(path)(model) if path else model
-    registry = owner._parameters if last in owner._parameters else owner._buffers
+    registry = parameters_of(owner) if last in parameters_of(owner) else buffers_of(owner)
     return registry[last]
 
 

@@ -5,16 +5,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
 from memopt.errors import CaptureError
+from memopt.torch_private.access import patched, private
+from memopt.torch_private.dynamo import variables
+from memopt.torch_private.modes import TorchDispatchMode
 
+_CALL = "torch._dynamo.variables.higher_order_ops.CheckpointHigherOrderVariable._call_function"
+_FUNCTIONS = (
+    "UserMethodVariable",
+    "UserFunctionVariable",
+    "NestedUserFunctionVariable",
+    "UserDefinedObjectVariable",
+)
 _REFUSED = (
     "torch.utils.checkpoint is called with the context_fn {name}, {why}: leave the checkpoint out, "
     "since the plan decides what is recomputed"
@@ -30,13 +37,8 @@ _OTHER_CONTEXTS = (
 def checkpoints_as_called() -> Iterator[None]:
     """Trace every `context_fn` that eager takes, of which dynamo takes only functions from outside
     the forward; and without `debug`, which looks at a recomputation that a plan does not make."""
-    variables: Any = importlib.import_module("torch._dynamo.variables")
-    home = importlib.import_module("torch._dynamo.variables.higher_order_ops")
-    checkpoint: Any = getattr(home, "CheckpointHigherOrderVariable", None)
-    if checkpoint is None:
-        yield
-        return
-    call = checkpoint._call_function
+    call = private(_CALL)
+    (user_function,) = variables("UserFunctionVariable")
 
     @functools.wraps(call)
     def taken(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -44,10 +46,10 @@ def checkpoints_as_called() -> Iterator[None]:
         if "context_fn" in given:
             function = _function_of(given.pop("context_fn"))
             if function is not noop_context_fn:
-                given["context_fn"] = variables.UserFunctionVariable(_checked(function))
+                given["context_fn"] = user_function(_checked(function))
         return call(self, tx, args, given)
 
-    with mock.patch.object(checkpoint, "_call_function", taken):
+    with patched(_CALL, taken):
         yield
 
 
@@ -57,17 +59,17 @@ def _function_of(variable: Any) -> Callable[[], Any]:
     Raises:
         CaptureError: it depends on what only the forward knows.
     """
-    variables: Any = importlib.import_module("torch._dynamo.variables")
+    method, function, nested, other = variables(*_FUNCTIONS)
     found: Any
     try:
-        if isinstance(variable, variables.UserMethodVariable):
+        if isinstance(variable, method):
             owner = getattr(variable.obj, "value", None)
             found = None if owner is None else variable.fn.__get__(owner)
-        elif isinstance(variable, variables.UserFunctionVariable):
+        elif isinstance(variable, function):
             found = variable.fn
-        elif isinstance(variable, variables.NestedUserFunctionVariable):
+        elif isinstance(variable, nested):
             found = variable.get_function()
-        elif isinstance(variable, variables.UserDefinedObjectVariable):
+        elif isinstance(variable, other):
             found = variable.value
         else:
             found = variable.guard_as_python_constant()
@@ -77,8 +79,8 @@ def _function_of(variable: Any) -> Callable[[], Any]:
         named = getattr(variable, "get_code", None)
         name = named().co_qualname if named else str(variable)
         raise CaptureError(_REFUSED.format(name=name, why=_FROM_THE_FORWARD))
-    function: Callable[[], Any] = found
-    return function
+    made: Callable[[], Any] = found
+    return made
 
 
 def _checked(function: Callable[[], Any]) -> Callable[[], Any]:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
 from memopt.models.collective import Collective, CollectiveKind
-from memopt.profiler.torch_private import imported
+from memopt.torch_private import pytree
+from memopt.torch_private.access import private
+from memopt.torch_private.operators import OpOverload, collectives, schema_of
 
 _KINDS = {
     "all_gather_into_tensor": CollectiveKind.ALL_GATHER,
@@ -24,7 +25,7 @@ _KINDS = {
     "broadcast": CollectiveKind.BROADCAST,
 }
 _NAMESPACE = "_c10d_functional"
-WAIT = torch.ops._c10d_functional.wait_tensor.default
+WAIT = collectives().wait_tensor.default
 """Waits for the collective that writes a tensor, and returns it; at once, if it is over."""
 _OTHER_END = frozenset({CollectiveKind.ALL_GATHER})
 """Kinds whose result is the whole; of the others the argument is."""
@@ -37,7 +38,7 @@ def is_wait(target: Any) -> bool:
 
 def is_collective(target: Any) -> bool:
     """Whether a call's target is a collective: not the wait for one."""
-    known = isinstance(target, torch._ops.OpOverload) and target.namespace == _NAMESPACE
+    known = isinstance(target, OpOverload) and target.namespace == _NAMESPACE
     return known and target is not WAIT
 
 
@@ -55,7 +56,7 @@ def collective_of(node: Node) -> Collective | None:
     target: Any = node.target
     if not is_collective(target):
         return None
-    kind = _KINDS.get(target._schema.name.partition("::")[2].removesuffix("_coalesced"))
+    kind = _KINDS.get(schema_of(target).name.partition("::")[2].removesuffix("_coalesced"))
     if kind is None:
         known = ", ".join(_KINDS)
         raise CaptureError(f"memopt cannot plan the collective {target!s}; it knows {known}")
@@ -80,7 +81,7 @@ def _ranks_of(group: str) -> list[int]:
     """The ranks of a process group, ascending, by its name."""
     from torch.distributed import get_process_group_ranks
 
-    resolve = imported("torch.distributed.distributed_c10d", "_resolve_process_group")
+    resolve = private("torch.distributed.distributed_c10d._resolve_process_group")
     try:
         found = resolve(group)
     except (LookupError, RuntimeError, ValueError) as error:

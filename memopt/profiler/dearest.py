@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from memopt.profiler.as_eager.functions import EAGER_BACKWARD, dearest_values
+from memopt.torch_private.operators import aten as _ATEN
 
-_ATEN = torch.ops.aten
 _LARGE_NORM = 10.0
 """Matrices of norms above 3 (float32) or 6 (float64) are squared in `matrix_exp`."""
 

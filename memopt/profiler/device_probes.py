@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memopt.profiler.backend import timed
+from memopt.torch_private.operators import aten
 
 _BUDGET_S = 0.05
 STREAM_ELEMENTS, STREAMS = 2**19, 16
@@ -31,7 +32,6 @@ def best_s(place: torch.device, run: Run) -> float:
 
 def convolution_probes(place: torch.device, scale: int) -> Probes:
     """Convolutions, dense and depthwise, and their gradients."""
-    aten = torch.ops.aten
     image = torch.rand(2 * scale, 64, 56, 56, device=place)
     filters, depth = (torch.rand(64, n, 3, 3, device=place) for n in (64, 1))
     shape = [[1, 1], [1, 1], [1, 1], False, [0, 0]]
@@ -49,7 +49,6 @@ def convolution_probes(place: torch.device, scale: int) -> Probes:
 
 def image_probes(place: torch.device, scale: int) -> Probes:
     """Other kernels on images."""
-    aten = torch.ops.aten
     image = torch.rand(2 * scale, 64, 56, 56, device=place)
     one = torch.ones(64, device=place)
     window = [[3, 3], [2, 2], [1, 1]]
@@ -83,7 +82,6 @@ def image_probes(place: torch.device, scale: int) -> Probes:
 
 def row_probes(place: torch.device, scale: int) -> Probes:
     """Kernels on rows of features."""
-    aten = torch.ops.aten
     rows = torch.rand(512 * scale, 768, device=place)
     width = torch.ones(768, device=place)
     heads = torch.rand(scale, 12, 512, 64, device=place)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.utils import _pytree as pytree
 
 from memopt.errors import NotReturnedError
+from memopt.torch_private import pytree
 
 
 class NotReturned:

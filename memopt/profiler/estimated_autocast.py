@@ -11,10 +11,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any
-from unittest import mock
 
 import torch
+
+from memopt.torch_private.access import patched
 
 TAKEN = (
     'autocast("cuda") is estimated with the casts of autocast("cpu"): softmax and norms, which '
@@ -57,8 +57,7 @@ def autocast_for_cuda() -> Iterator[list[str]]:
         original(self, device_type, dtype, enabled, cache_enabled)
 
     with ExitStack() as stack:
-        patched: Any = on_cpu
-        stack.enter_context(mock.patch.object(torch.autocast, "__init__", patched))
+        stack.enter_context(patched("torch.autocast.__init__", on_cpu))
         if torch.is_autocast_enabled("cuda"):
             stack.enter_context(torch.autocast("cuda", torch.get_autocast_dtype("cuda")))
         yield notes

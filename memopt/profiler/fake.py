@@ -11,16 +11,16 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from memopt.profiler.inputs import Call
 from memopt.profiler.shards import local_part, with_local_part
+from memopt.torch_private import pytree
+from memopt.torch_private.access import patched
+from memopt.torch_private.aot import FakeTensorMode
 
 
 class Fakes:
@@ -102,5 +102,5 @@ def fused_attention() -> Iterator[None]:
     ) -> torch.Tensor:
         return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
-    with mock.patch.object(functional, "scaled_dot_product_attention", fused):
+    with patched("torch.nn.functional.scaled_dot_product_attention", fused):
         yield

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memopt.models.mesh import Mesh
-from memopt.profiler.torch_private import imported
+from memopt.torch_private.access import private
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def fake_ranks(mesh: Mesh) -> Iterator[DeviceMesh]:
             "mesh= is for a cluster that is not there, but torch.distributed is initialised: leave "
             "mesh= out to plan for the ranks that run, or plan in another process"
         )
-    store = imported("torch.testing._internal.distributed.fake_pg", "FakeStore")()
+    store = private("torch.testing._internal.distributed.fake_pg.FakeStore")()
     dist.init_process_group("fake", rank=0, world_size=mesh.ranks, store=store)
     try:
         yield init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.names)

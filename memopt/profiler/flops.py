@@ -12,9 +12,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from memopt.profiler.signature import Signature, TensorArgument
+from memopt.torch_private import pytree
+from memopt.torch_private.operators import schema_of
 
 MATMUL, CONVOLUTION, ATTENTION = "", "convolution", "attention"
 
@@ -205,7 +205,7 @@ def _attention(name: str, call: Signature) -> tuple[str, float]:
 
 def _causal(call: Signature, backward: bool) -> bool:
     """`is_causal` is the second argument after the tensors, by position or by name."""
-    schema = [a.name for a in call.target._schema.arguments]
+    schema = [a.name for a in schema_of(call.target).arguments]
     position = schema.index("is_causal") if "is_causal" in schema else None
     if position is not None and position < len(call.args):
         return bool(call.args[position])

@@ -20,12 +20,11 @@ from torch.fx import Node
 from memopt.models.device import in_blocks
 from memopt.models.graph import TensorKind
 from memopt.models.step_rules import StepRules
-from memopt.profiler import torch_private
 from memopt.profiler.build import Lowering, held_by
 from memopt.profiler.capture import Captured
 from memopt.profiler.graph_extension import Extension
-
-_aten = torch.ops.aten
+from memopt.torch_private.modules import grouped_by_dtype
+from memopt.torch_private.operators import aten as _aten
 
 
 def with_norms(
@@ -100,7 +99,7 @@ def _clipped(
     extension: Extension, gradients: list[Node], most: float, norm_type: float
 ) -> tuple[list[Node], Node]:
     """`torch.nn.utils.clip_grad_norm_`: the scaled gradients, and their norm before that."""
-    groups = torch_private.grouped_by_dtype([one.meta["val"] for one in gradients])
+    groups = grouped_by_dtype([one.meta["val"] for one in gradients])
     calls = [
         extension.call(_aten._foreach_norm.Scalar, [gradient], float(norm_type))
         for gradient in gradients

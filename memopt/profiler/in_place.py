@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from memopt.profiler.as_eager.updates import in_place_twin
 from memopt.profiler.memory_layout import fills_storage, storage_of
 from memopt.profiler.signature import Arguments, signature, values_of
 from memopt.profiler.trial import same_bits
-
-_aten = torch.ops.aten
+from memopt.torch_private.operators import aten as _aten
+from memopt.torch_private.pytree import tree_leaves
 
 _OVER_FIRST: dict[Any, Any] = {
     _aten.relu.default: _aten.relu_.default,

@@ -18,8 +18,8 @@ from memopt.profiler.restored_state import state_restored
 from memopt.profiler.training_call import NoLossError
 from memopt.profiler.uncaptured import check_initialised, first_line
 from memopt.profiler.unheard import unheard
+from memopt.torch_private.aot import FAKE_LOGGER
 
-_LOGGER = "torch._subclasses.fake_tensor"
 _REMEDY = (
     "`inputs` is a tensor, a tuple of positional or a dict of keyword arguments of the model's "
     "forward: check names, shapes and dtypes"
@@ -59,7 +59,7 @@ def _short(signature: inspect.Signature) -> str:
 def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterator[None]:
     """Capture and profile inside; what fails because the model itself fails on these inputs, or
     its loss on these targets, is said to be their fault, in the model's own words."""
-    logger = logging.getLogger(_LOGGER)
+    logger = logging.getLogger(FAKE_LOGGER)
     level = logger.level
     # torch logs a whole traceback for an error that is raised, and reported, anyway.
     logger.setLevel(logging.CRITICAL)

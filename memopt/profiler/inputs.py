@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from memopt.profiler.objects import as_tuples, is_object, objects_in, opened
+from memopt.torch_private import pytree
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,17 @@ from torch.fx.node import map_arg
 
 from memopt.profiler.collectives import WAIT
 from memopt.profiler.joint_graph import described, split_joint
+from memopt.torch_private.operators import aten as _ATEN
+from memopt.torch_private.operators import collectives
 
 BUCKETS = "memopt_buckets"
 """Attribute of the class of a sharded module: parameter's name in the module → its bucket."""
 
-_OPS = torch.ops._c10d_functional
+_OPS = collectives()
 _GATHER = _OPS.all_gather_into_tensor.default
 _GATHERS = _OPS.all_gather_into_tensor_coalesced.default
 _SCATTER = _OPS.reduce_scatter_tensor.default
 _REDUCE = _OPS.all_reduce.default
-_ATEN = torch.ops.aten
 _AFTER_SCATTER = frozenset(
     {
         WAIT,

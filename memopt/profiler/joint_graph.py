@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
-from memopt.profiler import torch_private
 from memopt.profiler.inputs import Call
 from memopt.profiler.memory_layout import is_dense
+from memopt.torch_private import pytree
+from memopt.torch_private.aot import FakeTensor, boxed, descriptor_types
 
 Boxed = Callable[[list[Any]], Any]
 """A callable that takes its arguments as one list, which it may empty."""
@@ -51,7 +50,7 @@ class Split:
 
 def split_joint(module: GraphModule) -> Split:
     """Tell the nodes of a joint graph apart by AOTAutograd's descriptors."""
-    descriptors = torch_private.descriptor_types()
+    descriptors = descriptor_types()
     placeholders = module.graph.find_nodes(op="placeholder")
     tangents = tuple(
         n for n in placeholders if isinstance(n.meta.get("desc"), descriptors.TangentAOTInput)
@@ -118,8 +117,7 @@ def compiler(find: Callable[[], Boxed | None]) -> Callable[..., Boxed]:
                 raise RuntimeError("memopt: no program is installed in this captured model")
             return target(args)
 
-        run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's own marker
-        return run
+        return boxed(run)
 
     return compile_
 

@@ -11,14 +11,16 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 
-from memopt.profiler.torch_private import imported
+from memopt.torch_private.access import patched, private
+from memopt.torch_private.dynamo import constant, constant_in_traces, functions_ignored
 
+_CALL = "torch._dynamo.variables.misc.IgnoredFunctionVariable.call_function"
+_METHOD = "torch._dynamo.variables.misc.LoggingLoggerVariable.call_method"
 _LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -39,9 +41,6 @@ _TOLD: set[str] = set()
 def leaving_out_words() -> Iterator[None]:
     """Capture inside; what the forward would say is left out of the graph, and that is said once
     for each place."""
-    misc = "torch._dynamo.variables.misc"
-    logger = imported(misc, "LoggingLoggerVariable")
-    function = imported(misc, "IgnoredFunctionVariable")
     found: dict[str, str] = {}
 
     def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -53,22 +52,17 @@ def leaving_out_words() -> Iterator[None]:
     def logged(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in ("isEnabledFor", "getEffectiveLevel") and not kwargs:
             given = [one.as_python_constant() for one in args]
-            return constant.create(getattr(self.value, name)(*given))
+            return constant(getattr(self.value, name)(*given))
         if _shows(self.value, name):
             found[_place(tx)] = f"logging.getLogger({self.value.name!r}).{name}()"
         return logged_before(self, tx, name, args, kwargs)
 
-    constant = imported("torch._dynamo.variables.constant", "ConstantVariable")
-    left_out: Callable[..., Any] = function.call_function
-    logged_before: Callable[..., Any] = logger.call_method
-    import torch._dynamo.config as config
-
-    ignored = {*_IGNORED, *config.ignore_logging_functions}
+    left_out, logged_before = private(_CALL), private(_METHOD)
     with (
-        config.patch(ignore_logging_functions=ignored),
-        mock.patch.object(function, "call_function", called),
-        mock.patch.object(logger, "call_method", logged),
-        mock.patch.object(logging.getLogger, "_dynamo_marked_constant", True, create=True),
+        functions_ignored(_IGNORED),
+        patched(_CALL, called),
+        patched(_METHOD, logged),
+        constant_in_traces(logging.getLogger),
     ):
         yield
     for place, what in found.items():

@@ -16,13 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 
 from memopt.profiler.backend import backend_of
-from memopt.profiler.in_backward import inside_backward, when_backward_is_over
-from memopt.profiler.torch_private import imported, profiler_looks_on
+from memopt.torch_private.modes import (
+    allocation_tag,
+    backward_number,
+    before_other_profiles,
+    profiler_looks_on,
+    when_backward_is_over,
+)
 
 
 @dataclass
@@ -100,14 +104,14 @@ class LossMeter:
             return
         self._profile = contextlib.ExitStack()
         self._profiler = self._profile.enter_context(_cpu_profile())
-        self._profile.enter_context(_before_other_profiles(self.close))
+        self._profile.enter_context(before_other_profiles(self.close))
         _RUNNING.meter = weakref.ref(self)
 
     @staticmethod
     def possible(device: torch.device) -> bool:
         """Whether memory can be metered here and now: not inside a backward, and on CPU not while
         torch's profiler records something else."""
-        if inside_backward():
+        if backward_number() != -1:
             return False
         return not backend_of(device).on_host or not profiler_looks_on()
 
@@ -146,7 +150,7 @@ class LossMeter:
         begun."""
         if self._profile is None or threading.get_ident() != self._thread:
             return
-        if inside_backward():
+        if backward_number() != -1:
             when_backward_is_over(self.close)
             return
         self._profile.close()
@@ -187,20 +191,6 @@ def library_bytes(device: torch.device) -> int:
 
 
 @contextmanager
-def _before_other_profiles(call: Callable[[], None]) -> Iterator[None]:
-    """Call something before somebody else starts torch's profiler, of which there is one."""
-    home: Any = torch.autograd.profiler
-    prepare = imported("torch.autograd.profiler", "_prepare_profiler")
-
-    def after_it(*args: Any, **kwargs: Any) -> Any:
-        call()
-        return prepare(*args, **kwargs)
-
-    with mock.patch.object(home, "_prepare_profiler", after_it):
-        yield
-
-
-@contextmanager
 def _cpu_profile() -> Iterator[Any]:
     # Kineto prints two lines per session on stderr unless told otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -218,7 +208,7 @@ def _allocations(profiler: Any) -> tuple[list[tuple[int, int, int, bool]], list[
     """What happened to memory in a finished CPU profile, in the order of time: (time in ns,
     address, bytes: positive allocated, negative freed, whether inside a process group's call). And
     when waits for collectives ended, in ns."""
-    kind = imported("torch._C._profiler", "_EventType").Allocation
+    kind = allocation_tag()
     found: list[tuple[int, int, int, bool]] = []
     waits: list[int] = []
     roots = profiler.profiler.kineto_results.experimental_event_tree()

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from memopt.torch_private.tensors import storage_key
+
 _FEW = 1 << 16
 """Elements whose places are looked at one by one."""
 
@@ -55,7 +57,7 @@ def same_strides(value: torch.Tensor, strides: Iterable[int]) -> bool:
 
 def storage_of(value: torch.Tensor) -> int:
     """Names a tensor's storage: tensors that share it have one name."""
-    return int(value.untyped_storage()._cdata)
+    return int(storage_key(value.untyped_storage()))
 
 
 def fills_storage(value: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from memopt.profiler.build import Lowering, held_by
 from memopt.profiler.capture import Captured, Primal
 from memopt.profiler.graph_extension import Extension, in_new_storages
 from memopt.profiler.inputs import Call
+from memopt.torch_private.tensors import storage_key
 
 _ADD = torch.ops.aten.add.Tensor
 
@@ -200,5 +201,5 @@ def _unread_bytes(captured: Captured, block_bytes: int) -> int:
         for position, leaf in enumerate(captured.call.leaves)
         if isinstance(leaf, torch.Tensor) and position not in read
     ]
-    sizes = {int(one._cdata): one.nbytes() for one in tensors}
+    sizes = {int(storage_key(one)): one.nbytes() for one in tensors}
     return sum(in_blocks(size, block_bytes) for size in sizes.values())

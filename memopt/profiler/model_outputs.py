@@ -21,13 +21,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError, ExecutionError
 from memopt.models.record import ANY_LOSS, OutputGradients
-from memopt.profiler import torch_private
 from memopt.profiler.dropped_outputs import without
 from memopt.profiler.memory_layout import is_dense, storage_of
+from memopt.torch_private import pytree
+from memopt.torch_private.aot import descriptor_types
+from memopt.torch_private.tensors import version_of
 
 _COPIED: dict[Any, int] = {torch.ops.aten.clone.default: 0, torch.ops.aten.copy.default: 1}
 """Operators that make a copy, and the position of the argument that they copy."""
@@ -224,10 +225,10 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
             own = any(value is one for one in inputs)
             # Of what is updated in place, and of what has no gradient, AOTAutograd makes views
             # again from the input itself.
-            if own and not source._version:
+            if own and not version_of(source):
                 given.add(position)
-            if own or source._version or not differentiable:
-                if differentiable and not (own and source._version):
+            if own or version_of(source) or not differentiable:
+                if differentiable and not (own and version_of(source)):
                     view = 0 if own else 2 * source.untyped_storage().nbytes()
                     beside.append((position, value.nbytes + view))
                 continue
@@ -299,7 +300,7 @@ def hand_out(module: GraphModule, outputs: TracedOutputs) -> None:
     """
     output: Any = module.graph.output_node()
     results = list(output.args[0])
-    plain = torch_private.descriptor_types().PlainAOTOutput
+    plain = descriptor_types().PlainAOTOutput
     place = {d.idx: i for i, d in enumerate(output.meta["desc"]) if isinstance(d, plain)}
     copies = []
     for position in outputs.copied:

@@ -24,6 +24,7 @@ from memopt.profiler.step_capture import StepParts
 from memopt.profiler.step_optimizer import group_of
 from memopt.profiler.step_session import ProfiledStep
 from memopt.programs.serialize import fingerprint
+from memopt.torch_private.tensors import storage_key
 
 KINDS = ("parameters", "gradients", "optimizer")
 
@@ -154,7 +155,7 @@ def movable_parameters(parts: StepParts, lowering: Lowering) -> tuple[int, ...]:
     named = dict(parts.module.named_parameters(remove_duplicate=False))
     holders = Counter(lowering.storages[one.node][0] for one in parts.captured.primals)
     users = Counter(
-        tensor.untyped_storage()._cdata
+        storage_key(tensor.untyped_storage())
         for tensor in (*dict.fromkeys(named.values()), *parts.module.buffers())
     )
     changed = {parts.captured.primals[i].node for i in parts.mutated}
@@ -164,7 +165,7 @@ def movable_parameters(parts: StepParts, lowering: Lowering) -> tuple[int, ...]:
         parameter, index = named.get(primal.name), lowering.storages[primal.node][0]
         if parameter is None or index is None or primal.node in changed:
             continue
-        alone = holders[index] == 1 and users[parameter.untyped_storage()._cdata] == 1
+        alone = holders[index] == 1 and users[storage_key(parameter.untyped_storage())] == 1
         if alone and parameter.untyped_storage().nbytes() == parameter.nbytes:
             found.append(index)
     results = {*lowering.graph.outputs, *lowering.graph.gradients}

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from memopt.profiler.as_eager.operators import Substitute
+from memopt.torch_private import pytree
+from memopt.torch_private.operators import OpOverload
 
 _NEVER_DRAWS = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
 """Tagged as random, like its relatives, but without dropout: it refuses any."""
@@ -20,7 +21,7 @@ def is_random(node: Node) -> bool:
     target = overload_of(node)
     return (
         node.op == "call_function"
-        and isinstance(target, torch._ops.OpOverload)
+        and isinstance(target, OpOverload)
         and torch.Tag.nondeterministic_seeded in target.tags
         and str(target) not in _NEVER_DRAWS
     )

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from memopt.torch_private import pytree
 
 _PLAIN = (torch.Tensor, str, int, float, bool, type(None))
 _NEVER = (nn.Module, torch.Generator, Enum, type)

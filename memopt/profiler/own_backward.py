@@ -12,8 +12,8 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
 from memopt.profiler.backend import autocast_off
-
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+from memopt.torch_private.modes import function_of
+from memopt.torch_private.tensors import GRADIENT_HOOKS, held_once
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def gradient_hooks_off(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Inside, leaves have no hooks but those that are added there; afterwards those that they
     had."""
     leaves = [tensor for tensor in tensors if tensor.is_leaf]
-    kept = [(leaf, name, getattr(leaf, name)) for leaf in leaves for name in _HOOKS]
+    kept = [(leaf, name, getattr(leaf, name)) for leaf in leaves for name in GRADIENT_HOOKS]
     try:
         for leaf, name, hooks in kept:
             if hooks:
@@ -49,7 +49,7 @@ class OwnBackward:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = [tensor for tensor in tensors if tensor.requires_grad]
         self._leaves = {id(tensor) for tensor in self._tensors if tensor.is_leaf}
-        self._alone = {id(t) for t in self._tensors if t.is_leaf and _held_once(t)}
+        self._alone = {id(t) for t in self._tensors if t.is_leaf and held_once(t)}
         self._made_before = {t.grad_fn for t in self._tensors if t.grad_fn is not None}
         self._is_plain: bool | None = None
         self._reentrant = False
@@ -98,15 +98,10 @@ class OwnBackward:
                 seen.add(node)
                 if hasattr(node, "variable"):
                     leaves.append(node.variable)
-                if getattr(type(node), "_forward_cls", None) is CheckpointFunction:
+                if function_of(node) is CheckpointFunction:
                     self._reentrant = True
                 waiting += node.next_functions
         return leaves, edges
-
-
-def _held_once(tensor: Any) -> bool:
-    """Whether none but its Python object holds a tensor: no node of autograd's, for one."""
-    return bool(tensor._use_count() == 1)
 
 
 def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor) -> None:

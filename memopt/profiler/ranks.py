@@ -21,6 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from memopt.errors import MemoptError, RankError
+from memopt.torch_private.access import private
+from memopt.torch_private.distributed import timeout_of
 
 T = TypeVar("T")
 
@@ -109,7 +111,7 @@ class Ranks:
 
     @staticmethod
     def _store() -> Any:
-        return torch.distributed.distributed_c10d._get_default_store()
+        return private("torch.distributed.distributed_c10d._get_default_store")()
 
     def check_same(self, facts: dict[str, str], doing: str) -> None:
         """Raise RankError on every rank where one of the facts is not the same on all of them.
@@ -262,13 +264,7 @@ def _group(members: tuple[int, ...]) -> Any:
 
 def timeout() -> timedelta | None:
     """How long the default group's collectives wait for a rank; None: torch's own default."""
-    world: Any = torch.distributed.group.WORLD
-    try:
-        options = [world._get_backend(kind).options for kind in world._device_types]
-    except (AttributeError, RuntimeError):
-        return None
-    known = (getattr(one, "_timeout", None) for one in options)
-    return next((found for found in known if found is not None), None)
+    return timeout_of(torch.distributed.group.WORLD)
 
 
 def is_of_group(error: Exception) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
 from memopt.models.budget import format_bytes
@@ -20,6 +19,7 @@ from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost
 from memopt.profiler.memory_layout import storage_of
 from memopt.profiler.signature import Arguments
+from memopt.torch_private import pytree
 
 
 def left_bytes(result: object, arguments: Arguments, device: torch.device) -> tuple[int, ...]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 from torch.fx import Node
+
+from memopt.torch_private.access import optional, patched
+
+_CLONE = "torch._dynamo.variables.builder._clone_input"
+_COMPUTE = "torch._dynamo.variables.tensor.get_real_value"
 
 
 @contextlib.contextmanager
@@ -21,10 +24,7 @@ def real_values_uncopied() -> Iterator[None]:
     then. Under a transform (`torch.func.vmap`, `grad`) a copy would fail: it is of a tensor without
     memory of its own.
     """
-    builder = importlib.import_module("torch._dynamo.variables.builder")
-    tensors = importlib.import_module("torch._dynamo.variables.tensor")
-    clone = getattr(builder, "_clone_input", None)
-    compute = getattr(tensors, "get_real_value", None)
+    clone, compute = optional(_CLONE), optional(_COMPUTE)
     if clone is None or compute is None:
         yield
         return
@@ -45,8 +45,5 @@ def real_values_uncopied() -> Iterator[None]:
             waiting += one.all_input_nodes
         return compute(node, tracer)
 
-    with (
-        mock.patch.object(builder, "_clone_input", itself),
-        mock.patch.object(tensors, "get_real_value", computed),
-    ):
+    with patched(_CLONE, itself), patched(_COMPUTE, computed):
         yield

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memopt.errors import PlanFileError
 from memopt.models.arguments import Argument, Nest, Opaque, Plain, TensorSpec
@@ -20,6 +19,7 @@ from memopt.profiler.inputs import Call, repeated
 from memopt.profiler.objects import Opened
 from memopt.profiler.ranks import members_of
 from memopt.programs.serialize import fingerprint
+from memopt.torch_private import pytree
 
 _LARGEST_EXAMPLE_BYTES = 2**44
 """The most that one tensor of an example call may take; larger ones are not even reserved."""

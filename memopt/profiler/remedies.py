@@ -10,6 +10,7 @@ from torch import nn
 from memopt.errors import CaptureError
 from memopt.profiler.inputs import Call
 from memopt.profiler.remedies_of_python import SAID_OF_PYTHON
+from memopt.torch_private.modules import forward_hooks_of
 
 _GRAD = ("autograd.grad", "Tensor.backward()", "does not require grad")
 
@@ -184,7 +185,7 @@ def _checkpointed(model: nn.Module, _text: str) -> str | None:
 
 def _asks_for_gradients(model: nn.Module) -> Iterator[bool]:
     for module in model.modules():
-        for hook in module._forward_hooks.values():
+        for hook in forward_hooks_of(module).values():
             yield "make_inputs_require_grads" in getattr(hook, "__qualname__", "")
 
 

@@ -20,17 +20,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from memopt.profiler.backend import random_state_kept
 from memopt.profiler.inputs import Call
 from memopt.profiler.own_backward import OwnBackward, gradient_hooks_off
 from memopt.profiler.reached_state import ReachedState
 from memopt.profiler.unheard import unheard
+from memopt.torch_private.aot import FakeTensor
+from memopt.torch_private.modes import TorchDispatchMode, is_traceable_wrapper_subclass
+from memopt.torch_private.modules import hooks_on_all_forwards
+from memopt.torch_private.operators import OpOverload, schema_of
+from memopt.torch_private.tensors import storage_key
 
-_ON_ALL_MODULES = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 _WRITTEN_UNSAID = ("running_mean", "running_var")
 
@@ -49,7 +51,7 @@ class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = list(tensors)
         self.backward = OwnBackward(given)
         found = map(_storage, given)
-        self._storages = {int(s._cdata): s for s in found if s is not None}
+        self._storages = {int(storage_key(s)): s for s in found if s is not None}
         self._copies: dict[int, Any] = {}
 
     def first_run(self) -> StorageCopies:
@@ -59,7 +61,7 @@ class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def keep(self, tensor: Any) -> None:
         """Copy a tensor's storage now, unless that has been done or it is none of the user's."""
         storage = _storage(tensor)
-        key = 0 if storage is None else int(storage._cdata)
+        key = 0 if storage is None else int(storage_key(storage))
         if key in self._storages and key not in self._copies:
             self._copies[key] = _copied(storage)
 
@@ -91,11 +93,11 @@ class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @functools.cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
     """Position and name of each argument that an operator writes to."""
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return ()
     return tuple(
         (position, one.name)
-        for position, one in enumerate(func._schema.arguments)
+        for position, one in enumerate(schema_of(func).arguments)
         if one.name in _WRITTEN_UNSAID or (one.alias_info is not None and one.alias_info.is_write)
     )
 
@@ -156,7 +158,7 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
         What copies values: the first run inside is to be `first_run()`, or, where compiled code
         runs, after `keep_all()`. Its `backward` is how a backward is run inside.
     """
-    parts = (model, call.args, call.kwargs, *call.objects, *others, *_looking_on())
+    parts = (model, call.args, call.kwargs, *call.objects, *others, *hooks_on_all_forwards())
     reached = ReachedState(parts)
     tensors = _Tensors(reached.tensors)
     kept = StorageCopies(reached.tensors)
@@ -204,12 +206,6 @@ def forward_restored(
         with unheard():
             output = (way or model)(*call.args, **call.kwargs)
         yield output
-
-
-def _looking_on() -> Iterator[Any]:
-    """What runs with every module's forward: the hooks on all modules."""
-    for hooks in _ON_ALL_MODULES:
-        yield from getattr(nn.modules.module, hooks, {}).values()
 
 
 def _settings() -> Callable[[], None]:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import torch
 
+from memopt.torch_private.tensors import SHARD, shard_of, spec_of
+
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What the present rank holds of a tensor: of a DTensor its shard, else the tensor."""
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    return shard_of(tensor) if hasattr(tensor, SHARD) else tensor
 
 
 def with_local_part(
@@ -20,6 +21,6 @@ def with_local_part(
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)
-    local = replaced(tensor._local_tensor).detach()
+    local = replaced(shard_of(tensor)).detach()
     make: Callable[..., torch.Tensor] = DTensor
-    return make(local, tensor._spec, requires_grad=tensor.requires_grad)
+    return make(local, spec_of(tensor), requires_grad=tensor.requires_grad)

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from memopt.profiler.dearest import make_dearest
+from memopt.torch_private import pytree
+from memopt.torch_private.operators import OpOverload, schema_of
+from memopt.torch_private.tensors import conjugated, negated
 
 ENDS_PROCESS = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
 """Kernels that end the process on data that does not fit."""
@@ -45,8 +47,8 @@ class TensorArgument:
     def over(self, flat: torch.Tensor) -> torch.Tensor:
         """A tensor like it over the elements of a storage."""
         found = flat.as_strided(self.shape, self.stride, self.offset)
-        found = torch._conj(found) if self.conjugated else found
-        return torch._neg_view(found) if self.negated else found
+        found = conjugated(found) if self.conjugated else found
+        return negated(found) if self.negated else found
 
 
 def _describe(value: Any) -> Any:
@@ -123,8 +125,8 @@ def output_mask(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Sequence[bool] | None:
     """Which results a call's `output_mask` asks for; None: it has none, and all count."""
-    schema = getattr(target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    known = isinstance(target, OpOverload)
+    names = [argument.name for argument in schema_of(target).arguments] if known else []
     if "output_mask" not in names:
         return None
     position = names.index("output_mask")
@@ -159,8 +161,8 @@ def copied(arguments: Arguments) -> Arguments:
 
 def _whole_copy(value: torch.Tensor) -> torch.Tensor:
     like: TensorArgument = describe_value(value)
-    stored = torch._neg_view(value) if like.negated else value
-    stored = torch._conj(stored) if like.conjugated else stored
+    stored = negated(value) if like.negated else value
+    stored = conjugated(stored) if like.conjugated else stored
     size = value.untyped_storage().nbytes() // value.element_size()
     return like.over(stored.as_strided((size,), (1,), 0).clone())
 

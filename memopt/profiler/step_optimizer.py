@@ -21,9 +21,9 @@ from torch import nn
 
 from memopt.profiler.backend import backend_of
 from memopt.profiler.optimizer_state import PER_PARAMETER
-from memopt.profiler.torch_private import imported
+from memopt.torch_private.modules import has_step_hooks, hooks_on_all_optimizers
+from memopt.torch_private.tensors import has_gradient_hooks, version_of
 
-_ON_ALL_OPTIMIZERS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 Run: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor | None, torch.Tensor | None], None]
 
 
@@ -90,12 +90,11 @@ def check_splittable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
             f"parameters, unknown rules); train steps take {known}. Plan without loss_fn=, or give "
             "the optimizer's name, to plan the module alone"
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if has_step_hooks(optimizer):
         raise ValueError(
             f"{kind.__name__} has step hooks, which would run once per parameter; remove them"
         )
-    hooks = [imported("torch.optim.optimizer", name).values() for name in _ON_ALL_OPTIMIZERS]
-    if any(not _is_memopts(hook) for found in hooks for hook in found):
+    if not all(map(_is_memopts, hooks_on_all_optimizers())):
         raise ValueError(
             "there are step hooks on all optimizers (register_optimizer_step_pre_hook or "
             "..._post_hook), which would run once per parameter; remove them, or plan the module "
@@ -112,7 +111,7 @@ def check_splittable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
                 "(a module that holds both and returns the loss, with loss_fn=lambda loss: loss)"
             )
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if has_gradient_hooks(parameter):
             raise ValueError(f"{name} has gradient hooks, which planned updates would not call")
 
 
@@ -157,13 +156,13 @@ class Touch:
     def __init__(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
         state = optimizer.state.get(parameter) or {}
         held = [value for value in state.values() if isinstance(value, torch.Tensor)]
-        self._versions = [(tensor, tensor._version) for tensor in (parameter, *held)]
+        self._versions = [(tensor, version_of(tensor)) for tensor in (parameter, *held)]
         # Fused kernels do not count versions.
         self._fused = any(group.get("fused") for group in optimizer.param_groups)
 
     def changed(self) -> bool:
         """Whether it has, or could have without a trace."""
-        return self._fused or any(tensor._version != seen for tensor, seen in self._versions)
+        return self._fused or any(version_of(tensor) != seen for tensor, seen in self._versions)
 
 
 class HostState:

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
 from memopt.profiler.inputs import Call, named_tensors
 from memopt.profiler.objects import attributes, opened
 from memopt.profiler.restored_state import forward_restored
 from memopt.profiler.uncaptured import line_of
+from memopt.torch_private import pytree
+from memopt.torch_private.tensors import base_of, disabled_torch_function
 
-_DISABLED = torch._C._disabled_torch_function_impl
 _TAKEN = (torch.Tensor, str, int, float, bool, type(None))
 _PARTS = (
     "hand the model its parts as tensors of their own (indices and values with clone(), summed by "
@@ -53,7 +53,7 @@ def _takes_part(kind: type) -> bool:
             return False
         own = one.__dict__.get("__torch_function__")
         if own is not None:
-            return not one.__module__.startswith("torch.") and own is not _DISABLED
+            return not one.__module__.startswith("torch.") and own is not disabled_torch_function
     return False
 
 
@@ -68,7 +68,7 @@ def check_taken(model: nn.Module, call: Call) -> None:
     for leaf in call.tensors():
         if leaf.layout is not torch.strided:
             raise CaptureError(_not_dense(f"argument {_argument(model, call, leaf)!r}", leaf))
-        if leaf._base is not None and leaf._base.layout is not torch.strided:
+        if base_of(leaf) is not None and base_of(leaf).layout is not torch.strided:
             raise CaptureError(
                 f"argument {_argument(model, call, leaf)!r} is a part of a sparse or nested "
                 "tensor, of which no graph can be made: pass a copy of it (clone())"

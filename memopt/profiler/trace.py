@@ -9,20 +9,21 @@ from torch import nn
 from torch.fx import GraphModule
 
 from memopt.errors import CaptureError
-from memopt.profiler import torch_private
 from memopt.profiler.as_eager.compiling import traced_as_eager
 from memopt.profiler.as_eager.corrections import tracing_as_eager, with_one_sequence
 from memopt.profiler.as_eager.layouts import computing_device, layouts_of_kernels
 from memopt.profiler.as_eager.masks import with_whole_masks
 from memopt.profiler.as_eager.recorded_outputs import hooks_set
 from memopt.profiler.as_eager.settled import settles
+from memopt.profiler.checkpointed_calls import checkpoints_as_called
 from memopt.profiler.dependencies.changes import RETURNS_ARRAY
 from memopt.profiler.dependencies.dependencies import EFFECTS, Dependencies, digest
-from memopt.profiler.dependencies.dynamo_guards import TraceGuards
+from memopt.profiler.dependencies.dynamo_guards import TraceGuards, guards_heard
 from memopt.profiler.dependencies.reader import TraceReader
 from memopt.profiler.inputs import Call
 from memopt.profiler.lean_trace import lean_trace
 from memopt.profiler.left_out import leaving_out_words
+from memopt.profiler.real_values import real_values_uncopied
 from memopt.profiler.side_effects import (
     NO_EFFECTS,
     SideEffects,
@@ -38,6 +39,8 @@ from memopt.profiler.uncaptured import (
     why_not_captured,
     why_not_taken,
 )
+from memopt.torch_private.dynamo import capture_errors, graph_of
+from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 
 Trace: TypeAlias = tuple[GraphModule, Dependencies]
 
@@ -125,20 +128,34 @@ def _settled(
     return found if settles(model, call, names, unchanged) else None
 
 
+def dynamo_capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, TraceGuards]:
+    """One FX graph of the whole model by dynamo, sharing the model's parameters; and what the trace
+    read of other Python objects, and what of them the forward changes, which the graph will not."""
+    with (
+        ONE_TRACE_AT_A_TIME,
+        checkpoints_as_called(),
+        guards_heard() as heard,
+        real_values_uncopied(),
+    ):
+        module = graph_of(model, args, kwargs)
+    return module, heard()
+
+
 def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuards]:
-    """See `memopt.profiler.torch_private.dynamo_capture`."""
-    from torch._dynamo.exc import TorchDynamoException
+    """Dynamo's graph of a call, traced as eager runs it, and what the trace read and changes."""
 
     def trace() -> Any:
         # Strides that the model asks for are those of its kernels.
         with layouts_of_kernels(computing_device(model, call)), leaving_out_words():
-            return torch_private.dynamo_capture(model, *call.opened)
+            return dynamo_capture(model, *call.opened)
 
     try:
         found: tuple[GraphModule, TraceGuards] = with_one_sequence(
             lambda: with_whole_masks(call, trace)
         )
-    except (TorchDynamoException, torch_private.shape_from_data_error()) as error:
+    except capture_errors() as error:
         if hooks_set(model, call, error):
             return _dynamo_trace(model, call)
         raise CaptureError(why_not_captured(model, call, error)) from error

@@ -8,18 +8,15 @@ what the model does to them: the frame compares them with what they were.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from unittest import mock
-
-from torch.utils import _pytree as pytree
 
 from memopt.profiler.dependencies.changes import Change, Constant, Traced
 from memopt.profiler.inputs import Call
+from memopt.torch_private import pytree
+from memopt.torch_private.dynamo import frame_replaced
 
-_HOME = "torch._dynamo.functional_export"
 _FRAME = "L['self']"
 
 Contents = tuple[tuple[Any, ...], Any, list[Any], list[Any]]
@@ -72,16 +69,18 @@ def _containers(value: Any) -> Iterator[Any]:
 @contextlib.contextmanager
 def _frame(forward: Callable[..., Any], attributes: dict[str, Any]) -> Iterator[None]:
     """Let Dynamo trace another frame around the model, as one of the module's own."""
-    home: Any = importlib.import_module(_HOME)
-    usual = home.ModuleToTrace
-    own = types.FunctionType(forward.__code__, vars(home), "forward")
 
-    def made(model: Any, spec: Any) -> Any:
-        frame = type("ModuleToTrace", (usual,), {"forward": own})(model, spec)
-        frame.__dict__.update(attributes)
-        return frame
+    def replaced(usual: Any, scope: dict[str, Any]) -> Callable[..., Any]:
+        own = types.FunctionType(forward.__code__, scope, "forward")
 
-    with mock.patch.object(home, "ModuleToTrace", made):
+        def made(model: Any, spec: Any) -> Any:
+            frame = type("ModuleToTrace", (usual,), {"forward": own})(model, spec)
+            frame.__dict__.update(attributes)
+            return frame
+
+        return made
+
+    with frame_replaced(replaced):
         yield
 
 

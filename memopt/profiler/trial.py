@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from memopt.profiler.backend import autocast_off, random_state_kept
 from memopt.profiler.memory_layout import same_strides
@@ -28,7 +27,8 @@ from memopt.profiler.signature import (
     TensorArgument,
     copied,
 )
-from memopt.profiler.torch_private import storage_at
+from memopt.torch_private import pytree
+from memopt.torch_private.tensors import storage_at
 
 POISON = 0xFF
 """Every byte of memory that nobody has written: NaN as a float, −1 as an integer."""

@@ -12,20 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
 from memopt.profiler.dependencies.changes import REGISTRIES, Change
-from memopt.profiler.dependencies.dynamo_guards import ROOT, TraceGuards
+from memopt.profiler.dependencies.dynamo_guards import TraceGuards
 from memopt.profiler.inputs import Call
 from memopt.profiler.remedies import known_remedy, said_remedy, without_labels
 from memopt.profiler.restored_state import forward_restored, state_restored
 from memopt.profiler.side_effects import why_not_set
 from memopt.profiler.unheard import unheard
+from memopt.torch_private import pytree
+from memopt.torch_private.aot import FakeTensorMode
+from memopt.torch_private.expressions import ROOT, draws_in_numpy
+from memopt.torch_private.modules import BatchNorm, buffers_of, has_backward_hooks
 
 # Torch, memopt and Python's own modules: a line there is not what a user can change.
 _NOT_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
@@ -152,7 +153,7 @@ def first_line(error: Exception) -> str:
 def _cumulative_average(model: nn.Module) -> str | None:
     """Batch norm that averages over all steps, which divides by a step counter read in Python."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.momentum is None and module.training:
+        if isinstance(module, BatchNorm) and module.momentum is None and module.training:
             return (
                 f"{type(module).__name__} {name!r} has momentum=None: its average over all steps "
                 "divides by the number of steps, read in Python in every forward, which one graph "
@@ -187,7 +188,7 @@ def _sized_by_the_first_forward(model: nn.Module, call: Call, text: str) -> str 
 def _backward_hooks(model: nn.Module) -> str | None:
     """A module's full backward hooks, which dynamo puts into no graph."""
     for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if has_backward_hooks(module):
             owner = f"module {name!r}" if name else "the model"
             return (
                 f"{owner} has a full backward hook, which a planned step would not call: remove it "
@@ -245,7 +246,7 @@ def check_not_drawn_in_numpy(traced: GraphModule) -> None:
     """
     for node in traced.graph.nodes:
         function = getattr(node.target, "f", None)
-        if getattr(function, "__module__", None) == "torch._numpy.random":
+        if draws_in_numpy(function):
             raise CaptureError(
                 f"the model cannot be captured as one graph{line_of(node)}: "
                 f"{said_remedy('numpy.random')}"
@@ -350,7 +351,7 @@ def _reassigned(model: nn.Module, call: Call, sources: Sequence[str]) -> list[st
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # it makes one fake of each tensor
     names = {"model": model, "L": {"self": model}}
     registries = [eval(source.replace(ROOT, "model"), {}, names) for source in sources]
-    held = [module._buffers for module in model.modules()]
+    held = [buffers_of(module) for module in model.modules()]
     held += [one for source, one in zip(sources, registries, strict=True) if "._buffers" in source]
     with state_restored(model, call):
         for buffers in {id(one): one for one in held}.values():

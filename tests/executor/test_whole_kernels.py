@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memopt
-from memopt.profiler import torch_private
-from memopt.profiler.torch_private import kernels_kept_whole
+from memopt.torch_private.whole_kernels import kernels_kept_whole
 from tests.executor.harness import Case, check
+from tests.torch_private.hiding import hide, of_another_torch
 
 
 def images() -> tuple[Tensor, ...]:
@@ -91,8 +91,9 @@ def test_an_operator_that_a_torch_does_not_have_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch 2.11 has no lanczos interpolation: nothing could be captured."""
-    names = (*torch_private._TAKEN_APART, "no_such_operator.default")
-    monkeypatch.setattr(torch_private, "_TAKEN_APART", names)
+    name = "torch.ops.aten._upsample_lanczos2d_aa.vec"
+    of_another_torch(monkeypatch, name)
+    hide(monkeypatch, name)
     with kernels_kept_whole():
         pass
 

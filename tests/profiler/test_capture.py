@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from memopt.errors import CaptureError
 from memopt.models.graph import Phase, TensorKind
-from memopt.profiler import torch_private
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.inputs import to_call
@@ -198,9 +197,7 @@ def test_missing_private_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._functorch.aot_autograd as aot
 
     monkeypatch.delattr(aot, "aot_export_joint_with_descriptors")
-    with pytest.raises(
-        torch_private.CaptureError, match=r"has no torch\._functorch.*supports torch"
-    ):
+    with pytest.raises(CaptureError, match=r"has no torch\._functorch.*supports torch"):
         captured(Block(), torch.randn(4, 6))
 
 

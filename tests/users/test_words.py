@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memopt
 from memopt.errors import CaptureError
-from memopt.profiler import torch_private
+from memopt.profiler import trace
 from memopt.profiler.capture import capture
 from memopt.profiler.inputs import to_call
 from tests.distributed.gloo import in_one_thread
@@ -60,8 +60,7 @@ def gpt2(**settings: Any) -> nn.Module:
 @pytest.mark.parametrize("make", [gpt2, t5])
 def test_hugging_faces_models_are_traced_once(make: Callable[[], nn.Module]) -> None:
     """They ask whether they are compiled where it changes nothing that they compute."""
-    trace = torch_private.dynamo_capture
-    with mock.patch.object(torch_private, "dynamo_capture", wraps=trace) as traced:
+    with mock.patch.object(trace, "dynamo_capture", wraps=trace.dynamo_capture) as traced:
         capture(make(), to_call({**TEXT, "use_cache": False}))
     assert traced.call_count == 1
 

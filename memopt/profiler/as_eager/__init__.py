@@ -14,5 +14,5 @@
 - `results`, in the joint graph: dtypes of statistics on the CPU, and LSTMs that need grad mode;
 - `dropout`, in the joint graph: CUDA's dropout in place of the CPU's.
 
-Beside these `memopt.profiler.torch_private` keeps torch from taking operators apart in Python.
+Beside these `memopt.torch_private.whole_kernels` keeps torch from taking operators apart in Python.
 """

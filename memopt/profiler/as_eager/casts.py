@@ -8,17 +8,13 @@ eager's backward comes after the `with`, where nothing is cast; a trace casts th
 from __future__ import annotations
 
 import contextlib
-import importlib
-import threading
 from collections.abc import Iterator
-from typing import Any
-from unittest import mock
 
 import torch
-import torch._functorch.config
 from torch.fx import GraphModule
 
 from memopt.models.locks import ForkedLock
+from memopt.torch_private.aot import leaves_cast_once
 
 _ATEN = torch.ops.aten
 _CAST = frozenset({_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm, _ATEN.matmul, _ATEN.linear})
@@ -33,20 +29,7 @@ def casts_as_eager() -> Iterator[None]:
     Autocast keeps the casts of leaves alone, which the tensors of a trace, that stand for leaves,
     are not.
     """
-    tracer = importlib.import_module("torch.fx.experimental.proxy_tensor")
-    mirrored, thread = torch._mirror_autograd_meta_to, threading.get_ident()  # type: ignore[attr-defined]
-
-    def as_leaf(source: Any, made: Any) -> Any:
-        if threading.get_ident() == thread and source.is_leaf:
-            return made.requires_grad_(source.requires_grad)
-        return mirrored(source, made)
-
-    with (
-        _ONE_AT_A_TIME,
-        torch._functorch.config.patch(backward_pass_autocast="off"),
-        mock.patch.object(tracer, "disable_autocast_cache", contextlib.nullcontext),
-        mock.patch.object(torch, "_mirror_autograd_meta_to", as_leaf),
-    ):
+    with _ONE_AT_A_TIME, leaves_cast_once():
         try:
             yield
         finally:

@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memopt.errors import CaptureError
 from memopt.profiler.as_eager.layouts import computing_device
 from memopt.profiler.dependencies.dependencies import Dependencies, digest
 from memopt.profiler.inputs import Call
 from memopt.profiler.restored_state import forward_restored
-from memopt.profiler.torch_private import ONE_TRACE_AT_A_TIME, imported
 from memopt.profiler.trial import equal_bytes
+from memopt.torch_private import pytree
+from memopt.torch_private.dynamo import asks_whether_compiled, constant, handlers_replaced
 
 _LOG = logging.getLogger(__name__)
 
@@ -168,32 +168,19 @@ def _equal(one: Any, other: Any) -> bool:
 @contextlib.contextmanager
 def _answering(answers: _Answers) -> Iterator[None]:
     """Dynamo asks `answers` what the functions by which code asks whether it is compiled return."""
-    variable = imported("torch._dynamo.variables.torch", "TorchInGraphFunctionVariable")
-    constant = imported("torch._dynamo.variables.constant", "ConstantVariable")
-    handlers: dict[Any, Any] = getattr(variable, "_get_handlers", dict)()
-    asked_by = [
-        torch.compiler.is_compiling,
-        torch.compiler.is_dynamo_compiling,
-        imported("torch._utils", "is_compiling"),
-        imported("torch._dynamo.external_utils", "is_compiling"),
-    ]
-    usual = {question: handlers[question] for question in asked_by if question in handlers}
 
     def answered(handler: Callable[..., Any]) -> Callable[..., Any]:
         def answer(function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
             if answers.of(tuple(_frames(translator))):
                 return handler(function, translator, *args, **kwargs)
             translator.mark_inconsistent_side_effects()
-            return constant.create(False)
+            return constant(False)
 
         return answer
 
-    with ONE_TRACE_AT_A_TIME:
-        handlers.update({question: answered(handler) for question, handler in usual.items()})
-        try:
-            yield
-        finally:
-            handlers.update(usual)
+    usual = asks_whether_compiled()
+    with handlers_replaced({one: answered(handler) for one, handler in usual.items()}):
+        yield
 
 
 def _known_alike(frame: Frame) -> bool:

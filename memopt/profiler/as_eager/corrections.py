@@ -25,6 +25,7 @@ from memopt.profiler.as_eager.layouts import layouts_of_kernels
 from memopt.profiler.as_eager.masks import arguments_of
 from memopt.profiler.as_eager.results import correct_fake_results
 from memopt.profiler.as_eager.updates import InPlaceAsEager, with_own_names
+from memopt.torch_private.dynamo import comptime
 
 T = TypeVar("T")
 
@@ -82,15 +83,14 @@ def _one_sequence() -> Iterator[None]:
     if not hasattr(masking, "find_packed_sequence_indices"):
         yield
         return
-    from torch._dynamo.comptime import comptime
-
+    at_trace = comptime()
     given: list[bool] = []
 
     def look(context: Any) -> None:
         given.append(bool(arguments_of(context.get_local("position_ids").as_proxy().node)))
 
     def none_packed(position_ids: Any) -> None:
-        comptime(look)
+        at_trace(look)
 
     with mock.patch.object(masking, "find_packed_sequence_indices", none_packed):
         yield

@@ -14,15 +14,17 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from memopt.profiler.memory_layout import storage_of
 from memopt.profiler.signature import output_mask
-from memopt.profiler.torch_private import ONE_TRACE_AT_A_TIME, imported
+from memopt.torch_private.access import patched, private
+from memopt.torch_private.operators import OpOverload, schema_of
+from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 
+_DISPATCH = "torch._subclasses.fake_tensor.FakeTensorMode.dispatch"
 _aten = torch.ops.aten
 _COPY_STORAGES = frozenset(
     {
@@ -43,8 +45,7 @@ def fake_results_through(
     """Trace with `change(overload, args, kwargs, result)` in place of every result that this
     thread's fake kernels give and for which `wanted(overload, result)`; copies of views have the
     storages that kernels give them."""
-    mode = imported("torch._subclasses.fake_tensor", "FakeTensorMode")
-    asked = mode.dispatch
+    asked = private(_DISPATCH)
     thread, inside = threading.get_ident(), False
 
     def dispatch(
@@ -71,7 +72,7 @@ def fake_results_through(
         finally:
             inside = False
 
-    with ONE_TRACE_AT_A_TIME, mock.patch.object(mode, "dispatch", dispatch):
+    with ONE_TRACE_AT_A_TIME, patched(_DISPATCH, dispatch):
         yield
 
 
@@ -79,12 +80,12 @@ def fake_results_through(
 def returns_new_tensors(overload: Any) -> bool:
     """Whether an operator is a kernel whose results are no views, nor what it was given (batch
     norm updates its statistics beside)."""
-    if not isinstance(overload, torch._ops.OpOverload) or overload.namespace not in (
+    if not isinstance(overload, OpOverload) or overload.namespace not in (
         "aten",
         "memopt",
     ):
         return False
-    return all(one.alias_info is None for one in overload._schema.returns)
+    return all(one.alias_info is None for one in schema_of(overload).returns)
 
 
 def _asked(

@@ -24,15 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from memopt.profiler.as_eager.operators import CallsThrough, Substitute, define
-from memopt.profiler.torch_private import autograd_in_kernels
+from memopt.torch_private import pytree
+from memopt.torch_private.modes import autograd_in_kernels
+from memopt.torch_private.operators import aten as _ATEN
+from memopt.torch_private.operators import schema_of
 
 _FUNCTIONS: dict[str, Any] = {"prod": torch.prod, "cumprod": torch.cumprod}
 """Functions of one tensor whose backward looks at its values."""
 
-_ATEN = torch.ops.aten
 _VECTORS: dict[Any, tuple[int, str]] = {
     _ATEN._linalg_svd.default: (2, "compute_uv"),
     _ATEN._linalg_eigh.default: (2, "compute_v"),
@@ -174,7 +175,7 @@ def _under_autocast(overload: Any) -> Any:
         last = overload is _ROUNDED_INSIDE["linalg_pinv"] and given.numel() > 0
         return result.to(dtype) if last else result
 
-    name, _, arguments = str(overload._schema).removeprefix("aten::").partition("(")
+    name, _, arguments = str(schema_of(overload)).removeprefix("aten::").partition("(")
     return define(f"{name}(ScalarType dtype, {arguments}", kernel, described)
 
 

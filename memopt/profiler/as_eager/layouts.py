@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from memopt.profiler.as_eager.fake_results import fake_results_through, returns_new_tensors
 from memopt.profiler.backend import random_state_kept
@@ -35,6 +33,8 @@ from memopt.profiler.signature import (
     StandIns,
     call_signature,
 )
+from memopt.torch_private import pytree
+from memopt.torch_private.aot import FakeTensor
 
 _Strides = tuple[tuple[int, ...] | None, ...]
 _known = Answers()

@@ -21,6 +21,7 @@ from torch import nn
 from torch.fx import Node
 
 from memopt.profiler.inputs import Call
+from memopt.torch_private.dynamo import comptime
 
 T = TypeVar("T")
 
@@ -69,8 +70,7 @@ def _whole_masks(call: Call) -> Iterator[None]:
         _OtherMasks: (after the trace) some are made of other arguments.
     """
     masking: Any = sys.modules["transformers.masking_utils"]
-    from torch._dynamo.comptime import comptime
-
+    at_trace = comptime()
     read: set[str] = set()
 
     def look(context: Any) -> None:
@@ -79,7 +79,7 @@ def _whole_masks(call: Call) -> Iterator[None]:
     def without_mask(original: Callable[..., bool]) -> Callable[..., bool]:
         def skips(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
             if padding_mask is not None:
-                comptime(look)
+                at_trace(look)
             return original(None, *args, **kwargs)
 
         return skips

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from memopt.torch_private.modes import TorchDispatchMode
+from memopt.torch_private.operators import schema_of
 
 _LIBRARY: Any = torch.library.Library("memopt", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -37,7 +39,7 @@ def define(
 def functional_name(overload: Any) -> str:
     """The name, and form, of an operator that does on a copy what `overload` does in place:
     "masked_fill.Scalar"."""
-    schema = overload._schema
+    schema = schema_of(overload)
     name = schema.name.removeprefix("aten::").rstrip("_")
     return f"{name}.{schema.overload_name}" if schema.overload_name else str(name)
 

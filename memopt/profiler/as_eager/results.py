@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_map_only
 
 from memopt.profiler.as_eager.operators import Substitute
+from memopt.torch_private.operators import aten as _ATEN
+from memopt.torch_private.pytree import tree_map_only
 
-_ATEN = torch.ops.aten
 # Operator → positions of the other tensors it normalises with, and of the statistics it returns.
 _NORMS: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
     _ATEN.native_layer_norm.default: ((2, 3), (1, 2)),

@@ -27,11 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_map
 
 from memopt.profiler.as_eager.operators import CallsThrough, define, functional_name
 from memopt.profiler.memory_layout import same_strides, shares_elements
-from memopt.profiler.torch_private import as_functional, is_functional, replace_functional
+from memopt.torch_private.aot import as_functional, is_functional, replace_functional
+from memopt.torch_private.modes import node_number, running_node
+from memopt.torch_private.operators import OpOverload, schema_of
+from memopt.torch_private.pytree import tree_map
 
 _ATEN = torch.ops.aten
 _IN_PLACE = (
@@ -77,7 +79,7 @@ def _functional_draw(overload: Any) -> Any:
 
 def _options(overload: Any) -> list[Any]:
     """The arguments of a draw, after the tensor and without the generator."""
-    return [a for a in overload._schema.arguments[1:] if a.name != "generator"]
+    return [a for a in schema_of(overload).arguments[1:] if a.name != "generator"]
 
 
 def _dropout_backward(grad: Tensor, mask: Tensor, _scale: float) -> Tensor:
@@ -104,7 +106,7 @@ def described_rightly() -> dict[Any, Any]:
     """Operator → the one of memopt's that is traced in its place, since torch describes its result
     wrongly; made once in a process."""
     return {
-        overload: define(str(overload._schema).removeprefix("aten::"), overload, described)
+        overload: define(str(schema_of(overload)).removeprefix("aten::"), overload, described)
         for overload, described in _MISDESCRIBED.items()
     }
 
@@ -153,7 +155,7 @@ def _functional_update(overload: Any) -> Any:
     def kernel(given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return written_into(overload)(given, *args, out=_empty_like(given), **kwargs)
 
-    _, _, arguments = str(overload._schema).replace("(a!)", "").partition("(")
+    _, _, arguments = str(schema_of(overload)).replace("(a!)", "").partition("(")
     made = define(f"{functional_name(overload)}({arguments}", kernel, _empty_like)
     _in_place[made] = overload
     return made
@@ -162,9 +164,9 @@ def _functional_update(overload: Any) -> Any:
 @functools.cache
 def _updates(func: Any) -> bool:
     """Whether an operator changes its first argument's values, only these, by what it is given."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
-    schema = func._schema
+    schema = schema_of(func)
     written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     return (
         schema.name.endswith("_")
@@ -250,8 +252,8 @@ class InPlaceAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
 
 def _filling_node() -> int | None:
     """The number of autograd's node that runs now, if it is one of `_FILLS_ITS_OWN`."""
-    node: Any = torch._C._current_autograd_node()
-    return node._sequence_nr() if node is not None and node.name() in _FILLS_ITS_OWN else None
+    node = running_node()
+    return node_number(node) if node is not None and node.name() in _FILLS_ITS_OWN else None
 
 
 def _refuse_shared(func: Any, tensor: Tensor) -> None:

@@ -28,6 +28,7 @@ from memopt.profiler.compiled.replace import with_renamed
 from memopt.profiler.memory_layout import same_strides, storage_of
 from memopt.profiler.nodes import is_random, tensors_of
 from memopt.profiler.signature import REFUSALS, call_signature, signature
+from memopt.torch_private.operators import OpOverload
 
 _ATEN = torch.ops.aten
 _CONVOLUTIONS: dict[Any, int] = {
@@ -131,7 +132,7 @@ class _Layouts:
         target: Any = node.target
         if target is operator.getitem or is_random(node) or target in _EMPTY:
             return True
-        if isinstance(target, torch._ops.OpOverload) and target.is_view:
+        if isinstance(target, OpOverload) and target.is_view:
             return True
         before = signature(node)
         args, kwargs = map_arg((node.args, node.kwargs), lambda one: self.values[one])

@@ -10,6 +10,7 @@ from torch.fx import Node
 from memopt.profiler.compiled.dropout import is_dropout
 from memopt.profiler.memory_layout import spans_storage
 from memopt.profiler.nodes import is_random, tensors_of
+from memopt.torch_private.operators import OpOverload
 
 
 def _overloads(names: str) -> frozenset[str]:
@@ -63,7 +64,7 @@ def is_fusible(node: Node) -> bool:
     target: Any = node.target
     if is_dropout(node):
         return True
-    if not isinstance(target, torch._ops.OpOverload) or is_random(node):
+    if not isinstance(target, OpOverload) or is_random(node):
         return False
     if any(not _plain(value) for value in tensors_of(node, *node.all_input_nodes)):
         return False
@@ -83,7 +84,7 @@ def is_pointwise(node: Node) -> bool:
     return is_dropout(node) or cheap or _is_tagged(target)
 
 
-def _is_tagged(target: torch._ops.OpOverload) -> bool:
+def _is_tagged(target: OpOverload) -> bool:
     return torch.Tag.pointwise in target.tags and target.namespace in ("aten", "prims")
 
 

@@ -1,4 +1,4 @@
-"""Inductor on one region at a time; the only module that knows its private names (torch 2.11-2.13).
+"""Inductor on one region at a time.
 
 C++ is compiled by a pool of processes. Generated modules wait for it when they are loaded; here
 that wait is put off until every region was lowered, so that the compilers of all run at once.
@@ -10,7 +10,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.fx import GraphModule, Node
@@ -20,7 +19,8 @@ from memopt.models.locks import ForkedLock
 from memopt.profiler.backend import autocast_off
 from memopt.profiler.compiled.losses import nll_loss_backward, with_joined_losses
 from memopt.profiler.compiled.region_graph import Layout, Subgraph
-from memopt.profiler.torch_private import imported
+from memopt.torch_private.access import patched, private
+from memopt.torch_private.inductor import inductor_set, inside_of, traced_with
 
 _LOG = logging.getLogger(__name__)
 _ONE_AT_A_TIME = ForkedLock()
@@ -52,14 +52,14 @@ def check_compiler(device: torch.device, kernels: str) -> None:
         MemoptError: it is not there; the message names what to install.
     """
     if device.type == "cpu":
-        find = imported("torch._inductor.cpp_builder", "get_cpp_compiler")
+        find = private("torch._inductor.cpp_builder.get_cpp_compiler")
         try:
             find()
         except REFUSALS as error:
             what = "install a C++ compiler (g++ or clang++) on the PATH, or name it in CXX"
             raise MemoptError(_NO_COMPILER.format(kernels=kernels, what=what)) from error
         return
-    has_triton = imported("torch.utils._triton", "has_triton")
+    has_triton = private("torch.utils._triton.has_triton")
     if not has_triton():
         what = "install Triton (pip install triton) for this device"
         raise MemoptError(_NO_COMPILER.format(kernels=kernels, what=what))
@@ -109,27 +109,25 @@ def _reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _waits_put_off(put_off: list[Callable[[], None]]) -> Iterator[None]:
-    async_compile = imported("torch._inductor.async_compile", "AsyncCompile")
-    wait = async_compile.wait
+    name = "torch._inductor.async_compile.AsyncCompile.wait"
+    wait = private(name)
 
     def later(self: Any, scope: dict[str, Any]) -> None:
         put_off.append(lambda: wait(self, scope))
 
-    with mock.patch.object(async_compile, "wait", later):
+    with patched(name, later):
         yield
 
 
 def _compile(one: Subgraph) -> Run:
-    shapes = imported("torch.fx.experimental.symbolic_shapes", "ShapeEnv")()
+    shapes = private("torch.fx.experimental.symbolic_shapes.ShapeEnv")()
     # Inductor finds no code on disk for what has no shape environment.
-    fake = imported("torch._subclasses.fake_tensor", "FakeTensorMode")
+    fake = private("torch._subclasses.fake_tensor.FakeTensorMode")
     fake_mode = fake(shape_env=shapes, static_shapes=True)
-    compile_ = imported("torch._inductor.compile_fx", "compile_fx_inner")
-    table = imported("torch._inductor.decomposition", "select_decomp_table")()
+    compile_ = private("torch._inductor.compile_fx.compile_fx_inner")
+    table = private("torch._inductor.decomposition.select_decomp_table")()
     decompositions = {**table, torch.ops.aten.nll_loss_backward.default: nll_loss_backward}
-    config: Any = imported("torch._inductor", "config")
-    make_fx = imported("torch.fx.experimental.proxy_tensor", "make_fx")
-    guards = imported("torch", "_guards")
+    make_fx = private("torch.fx.experimental.proxy_tensor.make_fx")
     with fake_mode, torch.no_grad():
         inputs = [_empty(layout) for layout in one.layouts]
         module = GraphModule({}, with_joined_losses(one.graph))
@@ -143,8 +141,8 @@ def _compile(one: Subgraph) -> Run:
     output.args = (tuple(map(_laid_out, results, one.results)),)
     traced.recompile()
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
-    patch = config.patch({"reorder_for_peak_memory": False, "fx_graph_cache": True})
-    with patch, guards.tracing(guards.TracingContext(fake_mode)), torch.no_grad():
+    patch = inductor_set(reorder_for_peak_memory=False, fx_graph_cache=True)
+    with patch, traced_with(fake_mode), torch.no_grad():
         made = compile_(traced, inputs)
     call: Run = made
     return call
@@ -155,7 +153,7 @@ def _laid_out(node: Node, layout: Layout) -> Node:
     value = node.meta["val"]
     if tuple(value.stride()) == layout.strides:
         return node
-    force = imported("torch._inductor.inductor_prims", "force_stride_order")
+    force = private("torch._inductor.inductor_prims.force_stride_order")
     with node.graph.inserting_after(node):
         made = node.graph.call_function(force, (node, list(layout.strides)))
     with value.fake_mode:
@@ -170,7 +168,7 @@ _MADE: list[Run] = []
 def direct(run: Run) -> Run:
     """What a compiled region's calls come to once it has run: past what looks for profilers and
     autotuning at every call."""
-    inner: Run | None = getattr(run, "current_callable", None)
+    inner: Run | None = inside_of(run)
     if inner is None:
         return run
     _MADE.append(run)

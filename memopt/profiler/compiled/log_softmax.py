@@ -16,8 +16,7 @@ from torch.fx import Node
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.capture import Captured
 from memopt.profiler.compiled.replace import KEPT_META, add_call
-
-_ATEN = torch.ops.aten
+from memopt.torch_private.operators import aten as _ATEN
 
 
 def with_parts(

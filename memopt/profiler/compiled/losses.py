@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
+from memopt.torch_private.operators import aten
+
 _LOSS = torch.ops.aten.nll_loss_backward.default
-_SOFTMAX = torch.ops.aten._log_softmax_backward_data.default
+_SOFTMAX = aten._log_softmax_backward_data.default
 _MEAN = 1
 """ATen's number of the reduction."""
 

@@ -16,8 +16,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
 from memopt.profiler.build import Lowering, held_by
-
-_ATEN = torch.ops.aten
+from memopt.torch_private.operators import aten as _ATEN
 
 
 @dataclass(frozen=True)

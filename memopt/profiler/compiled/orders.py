@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from memopt.profiler.backend import autocast_off
 from memopt.profiler.signature import (
@@ -24,6 +23,7 @@ from memopt.profiler.signature import (
     TensorArgument,
 )
 from memopt.profiler.trial import TrialData
+from memopt.torch_private import pytree
 
 _CLOSE, _CLOSE_IN_HALF = 1e-3, 0.05
 """Of the largest number that a call reads or gives."""

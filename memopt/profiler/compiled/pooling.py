@@ -16,7 +16,8 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
-_ATEN = torch.ops.aten
+from memopt.torch_private.operators import aten as _ATEN
+
 _FORWARD = _ATEN.max_pool2d_with_indices.default
 _BACKWARD = _ATEN.max_pool2d_with_indices_backward.default
 _LARGEST = 16

@@ -7,15 +7,15 @@ captures, drops them. So they are read while dynamo still has them, as plain dat
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 
 from memopt.errors import CaptureError
+from memopt.torch_private.dynamo import container_inside, modified, updates_heard, visit
+from memopt.torch_private.table import SUPPORTED
 
 
 @dataclass(frozen=True)
@@ -115,32 +115,29 @@ def changes_heard() -> Iterator[Callable[[], tuple[tuple[Change, ...], tuple[str
     Raises:
         CaptureError: in the trace, if this torch keeps its side effects elsewhere.
     """
-    home = importlib.import_module("torch._dynamo.side_effects").SideEffects
-    emit: Callable[..., Any] = home.codegen_update_mutated
     heard: tuple[tuple[Change, ...], tuple[str, ...]] = ((), ())
 
-    def listening(effects: Any, *args: Any, **kwargs: Any) -> Any:
+    def listening(effects: Any) -> None:
         nonlocal heard
         try:
             heard = _changes(effects)
         except AttributeError as error:
             raise CaptureError(
                 f"this torch ({torch.__version__}) keeps what a forward changes elsewhere "
-                f"({error}); memopt supports torch 2.11 to 2.13"
+                f"({error}); memopt supports torch {SUPPORTED[0]} to {SUPPORTED[-1]}"
             ) from error
         stack = effects.output_graph_weakref().root_tx.stack
         if stack and _holds_array(stack[-1]):
             raise CaptureError(RETURNS_ARRAY)
-        return emit(effects, *args, **kwargs)
 
-    with mock.patch.object(home, "codegen_update_mutated", listening):
+    with updates_heard(listening):
         yield lambda: heard
 
 
 def _changes(effects: Any) -> tuple[tuple[Change, ...], tuple[str, ...]]:
     found: list[Change] = []
     undone: list[str] = []
-    for variable in effects._get_modified_vars():
+    for variable in modified(effects):
         if not type(variable.mutation_type).__name__.endswith("MutationExisting"):
             continue
         if _is_a(variable, "TorchFunctionModeStackVariable"):
@@ -169,7 +166,7 @@ def _of(variable: Any, source: str, effects: Any) -> Iterator[Change]:
     """The lasting changes of one of Dynamo's variables."""
     attributes = _attributes(variable, effects)
     # Of an object that is a container the items are a variable of their own.
-    inner = getattr(variable, "_base_vt", None)
+    inner = container_inside(variable)
     if inner is not None and effects.is_modified(inner):
         yield from _of_container(inner, source)
     elif type(variable.mutation_type).__name__ == "ValueMutationExisting":
@@ -251,7 +248,7 @@ def _holds_array(variable: Any) -> bool:
         if _is_a(one, "NumpyNdarrayVariable"):
             found.append(one)
 
-    importlib.import_module("torch._dynamo.variables.base").VariableTracker.visit(look, variable)
+    visit(look, variable)
     return bool(found)
 
 

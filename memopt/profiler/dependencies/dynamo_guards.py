@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 
 from memopt.errors import CaptureError
 from memopt.profiler.dependencies.changes import Change, changes_heard, expression_of
-
-ROOT = "L['self']._modules['_export_root']"
-"""The captured model, in Dynamo's expressions."""
+from memopt.torch_private.access import patched, private
+from memopt.torch_private.dynamo import guard_helpers, shapes_compared_if
 
 
 @dataclass(frozen=True)
@@ -72,9 +69,7 @@ def guards_heard() -> Iterator[Callable[[], TraceGuards]]:
 
     To be entered by one thread at a time.
     """
-    home = importlib.import_module("torch._dynamo.functional_export")
-    captured: Callable[..., Any] = home.fullgraph_capture
-    compare_shapes: Callable[..., None] | None = getattr(home, _COMPARE_SHAPES, None)
+    captured = private(_CAPTURE)
     heard, varies = TraceGuards(), True
 
     @functools.wraps(captured)
@@ -87,23 +82,19 @@ def guards_heard() -> Iterator[Callable[[], TraceGuards]]:
         except AttributeError as error:
             raise CaptureError(
                 f"this torch ({torch.__version__}) keeps what a trace read elsewhere ({error}); "
-                "memopt supports torch 2.11 to 2.13"
+                "memopt supports torch {SUPPORTED[0]} to {SUPPORTED[-1]}"
             ) from error
         return result
 
-    def compared(*args: Any, **kwargs: Any) -> None:
-        if varies and compare_shapes is not None:
-            compare_shapes(*args, **kwargs)
-
-    with contextlib.ExitStack() as patches:
-        changed = patches.enter_context(changes_heard())
-        patches.enter_context(mock.patch.object(home, "fullgraph_capture", listening))
-        if compare_shapes is not None:
-            patches.enter_context(mock.patch.object(home, _COMPARE_SHAPES, compared))
+    with (
+        changes_heard() as changed,
+        patched(_CAPTURE, listening),
+        shapes_compared_if(lambda: varies),
+    ):
         yield lambda: heard
 
 
-_COMPARE_SHAPES = "_suggest_or_raise_constraint_violation"
+_CAPTURE = "torch._dynamo.functional_export.fullgraph_capture"
 
 
 def _has_varying_shapes(traced: Any) -> bool:
@@ -126,7 +117,7 @@ def _heard(output: Any, changes: tuple[Change, ...], undone: tuple[str, ...]) ->
     places = (*(one.name for one in distinct), *(one.source for one in changes))
     read = {name for place in places for name in re.findall(r"\bG\['([^']+)'\]", place)}
     scope = {name: graph.global_scope[name] for name in read if name in graph.global_scope}
-    helpers = importlib.import_module("torch._dynamo.guards")._get_closure_vars()
+    helpers = guard_helpers()
     code = frozenset(output.traced_code)
     return TraceGuards(tuple(distinct), helpers, scope, code, changes, undone)
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from memopt.profiler.dependencies.reader import Dependency
+from memopt.torch_private.modules import modules_of
 
 _SETS_HOOKS = "register_hook"
 _COMPUTES_NAMES = ("getattr", "attrgetter", "vars", "__dict__")
@@ -34,7 +35,7 @@ def late_names(model: nn.Module, traced: Iterable[types.CodeType]) -> frozenset[
         traced: the code of all functions that were traced.
     """
     code = [one for one in traced if not one.co_filename.startswith(_TORCH)]
-    modules = {name for module in model.modules() for name in module._modules}
+    modules = {name for module in model.modules() for name in modules_of(module)}
     if any(_SETS_HOOKS in one.co_names for one in code):
         return None
     backwards = {one for one in _backwards(torch.autograd.Function) if one in code}

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from memopt.profiler.dependencies.changes import Change
-from memopt.profiler.dependencies.dynamo_guards import ROOT, DynamoGuard, TraceGuards
+from memopt.profiler.dependencies.dynamo_guards import DynamoGuard, TraceGuards
+from memopt.torch_private.expressions import DEFAULT_DEVICE, GLOBAL_HOOKS, ROOT
 
 HOOKS = re.compile(r"\._(?:global_)?((?:forward|backward)(?:_pre)?)_hooks$")
 """An expression that reads the hooks of a module, or of all."""
@@ -188,12 +189,9 @@ _CELL = re.compile(r"^(.*)\.__closure__\[(\d+)\]\.cell_contents")
 
 # How torch itself is set, where that decides what a trace consists of.
 _SETTINGS = (
-    *(
-        f"tuple(torch.nn.modules.module._global_{kind}_hooks.values())"
-        for kind in ("forward", "forward_pre", "backward", "backward_pre")
-    ),
+    *GLOBAL_HOOKS,
     "torch.get_default_dtype()",
-    "torch.utils._device.CURRENT_DEVICE",
+    DEFAULT_DEVICE,
     "torch.are_deterministic_algorithms_enabled()",
     "torch.backends.cuda.flash_sdp_enabled()",
     "torch.backends.cuda.mem_efficient_sdp_enabled()",

@@ -1,0 +1,119 @@
+"""`memopt doctor`: what a bug report needs, and whether the installed torch is one that memopt
+knows."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import memopt
+from memopt.commands import options
+from memopt.commands.output import ExitCode, say, say_json, table
+from memopt.models.budget import format_bytes
+from memopt.models.folders import default_directory
+from memopt.torch_private.report import Finding, State, findings
+from memopt.torch_private.table import SUPPORTED
+
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "scipy",
+    "numba",
+    "ortools",
+    "transformers",
+    "accelerate",
+    "lightning",
+)
+_SETTINGS = ("MEMOPT_CACHE_DIR", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
+
+
+def doctor(as_json: options.Json = False) -> None:
+    """Print what a bug report needs, and check torch's private names; 1 if one is gone."""
+    facts = dict(_facts())
+    found = [*findings()]
+    broken = [one for one in found if one.breaks]
+    if as_json:
+        say_json({"facts": facts, "names": [*map(_figures, found)], "works": not broken})
+    else:
+        table(("state", "torch's name", "if it is gone"), map(_row, found))
+        table(("what", "found"), facts.items())
+        say(_verdict(found, broken))
+    if broken:
+        raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _verdict(found: list[Finding], broken: list[Finding]) -> str:
+    counts = Counter(one.state for one in found)
+    said = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
+    known = f"memopt supports torch {', '.join(SUPPORTED)}"
+    if not broken:
+        return f"{len(found)} names of torch: {said}; {known}"
+    names = ", ".join(one.row.name for one in broken)
+    return f"{len(found)} names of torch: {said}; memopt does not work without {names}; {known}"
+
+
+def _row(one: Finding) -> tuple[str, str, str]:
+    return str(one.state), one.row.name, one.row.effect
+
+
+def _figures(one: Finding) -> dict[str, Any]:
+    row = one.row
+    return {
+        "name": row.name,
+        "state": str(one.state),
+        "required": row.required,
+        "effect": row.effect,
+        "purpose": row.purpose,
+        "versions": list(row.versions),
+    }
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    """What the machine, Python and its packages are."""
+    yield "memopt", memopt.__version__
+    yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
+    yield "platform", platform.platform()
+    for name in _PACKAGES:
+        yield name, _version(name)
+    yield "processors", _processors()
+    yield from _devices()
+    yield "caches", _caches(default_directory())
+    for name in _SETTINGS:
+        if name in os.environ:
+            yield name, os.environ[name]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _processors() -> str:
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{here} of {os.cpu_count()}, {platform.machine()}"
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    """What torch computes on here."""
+    import torch
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield "cpu", f"{capability}, {torch.get_num_threads()} threads"
+    yield "cuda", f"{torch.version.cuda or 'not built'}, {torch.cuda.device_count()} devices"
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        yield f"cuda:{number}", f"{found.name}, {format_bytes(found.total_memory)}"
+
+
+def _caches(folder: Path) -> str:
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return f"{folder}: {len(sizes)} files, {format_bytes(sum(sizes))}"

@@ -1,0 +1,202 @@
+"""AOTAutograd and fake tensors: joint graphs of forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from memopt.torch_private.access import (
+    attribute_name,
+    optional,
+    patched,
+    private,
+    private_once,
+    required,
+)
+from memopt.torch_private.whole_kernels import kernels_kept_whole
+
+with required("torch._subclasses.fake_tensor.FakeTensor"):
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+with required("torch._subclasses.fake_tensor.FakeTensorMode"):
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+_AOT = "torch._functorch._aot_autograd"
+_FUNCTIONAL = "torch._subclasses.functional_tensor.FunctionalTensor"
+_CREATE = f"{_AOT}.graph_capture._create_graph"
+_METADATA = "torch.fx.experimental.proxy_tensor._extract_tensor_metadata"
+_KEEPING = (
+    _CREATE,
+    "torch.fx._graph_pickler.GraphPickler",
+    "torch.fx._graph_pickler.Options",
+    "torch.fx.experimental._config",
+    "torch.fx.node._get_qualified_name",
+    "torch._C._get_sdp_priority_order",
+)
+FAKE_LOGGER = "torch._subclasses.fake_tensor"
+"""The logger of fake tensors."""
+
+
+def export_joint(
+    stack: contextlib.ExitStack, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The joint forward+backward ATen graph with descriptors, without decompositions.
+
+    What torch remembers of fake results says nothing of one tensor that is returned twice (an
+    LSTM's gradients of its biases): a graph would depend on what was traced before it.
+    """
+    private("torch._subclasses.fake_tensor.FakeTensorMode.cache_clear")()
+    export = private("torch._functorch.aot_autograd.aot_export_joint_with_descriptors")
+    stack.enter_context(kernels_kept_whole())
+    return export(stack, module, args, kwargs)
+
+
+def compile_joint(
+    joint: Any,
+    partition: Callable[..., Any],
+    forward_compiler: Callable[..., Any],
+    backward_compiler: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Wrap our own forward and backward callables in AOTAutograd's runtime."""
+    compile_ = private("torch._functorch.aot_autograd.aot_compile_joint_with_descriptors")
+    if optional(f"{_AOT}.schemas.AOTConfig.enable_log") is not None:
+        # It would write the joint graph down for its log, whether or not anyone keeps one.
+        state = joint._aot_state
+        state.aot_config = dataclasses.replace(state.aot_config, enable_log=False)
+    # AOTAutograd writes one long expression over all parameters, and Python's compiler recurses
+    # into it: the default limit stops models of about a thousand layers (ResNet-1001).
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 30_000))
+    try:
+        compiled: Callable[..., Any] = compile_(
+            joint,
+            partition_fn=partition,
+            fw_compiler=forward_compiler,
+            bw_compiler=backward_compiler,
+        )
+    finally:
+        sys.setrecursionlimit(limit)
+    return compiled
+
+
+def descriptor_types() -> Any:
+    """The module of AOTAutograd's input and output descriptors."""
+    return private(f"{_AOT}.descriptors")
+
+
+def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """The function, which AOTAutograd calls with a list of its arguments that it may empty."""
+    setattr(function, attribute_name(f"{_AOT}.utils._boxed_call"), True)
+    return function
+
+
+@contextlib.contextmanager
+def no_donated_buffers(joint: Any) -> Iterator[None]:
+    """Compile so that retain_graph=True keeps working: AOTAutograd looks for an empty list of
+    donated buffers at run time, and leaves it None if told not to look for any."""
+    metadata = getattr(joint._aot_state, attribute_name(f"{_AOT}.schemas.AOTState.fw_metadata"))
+    donated = attribute_name(f"{_AOT}.schemas.ViewAndMutationMeta.bw_donated_idxs")
+    setattr(metadata, donated, [])
+    with functorch_set(donated_buffer=False):
+        yield
+
+
+def functorch_set(**settings: Any) -> contextlib.AbstractContextManager[None]:
+    """Context in which AOTAutograd is set so."""
+    for name in settings:
+        private(f"torch._functorch.config.{name}")
+    config: Any = importlib.import_module("torch._functorch.config")
+    patch: contextlib.AbstractContextManager[None] = config.patch(settings)
+    return patch
+
+
+def functorch_settings() -> dict[str, Any]:
+    """How AOTAutograd is set."""
+    config: Any = importlib.import_module("torch._functorch.config")
+    settings: dict[str, Any] = config.save_config_portable()
+    return settings
+
+
+def pickles_with_dill() -> bool:
+    """Whether torch pickles graphs with dill: what has written a graph must be there to read it."""
+    pickler = importlib.import_module("torch.fx._graph_pickler")
+    return getattr(pickler, "dill", None) is not None
+
+
+def is_functional(value: Any) -> bool:
+    """Whether a value is one of AOTAutograd's tensors, whose updates in place become new values."""
+    functional = private_once("torch._subclasses.functional_tensor.FunctionalTensor")
+    return isinstance(value, functional)
+
+
+def as_functional(value: Any) -> Any:
+    """While AOTAutograd traces: a tensor of its own that has a value which is in the trace."""
+    return private_once(f"{_FUNCTIONAL}.to_functional")(value)
+
+
+def replace_functional(tensor: Any, value: Any) -> None:
+    """While AOTAutograd traces: what an update in place makes of `tensor` is `value`."""
+    tensor.replace_(value.from_functional())
+    tensor.commit_update()
+    tensor.sync()
+
+
+@contextlib.contextmanager
+def leaves_cast_once() -> Iterator[None]:
+    """Trace a joint graph in which autocast keeps the casts of what stands for leaves, and nothing
+    is cast in the backward."""
+    mirrored, thread = private("torch._mirror_autograd_meta_to"), threading.get_ident()
+
+    def as_leaf(source: Any, made: Any) -> Any:
+        if threading.get_ident() == thread and source.is_leaf:
+            return made.requires_grad_(source.requires_grad)
+        return mirrored(source, made)
+
+    with (
+        functorch_set(backward_pass_autocast="off"),
+        patched(
+            "torch.fx.experimental.proxy_tensor.disable_autocast_cache", contextlib.nullcontext
+        ),
+        patched("torch._mirror_autograd_meta_to", as_leaf),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def values_described_once() -> Iterator[None]:
+    """A traced node's `val` says all that its `tensor_meta` would. Other threads' traces, which
+    Inductor may compile, have both."""
+    describe, thread = optional(_METADATA), threading.get_ident()
+    if describe is None:
+        yield
+        return
+
+    def described(value: Any) -> Any:
+        return None if threading.get_ident() == thread else describe(value)
+
+    with patched(_METADATA, described):
+        yield
+
+
+def code_written_late() -> contextlib.AbstractContextManager[Any]:
+    """Context in which the Python code of graphs is written when they run."""
+    lazy: contextlib.AbstractContextManager[Any] = private(
+        "torch.fx._lazy_graph_module._use_lazy_graph_module"
+    )(True)
+    return lazy
+
+
+def joint_tracer() -> Any | None:
+    """What traces joint graphs in AOTAutograd; None: this torch has another, or has not all that
+    graphs are kept by."""
+    found = [optional(name) for name in _KEEPING]
+    return None if any(one is None for one in found) else found[0]
+
+
+def joint_tracer_replaced(value: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Context in which `value` traces joint graphs in AOTAutograd."""
+    return patched(_CREATE, value)

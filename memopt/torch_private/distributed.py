@@ -1,0 +1,27 @@
+"""Process groups."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from memopt.torch_private.access import optional
+
+_GROUP = "torch.distributed.ProcessGroup"
+_NAMES = (
+    f"{_GROUP}._get_backend",
+    f"{_GROUP}._device_types",
+    "torch._C._distributed_c10d.Backend.Options._timeout",
+)
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """How long a group's collectives wait for a rank; None: torch's own default."""
+    if any(optional(name) is None for name in _NAMES):
+        return None
+    try:
+        options = [group._get_backend(kind).options for kind in group._device_types]
+    except RuntimeError:  # a backend without options, as the fake one's
+        return None
+    known = (getattr(one, "_timeout", None) for one in options)
+    return next((found for found in known if found is not None), None)

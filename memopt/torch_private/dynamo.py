@@ -1,0 +1,275 @@
+"""Dynamo: one graph of a whole model, and what is patched in it for that."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+
+from memopt.torch_private.access import (
+    attribute_name,
+    known,
+    missing,
+    optional,
+    patched,
+    private,
+)
+from memopt.torch_private.rows import TABLE
+from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME, kernels_kept_whole
+
+_EXPORT = "torch._dynamo.functional_export"
+_VARIABLES = "torch._dynamo.variables"
+_HANDLERS = f"{_VARIABLES}.torch.TorchInGraphFunctionVariable._get_handlers"
+_INSIDE = f"{_VARIABLES}.UserDefinedObjectVariable._base_vt"
+_CHANGED = (
+    f"{_VARIABLES}.base.AttributeMutationExisting",
+    f"{_VARIABLES}.base.ValueMutationExisting",
+    f"{_VARIABLES}.ConstDictVariable",
+    f"{_VARIABLES}.DeletedVariable",
+    f"{_VARIABLES}.lists.DequeVariable",
+    f"{_VARIABLES}.ListVariable",
+    f"{_VARIABLES}.NumpyNdarrayVariable",
+    f"{_VARIABLES}.SetVariable",
+    f"{_VARIABLES}.SymNodeVariable",
+    f"{_VARIABLES}.TensorVariable",
+    f"{_VARIABLES}.torch_function.TorchFunctionModeStackVariable",
+)
+
+_in_capture = False
+
+
+def captured_around() -> bool:
+    """True in what memopt's capture traces, and False in everything that runs, meanwhile in other
+    threads, too: dynamo answers the first question itself."""
+    return torch.compiler.is_dynamo_compiling() and _in_capture
+
+
+def graph_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One FX graph of the whole model by Dynamo, sharing the model's parameters."""
+    global _in_capture
+    capture = private(f"{_EXPORT}._dynamo_graph_capture_for_export")
+    wanted = {
+        "allow_rnn": True,
+        "side_effect_replay_policy": "silent",
+        # addcmul_ and the like would be traced as a product and a fused multiply-add: other bits.
+        "enable_dynamo_decompositions": False,
+    }
+    for name in wanted:
+        private(f"torch._dynamo.config.{name}")
+    attribute_name(f"{_EXPORT}.ModuleToTrace._export_root")  # the expressions name it
+    config: Any = importlib.import_module("torch._dynamo.config")
+    with (
+        config.patch(wanted),
+        kernels_kept_whole(),
+        _not_exporting(),
+        # Without what Dynamo itself takes apart whatever it is told: addcdiv with a factor becomes
+        # a quotient, a product and a sum, which round otherwise.
+        handlers_replaced({torch.addcdiv: None}),
+    ):
+        _in_capture = True
+        try:
+            return capture(model)(*args, **kwargs)
+        finally:
+            _in_capture = False
+            _forget_compiled()
+
+
+@contextlib.contextmanager
+def handlers_replaced(
+    handlers: Mapping[Any, Callable[..., Any] | None], must_be_there: bool = False
+) -> Iterator[None]:
+    """Trace with other handlers of functions; None: with none.
+
+    Raises:
+        CaptureError: one that must be there is not.
+    """
+    known_handlers: dict[Any, Any] = private(_HANDLERS)()
+    with ONE_TRACE_AT_A_TIME:
+        if must_be_there and not handlers.keys() <= known_handlers.keys():
+            raise missing(TABLE[_HANDLERS])
+        kept = {one: known_handlers[one] for one in handlers if one in known_handlers}
+        try:
+            for function, handler in handlers.items():
+                if handler is None:
+                    known_handlers.pop(function, None)
+                else:
+                    known_handlers[function] = handler
+            yield
+        finally:
+            known_handlers.update(kept)
+
+
+def asks_whether_compiled() -> dict[Any, Callable[..., Any]]:
+    """The functions by which code asks whether it is compiled, and Dynamo's handlers of them.
+
+    Raises:
+        CaptureError: Dynamo has none of one of them.
+    """
+    handlers: dict[Any, Callable[..., Any]] = private(_HANDLERS)()
+    asked = (
+        torch.compiler.is_compiling,
+        torch.compiler.is_dynamo_compiling,
+        private("torch._utils.is_compiling"),
+        private("torch._dynamo.external_utils.is_compiling"),
+    )
+    if not all(one in handlers for one in asked):
+        raise missing(TABLE[_HANDLERS])
+    return {one: handlers[one] for one in asked}
+
+
+@contextlib.contextmanager
+def _not_exporting() -> Iterator[None]:
+    """`torch.compiler.is_exporting()` is False in what dynamo traces: the step is run, not shipped.
+    Models ask for it: Hugging Face's exported attention has a mask in place of `is_causal`, and
+    keys and values repeated for every head."""
+    name = f"{_EXPORT}._compiling_state_context"
+    states = private(f"{_VARIABLES}.torch.tracing_state_functions")()
+    private("torch.compiler._is_exporting_flag")
+    question, entered = torch.compiler.is_exporting, private(name)
+    if question not in states:
+        raise missing(TABLE[f"{_VARIABLES}.torch.tracing_state_functions"])
+
+    @contextlib.contextmanager
+    def compiling() -> Iterator[None]:
+        with entered():  # which puts the flag back
+            torch.compiler._is_exporting_flag = False
+            yield
+
+    with ONE_TRACE_AT_A_TIME, patched(name, compiling):
+        answer = states[question]
+        try:
+            states[question] = False
+            yield
+        finally:
+            states[question] = answer
+
+
+@contextlib.contextmanager
+def compiled_code_kept() -> Iterator[None]:
+    """Capture without dynamo forgetting all that it has compiled, of which the caller is a part."""
+    with ONE_TRACE_AT_A_TIME, patched("torch._dynamo.reset", lambda: None):
+        yield
+
+
+def _forget_compiled() -> None:
+    """Dynamo leaves the compiled function, and with it the model's parameters, in the globals of
+    the module that it traced from; memopt never runs it."""
+    namespace = vars(importlib.import_module(_EXPORT))
+    for name in [name for name in namespace if name.startswith("__compiled_fn_")]:
+        del namespace[name]
+
+
+def comptime() -> Any:
+    """Dynamo's function of that name: called in what is traced, it calls its argument with the
+    context of the trace."""
+    return private("torch._dynamo.comptime.comptime")
+
+
+def capture_errors() -> tuple[type[Exception], ...]:
+    """Dynamo's errors, and that where it loses track of a shape that depends on values."""
+    return (
+        private("torch._dynamo.exc.TorchDynamoException"),
+        private("torch.fx.experimental.symbolic_shapes.PendingUnbackedSymbolNotFound"),
+    )
+
+
+def constant(value: object) -> Any:
+    """A constant in what Dynamo traces."""
+    return private(f"{_VARIABLES}.constant.ConstantVariable").create(value)
+
+
+def functions_ignored(functions: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+    """Context in which Dynamo leaves out calls of these functions, too."""
+    ignored = {*functions, *private("torch._dynamo.config.ignore_logging_functions")}
+    config: Any = importlib.import_module("torch._dynamo.config")
+    patch: contextlib.AbstractContextManager[None] = config.patch(ignore_logging_functions=ignored)
+    return patch
+
+
+def constant_in_traces(function: Any) -> contextlib.AbstractContextManager[Any]:
+    """Context in which Dynamo calls a function while it traces, and takes its result."""
+    name = attribute_name("torch._dynamo._dynamo_marked_constant")
+    return mock.patch.object(function, name, True, create=True)
+
+
+def variables(*names: str) -> tuple[Any, ...]:
+    """Classes of Dynamo's variables, by their names."""
+    return tuple(private(f"{_VARIABLES}.{name}") for name in names)
+
+
+def guard_helpers() -> Mapping[str, Any]:
+    """What the expressions of guards call beside Python's own functions."""
+    helpers: Mapping[str, Any] = private("torch._dynamo.guards._get_closure_vars")()
+    return helpers
+
+
+@contextlib.contextmanager
+def shapes_compared_if(varies: Callable[[], bool]) -> Iterator[None]:
+    """Trace with guards compiled, to see whether they contradict declared shapes, only where
+    that is so."""
+    name = f"{_EXPORT}._suggest_or_raise_constraint_violation"
+    compare = optional(name)
+    if compare is None:
+        yield
+        return
+
+    def compared(*args: Any, **kwargs: Any) -> None:
+        if varies():
+            compare(*args, **kwargs)
+
+    with patched(name, compared):
+        yield
+
+
+@contextlib.contextmanager
+def updates_heard(hear: Callable[[Any], None]) -> Iterator[None]:
+    """Trace with `hear(side effects)` called before Dynamo writes code that makes them.
+
+    Raises:
+        CaptureError: this torch has no variables of some kinds that are told by their names.
+    """
+    name = "torch._dynamo.side_effects.SideEffects.codegen_update_mutated"
+    for kind in _CHANGED:
+        private(kind)
+    emit = private(name)
+
+    def listening(effects: Any, *args: Any, **kwargs: Any) -> Any:
+        hear(effects)
+        return emit(effects, *args, **kwargs)
+
+    with patched(name, listening):
+        yield
+
+
+def modified(effects: Any) -> Any:
+    """Dynamo's variables that a trace modifies."""
+    private("torch._dynamo.side_effects.SideEffects._get_modified_vars")
+    return effects._get_modified_vars()
+
+
+def container_inside(variable: Any) -> Any:
+    """Dynamo's variable of the items of an object that is a container; None: it is none."""
+    return getattr(variable, "_base_vt", None) if known(_INSIDE) else None
+
+
+def visit(look: Callable[[Any], None], variable: Any) -> None:
+    """Call `look` with one of Dynamo's variables and all those that it consists of."""
+    private(f"{_VARIABLES}.base.VariableTracker.visit")(look, variable)
+
+
+@contextlib.contextmanager
+def frame_replaced(
+    make: Callable[[Any, dict[str, Any]], Callable[..., Any]],
+) -> Iterator[None]:
+    """Trace another frame around a model: `make(its class, its module's globals)`."""
+    attribute_name(f"{_EXPORT}.ModuleToTrace.in_spec")
+    for name in ("ExportTracerOutput", "pytree"):  # read by the frames
+        private(f"{_EXPORT}.{name}")
+    name = f"{_EXPORT}.ModuleToTrace"
+    made = make(private(name), vars(importlib.import_module(_EXPORT)))
+    with patched(name, made):
+        yield

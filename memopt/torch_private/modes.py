@@ -1,0 +1,191 @@
+"""What surrounds a call: modes, hooks on saved tensors, profilers; and where autograd is."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from memopt.torch_private.access import (
+    attribute,
+    attribute_name,
+    known,
+    optional,
+    patched,
+    private,
+    private_once,
+    required,
+)
+
+with required("torch.utils._python_dispatch.TorchDispatchMode"):
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+with required("torch.utils._python_dispatch.is_traceable_wrapper_subclass"):
+    from torch.utils._python_dispatch import (
+        is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+    )
+with required("torch.utils._device.DeviceContext"):
+    from torch.utils._device import DeviceContext as DeviceContext
+
+_FORWARD_CLASS = "torch.autograd.function.BackwardCFunction._forward_cls"
+_DOUBLE_BACKWARD = (
+    "torch._functorch._aot_autograd.runtime_wrappers.CompiledFunction._double_backward"
+)
+_number = attribute("torch.autograd.graph.Node._sequence_nr")
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes around this, the outermost first."""
+    if not private_once("torch._C._len_torch_dispatch_stack")():
+        return []
+    return list(private_once("torch.utils._python_dispatch._get_current_dispatch_mode_stack")())
+
+
+def dispatch_modes_off() -> contextlib.AbstractContextManager[Any]:
+    """Context without the dispatch modes around it."""
+    off: contextlib.AbstractContextManager[Any] = private(
+        "torch.utils._python_dispatch._disable_current_modes"
+    )()
+    return off
+
+
+def function_modes() -> list[Any]:
+    """The function modes around this, the outermost first."""
+    if not private_once("torch._C._len_torch_function_stack")():
+        return []
+    return list(private_once("torch.overrides._get_current_function_mode_stack")())
+
+
+@contextlib.contextmanager
+def function_modes_off() -> Iterator[None]:
+    """Without the caller's function modes, whose work is in Dynamo's graph already."""
+    pop, push = private("torch.overrides._pop_mode"), private("torch.overrides._push_mode")
+    count = private("torch._C._len_torch_function_stack")
+    taken: list[object] = []
+    try:
+        while count():
+            taken.append(pop())
+        yield
+    finally:
+        while taken:
+            push(taken.pop())
+
+
+def saved_tensor_hooks() -> Any:
+    """The innermost hooks on saved tensors, (pack, unpack); None: there are none."""
+    return private_once("torch._C._autograd._top_saved_tensors_default_hooks")(True)
+
+
+@contextlib.contextmanager
+def saved_tensor_hooks_off() -> Iterator[None]:
+    """Without the caller's hooks on saved tensors."""
+    pop = private("torch._C._autograd._pop_saved_tensors_default_hooks")
+    push = private("torch._C._autograd._push_saved_tensors_default_hooks")
+    taken = []
+    try:
+        while (hooks := saved_tensor_hooks()) is not None:
+            pop()
+            taken.append(hooks)
+        yield
+    finally:
+        while taken:
+            push(*taken.pop())
+
+
+def profiler_looks_on() -> bool:
+    """Whether torch's profiler records what this thread does."""
+    return bool(private_once("torch.autograd._profiler_enabled")())
+
+
+@contextlib.contextmanager
+def before_other_profiles(call: Callable[[], None]) -> Iterator[None]:
+    """Call something before somebody else starts torch's profiler, of which there is one."""
+    prepare = private("torch.autograd.profiler._prepare_profiler")
+
+    def after_it(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return prepare(*args, **kwargs)
+
+    with patched("torch.autograd.profiler._prepare_profiler", after_it):
+        yield
+
+
+def allocation_tag() -> Any:
+    """What a profile's events of allocations are tagged with."""
+    return private("torch._C._profiler._EventType").Allocation
+
+
+def backward_number() -> int:
+    """Tells the backward that this thread is inside of from others; -1: it is in none."""
+    return int(private_once("torch._C._current_graph_task_id")())
+
+
+def when_backward_is_over(call: Callable[[], None]) -> None:
+    """Call something once the backward that this is inside of has returned or failed, autograd's
+    state of the thread put back."""
+
+    def over() -> None:
+        pass
+
+    # Autograd holds what it calls at the end for as long as it holds the backward.
+    weakref.finalize(over, call).atexit = False
+    private("torch.autograd.Variable._execution_engine").queue_callback(over)
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward was called with retain_graph=True."""
+    return bool(private_once("torch._C._autograd._get_current_graph_task_keep_graph")())
+
+
+def running_node() -> Any:
+    """Autograd's node that this thread runs; None: it runs none."""
+    return private("torch._C._current_autograd_node")()
+
+
+def node_number(node: Any) -> int:
+    """When a node of autograd's was made, among others."""
+    return int(_number(node)())
+
+
+def function_of(node: Any) -> Any:
+    """The `torch.autograd.Function` that a node of autograd's is of; None: of none."""
+    return getattr(type(node), attribute_name(_FORWARD_CLASS), None)
+
+
+def differentiate_twice(function: Any, compute: Callable[..., Any]) -> bool:
+    """Have a second derivative of AOTAutograd's function computed by `compute(context, backward,
+    arguments)`; it refuses one, and torch 2.11 forgets to.
+
+    Returns:
+        Whether the function is AOTAutograd's.
+    """
+    if not known(_DOUBLE_BACKWARD) or not hasattr(function, "_double_backward"):
+        return False
+    function._double_backward = staticmethod(compute)
+    return True
+
+
+def backward_owns_tangents() -> bool:
+    """Whether a compiled backward can drop output gradients early (boxed gradient calls)."""
+    return optional("torch.autograd.Function.boxed_grads_call") is not None
+
+
+def autograd_in_kernels() -> contextlib.AbstractContextManager[None]:
+    """Context in which operators called from a kernel have autograd, also where a dispatch mode
+    has switched it off below itself."""
+    excluded = private("torch._C._dispatch_tls_local_exclude_set")()
+    for name, key in vars(torch._C.DispatchKey).items():
+        if (name.startswith("Autograd") or name == "ADInplaceOrView") and excluded.has(key):
+            excluded = excluded.remove(key)
+    included = private("torch._C._dispatch_tls_local_include_set")()
+    guard: contextlib.AbstractContextManager[None] = private("torch._C._ForceDispatchKeyGuard")(
+        included, excluded
+    )
+    return guard
+
+
+def give_back_workspaces() -> None:
+    """Let cuBLAS return its workspaces, of all threads and streams, to torch's CUDA allocator."""
+    private("torch._C._cuda_clearCublasWorkspaces")()

@@ -1,0 +1,143 @@
+"""Modules and optimizers: what they register, their hooks and calls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from memopt.torch_private.access import (
+    attribute,
+    attribute_name,
+    optional,
+    patched,
+    private,
+)
+
+BatchNorm: Any = private("torch.nn.modules.batchnorm._BatchNorm")
+"""What batch norms are."""
+parameters_of = attribute("torch.nn.Module._parameters")
+"""The parameters that a module registers, by name."""
+buffers_of = attribute("torch.nn.Module._buffers")
+"""The buffers that a module registers, by name."""
+modules_of = attribute("torch.nn.Module._modules")
+"""The modules that a module registers, by name."""
+forward_hooks_of = attribute("torch.nn.Module._forward_hooks")
+"""The hooks after a module's forward, by number."""
+_backward_hooks = attribute("torch.nn.Module._backward_hooks")
+_backward_pre_hooks = attribute("torch.nn.Module._backward_pre_hooks")
+FORWARD_PRE_HOOKS = attribute_name("torch.nn.Module._forward_pre_hooks")
+"""The attribute that holds the hooks before a module's forward."""
+TENSOR_REGISTRIES = (
+    attribute_name("torch.nn.Module._parameters"),
+    attribute_name("torch.nn.Module._buffers"),
+)
+"""The attributes that hold what tensors a module registers."""
+REGISTRIES = (
+    *TENSOR_REGISTRIES,
+    attribute_name("torch.nn.Module._modules"),
+    attribute_name("torch.nn.Module._non_persistent_buffers_set"),
+)
+"""The attributes that hold what a module registers."""
+COMPILED_CALL = attribute_name("torch.nn.Module._compiled_call_impl")
+"""The attribute that holds what a module's call goes to, if it is not its forward."""
+private("torch.nn.Module._call_impl")
+private("torch.nn.utils.parametrize._cache_enabled")
+private("torch.nn.Module._load_from_state_dict")
+_step_hooks = (
+    attribute("torch.optim.Optimizer._optimizer_step_pre_hooks"),
+    attribute("torch.optim.Optimizer._optimizer_step_post_hooks"),
+)
+_ON_ALL_OPTIMIZERS = (
+    "torch.optim.optimizer._global_optimizer_pre_hooks",
+    "torch.optim.optimizer._global_optimizer_post_hooks",
+)
+_ON_ALL_FORWARDS = (
+    "torch.nn.modules.module._global_forward_pre_hooks",
+    "torch.nn.modules.module._global_forward_hooks",
+)
+
+
+def registered_parameter(module: Any, name: str) -> Any:
+    """A parameter as a module registers it; traced by Dynamo."""
+    return module._parameters[name]
+
+
+def plain_call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a module, its hooks included, past what its calls were sent to; traced by Dynamo."""
+    return module._call_impl(*args, **kwargs)
+
+
+def load_own_state(module: Any, *args: Any) -> None:
+    """Load a module's own part of a state dict."""
+    module._load_from_state_dict(*args)
+
+
+def call_goes_elsewhere(module: nn.Module) -> bool:
+    """Whether a module's call runs something that it was given in place of its own code."""
+    return getattr(module, COMPILED_CALL) is not None
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has full backward hooks."""
+    return bool(_backward_hooks(module) or _backward_pre_hooks(module))
+
+
+def hooks_on_all_forwards() -> list[Any]:
+    """The hooks on the forwards of all modules."""
+    return [hook for name in _ON_ALL_FORWARDS for hook in private(name).values()]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has hooks on its steps."""
+    return any(bool(hooks(optimizer)) for hooks in _step_hooks)
+
+
+def hooks_on_all_optimizers() -> list[Any]:
+    """The hooks on the steps of all optimizers."""
+    return [hook for name in _ON_ALL_OPTIMIZERS for hook in private(name).values()]
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tell learning-rate schedulers, which warn otherwise, that an optimizer has made a step."""
+    if optional("torch.optim.Optimizer._opt_called") is not None:
+        vars(optimizer)["_opt_called"] = True
+
+
+def forget_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """A gradient scaler has not seen an optimizer since its last update."""
+    private("torch.amp.GradScaler._per_optimizer_states")
+    scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
+def grouped_by_dtype(tensors: list[torch.Tensor]) -> list[list[int]]:
+    """The positions of tensors of one device by their dtype, the groups in the order in which
+    `torch.nn.utils.clip_grad_norm_` takes them."""
+    grouped = private("torch.utils._foreach_utils._group_tensors_by_device_and_dtype")
+    return [list(indices) for _, indices in grouped([tensors], with_indices=True).values()]
+
+
+def parametrized_cached() -> bool:
+    """Whether this is inside of `torch.nn.utils.parametrize.cached()`."""
+    return bool(parametrize._cache_enabled)
+
+
+@contextlib.contextmanager
+def parametrized_uncached() -> Iterator[None]:
+    """Context as outside of `torch.nn.utils.parametrize.cached()`."""
+    with (
+        patched("torch.nn.utils.parametrize._cache_enabled", 0),
+        patched("torch.nn.utils.parametrize._cache", {}),
+    ):
+        yield
+
+
+def data_parallel_around() -> Any:
+    """The DistributedDataParallel whose forward runs, and calls its module; None: there is none."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    return private("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")()

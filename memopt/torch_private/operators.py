@@ -1,0 +1,40 @@
+"""Operators: their class, their schemas, and those whose names torch does not promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memopt.torch_private.access import attribute, private, required
+from memopt.torch_private.operator_names import COLLECTIVES, NAMED
+
+with required("torch._ops.OpOverload"):
+    from torch._ops import OpOverload as OpOverload
+
+schema_of = attribute("torch._ops.OpOverload._schema")
+"""The schema of an operator's overload."""
+
+
+def _checked(namespace: Any, rows: Any) -> Any:
+    for row in rows:
+        private(row.name)
+    return namespace
+
+
+aten = _checked(torch.ops.aten, NAMED)
+"""ATen's operators, of which those that the table names are there."""
+
+
+def collectives() -> Any:
+    """The functional collectives, of which those that the table names are there."""
+    return _checked(torch.ops._c10d_functional, COLLECTIVES)
+
+
+def has_kernel(overload: Any, dispatch_key: str) -> bool:
+    """Whether torch has a kernel of its own for an operator overload on a kind of device, not one
+    composed of other operators."""
+    find = private("torch._C._dispatch_has_kernel_for_dispatch_key")
+    schema = schema_of(overload)
+    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    return bool(find(name, dispatch_key))

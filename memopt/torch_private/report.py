@@ -1,0 +1,48 @@
+"""The table for the torch that is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from memopt.torch_private.access import expected, found
+from memopt.torch_private.rows import ROWS
+from memopt.torch_private.table import Row
+
+
+class State(StrEnum):
+    """Whether the installed torch has what a row names."""
+
+    OK = "ok"
+    MISSING = "missing"
+    OTHER = "not needed"
+    """It has not, and need not: another version has it, or a torch that is built otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A row, and whether the installed torch has what it names."""
+
+    row: Row
+    state: State
+
+    @property
+    def breaks(self) -> bool:
+        """Whether memopt cannot work here."""
+        return self.state is State.MISSING and self.row.required
+
+
+def findings() -> Iterator[Finding]:
+    """Each row for the torch that is installed.
+
+    Raises:
+        ImportError: none is.
+    """
+    for row in ROWS:
+        try:
+            found(row)
+        except (ImportError, AttributeError):
+            yield Finding(row, State.MISSING if expected(row) else State.OTHER)
+        else:
+            yield Finding(row, State.OK)

@@ -1,0 +1,92 @@
+"""Objects of torch's, made to look for attributes that only instances have."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+
+def optimizer_after_a_step() -> Any:
+    """An optimizer under a learning-rate scheduler, which has made a step."""
+    import torch
+
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    optimizer.step()
+    del scheduler
+    return optimizer
+
+
+def gradient_scaler() -> Any:
+    """A gradient scaler of the CPU."""
+    import torch
+
+    return torch.amp.GradScaler("cpu")
+
+
+def overload() -> Any:
+    """An operator's overload that has been called."""
+    import torch
+
+    return torch.ops.aten.add.Tensor
+
+
+def functions_node() -> Any:
+    """The class of the node that autograd makes of a `torch.autograd.Function`."""
+    import torch
+
+    class Itself(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Any) -> Any:
+            return value.clone()
+
+    with torch.enable_grad():
+        made: Any = Itself.apply(torch.ones((), requires_grad=True))  # type: ignore[no-untyped-call]
+    return type(made.grad_fn)
+
+
+def compiled_function() -> Any:
+    """The names in AOTAutograd's `CompiledFunction`, a class inside of a function."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    found = types.SimpleNamespace()
+    functions = [one for one in vars(runtime_wrappers).values() if isinstance(one, type)]
+    for kind in functions:
+        for function in vars(kind).values():
+            code = getattr(getattr(function, "__func__", function), "__code__", None)
+            for one in _inside(code):
+                if one.co_name == "CompiledFunction":
+                    vars(found).update(dict.fromkeys(one.co_names))
+    return found
+
+
+def boxed_function() -> Any:
+    """A function that AOTAutograd calls with a list of its arguments."""
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    return make_boxed_func(lambda: None)
+
+
+def constant_function() -> Any:
+    """A function whose result is a constant in a trace."""
+    import torch
+
+    mark: Any = torch._dynamo.assume_constant_result
+    return mark(lambda: None)
+
+
+def traced_frame() -> Any:
+    """The frame that an export by dynamo traces around a model."""
+    import torch
+    from torch._dynamo.functional_export import ModuleToTrace
+
+    return ModuleToTrace(torch.nn.Identity(), None)
+
+
+def _inside(code: Any) -> Iterator[types.CodeType]:
+    if isinstance(code, types.CodeType):
+        yield code
+        for one in code.co_consts:
+            yield from _inside(one)

@@ -1,0 +1,60 @@
+"""What a row of the table says; imports no torch.
+
+A name is dotted from `torch`. Its last part may be an attribute of instances alone: one that the
+class declares in its annotations, or that the instance has which `of` makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+SUPPORTED = ("2.11", "2.13", "2.14", "2.15")
+"""The versions of torch that memopt supports; a make target tests each."""
+KNOWN = ("2.11", "2.13", "2.14")
+"""The versions whose sources the rows were compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A private name of torch's, or a public one that memopt patches.
+
+    Attributes:
+        name: dotted, from `torch`.
+        purpose: what memopt needs it for; completes "memopt needs it to".
+        instead: what happens without it, warned of and counted; "": a CaptureError that names it.
+        versions: the versions of torch that have it, of those that were looked at.
+        of: makes the object whose attribute the last part is, where that is no importable name.
+        needs: "cuda" or "distributed": torch must be built with it; "": nothing.
+    """
+
+    name: str
+    purpose: str
+    instead: str = ""
+    versions: tuple[str, ...] = KNOWN
+    of: Callable[[], object] | None = None
+    needs: str = ""
+
+    @property
+    def required(self) -> bool:
+        """Whether memopt does not go on without it."""
+        return not self.instead
+
+    @property
+    def effect(self) -> str:
+        """What happens without it, for people."""
+        return f"warning: {self.instead}" if self.instead else "CaptureError"
+
+
+def rows(
+    purpose: str,
+    home: str,
+    *names: str,
+    instead: str = "",
+    versions: tuple[str, ...] = KNOWN,
+    of: Callable[[], object] | None = None,
+    needs: str = "",
+) -> Iterator[Row]:
+    """Rows of several names of one module or class."""
+    for name in names:
+        yield Row(f"{home}.{name}", purpose, instead, versions, of, needs)

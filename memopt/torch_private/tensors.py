@@ -1,0 +1,68 @@
+"""Tensors and their storages: versions, hooks, addresses, shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memopt.torch_private.access import attribute, attribute_name, private
+
+version_of = attribute("torch.Tensor._version")
+"""How often a tensor was updated in place."""
+base_of = attribute("torch.Tensor._base")
+"""The tensor that a view is of; None of others."""
+storage_key = attribute("torch.UntypedStorage._cdata")
+"""A number that tells a storage from others."""
+GRADIENT_HOOKS = (
+    attribute_name("torch.Tensor._backward_hooks"),
+    attribute_name("torch.Tensor._post_accumulate_grad_hooks"),
+)
+"""The attributes of a tensor that hold the hooks on its gradient."""
+_use_count = attribute("torch.Tensor._use_count")
+conjugated = private("torch._conj")
+"""A tensor seen conjugated."""
+negated = private("torch._neg_view")
+"""A tensor seen negated."""
+disabled_torch_function = private("torch._C._disabled_torch_function_impl")
+"""The `__torch_function__` of tensors that take no part in operations."""
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has hooks on its gradient."""
+    return any(bool(getattr(tensor, name)) for name in GRADIENT_HOOKS)
+
+
+def held_once(tensor: torch.Tensor) -> bool:
+    """Whether none but its Python object holds a tensor: no node of autograd's, for one."""
+    return bool(_use_count(tensor)() == 1)
+
+
+def holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors hold a storage."""
+    return int(private("torch._C._storage_Use_Count")(storage_key(storage)))
+
+
+def storage_at(address: int, device: torch.device, size_bytes: int) -> torch.UntypedStorage:
+    """A storage over memory that somebody else owns and must keep alive."""
+    make = private("torch._C._construct_storage_from_data_pointer")
+    storage: torch.UntypedStorage = make(address, device, size_bytes)
+    return storage
+
+
+_DTENSOR = "torch.distributed.tensor.DTensor"
+SHARD = "_local_tensor"
+"""The attribute of a DTensor that is the present rank's shard."""
+
+
+def shard_of(tensor: Any) -> torch.Tensor:
+    """What the present rank holds of a DTensor."""
+    shard: torch.Tensor = getattr(
+        tensor, attribute_name("torch.distributed.tensor.DTensor._local_tensor")
+    )
+    return shard
+
+
+def spec_of(tensor: Any) -> Any:
+    """The mesh, placements and shape of a DTensor."""
+    return getattr(tensor, attribute_name(f"{_DTENSOR}._spec"))
