@@ -218,8 +218,6 @@ AOT = (
         "_dynamo",
         "_inductor",
         "_decomp.decomposition_table",
-        "_decomp.global_decomposition_table",
-        "_subclasses.fake_impls.op_implementations_dict",
     ),
 )
 FAKES = (
