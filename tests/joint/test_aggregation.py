@@ -19,8 +19,8 @@ from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.relaxation import LinkedModel
 from memopt.strategies.joint.repeated_layers import RepeatedLayers
-from memopt.strategies.joint.run_table import RunTable
-from memopt.strategies.joint.starts import stored
+from memopt.strategies.shared.incumbent import stored
+from memopt.strategies.shared.run_table import RunTable
 from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 from tests.joint.chains import blocks
 from tests.joint.repeated import repeated_graph

@@ -17,9 +17,9 @@ from memopt.strategies.joint.equal_layers import EqualLayers, Stretch
 from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
-from memopt.strategies.joint.run_table import RunTable
-from memopt.strategies.joint.starts import stored
 from memopt.strategies.joint.wide_changes import WideChanges
+from memopt.strategies.shared.incumbent import stored
+from memopt.strategies.shared.run_table import RunTable
 from memopt.strategies.solvers.running import Deadline
 from tests.joint.chains import blocks, chain_of
 

@@ -22,11 +22,11 @@ from memopt.reductions.linearize import linearize
 from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import Rotor
 from memopt.strategies.base import Status
-from memopt.strategies.monet import stage_alternatives as stages
-from memopt.strategies.monet.alternatives_table import AlternativesTable
 from memopt.strategies.monet.rotor_menus import RotorMenus
-from memopt.strategies.monet.stage_alternatives import stage_alternatives
-from memopt.strategies.monet.time_point_search import TimePointSearch
+from memopt.strategies.shared import stage_alternatives as stages
+from memopt.strategies.shared.alternatives_table import AlternativesTable
+from memopt.strategies.shared.stage_alternatives import stage_alternatives
+from memopt.strategies.shared.time_point_search import TimePointSearch
 from memopt.strategies.solvers.recent import RecentAnswers
 from memopt.strategies.solvers.running import Deadline
 from tests.models.training_graphs import drawing

@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass, field, replace
 
 from memopt.strategies.joint.local_search import LocalSearch
-from memopt.strategies.joint.moved import TIMINGS, Moved, Mover
+from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.joint.unfolding import Unfolding
+from memopt.strategies.shared.timing import TIMINGS
 
 
 @dataclass(eq=False)

@@ -13,10 +13,11 @@ from random import Random
 
 import numpy as np
 
-from memopt.strategies.joint.moved import TIMINGS, Moved, Mover
+from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
-from memopt.strategies.joint.run_table import Ints
 from memopt.strategies.joint.wide_changes import WideChanges
+from memopt.strategies.shared.run_table import Ints
+from memopt.strategies.shared.timing import TIMINGS
 from memopt.strategies.solvers.running import Deadline
 
 FASTER = 1e-7

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from memopt.strategies.joint.moved import Moved, Mover
-from memopt.strategies.joint.run_table import BOUNDARY, Flags, Ints
+from memopt.strategies.shared.run_table import BOUNDARY, Flags, Ints
 
 Change: TypeAlias = Callable[[], "Decisions | None"]
 """Makes other decisions; None where that cannot be."""

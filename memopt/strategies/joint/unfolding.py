@@ -9,7 +9,7 @@ import numpy as np
 
 from memopt.strategies.joint.folding import Folding
 from memopt.strategies.joint.neighbours import Decisions
-from memopt.strategies.joint.run_table import BOUNDARY, Flags, Ints, RunTable
+from memopt.strategies.shared.run_table import BOUNDARY, Flags, Ints, RunTable
 
 
 @dataclass(frozen=True, eq=False)

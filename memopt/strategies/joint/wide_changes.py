@@ -10,7 +10,7 @@ import numpy as np
 
 from memopt.strategies.joint.equal_layers import Stretch
 from memopt.strategies.joint.neighbours import Change, Decisions, Neighbourhood
-from memopt.strategies.joint.run_table import Flags
+from memopt.strategies.shared.run_table import Flags
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class WideChanges:
                 yield found
 
     def _parts(self) -> Iterator[Iterator[Change]]:
-        for stretch, layers in self.near.mover.table.layers.parts():
+        for stretch, layers in self.near.mover.layers.parts():
             yield self._layers(stretch, layers)
             for place in range(stretch.period):
                 begin = stretch.begin + place

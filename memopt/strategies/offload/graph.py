@@ -46,16 +46,10 @@ from memopt.strategies.moving.planning import (
 )
 from memopt.strategies.offload.chain_offload import PAPER, linked
 from memopt.strategies.offload.dynprog import DynProg, Greedy
-from memopt.strategies.offload.graph_problem import Absence, GraphProblem, graph_problem
-from memopt.strategies.offload.graph_schedule import Timing, schedule
+from memopt.strategies.offload.graph_schedule import schedule
+from memopt.strategies.shared.graph_problem import Absence, GraphProblem, graph_problem
+from memopt.strategies.shared.timing import TIMINGS, Timing
 from memopt.strategies.solvers.running import Deadline, Stopped
-
-TIMINGS = tuple(
-    Timing(lead, waits, at_once)
-    for lead in (math.inf, 2.0, 1.0)
-    for waits in (True, False)
-    for at_once in (False, True)
-)
 
 PROVED = 1e-12
 """Gap at which a plan is optimal: sums of floats in another order."""
@@ -157,11 +151,6 @@ class OffloadGraph(Strategy):
         )
         return planned_moves(graph, linked(self, device), limits, bases, self.name, known)
 
-    @staticmethod
-    def least_time_s(graph: Graph, budget_bytes: int, device: Device) -> float:
-        """Seconds that no program beats which only moves, on a device whose link is known."""
-        return graph_problem(graph, device).lower_bound_s(budget_bytes)
-
     @property
     def _host_bytes(self) -> float:
         return math.inf if self.host_budget_bytes is None else self.host_budget_bytes
@@ -172,7 +161,7 @@ class OffloadGraph(Strategy):
         that there the floor is no proof."""
         floor_bytes, graph = problem.floor_bytes, problem.graph
         search = _Candidates(problem, floor_bytes, self._host_bytes)
-        search.scheduled(problem.absences, TIMINGS[:1])
+        search.scheduled(problem.absences, TIMINGS[:2])
         if search.best is None:
             search.offer(store_all(graph), "nothing moves")
         least = search.solution(self.name, started)

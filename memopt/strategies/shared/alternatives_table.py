@@ -13,15 +13,15 @@ from memopt.programs.liveness import with_frees
 from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.linearize import Linearization
 from memopt.reductions.lower import without_unread_reruns
-from memopt.strategies.monet.graph_model import Allowed
-from memopt.strategies.monet.incumbent import Incumbent
-from memopt.strategies.monet.stage_alternatives import (
+from memopt.strategies.rotor.model import ChainArrays
+from memopt.strategies.shared.graph_model import Allowed
+from memopt.strategies.shared.incumbent import Incumbent
+from memopt.strategies.shared.stage_alternatives import (
     Alternative,
     first_run,
     plain_runs,
     stage_alternatives,
 )
-from memopt.strategies.rotor.model import ChainArrays
 from memopt.strategies.solvers.running import Deadline
 from memopt.strategies.store_all import chain_steps
 
@@ -144,7 +144,7 @@ def _filled(
     """Fill the table; give it, its choices, and the sizes in slots that a trace needs."""
     import numpy as np
 
-    from memopt.strategies.monet.alternatives_kernels import fill
+    from memopt.strategies.shared.alternatives_kernels import fill
 
     n = len(chain)
     most = max(map(len, alternatives))
