@@ -20,12 +20,12 @@ from memopt.strategies.joint.deep_planning import (
     Planned,
     folded_into,
 )
+from memopt.strategies.joint.equal_layers import RepeatedLayers
 from memopt.strategies.joint.least_memory import least_memory, program_within, smaller
 from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.joint.relaxation_search import LinkedSearch
-from memopt.strategies.joint.repeated_layers import RepeatedLayers
 from memopt.strategies.shared.chain_programs import programs_of_chain, programs_of_stages
 from memopt.strategies.shared.graph_model import Allowed
 from memopt.strategies.shared.graph_problem import graph_problem
