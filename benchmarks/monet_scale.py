@@ -23,8 +23,8 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import Rotor
-from memopt.strategies.monet.incumbent import rotor_programs
 from memopt.strategies.monet.strategy import Monet
+from memopt.strategies.shared.chain_programs import rotor_programs
 
 FAMILIES = ("resnet50", "googlenet", "unet", "vgg16", "mobilenet_v2")
 SHARES = (0.25, 0.5, 0.75)

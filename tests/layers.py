@@ -177,8 +177,7 @@ FOR_TYPES: dict[str, tuple[str, ...]] = {
     "memopt.stages": ("memopt.plan_record", "memopt.strategies"),
 }
 
-# Inside memopt.strategies: what every strategy shares, and the composite strategies, which may
-# import the public classes of other folders.
+# Inside memopt.strategies: what every strategy shares.
 SHARED_BY_STRATEGIES = (
     "memopt.strategies.base",
     "memopt.strategies.host_budget",
@@ -188,14 +187,16 @@ SHARED_BY_STRATEGIES = (
     "memopt.strategies.store_all",
     "memopt.strategies.solvers",
     "memopt.strategies.moving",
+    "memopt.strategies.shared",
 )
+# Who asks whole strategies for their plans: they import the others' public classes.
 COMPOSITES = (
-    "memopt.strategies",
     "memopt.strategies.singles",
     "memopt.strategies.auto",
-    "memopt.strategies.monet",
-    "memopt.strategies.joint",
+    "memopt.strategies.joint.strategy",
 )
+# The folders that what is shared may use: Rotor's recurrence plans a graph's chain for everybody.
+USED_BY_SHARED = ("memopt.strategies.rotor",)
 
 NO_TORCH = (
     "memopt.errors",

@@ -23,7 +23,7 @@ EVERY_KIND = {
 SOME_KINDS = {
     "memopt.programs.early_collectives",
     "memopt.strategies.olla.order_and_place",
-    "memopt.strategies.monet.kernel_choice",
+    "memopt.strategies.shared.kernel_choice",
 }
 RUNS_ONLY = {
     "memopt.programs.in_place",
@@ -35,8 +35,8 @@ RUNS_ONLY = {
     "memopt.reductions.coarsen",
     "memopt.reductions.lower",
     "memopt.reductions.updates",
-    "memopt.strategies.monet.graph_model",
-    "memopt.strategies.monet.stage_alternatives",
+    "memopt.strategies.shared.graph_model",
+    "memopt.strategies.shared.stage_alternatives",
     "memopt.strategies.olla.program_tasks",
 }
 

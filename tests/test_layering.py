@@ -18,6 +18,7 @@ from tests.layers import (
     SHARED_BY_STRATEGIES,
     SOLVERS,
     TORCH,
+    USED_BY_SHARED,
     Import,
     eager_modules,
     imports_of,
@@ -51,18 +52,20 @@ def wrong_layer(module: str, imported: Import) -> bool:
 
 
 def wrong_neighbour(module: str, imported: Import) -> bool:
-    """Whether a strategy reaches into another strategy's folder."""
+    """Whether a strategy, or what strategies share, reaches into a strategy's folder."""
     if not is_in(imported.module, "memopt.strategies") or not is_in(module, "memopt.strategies"):
         return False
     own = ".".join(module.split(".")[:3])
     if own == "memopt.strategies":
         return False
-    if any(is_in(imported.module, allowed) for allowed in (own, *SHARED_BY_STRATEGIES)):
+    used = USED_BY_SHARED if own == "memopt.strategies.shared" else ()
+    if any(is_in(imported.module, allowed) for allowed in (own, *used, *SHARED_BY_STRATEGIES)):
         return False
     name = imported.target.rpartition(".")[2]
     public_class = name[:1].isupper() and imported.target != imported.module
     the_tuple = imported.module in ("memopt.strategies", "memopt.strategies.singles")
-    return not (own in COMPOSITES and (public_class or the_tuple))
+    composite = any(is_in(module, one) for one in COMPOSITES)
+    return not (composite and (public_class or the_tuple))
 
 
 def wrong_package(module: str, imported: Import) -> bool:
@@ -171,6 +174,9 @@ def test_a_solver_loaded_early_is_found(strategy: str, early: bool) -> None:
         ("memopt.programs.x", "from memopt.reductions.linearize import linearize", wrong_layer),
         ("memopt.strategies.rotor.x", "from ..olla import Olla", wrong_neighbour),
         ("memopt.strategies.auto.x", "from memopt.strategies.olla import search", wrong_neighbour),
+        ("memopt.strategies.monet.x", "from memopt.strategies.rotor import Rotor", wrong_neighbour),
+        ("memopt.strategies.joint.x", "from memopt.strategies.monet.x import X", wrong_neighbour),
+        ("memopt.strategies.shared.x", "from memopt.strategies.monet.x import X", wrong_neighbour),
         ("memopt.models.x", "def f():\n    import torch", wrong_package),
     ],
 )
@@ -187,6 +193,9 @@ def test_a_wrong_import_is_found(module: str, source: str, broken: Rule) -> None
             "from .y import z\nfrom ..base import Status",
         ),
         ("memopt.strategies.auto.x", "from memopt.strategies.olla import Olla"),
+        ("memopt.strategies.joint.strategy", "from memopt.strategies.monet.strategy import Monet"),
+        ("memopt.strategies.shared.x", "from memopt.strategies.rotor import Rotor"),
+        ("memopt.strategies.monet.x", "from memopt.strategies.shared.x import y"),
         (
             "memopt.executor.x",
             "if TYPE_CHECKING:\n    from memopt.plan_record import PlanRecord",

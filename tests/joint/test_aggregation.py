@@ -14,13 +14,13 @@ from memopt.programs.replay import replay
 from memopt.strategies.base import Status
 from memopt.strategies.joint import relaxation
 from memopt.strategies.joint.aggregation import AggregatedModel, sure_runs
+from memopt.strategies.joint.equal_layers import RepeatedLayers
 from memopt.strategies.joint.folding import Folding, even_groups
 from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.relaxation import LinkedModel
-from memopt.strategies.joint.repeated_layers import RepeatedLayers
-from memopt.strategies.joint.run_table import RunTable
-from memopt.strategies.joint.starts import stored
+from memopt.strategies.shared.incumbent import stored
+from memopt.strategies.shared.run_table import RunTable
 from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 from tests.joint.chains import blocks
 from tests.joint.repeated import repeated_graph

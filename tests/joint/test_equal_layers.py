@@ -17,9 +17,8 @@ from memopt.strategies.joint.equal_layers import EqualLayers, Stretch
 from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
-from memopt.strategies.joint.run_table import RunTable
-from memopt.strategies.joint.starts import stored
-from memopt.strategies.joint.wide_changes import WideChanges
+from memopt.strategies.shared.incumbent import stored
+from memopt.strategies.shared.run_table import RunTable
 from memopt.strategies.solvers.running import Deadline
 from tests.joint.chains import blocks, chain_of
 
@@ -38,7 +37,7 @@ def near(graph: Graph, budget: int) -> tuple[Mover, Neighbourhood]:
 def wide(graph: Graph) -> list[Decisions]:
     """All changes of equal layers at once, from the step as it is."""
     budget = replay(graph, store_all(graph)).peak_bytes
-    return list(WideChanges(near(graph, budget)[1]).changes())
+    return list(near(graph, budget)[1].changes(wide=True))
 
 
 @pytest.mark.parametrize("layers", [3, 8, 40])

@@ -12,13 +12,12 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.strategies.joint.folding import Folding, even_groups
+from memopt.strategies.joint.equal_layers import RepeatedLayers
+from memopt.strategies.joint.folding import Folding, Unfolding, even_groups
 from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
-from memopt.strategies.joint.repeated_layers import RepeatedLayers
-from memopt.strategies.joint.run_table import BOUNDARY, RunTable
-from memopt.strategies.joint.starts import stored
-from memopt.strategies.joint.unfolding import Unfolding
+from memopt.strategies.shared.incumbent import stored
+from memopt.strategies.shared.run_table import BOUNDARY, RunTable
 from tests.joint.chains import blocks
 from tests.joint.repeated import repeated_graph
 

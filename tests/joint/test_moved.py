@@ -13,9 +13,10 @@ from memopt.models.generate import random_graph
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
-from memopt.strategies.joint.moved import TIMINGS, Mover
+from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
-from memopt.strategies.joint.run_table import RunTable
+from memopt.strategies.shared.run_table import RunTable
+from memopt.strategies.shared.timing import TIMINGS
 from tests.brute_force.tiny_graphs import tiny_graph
 from tests.models.training_graphs import overwriting
 

@@ -12,8 +12,9 @@ from memopt.programs.validate import validate
 from memopt.strategies import Joint, resolve
 from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.neighbours import Decisions
-from memopt.strategies.joint.starts import programs_of_chain, programs_of_stages
 from memopt.strategies.offload.graph import OffloadGraph
+from memopt.strategies.shared.chain_programs import programs_of_chain, programs_of_stages
+from memopt.strategies.shared.graph_problem import graph_problem
 from memopt.strategies.solvers.running import Deadline
 from tests.joint.chains import blocks
 
@@ -64,7 +65,7 @@ def asked(seconds_a_byte: float) -> tuple[bool, float, float]:
     lines = solution.stats.get("starts", ())
     assert isinstance(lines, tuple)
     names = {line[0] for line in lines}
-    least_s = OffloadGraph.least_time_s(graph, budget, device)
+    least_s = graph_problem(graph, device).lower_bound_s(budget)
     return "offload-graph" in names, solution.time_s, least_s
 
 
@@ -81,7 +82,7 @@ def test_its_bound_is_one() -> None:
     for share in (0.5, 0.7, 0.9):
         found = OffloadGraph().solve(graph, int(share * peak), device=device)
         assert found.time_s is not None
-        least_s = OffloadGraph.least_time_s(graph, int(share * peak), device)
+        least_s = graph_problem(graph, device).lower_bound_s(int(share * peak))
         assert graph.compute_time_s <= least_s <= found.time_s * (1 + 1e-9)
 
 

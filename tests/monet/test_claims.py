@@ -21,7 +21,7 @@ from memopt.strategies.monet.claims import counted_exactly
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.strategy import Monet
-from memopt.strategies.monet.time_points import TimePointModel
+from memopt.strategies.shared.time_points import TimePointModel
 from tests.brute_force.program_search import ProgramSearch, Rules
 from tests.monet.graphs import in_place_graph, training_graph, with_one_gradient_choices
 

@@ -22,7 +22,7 @@ from memopt.strategies import Auto, Checkmate, CheckmateRounding, Monet
 from memopt.strategies.base import Solution, Status, Strategy
 from memopt.strategies.monet.forward import ForwardSearch
 from memopt.strategies.monet.forward_bound import ForwardBound
-from memopt.strategies.monet.incumbent import Incumbent
+from memopt.strategies.shared.incumbent import Incumbent
 from memopt.strategies.solvers.running import Deadline
 from tests.brute_force.program_search import ProgramSearch, Rules
 from tests.monet.forward_graphs import forward_graph

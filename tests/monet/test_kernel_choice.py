@@ -13,7 +13,7 @@ from memopt.programs.instructions import Compute, Free
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
-from memopt.strategies.monet.kernel_choice import smaller_implementations
+from memopt.strategies.shared.kernel_choice import smaller_implementations
 from tests.models.training_graphs import overwriting
 from tests.random_programs import random_program
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from random import Random
 
@@ -22,11 +21,12 @@ from memopt.reductions.linearize import linearize
 from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import Rotor
 from memopt.strategies.base import Status
-from memopt.strategies.monet import stage_alternatives as stages
-from memopt.strategies.monet.alternatives_table import AlternativesTable
 from memopt.strategies.monet.rotor_menus import RotorMenus
-from memopt.strategies.monet.stage_alternatives import stage_alternatives
-from memopt.strategies.monet.time_point_search import TimePointSearch
+from memopt.strategies.rotor.persistent_kernels import row
+from memopt.strategies.shared import stage_alternatives as stages
+from memopt.strategies.shared.alternatives_table import AlternativesTable
+from memopt.strategies.shared.stage_alternatives import stage_alternatives
+from memopt.strategies.shared.time_point_search import TimePointSearch
 from memopt.strategies.solvers.recent import RecentAnswers
 from memopt.strategies.solvers.running import Deadline
 from tests.models.training_graphs import drawing
@@ -92,14 +92,16 @@ def tabled(seed: int, alternatives: bool) -> tuple[Graph, AlternativesTable]:
 @pytest.mark.parametrize("seed", range(12))
 def test_programs_of_the_table_keep_its_figures(seed: int) -> None:
     graph, table = tabled(seed, seed % 3 > 0)
+    assert table.budgets
     n = len(table.view.chain)
-    feasible = [m for m in range(table.slots + 1) if table.table[1, n, m] < float("inf")]
-    assert feasible
-    for m in feasible[:: max(1, len(feasible) // 6)]:
-        violation, figures = validate_and_replay(graph, table.program(m), Budget(), None)
+    low, times = int(table.table.low[1, n]), row(table.table, 1, n)
+    for memory in table.budgets[:: max(1, len(table.budgets) // 6)]:
+        violation, figures = validate_and_replay(graph, table.program(memory), Budget(), None)
         assert violation is None
-        assert figures.peak_bytes <= table.fixed + m * table.slot
-        assert figures.time_s <= table.table[1, n, m] * (1 + 1e-9)
+        assert figures.peak_bytes <= table.fixed + memory
+        slots = memory // table.arrays.slot - low
+        if slots >= 0:
+            assert figures.time_s <= times[min(slots, len(times) - 1)] * (1 + 1e-9)
 
 
 def test_options_run_by_other_implementations_where_those_pay() -> None:
@@ -177,9 +179,9 @@ def test_programs_of_graphs_that_draw(seed: int) -> None:
     view = linearize(graph)
     peak_bytes = replay(graph, store_all(graph)).peak_bytes
     table = AlternativesTable(view, peak_bytes, 40, Deadline())
-    for slots in (m for m in range(41) if table.table[1, len(view.chain), m] < math.inf):
-        program = table.program(slots)
-        assert validate(graph, program) is None
+    assert table.budgets
+    for memory in table.budgets:
+        assert validate(graph, table.program(memory)) is None
     search = TimePointSearch(graph, None, 2 * peak_bytes, Deadline().within(60)).run()
     assert search.best.program is not None
     assert validate(graph, search.best.program, Budget(2 * peak_bytes)) is None

@@ -16,7 +16,7 @@ from memopt.strategies.base import Status
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.strategy import Monet
-from memopt.strategies.monet.time_points import TimePointModel
+from memopt.strategies.shared.time_points import TimePointModel
 from memopt.strategies.solvers.running import Solver, SolverOptions
 from tests.monet.graphs import training_graph
 

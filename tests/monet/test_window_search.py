@@ -12,8 +12,9 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies.base import Status
-from memopt.strategies.monet.incumbent import Incumbent, rotor_programs
 from memopt.strategies.monet.intervals import IntervalModel, search_windows
+from memopt.strategies.shared.chain_programs import rotor_programs
+from memopt.strategies.shared.incumbent import Incumbent
 from memopt.strategies.solvers.running import Deadline
 from tests.monet.graphs import training_graph
 

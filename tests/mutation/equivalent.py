@@ -92,11 +92,6 @@ EQUIVALENTS = (
         "the stages before s of the subchain, none, have no steps",
     ),
     Equivalent(
-        "persistent_kernels",
-        r"now.(at|value)\[0\] = .*  ->  now.(at|value)\[ ?- ?1\] = ",
-        "the buffer has room for one step when the first is written",
-    ),
-    Equivalent(
         "trace_kernels",
         r"if count \+ n \+ .* > codes.size:  ->  if count \* n ",
         "room that grows earlier; while count is 0 or 1 there is enough",

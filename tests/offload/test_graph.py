@@ -37,8 +37,8 @@ from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.offload import graph as module
 from memopt.strategies.offload.dynprog import DynProg, Greedy
 from memopt.strategies.offload.graph import OffloadGraph
-from memopt.strategies.offload.graph_problem import Absence, GraphProblem, graph_problem
 from memopt.strategies.offload.graph_schedule import Scheduled, schedule
+from memopt.strategies.shared.graph_problem import Absence, GraphProblem, graph_problem
 from memopt.strategies.solvers import running
 from tests.monet.graphs import in_place_graph
 

@@ -39,7 +39,7 @@ def test_rows_past_two_to_the_31_are_filled_like_any_other(tmp_path):
     chain = long_chain(12)
     c = ChainArrays.of(chain, slot_scale(store_all_bytes(chain), 60))
     n = c.length
-    low, high = memory_bounds(c, c.slot, c.output, c.saved, True)
+    low, high = memory_bounds(c, c.slot, True)
     offset, total = row_offsets(n, low, high)
     far = 2**31 + 5
     # A sparse file: only the pages that are written exist.

@@ -13,13 +13,14 @@ import pytest
 from memopt.models.chain import Chain, Stage
 from memopt.models.quantize import SlotScale
 from memopt.reductions.chain_replay import replay_chain
-from memopt.strategies.rotor.model import ChainArrays
+from memopt.strategies.rotor import tables
+from memopt.strategies.rotor.model import ChainArrays, options_of
 from memopt.strategies.rotor.persistent_kernels import Rows, memory_bounds, row
 from memopt.strategies.rotor.persistent_trace_kernels import persistent_schedule
 from memopt.strategies.rotor.schedule_cost_kernels import peak_and_time
 from memopt.strategies.rotor.schedules import SolveLimits, codes_of, steps_of
 from memopt.strategies.rotor.steps_kernels import FAR, Steps, buffer, constant, evaluate, improve
-from memopt.strategies.rotor.tables import SlotTable, _exact_table, _nothing_known, _slot_table
+from memopt.strategies.rotor.tables import SlotTable, _exact_table, _nothing_known
 from memopt.strategies.solvers.running import Deadline
 from tests.models.training_graphs import random_schedule
 from tests.rotor.chains import random_chain
@@ -50,13 +51,29 @@ def costly_forwards(seed: int, chain: Chain) -> Chain:
     return chain
 
 
+def with_options(seed: int, c: ChainArrays) -> ChainArrays:
+    """For every other seed, stages that may also be saved in up to two more ways."""
+    dice, shape = Random(seed), (c.length + 1, 3)
+    if seed % 2:
+        return c
+
+    def drawn(plain: np.ndarray, most: int) -> np.ndarray:
+        more = [[0, dice.randint(-most, most), dice.randint(-most, most)] for _ in range(shape[0])]
+        return np.maximum(0, plain[:, None] + np.array(more, plain.dtype))
+
+    count = np.array([dice.randint(1, 3) for _ in range(shape[0])], np.int64)
+    sizes = (drawn(size, 4) for size in (c.saved_bytes, c.saving, c.reverse))
+    own_s = drawn(c.forward_s + c.backward_s, 3)
+    return c._replace(options=options_of(count, *sizes, own_s, c.slot))
+
+
 def slot_table(c: ChainArrays, split_saving: bool) -> Rows:
     part = SlotTable(SlotScale(c.slot), None, 0.0, 1.0)
-    return _slot_table(c, split_saving, LIMITS, part)
+    return tables.slot_table(c, split_saving, LIMITS, part)
 
 
 def exact_table(c: ChainArrays, split_saving: bool) -> Rows:
-    floor, high = memory_bounds(c, 1, c.output_bytes, c.saved_bytes, split_saving)
+    floor, high = memory_bounds(c, 1, split_saving)
     return _exact_table(c, floor, high, split_saving, LIMITS)
 
 
@@ -95,18 +112,18 @@ def test_improved_steps_point_by_point() -> None:
 def test_tables_of_slots_by_recursion(slot: int, split_saving: bool) -> None:
     """C(s, t, m) as Theorem 4.8 has it, at every memory of every row and beyond its ends."""
     for seed in range(60):
-        c = arrays(random_chain(seed), slot)
+        c = with_options(seed, arrays(random_chain(seed), slot))
         n = c.length
 
         @cache
         def least(s: int, t: int, m: int, c: ChainArrays = c) -> float:
-            own = c.forward_s[s] + c.backward_s[s]
-            need = max(-(-(c.gradient[t] + c.saving[s]) // c.slot), -(-c.reverse[s] // c.slot))
-            best = INF
-            if m >= need and s == t:
-                return float(own)
-            if m >= need and split_saving:
-                best = own + least(s + 1, t, m - int(c.saved[s]))
+            best, ways = INF, c.options
+            for o in range(ways.number[s]):
+                need = max(c.gradient[t] + ways.saving[s, o], ways.reverse[s, o])
+                if m >= -(-need // c.slot) and (s == t or split_saving):
+                    left = m - int(ways.saved[s, o])
+                    rest = 0.0 if s == t else least(s + 1, t, left)
+                    best = min(best, ways.own_s[s, o] + rest)
             for split in range(s + 1, t + 1):
                 bytes_ = max(c.first[s], *c.running[s + 1 : split], c.first[s])
                 if m >= -(-(c.gradient[t] + bytes_) // c.slot):
@@ -130,7 +147,7 @@ def test_tables_of_slots_by_recursion(slot: int, split_saving: bool) -> None:
 def test_tables_in_blocks_are_those_of_steps(split_saving: bool) -> None:
     """Chains of several blocks, at slots of one byte."""
     for seed in range(6):
-        c = arrays(random_chain(500 + seed, most_stages=26), 1)
+        c = with_options(seed, arrays(random_chain(500 + seed, most_stages=26), 1))
         n = c.length
         slots, steps = slot_table(c, split_saving), exact_table(c, split_saving)
         for s in range(1, n + 1):
@@ -152,12 +169,12 @@ def test_schedules_at_every_memory(slot: int | None, split_saving: bool) -> None
         chain = costly_forwards(seed, random_chain(700 + seed, most_stages=12))
         c = arrays(chain, slot or 1)
         table = slot_table(c, split_saving) if slot else exact_table(c, split_saving)
-        floor, high = memory_bounds(c, 1, c.output_bytes, c.saved_bytes, split_saving)
+        floor, high = memory_bounds(c, 1, split_saving)
         fixed = chain.resident_bytes + chain.input_bytes
-        below = persistent_schedule(c, table, floor, int(floor[1, c.length]) - 1, split_saving)
+        below = persistent_schedule(c, table, floor, int(floor[1, c.length]) - 1, split_saving)[0]
         assert below.size == 0
         for memory in range(floor[1, c.length], high[1, c.length] + 2):
-            codes = persistent_schedule(c, table, floor, int(memory), split_saving)
+            codes = persistent_schedule(c, table, floor, int(memory), split_saving)[0]
             timeline = replay_chain(chain, steps_of(codes))
             assert timeline.peak_bytes - fixed <= memory
             assert peak_and_time(c, codes) == (
@@ -181,9 +198,9 @@ def test_a_long_schedule() -> None:
     stages = [Stage(1.0, 1.0, 1, 1, 1) for _ in range(60)]
     chain = Chain(1, stages)
     c = arrays(chain, 1)
-    floor, _ = memory_bounds(c, 1, c.output_bytes, c.saved_bytes, True)
+    floor, _ = memory_bounds(c, 1, True)
     least = int(floor[1, 60])
-    codes = persistent_schedule(c, _nothing_known(floor), floor, least, True)
+    codes = persistent_schedule(c, _nothing_known(floor), floor, least, True)[0]
     timeline = replay_chain(chain, steps_of(codes))
     assert len(codes) > 16 * 60 + 64
     assert timeline.peak_bytes == least + chain.input_bytes

@@ -1,19 +1,31 @@
-"""Equal layers of a forward: stretches of operators that repeat, found by what operators are."""
+"""Equal layers of a step: stretches of operators that repeat, and layers that are proved equal.
+
+Stretches are found by what operators are. Layer l of `RepeatedLayers` has the operators of one
+repetition of a forward stretch and of one of a backward stretch. Two layers are equal if their
+operators at the same places have the same description: what they read and write, in every
+implementation, is at the same place of the same layer, of the layer before or after, or the same
+tensor from outside; sizes and what the step keeps are the same. Only seconds and workspaces may
+differ.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby, pairwise
 
 import numpy as np
 
-from memopt.models.graph import Graph
+from memopt.models.graph import Graph, Implementation, Operator
 
 LEAST_SAVED = 4
 """A stretch repeats at least so many operators."""
 NUMBER = re.compile(r"_\d+$")
+Slot = tuple[int, int]
+"""(operator, number of one of the tensors that its implementations write)."""
 
 
 @dataclass(frozen=True)
@@ -109,3 +121,157 @@ def _stretches(kinds: np.ndarray[tuple[int], np.dtype[np.int64]], begin: int) ->
     yield Stretch(begin + best.begin, best.period, best.count)
     yield from _stretches(kinds[: best.begin], begin)
     yield from _stretches(kinds[best.end :], begin + best.end)
+
+
+def written(operator: Operator) -> tuple[int, ...]:
+    """The tensors that any implementation of an operator writes, the operator's own first."""
+    others = (t for choice in operator.implementations for t in choice.writes or ())
+    return tuple(dict.fromkeys((*operator.writes, *others)))
+
+
+def ways(operator: Operator) -> tuple[Operator | Implementation, ...]:
+    """An operator itself, and its other implementations."""
+    return (operator, *operator.implementations)
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatedLayers:
+    """The equal layers of a step, forward and backward.
+
+    Attributes:
+        graph: the training step.
+        forward, backward: the stretches; what runs `m` repetitions after the backward one's begin
+            belongs to layer `top` - m.
+        top: see there.
+    """
+
+    graph: Graph
+    forward: Stretch
+    backward: Stretch
+    top: int
+
+    @classmethod
+    def of(cls, graph: Graph) -> RepeatedLayers | None:
+        """Those that repeat most operators; None where nothing repeats in both directions."""
+        if graph.movable or any(x.collective for x in graph.operators):
+            return None
+        equal = EqualLayers(graph)
+        both = equal.stretches, equal.backward_stretches
+        if not all(both):
+            return None
+        forward, backward = (max(one, key=lambda s: s.period * (s.count - 1)) for one in both)
+        offsets = Counter(
+            forward.layer_of(graph.producer[t]) + backward.layer_of(i)
+            for i in range(backward.begin, backward.end)
+            for t in graph.operators[i].reads
+            if forward.begin <= graph.producer.get(t, -1) < forward.end
+        )
+        if not offsets:
+            return None
+        return cls(graph, forward, backward, offsets.most_common(1)[0][0])
+
+    @cached_property
+    def layer(self) -> tuple[int | None, ...]:
+        """The layer of each operator, None outside of them."""
+        found: list[int | None] = [None] * len(self.graph.operators)
+        for i in range(self.forward.begin, self.forward.end):
+            found[i] = self.forward.layer_of(i)
+        for i in range(self.backward.begin, self.backward.end):
+            found[i] = self.top - self.backward.layer_of(i)
+        return tuple(found)
+
+    @cached_property
+    def home(self) -> dict[int, Slot]:
+        """Computed tensor → the first operator that writes it, and which of its tensors it is."""
+        found: dict[int, Slot] = {}
+        for i, operator in enumerate(self.graph.operators):
+            for slot, t in enumerate(written(operator)):
+                found.setdefault(t, (i, slot))
+        return found
+
+    @cached_property
+    def core(self) -> range:
+        """The longest run of layers that are equal, of which others read only the first and the
+        last; empty where there is none."""
+        described = [(n, self._description(n)) for n in range(self.forward.count)]
+        runs = [[n for n, _ in same] for key, same in groupby(described, lambda one: one[1]) if key]
+        longest = max(runs, key=len, default=[])
+        if not longest:
+            return range(0)
+        low, high = longest[0], longest[-1]
+        marked = sorted({low, high, *(n for n in self._read_outside(low, high) if low < n < high)})
+        low, high = max(
+            pairwise(marked),
+            key=lambda pair: pair[1] - pair[0],
+            default=(low, low),
+        )
+        return range(low, high + 1)
+
+    def operators_of(self, layer: int) -> tuple[int, ...]:
+        """A layer's operators, of the forward and the backward; () where it has not both."""
+        m = self.top - layer
+        if not (0 <= layer < self.forward.count and 0 <= m < self.backward.count):
+            return ()
+        forward, backward = self.forward, self.backward
+        first, second = forward.begin + layer * forward.period, backward.begin + m * backward.period
+        return (*range(first, first + forward.period), *range(second, second + backward.period))
+
+    def at(self, i: int, layer: int) -> int:
+        """The operator of a layer that is at the place of operator i in its own."""
+        own = self.layer[i]
+        assert own is not None
+        forward = i < self.forward.end
+        return i + (layer - own) * (self.forward.period if forward else -self.backward.period)
+
+    def _read_outside(self, low: int, high: int) -> Iterator[int]:
+        """Layers whose tensors are read by operators of none of the layers from low to high."""
+        for i, operator in enumerate(self.graph.operators):
+            own = self.layer[i]
+            if own is not None and low <= own <= high:
+                continue
+            for one in ways(operator):
+                homes = (self.home.get(t) for t in one.reads or ())
+                layers = (self.layer[home[0]] for home in homes if home is not None)
+                yield from (layer for layer in layers if layer is not None)
+
+    def _description(self, layer: int) -> tuple[object, ...]:
+        """What a layer must share with equal ones; () where it cannot be equal to any."""
+        graph = self.graph
+        found: list[object] = []
+        for i in self.operators_of(layer):
+            operator = graph.operators[i]
+            seen = [[self._seen(layer, t) for t in _tensors(one)] for one in ways(operator)]
+            if any(isinstance(x[0], int) and abs(x[0]) > 1 for one in seen for x in one):
+                return ()
+            if any(self._seen(layer, t)[0] != 0 for t in written(operator)):
+                return ()
+            lengths = [_lengths(one) for one in ways(operator)]
+            facts = [self._facts(t) for t in written(operator)]
+            same = operator.phase, operator.recomputable, operator.random
+            names = [(c.name, c.exact, c.packed) for c in operator.implementations]
+            found.append((same, tuple(names), str(lengths), tuple(map(tuple, seen)), tuple(facts)))
+        return tuple(found)
+
+    def _facts(self, t: int) -> tuple[object, ...]:
+        graph, tensor = self.graph, self.graph.tensors[t]
+        kept = t in graph.outputs, t in graph.gradients, t in graph.allocator_owned
+        return tensor.size_bytes, tensor.kind, *kept
+
+    def _seen(self, layer: int, t: int) -> tuple[object, ...]:
+        """A tensor as a layer sees it: (layers from here, place there, which); or from outside."""
+        if t not in self.home:
+            return ("outside", -1 if t in self.graph.resident else t)
+        i, slot = self.home[t]
+        other = self.layer[i]
+        if other is None:
+            return ("outside", t)
+        stretch = self.forward if i < self.forward.end else self.backward
+        return (other - layer, stretch is self.forward, (i - stretch.begin) % stretch.period, slot)
+
+
+def _tensors(one: Operator | Implementation) -> tuple[int, ...]:
+    return (*(one.reads or ()), *(one.writes or ()), *one.in_place)
+
+
+def _lengths(one: Operator | Implementation) -> tuple[int | None, ...]:
+    return tuple(None if x is None else len(x) for x in (one.reads, one.writes, one.in_place))

@@ -13,7 +13,7 @@ from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
-from memopt.strategies.joint.run_table import Ints
+from memopt.strategies.shared.run_table import Ints
 
 CHANGES = 3000
 """Tried at most; a count, so that the budget that is named does not depend on the machine."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from memopt.strategies.joint.run_table import Flags, Floats, Ints, VariantArrays
+from memopt.strategies.shared.run_table import Flags, Floats, Ints, VariantArrays
 
 
 @njit(cache=True, nogil=True)

@@ -13,10 +13,10 @@ from random import Random
 
 import numpy as np
 
-from memopt.strategies.joint.moved import TIMINGS, Moved, Mover
+from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
-from memopt.strategies.joint.run_table import Ints
-from memopt.strategies.joint.wide_changes import WideChanges
+from memopt.strategies.shared.run_table import Ints
+from memopt.strategies.shared.timing import TIMINGS
 from memopt.strategies.solvers.running import Deadline
 
 FASTER = 1e-7
@@ -84,7 +84,7 @@ class LocalSearch:
             while going and not self._ended():
                 going = False
                 near = Neighbourhood(self.mover, at, moved, rng)
-                for change in WideChanges(near).changes() if wide else near.changes():
+                for change in near.changes(wide):
                     most_s = moved.time_s * (1 - FASTER)
                     found = self.judged(change, most_s)
                     if found.time_s < most_s:

@@ -4,46 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
 
 import numpy as np
 
 from memopt.models.bounds import needed_operators
 from memopt.models.device import Device
 from memopt.programs.in_place import with_in_place
-from memopt.programs.instructions import (
-    DropHost,
-    Free,
-    Instruction,
-    Program,
-    SwapIn,
-    SwapOut,
-)
+from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import live_bytes
 from memopt.programs.liveness import with_frees
-from memopt.strategies.joint.run_table import Flags, Ints, RunTable
+from memopt.strategies.joint.equal_layers import EqualLayers
+from memopt.strategies.shared.run_table import Flags, Ints, RunTable
+from memopt.strategies.shared.timing import TIMINGS, Link, Timing
 
 NEVER = 1 << 60
 """More bytes than any budget."""
-KINDS = (Free, SwapIn, SwapOut, DropHost)
-AFTER = 2
-"""Kinds from here on follow the run of their time point."""
-
-
-class Timing(NamedTuple):
-    """How early copies and fetches come; see `Rule` in the kernels."""
-
-    lead: float = math.inf
-    waits: bool = True
-    at_once: bool = True
-
-
-TIMINGS = tuple(
-    Timing(lead, waits, at_once)
-    for lead in (math.inf, 2.0, 1.0)
-    for waits in (True, False)
-    for at_once in (True, False)
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,19 +65,16 @@ class Mover:
     least_bytes: int = 1
 
     def __post_init__(self) -> None:
-        from memopt.strategies.joint.transfer_kernels import Link
-
-        device, operators = self.device, self.table.graph.operators
-        self.arrays = self.table.arrays
-        self.link = Link(
-            device.transfer_latency_s,
-            1.0 / device.to_host_bytes_per_s,
-            1.0 / device.swap_in_bytes_per_s,
-            device.duplex,
-        )
+        self.arrays, self.link = self.table.arrays, Link.of(self.device)
+        operators = self.table.graph.operators
         needed = needed_operators(self.table.graph)
         must = [operator.has_effects and i in needed for i, operator in enumerate(operators)]
         self.must = np.array(must, dtype=np.bool_)
+
+    @cached_property
+    def layers(self) -> EqualLayers:
+        """Which layers of the forward are equal."""
+        return EqualLayers(self.table.graph)
 
     def moved(
         self,
@@ -120,7 +93,8 @@ class Mover:
             first: tensors that move before any others do.
             most_s: step times from this on are of no use: such runs need not fit.
         """
-        from memopt.strategies.joint import lifetime_kernels, transfer_kernels
+        from memopt.strategies.joint import lifetime_kernels
+        from memopt.strategies.shared import transfer_kernels
 
         v = self.arrays
         runs = self.used(runs)
@@ -146,9 +120,8 @@ class Mover:
         if not enough or not self.host_bytes:
             return best
         for timing in timings:
-            rule = transfer_kernels.Rule(*timing)
-            time_s, host, events = transfer_kernels.transfers(
-                v, runs, need, gaps, chosen, self.budget_bytes, self.link, rule,
+            time_s, host, events, _ = transfer_kernels.transfers(
+                v, runs, need, gaps, chosen, self.budget_bytes, self.link, timing,
                 min(most_s, best.time_s),
             )  # fmt: skip
             if time_s < best.time_s and host <= self.host_bytes:
@@ -187,14 +160,6 @@ class Mover:
     def program(self, moved: Moved) -> Program:
         """The program of runs that fit."""
         assert moved.events is not None
-        before: dict[int, list[Instruction]] = {}
-        after: dict[int, list[Instruction]] = {}
-        for point, kind, tensor in moved.events.tolist():
-            (after if kind >= AFTER else before).setdefault(point, []).append(KINDS[kind](tensor))
-        steps: list[Instruction] = []
-        for point, run in enumerate(moved.runs.tolist()):
-            steps += before.get(point, ())
-            steps.append(self.table.instruction(run))
-            steps += after.get(point, ())
+        steps = self.table.instructions(moved.runs, moved.events)
         graph = self.table.graph
         return with_in_place(graph, Program(with_frees(graph, steps)))

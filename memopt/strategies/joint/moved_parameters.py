@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.programs.instructions import Program
-from memopt.reductions.stage_map import has_updates
-from memopt.reductions.step_linearization import linearize_step
-from memopt.strategies.base import Solution
+from memopt.strategies.base import Solution, Strategy
 from memopt.strategies.moving.on_host import without_host_updates
-from memopt.strategies.moving.planning import Limits, fixed_graph, planned_moves
-from memopt.strategies.offload.graph import OffloadGraph
-from memopt.strategies.rotor.strategies import Rotor
+from memopt.strategies.moving.planning import Limits, planned_moves
+from memopt.strategies.shared.chain_programs import programs_of_step
 from memopt.strategies.solvers.running import Deadline
 
-SHARES = (0.9, 0.6, 0.35, 0.2, 0.1)
-"""Of the room beside what is resident, what activations may take; the rest is for parameters."""
 OFFLOAD_SHARE = 0.4
 """Of the time, what offload-graph may take."""
 
@@ -28,7 +21,9 @@ def plan_moved(
     graph: Graph,
     budget_bytes: int | None,
     device: Device,
-    mover: OffloadGraph,
+    mover: Strategy,
+    host_bytes: float,
+    exact_only: bool,
     deadline: Deadline,
     name: str,
 ) -> Solution:
@@ -37,7 +32,9 @@ def plan_moved(
     Args:
         graph: a whole step with movable tensors.
         budget_bytes, device: as of `Strategy.solve`.
-        mover: plans without recomputation; its host budget and its updates are the plan's.
+        mover: plans without recomputation, within the same host budget and by the same updates.
+        host_bytes: the most that may be on the host.
+        exact_only: leave out updates on the host that round otherwise than the device's.
         deadline: of the search.
         name: the strategy's, for messages.
     """
@@ -47,25 +44,10 @@ def plan_moved(
     )
     if budget_bytes is None:
         return moved
-    host_budget = mover.host_budget_bytes
-    limits = Limits(budget_bytes, math.inf if host_budget is None else host_budget, deadline)
-    bases = (("rotor", program) for program in recomputed(graph, budget_bytes))
-    graph = without_host_updates(graph, inexact_only=True) if mover.exact_only else graph
+    limits = Limits(budget_bytes, host_bytes, deadline)
+    bases = (("rotor", program) for program in programs_of_step(graph, budget_bytes))
+    graph = without_host_updates(graph, inexact_only=True) if exact_only else graph
     first = next(bases, None)
     if first is None:
         return moved
     return planned_moves(graph, device, limits, itertools.chain([first], bases), name, moved)
-
-
-def recomputed(graph: Graph, budget_bytes: int) -> Iterator[Program]:
-    """Rotor's programs of a whole step whose activations take some of the room."""
-    if not has_updates(graph):
-        return
-    resident = fixed_graph(graph)
-    view = linearize_step(resident)
-    room = budget_bytes - (graph.resident_bytes - graph.movable_bytes)
-    for share in SHARES:
-        found = Rotor().solve(view.chain, graph.resident_bytes + int(share * room))
-        steps = found.steps if found.smallest is None else found.smallest.steps
-        if steps is not None:
-            yield view.lower(steps)

@@ -1,9 +1,13 @@
-"""Small changes of runs: run something again, or not again, or by another implementation."""
+"""Changes of runs and moves: of one run or tensor, or of the same place of many equal layers.
+
+Where a model's layers are equal there are far fewer of the second kind than of the first: some for
+each operator of a layer, times the parts that layers are divided into.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
@@ -13,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from memopt.strategies.joint.moved import Moved, Mover
-from memopt.strategies.joint.run_table import BOUNDARY, Flags, Ints
+from memopt.strategies.shared.run_table import BOUNDARY, Flags, Ints
 
 Change: TypeAlias = Callable[[], "Decisions | None"]
 """Makes other decisions; None where that cannot be."""
@@ -82,17 +86,18 @@ class Neighbourhood:
         """Tensors that a variant writes."""
         return self.mover.table.writes_of[run]
 
-    def changes(self) -> Iterator[Decisions]:
-        """All of them, in a random order."""
-        made = [*self._fewer(), *self._more(), *self._moves(), *self._variants()]
+    def changes(self, wide: bool = False) -> Iterator[Decisions]:
+        """All of them in a random order: one by one, or (`wide`) of equal layers at once."""
+        single = (self._fewer, self._more, self._moves, self._variants)
+        made = list(self._wide()) if wide else [change for kind in single for change in kind()]
         self.rng.shuffle(made)
         for change in made:
             found = change()
             if found is not None:
                 yield found
 
-    def _with_runs(self, runs: list[int]) -> Decisions:
-        return Decisions(np.array(runs, dtype=np.int64), self.at.stays, self.at.first)
+    def _with_runs(self, runs: Ints) -> Decisions:
+        return Decisions(runs, self.at.stays, self.at.first)
 
     def _fewer(self) -> Iterator[Change]:
         """Runs that are left out: one, or neighbours."""
@@ -100,20 +105,20 @@ class Neighbourhood:
         for p, again in enumerate([*self.again, False]):
             if again:
                 begin = p if begin is None else begin
-                yield partial(self.without, p, p + 1)
+                yield partial(self.without, range(p, p + 1))
             elif begin is not None:
                 length = p - begin
                 if length > 2:
                     middle = begin + length // 2
-                    yield partial(self.without, begin, middle)
-                    yield partial(self.without, middle, p)
+                    yield partial(self.without, range(begin, middle))
+                    yield partial(self.without, range(middle, p))
                 if length > 1:
-                    yield partial(self.without, begin, p)
+                    yield partial(self.without, range(begin, p))
                 begin = None
 
-    def without(self, begin: int, end: int) -> Decisions:
-        """No second runs at time points begin..end."""
-        return self._with_runs(self.runs[:begin] + self.runs[end:])
+    def without(self, points: Sequence[int]) -> Decisions:
+        """Nothing runs at some time points."""
+        return self._with_runs(np.delete(self.at.runs, points))
 
     @cached_property
     def gaps(self) -> list[tuple[int, int, int]]:
@@ -134,21 +139,23 @@ class Neighbourhood:
         for t, _, before in self.gaps:
             run = self.made_by.get(t)
             if run is not None and operators[self.mover.table.variants[run][0]].recomputable:
-                yield partial(self.made_again, t, before, False)
-                yield partial(self.made_again, t, before, True)
+                for deep in (False, True):
+                    yield partial(self.made_again, [(t, before)], deep)
 
-    def made_again(self, tensor: int, before: int, deep: bool) -> Decisions | None:
-        """A tensor made again just before a reader.
+    def made_again(self, tensors: list[tuple[int, int]], deep: bool) -> Decisions | None:
+        """Tensors made again, each just before a reader; None where none can be.
 
         Args:
-            tensor: which.
-            before: the reader's time point.
+            tensors: (tensor, the reader's time point) of each.
             deep: whether what that reads is made again, too, where it is not there any more.
         """
-        chosen = self._makers(tensor, before, deep)
-        if not chosen:
-            return None
-        return self._with_runs(self.runs[:before] + chosen + self.runs[before:])
+        again = [
+            (before, run)
+            for tensor, before in sorted(tensors, key=lambda pair: pair[1])
+            for run in self._makers(tensor, before, deep)
+        ]
+        points, runs = [before for before, _ in again], [run for _, run in again]
+        return self._with_runs(np.insert(self.at.runs, points, runs)) if again else None
 
     def _makers(self, tensor: int, before: int, deep: bool) -> list[int]:
         """The runs that make a tensor again, see `made_again`; none where that cannot be."""
@@ -169,26 +176,6 @@ class Neighbourhood:
                 stack += [u for u in self.reads(run) if not self._there(u, before)]
         return sorted(chosen)
 
-    def all_made_again(self, tensors: list[tuple[int, int]], deep: bool) -> Decisions | None:
-        """Several tensors, each made again before a reader of its own; see `made_again`.
-
-        Args:
-            tensors: (tensor, the reader's time point) of each.
-            deep: as there.
-        """
-        runs, done, end = list[int](), 0, 0
-        for tensor, before in sorted(tensors, key=lambda pair: pair[1]):
-            again = self._makers(tensor, before, deep)
-            if again:
-                runs += [*self.runs[end:before], *again]
-                done, end = done + 1, before
-        return self._with_runs([*runs, *self.runs[end:]]) if done else None
-
-    def without_points(self, points: list[int]) -> Decisions:
-        """Nothing runs at some time points."""
-        left_out = set(points)
-        return self._with_runs([run for p, run in enumerate(self.runs) if p not in left_out])
-
     def _there(self, tensor: int, point: int) -> bool:
         """Whether a tensor is needed before a time point and from it on."""
         lives = self._lives.get(tensor)
@@ -204,29 +191,82 @@ class Neighbourhood:
         away = set(events[events[:, 1] == 1, 2].tolist())
         for t in sorted({t for t, _, _ in self.gaps}):
             if t in away or self.at.stays[t]:
-                yield partial(self.staying, t)
+                yield partial(self.toggled, [t], False)
             if t not in away or self.at.first[t]:
-                yield partial(self.moving, t)
+                yield partial(self.toggled, [t], True)
 
-    def staying(self, tensor: int) -> Decisions:
-        """The tensor may not move; or may again."""
-        stays, first = self.at.stays.copy(), self.at.first.copy()
-        stays[tensor], first[tensor] = not stays[tensor], False
-        return Decisions(self.at.runs, stays, first)
-
-    def moving(self, tensor: int) -> Decisions:
-        """The tensor moves before others do; or in turn again."""
-        stays, first = self.at.stays.copy(), self.at.first.copy()
-        stays[tensor], first[tensor] = False, not first[tensor]
-        return Decisions(self.at.runs, stays, first)
+    def toggled(self, tensors: list[int], first: bool) -> Decisions:
+        """Tensors that move first, or not at all; where all of them do already, in turn again."""
+        stays, moves_first = self.at.stays.copy(), self.at.first.copy()
+        which, other = (moves_first, stays) if first else (stays, moves_first)
+        which[tensors], other[tensors] = not which[tensors].all(), False
+        return Decisions(self.at.runs, stays, moves_first)
 
     def _variants(self) -> Iterator[Change]:
         """Other implementations of a run."""
-        for p, run in enumerate(self.runs):
-            if run >= 0:
-                for other in self.mover.table.others[run]:
-                    yield partial(self.by_another, p, other)
+        for p in range(len(self.runs)):
+            yield from self._other_variants([p])
 
-    def by_another(self, point: int, other: int) -> Decisions:
-        """A run by another implementation."""
-        return self._with_runs([*self.runs[:point], other, *self.runs[point + 1 :]])
+    def _other_variants(self, points: list[int]) -> Iterator[Change]:
+        """Runs of the same kind by another implementation."""
+        run = self.runs[points[0]]
+        for place in range(len(self.mover.table.others[run]) if run >= 0 else 0):
+            yield partial(self.by_another, points, place)
+
+    def by_another(self, points: list[int], place: int) -> Decisions:
+        """Runs by another implementation: by which of the others."""
+        runs, others = self.at.runs.copy(), self.mover.table.others
+        for p in points:
+            runs[p] = others[runs[p]][place]
+        return self._with_runs(runs)
+
+    def _wide(self) -> Iterator[Change]:
+        """The changes of all of a stretch's layers, or of a part of them."""
+        for stretch, layers in self.mover.layers.parts():
+            begin, period = stretch.begin + layers[0] * stretch.period, stretch.period
+            again = self._again(range(begin, begin + len(layers) * period))
+            if again:
+                yield partial(self.without, again)
+            for place in range(begin, begin + period):
+                yield from self._place(range(place, place + len(layers) * period, period))
+
+    @cached_property
+    def _longest_gap(self) -> dict[int, int]:
+        """Tensor → the reader before which it is not needed for longest."""
+        found: dict[int, tuple[int, int]] = {}
+        for t, after, before in self.gaps:
+            found[t] = max(found.get(t, (0, 0)), (before - after, before))
+        return {t: before for t, (_, before) in found.items()}
+
+    @cached_property
+    def _points(self) -> dict[int, list[int]]:
+        """Operator → its time points."""
+        found: dict[int, list[int]] = {}
+        for p, operator in enumerate(self.operators):
+            found.setdefault(operator, []).append(p)
+        return found
+
+    def _again(self, operators: range) -> list[int]:
+        """Time points at which any of some operators runs again."""
+        return [p for i in operators for p in self._points.get(i, ())[1:]]
+
+    def _place(self, operators: range) -> Iterator[Change]:
+        """The changes of one place of several layers."""
+        again = self._again(operators)
+        if again:
+            yield partial(self.without, again)
+        graph = self.mover.table.graph
+        for place in range(len(graph.operators[operators[0]].writes)):
+            tensors = [graph.operators[i].writes[place] for i in operators]
+            tensors = [t for t in tensors if t in self._longest_gap]
+            if not tensors:
+                continue
+            if graph.operators[operators[0]].recomputable:
+                before = [(t, self._longest_gap[t]) for t in tensors]
+                for deep in (False, True):
+                    yield partial(self.made_again, before, deep)
+            for first in (False, True):
+                yield partial(self.toggled, tensors, first)
+        points = [p for i in operators for p in self._points.get(i, ())]
+        if points:
+            yield from self._other_variants(points)

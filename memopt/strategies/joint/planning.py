@@ -12,7 +12,6 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
-from memopt.strategies.auto.members import Member
 from memopt.strategies.base import Solution, Status, solution_of
 from memopt.strategies.joint.deep_planning import (
     DEEP,
@@ -21,16 +20,18 @@ from memopt.strategies.joint.deep_planning import (
     Planned,
     folded_into,
 )
+from memopt.strategies.joint.equal_layers import RepeatedLayers
 from memopt.strategies.joint.least_memory import least_memory, program_within, smaller
 from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.joint.relaxation_search import LinkedSearch
-from memopt.strategies.joint.repeated_layers import RepeatedLayers
-from memopt.strategies.joint.run_table import Ints, RunTable
-from memopt.strategies.joint.starts import programs_of_chain, programs_of_stages, stored
-from memopt.strategies.monet.graph_model import Allowed
-from memopt.strategies.offload.graph import OffloadGraph
+from memopt.strategies.shared.chain_programs import programs_of_chain, programs_of_stages
+from memopt.strategies.shared.graph_model import Allowed
+from memopt.strategies.shared.graph_problem import graph_problem
+from memopt.strategies.shared.incumbent import stored
+from memopt.strategies.shared.members import Member
+from memopt.strategies.shared.run_table import Ints, RunTable
 from memopt.strategies.solvers.running import Deadline
 from memopt.strategies.target import Target
 
@@ -210,7 +211,8 @@ class JointPlanning:
         """Whether the best plan is as fast as any can be that runs nothing twice."""
         if self.best is None or not self.host_bytes:
             return False
-        return self.best[1] <= OffloadGraph.least_time_s(self.graph, self.limit_bytes, self.device)
+        problem = graph_problem(self.graph, self.device)
+        return self.best[1] <= problem.lower_bound_s(self.limit_bytes)
 
     def _start(self, members: Sequence[Member]) -> None:
         """Plans of single strategies, within their share of the time."""

@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from memopt.models.device import Device
-from memopt.strategies.monet.time_points import TimePointModel
+from memopt.strategies.shared.time_points import TimePointModel
 from memopt.strategies.solvers.binary_program import Term
 
 UNITS = 1000.0

@@ -11,13 +11,13 @@ from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
 from memopt.reductions.stage_map import has_updates
-from memopt.strategies.auto.members import Member
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
 from memopt.strategies.joint.moved_parameters import plan_moved
 from memopt.strategies.joint.planning import JointPlanning
 from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.strategy import Monet
 from memopt.strategies.offload.graph import OffloadGraph
+from memopt.strategies.shared.members import Member
 from memopt.strategies.solvers.running import Deadline
 from memopt.strategies.target import Target
 
@@ -89,7 +89,16 @@ class Joint(Strategy):
         if has_updates(graph):
             deadline = Deadline(begin + limit_s, progress)
             mover = OffloadGraph(self.host_budget_bytes, exact_only=self.exact_only)
-            return plan_moved(graph, budget_bytes, device or Device(), mover, deadline, self.name)
+            return plan_moved(
+                graph,
+                budget_bytes,
+                device or Device(),
+                mover,
+                float(host_bytes),
+                self.exact_only,
+                deadline,
+                self.name,
+            )
         planning = JointPlanning(
             graph,
             budget_bytes,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from memopt.models.graph import Phase, TensorKind
 from memopt.programs.instructions import Compute, Instruction, Program
 from memopt.programs.liveness import with_frees
-from memopt.strategies.monet.graph_model import GraphModel, first_runs
+from memopt.strategies.shared.graph_model import GraphModel, first_runs
 
 
 @dataclass

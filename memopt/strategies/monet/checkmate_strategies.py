@@ -11,10 +11,10 @@ from memopt.programs.instructions import Program
 from memopt.strategies.base import Features, Status
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.graph_strategy import GraphStrategy
-from memopt.strategies.monet.incumbent import Incumbent
-from memopt.strategies.monet.kernel_choice import fastest_kernels
 from memopt.strategies.monet.solved_exactly import SolvedExactly
-from memopt.strategies.monet.time_point_search import TimePointSearch
+from memopt.strategies.shared.incumbent import Incumbent
+from memopt.strategies.shared.kernel_choice import fastest_kernels
+from memopt.strategies.shared.time_point_search import TimePointSearch
 from memopt.strategies.solvers.running import Deadline
 
 CHECKMATE_PAPER = "Jain et al.: Checkmate: Breaking the Memory Wall, MLSys 2020"

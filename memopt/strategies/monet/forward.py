@@ -20,7 +20,7 @@ from memopt.programs.instructions import Program
 from memopt.programs.liveness import computes, with_frees
 from memopt.strategies.monet.forward_bound import ForwardBound
 from memopt.strategies.monet.forward_kernels import PERIOD, Arrays, Ints, annealed, memory
-from memopt.strategies.monet.incumbent import SAME, Incumbent
+from memopt.strategies.shared.incumbent import SAME, Incumbent
 from memopt.strategies.solvers.running import Deadline
 
 PART, STEPS, WORK = 10_000, 40, 12_000_000

@@ -21,8 +21,9 @@ from memopt.programs.instructions import Program
 from memopt.reductions.coarsen import Coarsening, coarsen
 from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
 from memopt.strategies.monet.claims import counted_exactly, solution, without_plan
-from memopt.strategies.monet.incumbent import Incumbent, rotor_programs, smaller, stored
-from memopt.strategies.monet.time_point_search import CLOSE
+from memopt.strategies.shared.chain_programs import rotor_programs
+from memopt.strategies.shared.incumbent import Incumbent, smaller, stored
+from memopt.strategies.shared.time_point_search import CLOSE
 from memopt.strategies.solvers.running import Deadline
 
 DEFAULT_TIME_LIMIT_S = 60.0

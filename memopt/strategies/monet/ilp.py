@@ -25,7 +25,7 @@ from memopt.models.graph import Operator, Phase
 from memopt.models.variants import Variant
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import with_frees
-from memopt.strategies.monet.graph_model import GraphModel, first_runs
+from memopt.strategies.shared.graph_model import GraphModel, first_runs
 
 
 @dataclass

@@ -33,8 +33,8 @@ from memopt.programs.instructions import Compute, Instruction, LossBoundary, Pro
 from memopt.programs.liveness import with_frees
 from memopt.programs.replay import replay
 from memopt.strategies.base import Status
-from memopt.strategies.monet.graph_model import Allowed, choices_of
-from memopt.strategies.monet.incumbent import Incumbent
+from memopt.strategies.shared.graph_model import Allowed, choices_of
+from memopt.strategies.shared.incumbent import Incumbent
 from memopt.strategies.solvers.binary_program import whole_number_scale
 from memopt.strategies.solvers.running import Deadline, SolverOptions, solve_with_cp_sat
 

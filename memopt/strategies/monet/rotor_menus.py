@@ -16,12 +16,13 @@ from memopt.programs.replay import replay
 from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
-from memopt.strategies.monet.alternatives_table import SLOTS, AlternativesTable
 from memopt.strategies.monet.claims import counted_exactly, solution, without_plan
 from memopt.strategies.monet.graph_strategy import PROVED
-from memopt.strategies.monet.incumbent import SAME, Incumbent, rotor_programs, smaller, stored
-from memopt.strategies.monet.kernel_choice import fastest_kernels
-from memopt.strategies.monet.time_point_search import TimePointSearch
+from memopt.strategies.shared.alternatives_table import SLOTS, AlternativesTable
+from memopt.strategies.shared.chain_programs import rotor_programs
+from memopt.strategies.shared.incumbent import SAME, Incumbent, smaller, stored
+from memopt.strategies.shared.kernel_choice import fastest_kernels
+from memopt.strategies.shared.time_point_search import TimePointSearch
 from memopt.strategies.solvers.running import Deadline
 
 CLOSE = 1e-3

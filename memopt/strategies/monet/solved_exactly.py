@@ -11,7 +11,7 @@ from memopt.strategies.base import Progress, Status
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.graph_strategy import LEAST_S, LEAST_SHARE, GraphStrategy
 from memopt.strategies.monet.ilp import MonetModel
-from memopt.strategies.monet.incumbent import rotor_programs
+from memopt.strategies.shared.chain_programs import rotor_programs
 from memopt.strategies.solvers.binary_program import Answer
 from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 

@@ -11,14 +11,14 @@ from memopt.programs.instructions import Program
 from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies.base import Features
-from memopt.strategies.monet.alternatives_table import SLOTS, AlternativesTable
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
-from memopt.strategies.monet.incumbent import Incumbent
 from memopt.strategies.monet.intervals import search_windows
-from memopt.strategies.monet.kernel_choice import fastest_kernels
 from memopt.strategies.monet.solved_exactly import SolvedExactly
-from memopt.strategies.monet.time_point_search import CLOSE, TimePointSearch
+from memopt.strategies.shared.alternatives_table import SLOTS, AlternativesTable
+from memopt.strategies.shared.incumbent import Incumbent
+from memopt.strategies.shared.kernel_choice import fastest_kernels
+from memopt.strategies.shared.time_point_search import CLOSE, TimePointSearch
 from memopt.strategies.solvers.running import Deadline
 
 RELAXATION_SHARE = 0.4

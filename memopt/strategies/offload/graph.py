@@ -46,16 +46,10 @@ from memopt.strategies.moving.planning import (
 )
 from memopt.strategies.offload.chain_offload import PAPER, linked
 from memopt.strategies.offload.dynprog import DynProg, Greedy
-from memopt.strategies.offload.graph_problem import Absence, GraphProblem, graph_problem
-from memopt.strategies.offload.graph_schedule import Timing, schedule
+from memopt.strategies.offload.graph_schedule import schedule
+from memopt.strategies.shared.graph_problem import Absence, GraphProblem, graph_problem
+from memopt.strategies.shared.timing import TIMINGS, Timing
 from memopt.strategies.solvers.running import Deadline, Stopped
-
-TIMINGS = tuple(
-    Timing(lead, waits, at_once)
-    for lead in (math.inf, 2.0, 1.0)
-    for waits in (True, False)
-    for at_once in (False, True)
-)
 
 PROVED = 1e-12
 """Gap at which a plan is optimal: sums of floats in another order."""
@@ -157,11 +151,6 @@ class OffloadGraph(Strategy):
         )
         return planned_moves(graph, linked(self, device), limits, bases, self.name, known)
 
-    @staticmethod
-    def least_time_s(graph: Graph, budget_bytes: int, device: Device) -> float:
-        """Seconds that no program beats which only moves, on a device whose link is known."""
-        return graph_problem(graph, device).lower_bound_s(budget_bytes)
-
     @property
     def _host_bytes(self) -> float:
         return math.inf if self.host_budget_bytes is None else self.host_budget_bytes
@@ -172,7 +161,7 @@ class OffloadGraph(Strategy):
         that there the floor is no proof."""
         floor_bytes, graph = problem.floor_bytes, problem.graph
         search = _Candidates(problem, floor_bytes, self._host_bytes)
-        search.scheduled(problem.absences, TIMINGS[:1])
+        search.scheduled(problem.absences)
         if search.best is None:
             search.offer(store_all(graph), "nothing moves")
         least = search.solution(self.name, started)
@@ -231,17 +220,18 @@ class _Candidates:
         if stops(self.deadline.progress, fraction, what):
             raise Stopped
 
-    def offer(self, program: Program, source: str) -> float:
-        """Replay a program and keep it if it is the fastest; its time, infinite if it breaks
-        the host budget."""
+    def offer(self, program: Program, source: str) -> None:
+        """Replay a program and keep it if it is the fastest within the host budget."""
         timeline = replay(self.problem.graph, program, self.problem.device)
-        host = timeline.host_peak_bytes
-        self.least_host_bytes = min(self.least_host_bytes or host, host)
-        if host > self.host_bytes:
-            return math.inf
+        if not self._has_room(timeline.host_peak_bytes):
+            return
         if self.best is None or timeline.time_s < self.best[1].time_s:
             self.best = program, timeline, source
-        return timeline.time_s
+
+    def _has_room(self, host_bytes: int) -> bool:
+        """Whether the host has room for so much; the least that was asked for is kept."""
+        self.least_host_bytes = min(self.least_host_bytes or host_bytes, host_bytes)
+        return host_bytes <= self.host_bytes
 
     def scheduled(
         self, absences: tuple[Absence, ...], timings: tuple[Timing, ...] = TIMINGS
@@ -252,10 +242,13 @@ class _Candidates:
             if self.done or self.late:
                 break
             made = schedule(self.problem, self.budget_bytes, absences, timing)
-            time_s = self.offer(made.program, "gaps")
-            least_s = min(least_s, time_s)
-            if time_s < self.start_s:
-                self.start, self.start_s = (made.used, timing), time_s
+            if not self._has_room(made.host_bytes):
+                continue
+            if self.best is None or made.time_s < self.best[1].time_s:
+                self.offer(made.program(), "gaps")
+            least_s = min(least_s, made.time_s)
+            if made.time_s < self.start_s:
+                self.start, self.start_s = (made.used, timing), made.time_s
         return least_s
 
     def chains(self, host_budget_bytes: int | None) -> None:

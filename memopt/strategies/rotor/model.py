@@ -18,6 +18,25 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 
+class Options(NamedTuple):
+    """The ways to save each stage; that of stage s and option o is at [s, o].
+
+    Attributes:
+        number: how many options each stage has; a chain's own stages have one.
+        saved, saved_bytes: ω_ā in slots, rounded up, and in bytes.
+        saving: ω_ā + o_f in bytes, the need of F_all, without ω̃_δ.
+        reverse: the need of B in bytes, gradients included.
+        own_s: u_f of F_all and u_b, together, in seconds.
+    """
+
+    number: Int64Array
+    saved: Int64Array
+    saved_bytes: Int64Array
+    saving: Int64Array
+    reverse: Int64Array
+    own_s: Float64Array
+
+
 class ChainArrays(NamedTuple):
     """Sizes and thresholds of a chain; a named tuple, because compiled loops accept those.
 
@@ -35,6 +54,7 @@ class ChainArrays(NamedTuple):
         reverse: the need of B^s in bytes, gradients included.
         forward_s, backward_s: u_f and u_b in seconds.
         forward_sum_s: prefix sums of u_f.
+        options: the ways to save each stage, for the persistent program.
     """
 
     length: int
@@ -51,6 +71,7 @@ class ChainArrays(NamedTuple):
     forward_s: Float64Array
     backward_s: Float64Array
     forward_sum_s: Float64Array
+    options: Options
 
     @classmethod
     def of(cls, chain: Chain, scale: SlotScale) -> ChainArrays:
@@ -70,6 +91,8 @@ class ChainArrays(NamedTuple):
         before = np.concatenate((np.zeros(1, np.int64), output[:-1]))
         gradient_before = np.concatenate((np.zeros(1, np.int64), gradient[:-1]))
         slot = scale.slot_bytes
+        saving = saved + overhead
+        reverse = gradient + later + gradient_before + parameter + saved + backward
         return cls(
             length=n,
             slot=slot,
@@ -80,12 +103,32 @@ class ChainArrays(NamedTuple):
             gradient=gradient + later,
             first=output + no_save,
             running=before + output + no_save,
-            saving=saved + overhead,
-            reverse=gradient + later + gradient_before + parameter + saved + backward,
+            saving=saving,
+            reverse=reverse,
             forward_s=forward_s,
             backward_s=backward_s,
             forward_sum_s=np.cumsum(forward_s),
+            options=options_of(
+                np.ones(n + 1, np.int64),
+                saved[:, None],
+                saving[:, None],
+                reverse[:, None],
+                (forward_s + backward_s)[:, None],
+                slot,
+            ),
         )
+
+
+def options_of(
+    number: Int64Array,
+    saved_bytes: Int64Array,
+    saving: Int64Array,
+    reverse: Int64Array,
+    own_s: Float64Array,
+    slot: int,
+) -> Options:
+    """Options whose sizes are counted in slots of so many bytes, too."""
+    return Options(number, -(-saved_bytes // slot), saved_bytes, saving, reverse, own_s)
 
 
 def _padded(values: list[int]) -> Int64Array:

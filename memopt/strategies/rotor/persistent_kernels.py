@@ -6,7 +6,8 @@ what would be infinite or constant costs nothing. `low` and `high` come from rec
 m. Memory may be negative, because overheads may be.
 
 `split_saving` is the one difference between the persistent program (True) and revolve (False):
-whether F_all^s may be separated from B^s.
+whether F_all^s may be separated from B^s. `ChainArrays.options` is the one between a chain and
+stages with several ways to be saved: C2 is their minimum.
 """
 
 from __future__ import annotations
@@ -56,31 +57,35 @@ def ceil_div(size: int, slot: int) -> int:
 
 
 @compiled
-def saving_need(c: ChainArrays, s: int, t: int, slot: int) -> int:
-    """Memory for F_all^s while δ^t is live, and for B^s: m_all of Rotor §4.4."""
-    return max(ceil_div(c.gradient[t] + c.saving[s], slot), ceil_div(c.reverse[s], slot))
+def saving_need(c: ChainArrays, s: int, o: int, t: int, slot: int) -> int:
+    """Memory for F_all^s by option o while δ^t is live, and for B^s: m_all of Rotor §4.4."""
+    saving, reverse = c.options.saving[s, o], c.options.reverse[s, o]
+    return max(ceil_div(c.gradient[t] + saving, slot), ceil_div(reverse, slot))
 
 
 @compiled
-def memory_bounds(
-    c: ChainArrays, slot: int, output: Int64Array, saved: Int64Array, split_saving: bool
-) -> tuple[Int64Array, Int64Array]:
-    """`low` and `high` of every row, in slots of `slot` bytes."""
+def memory_bounds(c: ChainArrays, slot: int, split_saving: bool) -> tuple[Int64Array, Int64Array]:
+    """`low` and `high` of every row, in the chain's slots or (slot = 1) in bytes."""
     n = c.length
+    in_bytes = slot == 1
+    output = c.output_bytes if in_bytes else c.output
+    saved = c.options.saved_bytes if in_bytes else c.options.saved
     low = np.full((n + 2, n + 2), FAR, np.int64)
     high = low.copy()
     for s in range(n, 0, -1):
         for t in range(s, n + 1):
-            own = saving_need(c, s, t, slot)
+            best, most = FAR, -FAR
+            for o in range(c.options.number[s]):
+                own = saving_need(c, s, o, t, slot)
+                if s == t:
+                    best, most = min(best, own), max(most, own)
+                elif split_saving:
+                    best = min(best, max(own, saved[s, o] + low[s + 1, t]))
+                    most = max(most, own, saved[s, o] + high[s + 1, t])
+            low[s, t], high[s, t] = best, most
             if s == t:
-                low[s, t] = own
-                high[s, t] = own
                 continue
-            if split_saving:
-                best = max(own, saved[s] + low[s + 1, t])
-                high[s, t] = max(own, saved[s] + high[s + 1, t])
-            else:
-                best = FAR
+            if not split_saving:
                 need = ceil_div(c.gradient[t] + c.first[s], slot)
                 high[s, t] = max(need, output[s] + high[s + 1, t], high[s, s])
             need_bytes = c.first[s]
@@ -200,15 +205,20 @@ def try_splits(
 
 @compiled
 def save_all(c: ChainArrays, table: Rows, s: int, t: int) -> None:
-    """C2 of Theorem 4.8: F_all^s first, B^s last."""
+    """C2 of Theorem 4.8: F_all^s first, B^s last, by the best option."""
     out = row(table, s, t)
-    right = row(table, s + 1, t)
     base = table.low[s, t]
-    shift = table.low[s + 1, t] + c.saved[s] - base
-    own = c.forward_s[s] + c.backward_s[s]
-    begin = max(saving_need(c, s, t, c.slot) - base, shift)
-    for i in range(begin, out.size):
-        out[i] = min(out[i], own + right[min(i - shift, right.size - 1)])
+    for o in range(c.options.number[s]):
+        own = c.options.own_s[s, o]
+        begin = saving_need(c, s, o, t, c.slot) - base
+        if s == t:
+            for i in range(begin, out.size):
+                out[i] = min(out[i], own)
+            continue
+        right = row(table, s + 1, t)
+        shift = table.low[s + 1, t] + c.options.saved[s, o] - base
+        for i in range(max(begin, shift), out.size):
+            out[i] = min(out[i], own + right[min(i - shift, right.size - 1)])
 
 
 @compiled_unlocked
@@ -230,10 +240,7 @@ def fill_block(
     for s in range(s1 - 1, s0 - 1, -1):
         for t in range(max(s, t0), t1):
             out = row(table, s, t)
-            if s == t:
-                out[0] = c.forward_s[s] + c.backward_s[s]
-                continue
-            if split_saving:
+            if split_saving or s == t:
                 save_all(c, table, s, t)
             try_splits(c, table, need, s, t, s + 1, min(s1, t + 1))
             try_splits(c, table, need, s, t, max(s1, t0 + 1), t + 1)
@@ -260,19 +267,19 @@ def fill_stage(
     """
     now, other = buffer(ROOM), buffer(ROOM)
     zero = constant(0.0)
-    own = c.forward_s[s] + c.backward_s[s]
     for t in range(s, c.length + 1):
         k = 0
-        if s == t:
-            now.at[0] = saving_need(c, s, t, 1)
-            now.value[0] = own
-            k = 1
-        elif split_saving:
-            rest = part(pool, offset[s + 1, t], count[s + 1, t])
-            now = with_room(now, 0, rest.at.size)
-            need = saving_need(c, s, t, 1)
-            none = part(now, 0, 0)
-            k = improve(now, none, rest, c.saved[s], zero, -FAR, need, own, tolerance)
+        for o in range(c.options.number[s] if split_saving or s == t else 0):
+            need, own = saving_need(c, s, o, t, 1), c.options.own_s[s, o]
+            rest, shift = zero, -FAR
+            if s < t:
+                rest = part(pool, offset[s + 1, t], count[s + 1, t])
+                shift = c.options.saved[s, o]
+            other = with_room(other, 0, k + rest.at.size + 1)
+            known = part(now, 0, k)
+            m = improve(other, known, rest, shift, zero, -FAR, need, own, tolerance)
+            if m > 0:
+                now, other, k = other, now, m
         need = c.first[s]
         for split in range(s + 1, t + 1):
             if split > s + 1:

@@ -39,28 +39,33 @@ def choose(
     t: int,
     memory: int,
     split_saving: bool,
-) -> int:
-    """The split to take at (s, t) with `memory` bytes: 0 for F_all^s, else the next stage.
+    split_on_tie: bool,
+) -> tuple[int, int]:
+    """(split, option) to take at (s, t) with `memory` bytes: 0 and one for F_all^s, or the next
+    stage.
 
     Every choice that fits in exact bytes is weighed by the table's value for what it leaves:
     with whole slots left this is Algorithm 4, and the time is at most the table's; where the
-    slots are too coarse to see a choice, `floor` (exact least memory) still does. Returns -1
+    slots are too coarse to see a choice, `floor` (exact least memory) still does. The split is -1
     if nothing fits.
     """
-    best = -1
+    best, option = -1, 0
     best_unknown = 3
     best_value = np.inf
-    own = c.forward_s[s] + c.backward_s[s]
-    if memory >= saving_need(c, s, t, 1):
-        if s == t:
-            return 0
-        left = memory - c.saved_bytes[s]
-        if split_saving and left >= floor[s + 1, t]:
-            best_unknown, value = estimate(c, table, s + 1, t, left)
-            best_value = own + value
-            best = 0
-            if memory // c.slot >= table.high[s, t]:
-                return best
+    for o in range(c.options.number[s] if split_saving or s == t else 0):
+        if memory < saving_need(c, s, o, t, 1):
+            continue
+        unknown, value = 0, c.options.own_s[s, o]
+        if s < t:
+            left = memory - c.options.saved_bytes[s, o]
+            if left < floor[s + 1, t]:
+                continue
+            unknown, rest = estimate(c, table, s + 1, t, left)
+            value += rest
+        if unknown < best_unknown or (unknown == best_unknown and value < best_value):
+            best, option, best_unknown, best_value = 0, o, unknown, value
+    if best == 0 and (s == t or memory // c.slot >= table.high[s, t]):
+        return best, option
     need = c.first[s]
     for split in range(s + 1, t + 1):
         if split > s + 1:
@@ -75,17 +80,30 @@ def choose(
         unknown = left_unknown + right_unknown
         extra = c.forward_sum_s[split - 1] - c.forward_sum_s[s - 1]
         value = left_value + right_value + extra
-        if unknown < best_unknown or (unknown == best_unknown and value < best_value):
+        known = unknown == best_unknown
+        tie = split_on_tie and best == 0 and value == best_value
+        if unknown < best_unknown or (known and (value < best_value or tie)):
             best, best_unknown, best_value = split, unknown, value
-    return best
+    return best, option
 
 
 @compiled_unlocked
 def persistent_schedule(
-    c: ChainArrays, table: Rows, floor: Int64Array, memory: int, split_saving: bool
-) -> Int64Array:
-    """The schedule for `memory` bytes (Algorithm 4), as codes; empty if none fits."""
+    c: ChainArrays,
+    table: Rows,
+    floor: Int64Array,
+    memory: int,
+    split_saving: bool,
+    split_on_tie: bool = False,
+) -> tuple[Int64Array, Int64Array]:
+    """(the schedule for `memory` bytes (Algorithm 4), as codes; the option that saves each stage);
+    without codes if none fits.
+
+    With `split_on_tie` equal times go to what keeps less: lowered to operators, its reruns may be
+    read by nothing and go.
+    """
     n = c.length
+    options = np.zeros(n + 1, np.int64)
     codes = np.empty(16 * n + 64, np.int64)
     count = 0
     stack = np.empty((codes.size, 3), np.int64)
@@ -102,17 +120,18 @@ def persistent_schedule(
             codes[count] = CODE_BASE * t + BACKWARD
             count += 1
             continue
-        split = choose(c, table, floor, s, t, m, split_saving)
+        split, option = choose(c, table, floor, s, t, m, split_saving, split_on_tie)
         if split < 0:
-            return codes[:0]
+            return codes[:0], options
         if split == 0:
             codes[count] = CODE_BASE * s + FORWARD_ALL
             count += 1
+            options[s] = option
             stack[depth, 0], stack[depth, 1], stack[depth, 2] = -1, s, 0
             depth += 1
             if s < t:
                 stack[depth, 0], stack[depth, 1] = s + 1, t
-                stack[depth, 2] = m - c.saved_bytes[s]
+                stack[depth, 2] = m - c.options.saved_bytes[s, option]
                 depth += 1
             continue
         codes[count] = CODE_BASE * s + FORWARD_CHECKPOINT
@@ -124,4 +143,4 @@ def persistent_schedule(
         stack[depth + 1, 0], stack[depth + 1, 1] = split, t
         stack[depth + 1, 2] = m - c.output_bytes[split - 1]
         depth += 2
-    return codes[:count]
+    return codes[:count], options

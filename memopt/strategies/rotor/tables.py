@@ -59,14 +59,14 @@ def persistent_plans(
     """
     c = ChainArrays.of(chain, scale)
     n = c.length
-    floor, high = memory_bounds(c, 1, c.output_bytes, c.saved_bytes, split_saving)
+    floor, high = memory_bounds(c, 1, split_saving)
     candidates: list[tuple[int, float, Codes]] = []
     complete = True
     cells = 0
 
     def trace(arrays: ChainArrays, table: Rows, budgets: list[int]) -> None:
         def schedule(memory: int) -> Codes:
-            return persistent_schedule(arrays, table, floor, memory, split_saving)
+            return persistent_schedule(arrays, table, floor, memory, split_saving)[0]
 
         candidates.extend(traced(chain, arrays, budgets, schedule))
 
@@ -81,7 +81,7 @@ def persistent_plans(
             for part in _scales(scale, n, int(floor[1, n])):
                 fine = ChainArrays.of(chain, part.scale)
                 try:
-                    table = _slot_table(fine, split_saving, limits, part)
+                    table = slot_table(fine, split_saving, limits, part)
                 except TooLarge:
                     if part.last_slot is None:
                         raise
@@ -144,9 +144,10 @@ def _budgets(c: ChainArrays, table: Rows, last_slot: int | None) -> list[int]:
     return [(low + int(index)) * c.slot for index in falls]
 
 
-def _slot_table(c: ChainArrays, split_saving: bool, limits: SolveLimits, part: SlotTable) -> Rows:
+def slot_table(c: ChainArrays, split_saving: bool, limits: SolveLimits, part: SlotTable) -> Rows:
+    """Fill the persistent program's table over slots; raises Stopped and TooLarge."""
     n = c.length
-    low, high = memory_bounds(c, c.slot, c.output, c.saved, split_saving)
+    low, high = memory_bounds(c, c.slot, split_saving)
     if part.last_slot is not None:
         # Beyond its end a row counts as constant: an upper bound, for budgets up to last_slot.
         high = np.maximum(low, np.minimum(high, part.last_slot + 1))

@@ -15,31 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from memopt.strategies.joint.run_table import Flags, Floats, Ints, VariantArrays
-
-
-class Link(NamedTuple):
-    """The link to the host: seconds for a copy and per byte, whether both directions overlap."""
-
-    latency_s: float
-    out_s_per_byte: float
-    in_s_per_byte: float
-    duplex: bool
-
-
-class Rule(NamedTuple):
-    """How early copies and fetches come.
-
-    Attributes:
-        lead: a fetch is issued when the compute until its reader is at most so many times the time
-            of all fetches up to it; infinite: as soon as it fits.
-        waits: whether a fetch may come where its room must first be freed for it.
-        at_once: whether a copy starts when its tensor is made, not when its first gap begins.
-    """
-
-    lead: float
-    waits: bool
-    at_once: bool
+from memopt.strategies.shared.run_table import Flags, Floats, Ints, VariantArrays
+from memopt.strategies.shared.timing import Link, Timing
 
 
 @njit(cache=True, nogil=True)
@@ -159,9 +136,10 @@ class Pass(NamedTuple):
 @njit(cache=True, nogil=True)
 def transfers(
     v: VariantArrays, runs: Ints, need: Ints, gaps: Ints, chosen: Flags,
-    limit_bytes: int, link: Link, rule: Rule, most_s: float,
-) -> tuple[float, int, Ints]:  # fmt: skip
-    """(time of the step in s, infinite if it does not fit; the most on the host, bytes; events).
+    limit_bytes: int, link: Link, timing: Timing, most_s: float,
+) -> tuple[float, int, Ints, Flags]:  # fmt: skip
+    """(time of the step in s, infinite if it does not fit; most bytes on the host; events; gaps
+    used).
 
     An event is a row (point, kind, tensor), in the order of the program: before the point's run
     kind 0 frees and kind 1 fetches; after it, 2 begins the copy to the host and 3 drops it.
@@ -171,19 +149,20 @@ def transfers(
     """
     allowed_s = ALLOWANCE * most_s
     while True:
-        at = _begun(v, runs, need, gaps, chosen, rule.at_once)
+        at = _begun(v, runs, need, gaps, chosen, timing.at_once)
         if at.least.max() > limit_bytes:
-            return np.inf, 0, at.events[:0]
+            return np.inf, 0, at.events[:0], at.used
         for p in range(need.size):
-            _choose_fetches(at, v, need, gaps, p, limit_bytes, link, rule)
+            _choose_fetches(at, v, need, gaps, p, limit_bytes, link, timing)
             if not _release(at, v, need, gaps, p, limit_bytes):
-                return np.inf, 0, at.events[:0]
+                return np.inf, 0, at.events[:0], at.used
             _fetch(at, v, gaps, p, link)
             _run(at, v, runs, gaps, p, link)
             if at.clock[NOW] + at.begin_s[-1] - at.begin_s[p + 1] >= allowed_s:
-                return np.inf, 0, at.events[:0]
+                return np.inf, 0, at.events[:0], at.used
         if at.used.sum() == chosen.sum():
-            return at.clock.max(), at.figures[MOST_HOST], at.events[: at.figures[NOTED]]
+            events = at.events[: at.figures[NOTED]]
+            return at.clock.max(), at.figures[MOST_HOST], events, at.used
         chosen, allowed_s = at.used, most_s
 
 
@@ -235,7 +214,7 @@ def _note(at: Pass, point: int, kind: int, tensor: int) -> None:
 @njit(cache=True, nogil=True)
 def _choose_fetches(
     at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int,
-    limit_bytes: int, link: Link, rule: Rule,
+    limit_bytes: int, link: Link, timing: Timing,
 ) -> None:  # fmt: skip
     """What is read here comes, and what is read next as far as there is room for it until then."""
     count = at.figures
@@ -253,10 +232,10 @@ def _choose_fetches(
                 at.away[count[AWAY] : count[AWAY] + away - n] = at.away[n:away].copy()
             count[AWAY] += away - n
             return
-        ready_s += link.latency_s + size * link.in_s_per_byte
+        ready_s += link.latency_s + size / link.in_bytes_per_s
         if not take:
-            take = at.blocked[g] < p and at.begin_s[before] - at.begin_s[p] <= rule.lead * ready_s
-            if take and not rule.waits:
+            take = at.blocked[g] < p and at.begin_s[before] - at.begin_s[p] <= timing.lead * ready_s
+            if take and not timing.waits:
                 take = need[p] - count[OFF] + count[FETCHED] + size <= limit_bytes
             take = take and _reserved(at, g, p, before, size, limit_bytes)
             early = take
@@ -331,7 +310,7 @@ def _fetch(at: Pass, v: VariantArrays, gaps: Ints, p: int, link: Link) -> None:
     for n in range(at.figures[COMING]):
         t = gaps[at.coming[n], 0]
         at.figures[OFF] -= v.size_bytes[t]
-        seconds = link.latency_s + v.size_bytes[t] * link.in_s_per_byte
+        seconds = link.latency_s + v.size_bytes[t] / link.in_bytes_per_s
         clock[IN_FREE] = max(clock[NOW], clock[IN_FREE]) + seconds
         at.arrival[t] = clock[IN_FREE]
         if not link.duplex:
@@ -355,7 +334,7 @@ def _run(at: Pass, v: VariantArrays, runs: Ints, gaps: Ints, p: int, link: Link)
     g = at.copies[p]
     while g >= 0:
         t = gaps[g, 0]
-        seconds = link.latency_s + v.size_bytes[t] * link.out_s_per_byte
+        seconds = link.latency_s + v.size_bytes[t] / link.out_bytes_per_s
         clock[OUT_FREE] = max(clock[NOW], clock[OUT_FREE]) + seconds
         at.stored[t], at.arrival[t] = clock[OUT_FREE], 0.0
         if not link.duplex:

@@ -1,4 +1,4 @@
-"""Programs to start from, and the best one so far."""
+"""The step as the framework runs it, and the fastest program so far."""
 
 from __future__ import annotations
 
@@ -11,12 +11,6 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import Timeline, replay
-from memopt.reductions.linearize import Linearization, linearize
-from memopt.reductions.stage_map import has_updates
-from memopt.strategies.base import Solution
-from memopt.strategies.budget_search import best_that_fits
-from memopt.strategies.rotor import Rotor
-from memopt.strategies.solvers.running import Deadline
 
 SAME = 1e-9
 """Share of a time by which another program must be faster to count as faster."""
@@ -60,45 +54,6 @@ class Incumbent:
 def stored(graph: Graph) -> Program:
     """The framework's own order, nothing recomputed, in place where it may be."""
     return with_in_place(graph, store_all(graph))
-
-
-def rotor_programs(
-    graph: Graph,
-    budget_bytes: int | None,
-    view: Linearization | None = None,
-    deadline: Deadline | None = None,
-) -> tuple[Program | None, Program]:
-    """Plan the chain with Rotor.
-
-    Args:
-        graph: the training step.
-        budget_bytes: total bytes; None: no limit.
-        view: the graph's linearization, if the caller has it.
-        deadline: of Rotor's table; None: none.
-
-    Returns:
-        The program within the budget, if there is one, and that of the smallest peak known.
-    """
-    everything = stored(graph)
-    if budget_bytes is None or replay(graph, everything).peak_bytes <= budget_bytes:
-        return everything, everything
-    if has_updates(graph):
-        return None, everything
-    chain_view = view or linearize(graph)
-    until = deadline or Deadline()
-
-    def attempt(limit_bytes: int | None) -> Solution:
-        return Rotor().solve(
-            chain_view.chain, limit_bytes, time_limit_s=until.left_s, progress=until.progress
-        )
-
-    found = best_that_fits(chain_view, attempt, budget_bytes)
-    if found.steps is not None:
-        program = chain_view.lower(found.steps)
-        return program, program
-    assert found.smallest is not None
-    assert found.smallest.steps is not None
-    return None, smaller(graph, everything, chain_view.lower(found.smallest.steps))
 
 
 def smaller(graph: Graph, *programs: Program) -> Program:

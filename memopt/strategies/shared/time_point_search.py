@@ -10,10 +10,10 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.replay import Timeline
 from memopt.strategies.base import Status
-from memopt.strategies.monet.graph_model import Allowed
-from memopt.strategies.monet.incumbent import Incumbent
-from memopt.strategies.monet.kernel_choice import smaller_implementations
-from memopt.strategies.monet.time_points import TimePointModel
+from memopt.strategies.shared.graph_model import Allowed
+from memopt.strategies.shared.incumbent import Incumbent
+from memopt.strategies.shared.kernel_choice import smaller_implementations
+from memopt.strategies.shared.time_points import TimePointModel
 from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 
 MOST_TIME_POINTS = 4

@@ -27,7 +27,7 @@ from memopt.models.graph import Operator
 from memopt.models.variants import Variant
 from memopt.programs.instructions import Compute, Instruction, Program
 from memopt.programs.liveness import with_frees
-from memopt.strategies.monet.graph_model import GraphModel
+from memopt.strategies.shared.graph_model import GraphModel
 
 
 @dataclass

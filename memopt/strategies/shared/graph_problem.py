@@ -21,6 +21,7 @@ from memopt.models.graph import Graph
 from memopt.programs.lifetimes import lifetimes
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.strategies.shared.run_table import BOUNDARY, Ints, RunTable
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -51,6 +52,17 @@ class GraphProblem:
     need_bytes: npt.NDArray[np.int64]
     absences: tuple[Absence, ...]
     produced: dict[int, int]
+
+    @cached_property
+    def table(self) -> RunTable:
+        """The operators, each by its default implementation, for the mover."""
+        return RunTable(self.graph, lambda *_: False)
+
+    @cached_property
+    def runs(self) -> Ints:
+        """What runs at each point; see `RunTable`."""
+        numbers = (BOUNDARY if op is None else self.table.number[op, None] for op in self.operators)
+        return np.array(list(numbers), dtype=np.int64)
 
     def size_bytes(self, absence: Absence) -> int:
         """Bytes that leave the device in an absence."""

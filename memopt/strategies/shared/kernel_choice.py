@@ -17,7 +17,7 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, Free, Instruction, LossBoundary, Program
 from memopt.programs.liveness import with_frees
 from memopt.programs.replay import replay
-from memopt.strategies.monet.graph_model import Allowed, Choice, choices_of
+from memopt.strategies.shared.graph_model import Allowed, Choice, choices_of
 
 
 def fastest_kernels(graph: Graph, program: Program, budget_bytes: int | None) -> Program:

@@ -18,15 +18,27 @@ import numpy.typing as npt
 
 from memopt.models.graph import Graph, Operator
 from memopt.models.variants import Variant, variant
-from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
-from memopt.strategies.joint.equal_layers import EqualLayers
-from memopt.strategies.monet.graph_model import Allowed
+from memopt.programs.instructions import (
+    Compute,
+    DropHost,
+    Free,
+    Instruction,
+    LossBoundary,
+    Program,
+    SwapIn,
+    SwapOut,
+)
+from memopt.strategies.shared.graph_model import Allowed
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
 BOUNDARY = -1
+TRANSFERS = (Free, SwapIn, SwapOut, DropHost)
+"""What the mover's events stand for, by their kind."""
+AFTER = 2
+"""Kinds from here on follow the run of their time point."""
 
 
 class VariantArrays(NamedTuple):
@@ -127,11 +139,6 @@ class RunTable:
         return tuple(tuple(one.writes) for one in self.figures)
 
     @cached_property
-    def layers(self) -> EqualLayers:
-        """Which layers of the forward are equal."""
-        return EqualLayers(self.graph)
-
-    @cached_property
     def arrays(self) -> VariantArrays:
         """What the compiled loops read."""
         graph, resident, figures = self.graph, self.graph.resident, self.figures
@@ -169,6 +176,18 @@ class RunTable:
             return LossBoundary()
         operator, name = self.variants[run]
         return Compute(operator, (), name)
+
+    def instructions(self, runs: Ints, events: Ints) -> list[Instruction]:
+        """Put the mover's events between runs; see `transfers` in the kernels."""
+        before: dict[int, list[Instruction]] = {}
+        after: dict[int, list[Instruction]] = {}
+        for point, kind, tensor in events.tolist():
+            side = after if kind >= AFTER else before
+            side.setdefault(point, []).append(TRANSFERS[kind](tensor))
+        found: list[Instruction] = []
+        for point, run in enumerate(runs.tolist()):
+            found += [*before.get(point, ()), self.instruction(run), *after.get(point, ())]
+        return found
 
 
 def _rows(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:

@@ -1,0 +1,1 @@
+"""What several strategies share: one mover, the relaxations, and the plans of a graph's chain."""

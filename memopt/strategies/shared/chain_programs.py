@@ -1,0 +1,116 @@
+"""Programs of a graph's chain by Rotor: within one budget, within several, and of stages' menus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from memopt.models.graph import Graph
+from memopt.models.steps import ChainStep
+from memopt.programs.instructions import Program
+from memopt.programs.replay import replay
+from memopt.reductions.linearize import Linearization, linearize
+from memopt.reductions.stage_map import has_updates
+from memopt.reductions.step_linearization import linearize_step
+from memopt.strategies.base import Solution
+from memopt.strategies.budget_search import best_that_fits
+from memopt.strategies.moving.planning import fixed_graph
+from memopt.strategies.rotor import Rotor
+from memopt.strategies.shared.alternatives_table import SLOTS, AlternativesTable
+from memopt.strategies.shared.graph_model import Allowed
+from memopt.strategies.shared.incumbent import smaller, stored
+from memopt.strategies.solvers.running import Deadline
+
+SHARES = (0.9, 0.6, 0.35, 0.2, 0.1)
+"""Of the room beside what is resident, what activations may take; the rest is for parameters."""
+
+
+def rotor_programs(
+    graph: Graph,
+    budget_bytes: int | None,
+    view: Linearization | None = None,
+    deadline: Deadline | None = None,
+) -> tuple[Program | None, Program]:
+    """Plan the chain with Rotor.
+
+    Args:
+        graph: the training step.
+        budget_bytes: total bytes; None: no limit.
+        view: the graph's linearization, if the caller has it.
+        deadline: of Rotor's table; None: none.
+
+    Returns:
+        The program within the budget, if there is one, and that of the smallest peak known.
+    """
+    everything = stored(graph)
+    if budget_bytes is None or replay(graph, everything).peak_bytes <= budget_bytes:
+        return everything, everything
+    if has_updates(graph):
+        return None, everything
+    chain_view = view or linearize(graph)
+    until = deadline or Deadline()
+
+    def attempt(limit_bytes: int | None) -> Solution:
+        return Rotor().solve(
+            chain_view.chain, limit_bytes, time_limit_s=until.left_s, progress=until.progress
+        )
+
+    found = best_that_fits(chain_view, attempt, budget_bytes)
+    if found.steps is not None:
+        program = chain_view.lower(found.steps)
+        return program, program
+    assert found.smallest is not None
+    assert found.smallest.steps is not None
+    return None, smaller(graph, everything, chain_view.lower(found.smallest.steps))
+
+
+def programs_of_chain(
+    graph: Graph, budgets: Iterable[int], deadline: Deadline
+) -> Iterator[Program]:
+    """Rotor's programs within some budgets, total bytes: the fastest of each that needs no more,
+    or that of least memory. One table has them all, unless it takes longer than there is time:
+    then only the program of least memory and store-all are known. None where the graph has no
+    chain."""
+    if has_updates(graph):
+        return
+    view = linearize(graph)
+    known = set[tuple[ChainStep, ...]]()
+    for budget_bytes in budgets:
+        found = Rotor().solve(
+            view.chain,
+            budget_bytes,
+            time_limit_s=deadline.left_s,
+            progress=deadline.progress,
+        )
+        steps = found.steps if found.smallest is None else found.smallest.steps
+        if steps is not None and steps not in known:
+            known.add(steps)
+            yield view.lower(steps)
+
+
+def programs_of_stages(
+    graph: Graph, most_bytes: int, count: int, deadline: Deadline, allowed: Allowed
+) -> Iterator[Program]:
+    """Rotor-menus' programs within `count` budgets up to one, total bytes. Stages that are alike
+    are solved once, and one table has them all. None where the graph has no chain, or the table
+    takes longer than there is time."""
+    if has_updates(graph):
+        return
+    view = linearize(graph)
+    # A table is for twice the budget that it is given.
+    table = AlternativesTable(view, -(-most_bytes // 2), SLOTS, deadline, allowed)
+    if table.complete:
+        yield from table.programs(count)
+
+
+def programs_of_step(graph: Graph, budget_bytes: int) -> Iterator[Program]:
+    """Rotor's programs of a whole step whose activations take some of the room."""
+    if not has_updates(graph):
+        return
+    resident = fixed_graph(graph)
+    view = linearize_step(resident)
+    room = budget_bytes - (graph.resident_bytes - graph.movable_bytes)
+    for share in SHARES:
+        found = Rotor().solve(view.chain, graph.resident_bytes + int(share * room))
+        steps = found.steps if found.smallest is None else found.smallest.steps
+        if steps is not None:
+            yield view.lower(steps)
