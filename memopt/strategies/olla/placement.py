@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from memopt.strategies.base import Status
 from memopt.strategies.olla.buffers import Buffer, Ints, Layout, Placement, peak_of
 from memopt.strategies.olla.feasibility import solve_capacity
 from memopt.strategies.olla.greedy import greedy_placement, promoted_placement, pyramid
-from memopt.strategies.olla.joined import CORE_WORK, find_joined
+from memopt.strategies.olla.joined import find_joined
 from memopt.strategies.olla.repair import repaired_placement
 from memopt.strategies.olla.search import Outcome, find_placement
 from memopt.strategies.olla.timed_search import Improvement, TimedSearch
 
-ROUND_WORK = 64_000_000
-"""Work of depth-first search at a capacity in the first round; each round doubles it."""
-LOCAL_SHARE = 4
-"""Local search above the bound may take so many times as much."""
-TIGHT_SHARE = 8
-"""At the bound it takes one such part, since it seldom finds what is exactly tight."""
+QUICK_WORK, ROUND_WORK = 16_000_000, 64_000_000
+"""Work of one search at a capacity, between greedy placements and in the first round; each round
+doubles it."""
+TIGHT_SHARES, SHARES, SHARES_OF_MANY = (1.0, 0.5, 0.125), (2.0, 0.5, 4.0), (0.5, 0.5, 4.0)
+"""What the searches (depth first, of joined buffers, local) take of it: at the bound, where local
+search seldom finds what is exactly tight; above it; and there with `MANY_BUFFERS`, among which
+depth-first search finds little."""
 MANY_BUFFERS = 500
-"""Above the bound, depth-first search finds little among so many, and takes half."""
 NEAR_PER_MILLE = 7
 """The first capacity tried above the bound, if nothing as good is known."""
 NEAR_STEPS = 8
@@ -80,6 +80,14 @@ def place(
     return run.result()
 
 
+SEARCHES: dict[str, Callable[..., Outcome]] = {
+    "search": find_placement,
+    "joined": find_joined,
+    "repair": repaired_placement,
+}
+"""Each looks for a placement within a capacity; only the first can prove that there is none."""
+
+
 class _Run(TimedSearch):
     """One call of `place`: the incumbent and the bound, kept outside the solvers."""
 
@@ -129,14 +137,14 @@ class _Run(TimedSearch):
             self.offer(self.layout.size.cumsum() - self.layout.size, "stacked")
 
     def greedy(self, work_limit: int, seed: int) -> int:
-        """The greedy portfolio, then its repair by other orders, unless joined buffers fit; the
-        work spent."""
+        """The greedy portfolio; then a short search, and greedy placements in better and better
+        orders. The work spent."""
         work = 0
         if not self.done:
             name, offsets = greedy_placement(self.layout, self.good_enough, self.out_of_time)
             self.offer(offsets, name)
         if not self.done:
-            work = self._joined(self.good_enough, min(work_limit, CORE_WORK), seed, 0)
+            work = self._try(self.good_enough, min(work_limit, QUICK_WORK), seed, 0)
         if not self.done:
             name, offsets = promoted_placement(
                 self.layout, self.good_enough, seed=seed, stop=self.out_of_time
@@ -146,61 +154,45 @@ class _Run(TimedSearch):
 
     def search(self, left: int, seed: int) -> None:
         """Try what is good enough, then capacities above it, in rounds with limits that double."""
-        limit, turn = ROUND_WORK, 0
+        limit, turn = ROUND_WORK, 1
+        near = self.good_enough + self.bound * NEAR_PER_MILLE // 1000
         while not self.done:
-            low = target = self.good_enough
-            near = target + self.bound * NEAR_PER_MILLE // 1000 if turn == 0 else self.peak
+            base = low = target = self.good_enough
             step = 0
             while not self.done and self.peak - low > step:
                 if self.out_of_time() or left <= 0:
                     return
                 left -= self._try(target, min(limit, left), seed, turn)
                 low = max(target, self.bound) if self.peak > target else low
-                step = max(self.layout.unit, (self.peak - low) // NEAR_STEPS)
-                target, near = min(near, (low + self.peak) // 2), self.peak
+                step = max(self.layout.unit, (self.peak - base) // NEAR_STEPS)
+                target = (low + self.peak) // 2
+                if low == base:
+                    target = min(target, near)
                 turn += 1
-            limit *= 2
+            limit, near = 2 * limit, self.peak
 
     def _try(self, target: int, work_limit: int, seed: int, turn: int) -> int:
         """Search at a capacity by the methods in turn, until one decides it; the work spent."""
-        if target < self.layout.bound:
-            return 1
-        tight = target == self.layout.bound
-        many = len(self.layout) >= MANY_BUFFERS and not tight
-        work = self._joined(target, work_limit // 2, seed, turn)
-        if self.peak > target and not self.out_of_time():
-            outcome = find_placement(
+        many = len(self.layout) >= MANY_BUFFERS
+        shares = SHARES_OF_MANY if many else SHARES
+        if target == self.layout.bound:
+            shares = TIGHT_SHARES
+        work = 0
+        for (method, search), share in zip(SEARCHES.items(), shares, strict=True):
+            if self.peak <= target or self.bound > target or self.out_of_time():
+                break
+            outcome = search(
                 self.layout, target, seed=seed, turn=turn, stop=self.out_of_time,
-                work_limit=work_limit // 2 if many else work_limit,
+                work_limit=max(1, int(share * work_limit)),
             )  # fmt: skip
-            work += self._take(outcome, target, "search")
-        if self.peak > target and self.bound <= target and not self.out_of_time():
-            outcome = repaired_placement(
-                self.layout, target, seed=seed, turn=turn, stop=self.out_of_time,
-                work_limit=work_limit // TIGHT_SHARE if tight else work_limit * LOCAL_SHARE,
-            )  # fmt: skip
-            work += self._take(outcome, target, "repair")
+            work += outcome.work
+            self.nodes += outcome.nodes
+            if outcome.infeasible:
+                # Peaks are multiples of the unit, capacities need not be.
+                self.bound = (target // self.layout.unit + 1) * self.layout.unit
+            elif outcome.offsets is not None:
+                self.offer(outcome.offsets, method)
         return work
-
-    def _joined(self, target: int, work_limit: int, seed: int, turn: int) -> int:
-        """Search with joined buffers; the work spent."""
-        if target < self.layout.bound:
-            return 0
-        outcome = find_joined(
-            self.layout, target, seed=seed, turn=turn, work_limit=work_limit, stop=self.out_of_time
-        )
-        return self._take(outcome, target, "joined")
-
-    def _take(self, outcome: Outcome, target: int, method: str) -> int:
-        """Keep what a search found or proved; the work it spent."""
-        self.nodes += outcome.nodes
-        if outcome.infeasible:
-            # Peaks are multiples of the unit, capacities need not be.
-            unit = self.layout.unit
-            self.bound = max(self.bound, (target // unit + 1) * unit)
-        elif outcome.offsets is not None:
-            self.offer(outcome.offsets, method)
-        return outcome.work
 
     def cp_sat(self, use_pyramid: bool, num_workers: int, seed: int) -> None:
         """CP-SAT at the bound (or the capacity)."""
