@@ -16,17 +16,15 @@ from memopt.strategies.olla.timed_search import Improvement, TimedSearch
 QUICK_WORK, ROUND_WORK = 16_000_000, 64_000_000
 """Work of one search at a capacity, between greedy placements and in the first round; each round
 doubles it."""
-TIGHT_SHARES, SHARES, SHARES_OF_MANY = (1.0, 0.5, 0.125), (2.0, 0.5, 4.0), (0.5, 0.5, 4.0)
+TIGHT_SHARES, SHARES = (1.0, 0.5, 0.125), (0.25, 0.5, 4.0)
 """What the searches (depth first, of joined buffers, local) take of it: at the bound, where local
-search seldom finds what is exactly tight; above it; and there with `MANY_BUFFERS`, among which
-depth-first search finds little."""
-MANY_BUFFERS = 500
+search seldom finds what is exactly tight, and above it."""
 NEAR_PER_MILLE = 7
 """The first capacity tried above the bound, if nothing as good is known."""
 NEAR_STEPS = 8
 """A round ends when one such part of the way from the bound to the peak is left."""
 WITHOUT_LIMIT = 10**18
-DEFAULT_WORK_LIMIT = 4_500_000_000
+DEFAULT_WORK_LIMIT = 6_000_000_000
 """Units of search work: some seconds, and the same result on every machine."""
 
 
@@ -173,10 +171,7 @@ class _Run(TimedSearch):
 
     def _try(self, target: int, work_limit: int, seed: int, turn: int) -> int:
         """Search at a capacity by the methods in turn, until one decides it; the work spent."""
-        many = len(self.layout) >= MANY_BUFFERS
-        shares = SHARES_OF_MANY if many else SHARES
-        if target == self.layout.bound:
-            shares = TIGHT_SHARES
+        shares = TIGHT_SHARES if target == self.layout.bound else SHARES
         work = 0
         for (method, search), share in zip(SEARCHES.items(), shares, strict=True):
             if self.peak <= target or self.bound > target or self.out_of_time():
