@@ -227,7 +227,7 @@ def main() -> int:
     parser.add_argument("--note", default="", help="a sentence for the page, on the machine say")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    # Compile: these two need all parts of the search for tilings.
+    # Compile: these two need all parts of the search.
     for seed in (0, 2079):
         place(hard_placement(seed)[1])
     rows = [row_of(seed) for seed in range(*arguments.seeds)]

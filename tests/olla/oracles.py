@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from random import Random
 
 from memopt.models.graph import Graph, Phase, TensorKind
 from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
@@ -99,3 +100,19 @@ def overlap(buffers: Sequence[Buffer], offsets: dict[str, int]) -> tuple[Buffer,
             if a < b + other.size and b < a + one.size:
                 return one, other
     return None
+
+
+def filled_up(rng: Random) -> list[Buffer]:
+    """Random buffers of few sections, the first that fit, until all sections are full."""
+    sections, full = 6, 6
+    room = [full] * sections
+    lives: list[tuple[int, int, int]] = []
+    while any(room):
+        first = rng.choice([k for k, free in enumerate(room) if free])
+        last = min(sections, first + rng.choice((1, 2, 2, 3, 4)))
+        size = min(rng.randint(1, 3), room[first])
+        while min(room[first:last]) < size:
+            last -= 1
+        lives.append((first, last, size))
+        room[first:last] = [free - size for free in room[first:last]]
+    return [Buffer(str(k), *life) for k, life in enumerate(lives)]

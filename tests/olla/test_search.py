@@ -13,9 +13,8 @@ from memopt.strategies.olla import Buffer, search_kernels
 from memopt.strategies.olla import search as search_module
 from memopt.strategies.olla.buffers import Layout
 from memopt.strategies.olla.search import _fresh, find_placement
-from tests.olla.oracles import FULL_SECTIONS, best_placement_bytes, overlap
+from tests.olla.oracles import FULL_SECTIONS, best_placement_bytes, filled_up, overlap
 from tests.olla.test_placement import random_buffers
-from tests.olla.test_tiling import filled_up
 
 
 def some_buffers(rng: Random, most: int, aligned: bool) -> list[Buffer]:

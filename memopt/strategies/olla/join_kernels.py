@@ -1,4 +1,4 @@
-"""Compiled forests of joined buffers: rectangles of time and memory, made of smaller ones.
+"""Compiled joins: rectangles of time and memory, made of smaller ones that fit together exactly.
 
 A join makes one piece of five groups of pieces, some of which may be empty. The pieces of a group
 live over the same sections and are stacked:
@@ -9,7 +9,9 @@ live over the same sections and are stacked:
     b     l       r     e
 
 With all five it is a spiral, which no straight cut separates; with left and right only (then l = r)
-two stacks of the same height beside each other.
+two stacks of the same height beside each other. Heights that agree are seldom chance, and less so
+the fewer pieces have to agree: the key of a join, the smaller the better, is its number of pieces
+(a spiral's is three less, since two heights agree) and a random part.
 """
 
 from __future__ import annotations
@@ -21,161 +23,346 @@ import numpy.typing as npt
 from numba import njit
 
 from memopt.strategies.olla.buffers import Ints
+from memopt.strategies.olla.repair_kernels import random_share
 
 Floats = npt.NDArray[np.float64]
 
 LOW, MIDDLE, HIGH, LEFT, RIGHT, GROUPS = 0, 1, 2, 3, 4, 5
-MOST_PARTS = 16
-"""Pieces of a join, at most."""
-# Entries of `Forest.tally`: pieces on top that do not live all the time, the queue of free numbers
-# (the next one, how many), entries of the journal.
-OPEN, FREE, FREE_COUNT, JOURNAL, COUNTS = 0, 1, 2, 3, 4
+MOST_PARTS, MOST_WHOLE = 16, 12
+"""Pieces of a join, and of a stack that is all that lives over its sections, at most."""
+MANY, MANY_IN_SPIRAL = 14, 8
+"""Of more pieces over the same sections only pairs are looked at."""
+STACKS, SLOTS = 2048, 512
+"""Stacks of one group that are looked at; lists of stacks by height."""
+SURE_KEY, MOST_KEY, SPIRAL_LESS = 1.0, 7.0, 2.9
+"""Keys of a join of all that ends at a boundary with all that begins there, and of many pieces;
+what a spiral's is less."""
 NEVER = np.inf
+NOISE = 0.5
+"""Mean of the random part of a join's key."""
+
+# Rows of `Forest.piece`; NEXT and BEFORE have one for each side, FIRST and LAST.
+FIRST, LAST, SIZE, CODE, CHILD, SIBLING, GROUP, NEXT, BEFORE, ROWS = 0, 1, 2, 3, 4, 5, 6, 7, 9, 11
+# Entries of `Forest.tally`: pieces on top that do not live all the time, the first free number.
+OPEN, FREE = 0, 1
 
 
 class Forest(NamedTuple):
     """Pieces by number, buffers first; those that no other contains are on top."""
 
-    first: Ints
-    last: Ints
-    size: Ints
-    code: Ints
-    """Random numbers of the buffers; of other pieces the exclusive or of their buffers'."""
-    groups: Ints
-    """(piece, group): number of parts; all zero for a buffer."""
-    parts: Ints
-    """(piece, position): the parts, group by group."""
-    start_head: Ints
-    start_next: Ints
-    start_before: Ints
-    """Lists of the pieces on top that begin at a boundary; -1 ends them."""
-    end_head: Ints
-    end_next: Ints
-    end_before: Ints
-    """The same of those that end there."""
+    piece: Ints
+    """(row, piece): sections FIRST to LAST (excluded), bytes, a random CODE (of a join the
+    exclusive or of its parts'), the first part or -1, the next part of the same join (or the next
+    free number), its group there, and the lists of the pieces on top that begin, or end, at the
+    same boundary."""
+    head: Ints
+    """(side, boundary): the first of those that begin (FIRST) or end (LAST) there, or -1."""
     due: Floats
     """By boundary: the least key that a join there can have, `NEVER` if there is none."""
-    free: Ints
-    """Numbers without a piece, a ring. What became free last is used last: there are at least as
-    many as buffers, so that what was dissolved since the journal was empty can be restored."""
-    journal: Ints
-    """(entry, 2): pieces joined (1) and dissolved (0), to undo them."""
     tally: Ints
 
 
-@njit(cache=True)
-def parts_of(forest: Forest, piece: int) -> int:
-    """Number of parts of a piece; 0 for a buffer."""
-    return int(forest.groups[piece].sum())
+class Scratch(NamedTuple):
+    """What a look-out for joins writes. Stacks by (group, number); the best join so far is
+    row 0 of `parts` and `groups`, the one looked at row 1."""
+
+    random: Ints
+    work: Ints
+    """One entry: steps so far, of about half a microsecond."""
+    pieces: Ints
+    count: Ints
+    height: Ints
+    members: Ints
+    """Bits: pieces from position `base` on."""
+    base: Ints
+    many: Ints
+    far: Ints
+    """The boundary where a stack ends, or begins, on its other side."""
+    slot: Ints
+    same_slot: Ints
+    """Lists of the stacks on the right, by height; -1 ends them."""
+    taken: Ints
+    """The stack of each group, of the join looked at; -1: none."""
+    parts: Ints
+    groups: Ints
+    span: Ints
+    """Of the best join: first section, end of sections, height, number of parts."""
+    forbidden: Ints
+    """The code of a join that is not made now; 0: none."""
 
 
 @njit(cache=True)
-def _always(forest: Forest, piece: int) -> bool:
-    """Whether a piece lives all the time."""
-    return bool(forest.first[piece] == 0 and forest.last[piece] == forest.due.shape[0] - 1)
-
-
-@njit(cache=True)
-def _link(head: Ints, after: Ints, before: Ints, at: int, piece: int) -> None:
-    """Put a piece at the head of the list of a boundary."""
-    other = head[at]
-    after[piece], before[piece] = other, -1
-    if other >= 0:
-        before[other] = piece
-    head[at] = piece
-
-
-@njit(cache=True)
-def _unlink(head: Ints, after: Ints, before: Ints, at: int, piece: int) -> None:
-    """Take a piece out of the list of a boundary."""
-    if before[piece] >= 0:
-        after[before[piece]] = after[piece]
-    else:
-        head[at] = after[piece]
-    if after[piece] >= 0:
-        before[after[piece]] = before[piece]
+def _is_open(forest: Forest, piece: int) -> int:
+    """1 for a piece that does not live all the time."""
+    whole = forest.piece[FIRST, piece] == 0 and forest.piece[LAST, piece] == len(forest.due) - 1
+    return 0 if whole else 1
 
 
 @njit(cache=True)
 def show(forest: Forest, piece: int) -> None:
-    """A piece comes on top."""
-    first, last = forest.first[piece], forest.last[piece]
-    _link(forest.start_head, forest.start_next, forest.start_before, first, piece)
-    _link(forest.end_head, forest.end_next, forest.end_before, last, piece)
-    forest.due[first] = forest.due[last] = 0
-    if not _always(forest, piece):
-        forest.tally[OPEN] += 1
+    """Put a piece on top."""
+    for side in range(2):
+        at = forest.piece[side, piece]
+        other = forest.head[side, at]
+        forest.piece[NEXT + side, piece], forest.piece[BEFORE + side, piece] = other, -1
+        if other >= 0:
+            forest.piece[BEFORE + side, other] = piece
+        forest.head[side, at] = piece
+        forest.due[at] = 0
+    forest.tally[OPEN] += _is_open(forest, piece)
 
 
 @njit(cache=True)
 def _hide(forest: Forest, piece: int) -> None:
-    """A piece is on top no longer."""
-    first, last = forest.first[piece], forest.last[piece]
-    _unlink(forest.start_head, forest.start_next, forest.start_before, first, piece)
-    _unlink(forest.end_head, forest.end_next, forest.end_before, last, piece)
-    forest.due[first] = forest.due[last] = 0
-    if not _always(forest, piece):
-        forest.tally[OPEN] -= 1
+    """Take a piece from the top."""
+    for side in range(2):
+        at = forest.piece[side, piece]
+        after, before = forest.piece[NEXT + side, piece], forest.piece[BEFORE + side, piece]
+        if before >= 0:
+            forest.piece[NEXT + side, before] = after
+        else:
+            forest.head[side, at] = after
+        if after >= 0:
+            forest.piece[BEFORE + side, after] = before
+        forest.due[at] = 0
+    forest.tally[OPEN] -= _is_open(forest, piece)
 
 
 @njit(cache=True)
-def _note(forest: Forest, piece: int, joined: int) -> None:
-    entry = forest.tally[JOURNAL]
-    forest.journal[entry, 0], forest.journal[entry, 1] = piece, joined
-    forest.tally[JOURNAL] = entry + 1
-
-
-@njit(cache=True)
-def join(forest: Forest, groups: Ints, parts: Ints, first: int, last: int, size: int) -> None:
-    """Make a piece of pieces on top."""
-    count, ring = forest.tally, forest.free.shape[0]
-    piece = forest.free[count[FREE]]
-    count[FREE] = (count[FREE] + 1) % ring
-    count[FREE_COUNT] -= 1
-    forest.first[piece], forest.last[piece], forest.size[piece] = first, last, size
-    forest.groups[piece] = groups
-    forest.code[piece] = 0
-    for k in range(groups.sum()):
-        forest.parts[piece, k] = parts[k]
-        forest.code[piece] ^= forest.code[parts[k]]
-        _hide(forest, parts[k])
+def join(forest: Forest, scratch: Scratch) -> None:
+    """Make one piece of the best join's parts."""
+    piece = forest.tally[FREE]
+    forest.tally[FREE] = forest.piece[SIBLING, piece]
+    forest.piece[:3, piece] = scratch.span[:3]
+    code, child = 0, -1
+    for k in range(scratch.span[3]):
+        part = scratch.parts[0, k]
+        forest.piece[SIBLING, part], forest.piece[GROUP, part] = child, scratch.groups[0, k]
+        child = part
+        code ^= forest.piece[CODE, part]
+        _hide(forest, part)
+    forest.piece[CODE, piece], forest.piece[CHILD, piece] = code, child
     show(forest, piece)
-    _note(forest, piece, 1)
-
-
-@njit(cache=True)
-def _set_free(forest: Forest, piece: int) -> None:
-    """Its parts come on top; it has a number that may be used again."""
-    _hide(forest, piece)
-    for k in range(parts_of(forest, piece)):
-        show(forest, forest.parts[piece, k])
 
 
 @njit(cache=True)
 def dissolve(forest: Forest, piece: int) -> None:
-    """Make parts of a piece on top."""
-    _set_free(forest, piece)
-    count, ring = forest.tally, forest.free.shape[0]
-    forest.free[(count[FREE] + count[FREE_COUNT]) % ring] = piece
-    count[FREE_COUNT] += 1
-    _note(forest, piece, 0)
+    """Put the parts of a piece on top in its place."""
+    _hide(forest, piece)
+    part = forest.piece[CHILD, piece]
+    while part >= 0:
+        show(forest, part)
+        part = forest.piece[SIBLING, part]
+    forest.piece[SIBLING, piece], forest.piece[CHILD, piece] = forest.tally[FREE], -1
+    forest.tally[FREE] = piece
 
 
 @njit(cache=True)
-def undo(forest: Forest) -> None:
-    """Restore the forest as it was when the journal was empty, nothing due."""
-    count, ring = forest.tally, forest.free.shape[0]
-    while count[JOURNAL] > 0:
-        count[JOURNAL] -= 1
-        piece, joined = forest.journal[count[JOURNAL]]
-        if joined:
-            _set_free(forest, piece)
-            count[FREE] = (count[FREE] - 1) % ring
-            forest.free[count[FREE]] = piece
-            count[FREE_COUNT] += 1
-        else:
-            for k in range(parts_of(forest, piece)):
-                _hide(forest, forest.parts[piece, k])
-            show(forest, piece)
-            count[FREE_COUNT] -= 1
-    forest.due[:] = NEVER
+def _add(scratch: Scratch, group: int, height: int, base: int, members: int, many: int) -> None:
+    """Add a stack to a group, if there is room."""
+    k = scratch.count[group]
+    if k < STACKS:
+        scratch.height[group, k], scratch.base[group, k] = height, base
+        scratch.members[group, k], scratch.many[group, k] = members, many
+        scratch.count[group] = k + 1
+
+
+@njit(cache=True)
+def _add_stacks(
+    size: Ints, scratch: Scratch, group: int, begin: int, end: int, most: int, whole: int
+) -> None:
+    """Add the stacks of pieces[begin:end], which live over the same sections, of up to `most` and
+    of all of them, fewest pieces first."""
+    pieces, many, one = scratch.pieces[group], end - begin, np.int64(1)
+    for a in range(many):
+        _add(scratch, group, size[pieces[begin + a]], begin + a, 1, 1)
+    for a in range(many if most >= 2 else 0):
+        for b in range(a + 1, min(many, a + 60)):
+            pair = size[pieces[begin + a]] + size[pieces[begin + b]]
+            _add(scratch, group, pair, begin + a, one | one << np.int64(b - a), 2)
+    for a in range(many if most >= 3 else 0):
+        for b in range(a + 1, many):
+            pair = size[pieces[begin + a]] + size[pieces[begin + b]]
+            for c in range(b + 1, many):
+                members = one | one << np.int64(b - a) | one << np.int64(c - a)
+                _add(scratch, group, pair + size[pieces[begin + c]], begin + a, members, 3)
+    if most < many <= whole:
+        total = 0
+        for a in range(begin, end):
+            total += size[pieces[a]]
+        _add(scratch, group, total, begin, (one << np.int64(many)) - 1, many)
+
+
+@njit(cache=True)
+def _gather(
+    forest: Forest, scratch: Scratch, group: int, side: int, at: int, only: int, most: int
+) -> int:
+    """Write the stacks of the pieces that begin or end at a boundary, of all or of those whose
+    other end is `only`; returns the number of pieces."""
+    far, pieces, many = forest.piece[1 - side], scratch.pieces[group], 0
+    piece = forest.head[side, at]
+    while piece >= 0:
+        if only < 0 or far[piece] == only:
+            position = many
+            while position > 0 and far[pieces[position - 1]] > far[piece]:
+                pieces[position] = pieces[position - 1]
+                position -= 1
+            pieces[position] = piece
+            many += 1
+        piece = forest.piece[NEXT + side, piece]
+    enough, whole = (MANY, MOST_WHOLE) if only < 0 else (MANY_IN_SPIRAL, 5)
+    scratch.count[group], begin = 0, 0
+    for end in range(1, many + 1):
+        if end < many and far[pieces[end]] == far[pieces[begin]]:
+            continue
+        before, limit = scratch.count[group], most if end - begin <= enough else min(most, 2)
+        _add_stacks(forest.piece[SIZE], scratch, group, begin, end, limit, whole)
+        scratch.far[group, before : scratch.count[group]] = far[pieces[begin]]
+        begin = end
+    scratch.work[0] += 1 + scratch.count[group] // 16
+    return many
+
+
+@njit(cache=True)
+def _offer(forest: Forest, scratch: Scratch, begin: int, end: int, height: int) -> bool:
+    """Keep the join of the taken stacks unless it has too many parts or is forbidden."""
+    count, code = 0, 0
+    for group in range(GROUPS):
+        stack = scratch.taken[group]
+        if stack < 0:
+            continue
+        members, position = scratch.members[group, stack], scratch.base[group, stack]
+        while members > 0:
+            if members & 1:
+                if count >= MOST_PARTS:
+                    return False
+                part = scratch.pieces[group, position]
+                scratch.parts[1, count], scratch.groups[1, count] = part, group
+                code ^= forest.piece[CODE, part]
+                count += 1
+            members >>= 1
+            position += 1
+    if code == scratch.forbidden[0]:
+        return False
+    scratch.parts[0], scratch.groups[0] = scratch.parts[1], scratch.groups[1]
+    scratch.span[0], scratch.span[1], scratch.span[2], scratch.span[3] = begin, end, height, count
+    return True
+
+
+@njit(cache=True)
+def _noise(scratch: Scratch) -> float:
+    return float(-NOISE * np.log(1e-9 + random_share(scratch.random)))
+
+
+@njit(cache=True)
+def best_beside(forest: Forest, scratch: Scratch, boundary: int) -> float:
+    """Find the join with the least key of what ends at a boundary with what begins there; its
+    key."""
+    ending = _gather(forest, scratch, LEFT, LAST, boundary, -1, 3)
+    beginning = _gather(forest, scratch, RIGHT, FIRST, boundary, -1, 3)
+    scratch.work[0] += 2
+    scratch.slot[:] = -1
+    for stack in range(scratch.count[RIGHT] - 1, -1, -1):
+        slot = scratch.height[RIGHT, stack] * 0x9E3779B97F4A7C1 >> 20 & (SLOTS - 1)
+        scratch.same_slot[stack], scratch.slot[slot] = scratch.slot[slot], stack
+    scratch.taken[:] = -1
+    best = NEVER
+    for left in range(scratch.count[LEFT]):
+        height = scratch.height[LEFT, left]
+        right = scratch.slot[height * 0x9E3779B97F4A7C1 >> 20 & (SLOTS - 1)]
+        while right >= 0:
+            if scratch.height[RIGHT, right] == height:
+                scratch.work[0] += 1
+                ends, begins = scratch.many[LEFT, left], scratch.many[RIGHT, right]
+                key = SURE_KEY
+                if ends < ending or begins < beginning:
+                    key = min(float(ends + begins), MOST_KEY) + _noise(scratch)
+                scratch.taken[LEFT], scratch.taken[RIGHT] = left, right
+                begin, end = scratch.far[LEFT, left], scratch.far[RIGHT, right]
+                if key < best and _offer(forest, scratch, begin, end, height):
+                    best = key
+            right = scratch.same_slot[right]
+    return best
+
+
+@njit(cache=True)
+def _of_height(scratch: Scratch, group: int, height: int) -> int:
+    """The stack of a height with the fewest pieces; -1: there is none."""
+    for stack in range(scratch.count[group]):
+        if scratch.height[group, stack] == height:
+            return stack
+    return -1
+
+
+@njit(cache=True)
+def _spirals_of(forest: Forest, scratch: Scratch, begin: int, end: int, best: float) -> float:
+    """Find the spiral with the least key of the gathered stacks; its key if it is less than the
+    best so far."""
+    count, taken, height = scratch.count, scratch.taken, scratch.height
+    for middle in range(count[MIDDLE]):
+        scratch.work[0] += 1 + count[HIGH] * count[RIGHT] // 64
+        inside = height[MIDDLE, middle]
+        for high in range(count[HIGH]):
+            right = _of_height(scratch, RIGHT, inside + height[HIGH, high])
+            if right < 0:
+                continue
+            for low in range(count[LOW]):
+                left = _of_height(scratch, LEFT, inside + height[LOW, low])
+                if left < 0:
+                    continue
+                taken[LOW], taken[MIDDLE], taken[HIGH] = low, middle, high
+                taken[LEFT], taken[RIGHT] = left, right
+                key = _noise(scratch) - SPIRAL_LESS
+                for group in range(GROUPS):
+                    key += scratch.many[group, taken[group]]
+                total = height[LOW, low] + inside + height[HIGH, high]
+                if key < best and _offer(forest, scratch, begin, end, total):
+                    best = key
+    return best
+
+
+@njit(cache=True)
+def _is_first(forest: Forest, side: int, piece: int) -> bool:
+    """Whether no piece before it in its list has the same other end."""
+    earlier = forest.piece[BEFORE + side, piece]
+    while earlier >= 0:
+        if forest.piece[1 - side, earlier] == forest.piece[1 - side, piece]:
+            return False
+        earlier = forest.piece[BEFORE + side, earlier]
+    return True
+
+
+@njit(cache=True)
+def _spirals_around(forest: Forest, scratch: Scratch, left: int, right: int, best: float) -> float:
+    """The same of all spirals around the pieces that live from `left` to `right`."""
+    before = forest.head[LAST, left]
+    while before >= 0:
+        begin = forest.piece[FIRST, before]
+        new = _is_first(forest, LAST, before)
+        if new and _gather(forest, scratch, HIGH, FIRST, begin, right, 2) > 0:
+            _gather(forest, scratch, LEFT, FIRST, begin, left, 3)
+            behind = forest.head[FIRST, right]
+            while behind >= 0:
+                end = forest.piece[LAST, behind]
+                new = _is_first(forest, FIRST, behind)
+                if new and _gather(forest, scratch, LOW, FIRST, left, end, 2) > 0:
+                    _gather(forest, scratch, MIDDLE, FIRST, left, right, 2)
+                    _gather(forest, scratch, RIGHT, FIRST, right, end, 3)
+                    best = _spirals_of(forest, scratch, begin, end, best)
+                behind = forest.piece[NEXT + FIRST, behind]
+        before = forest.piece[NEXT + LAST, before]
+    return best
+
+
+@njit(cache=True)
+def best_join(forest: Forest, scratch: Scratch, boundary: int) -> float:
+    """Find the join with the least key at a boundary, spirals by their middle; its key."""
+    best = best_beside(forest, scratch, boundary)
+    for side in range(2):
+        piece = forest.head[side, boundary]
+        while piece >= 0:
+            if _is_first(forest, side, piece):
+                left, right = forest.piece[FIRST, piece], forest.piece[LAST, piece]
+                best = _spirals_around(forest, scratch, left, right, best)
+            piece = forest.piece[NEXT + side, piece]
+    return best
