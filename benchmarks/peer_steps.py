@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from benchmarks.peers.contests import Contest
+from benchmarks.shapes import Contest
 from benchmarks.steps import Step
-
-SEGMENTS = (2, 4, 8)
 
 
 @contextmanager
@@ -103,13 +101,13 @@ def offloaded(contest: Contest) -> Step:
     return step
 
 
-def eager_peers(contest: Contest) -> dict[str, Step]:
-    """Peers that run eager kernels, by name."""
+def eager_peers(contest: Contest, segments: Sequence[int]) -> dict[str, Step]:
+    """Give the peers that run eager kernels, by name."""
     peers: dict[str, Step] = {"checkpoint per block": per_block(contest)}
     if hasattr(contest.model, "gradient_checkpointing_enable"):
         peers["Hugging Face checkpointing"] = hugging_face(contest)
     if contest.sequence is not None:
-        for count in SEGMENTS:
+        for count in segments:
             peers[f"checkpoint_sequential {count}"] = segmented(contest, count)
     if next(contest.model.parameters()).is_cuda:
         peers["save_on_cpu"] = offloaded(contest)

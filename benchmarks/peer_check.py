@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.peers.contests import Contest
+from benchmarks.shapes import Contest
 from benchmarks.steps import Step, clear
 
 
