@@ -89,14 +89,9 @@ def spoken_loss(output: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model and its inputs.
+    """A model, its inputs (a micro-batch) and the loss of its output.
 
     Attributes:
-        name: for --only.
-        kind: of the model.
-        model: makes it.
-        inputs: makes a micro-batch.
-        loss: the loss of the model's output; None: the output holds it.
         remedy: the same as the refusal advises it, named by that.
     """
 

@@ -123,14 +123,8 @@ def placed_plan(
 ) -> tuple[Plan, bool]:
     """OLLA's plan; where its addresses would cost too much, the one that has them all the same."""
     for strategy in (Olla(), Olla(arena_cost=None)):
-        plan = memopt.plan(
-            model,
-            inputs,
-            loss_fn=family.loss,
-            optimizer=optimizer,
-            strategy=strategy,
-            progress=False,
-        )
+        how = {"loss_fn": family.loss, "optimizer": optimizer, "progress": False}
+        plan = memopt.plan(model, inputs, strategy=strategy, **how)
         if plan.arena is not None:
             break
     return plan, strategy.arena_cost is None

@@ -62,15 +62,12 @@ GRAND_TETON_2025 = replace(GRAND_TETON, name="H100-96GB-500W at 78%", flops_frac
 
 @dataclass(frozen=True)
 class Step:
-    """One model on one cluster.
+    """One model of SHAPES on one cluster, 8 GPUs in a node.
 
     Attributes:
-        model: a name of SHAPES.
-        ranks: GPUs, 8 in a node.
         batch: sequences of a rank.
-        device: what they are.
-        published: tokens per second and GPU, by torchtitan; None: nobody published one.
-        published_gib: memory that the allocator reserved, likewise; the budget, where there is one.
+        published, published_gib: tokens per second and GPU, and memory that the allocator reserved,
+            by torchtitan; the memory is the budget, where it is known.
         selective: the published step's checkpointing; else full.
         fused: its norms, see `cluster_llama.Block`.
     """
@@ -149,20 +146,14 @@ def _measured(given: Any, step: Step) -> list[Row]:
 
     ids = torch.zeros(step.batch, SEQUENCE, dtype=torch.int64, device="meta")
     budget = None if step.published_gib is None else f"{step.published_gib}GiB"
+    within = {"strategy": "rotor", "budget": budget}
+    if given.estimates:
+        within = {"strategy": "store-all", "budget": UNLIMITED}
     begin = time.perf_counter(), time.process_time()
     refused, found = "", {}
     try:
-        plan = memopt.plan(
-            build,
-            (ids, ids),
-            mesh=memopt.Mesh(data=step.ranks),
-            mode="estimate",
-            device=step.device,
-            optimizer="adamw",
-            strategy="store-all" if given.estimates else "rotor",
-            budget=UNLIMITED if given.estimates else budget,
-            progress=False,
-        )
+        how = {"mode": "estimate", "device": step.device, "optimizer": "adamw", "progress": False}
+        plan = memopt.plan(build, (ids, ids), mesh=memopt.Mesh(data=step.ranks), **within, **how)
         found = figures(step, plan)
     except memopt.InfeasibleBudgetError as error:
         refused = str(error)
@@ -178,14 +169,15 @@ def _measured(given: Any, step: Step) -> list[Row]:
 def _published_cells(step: Step, found: dict[str, float]) -> list[str]:
     rate, memory = step.batch * SEQUENCE / found["published_s"], found["published_reserved"]
     known, known_gib = step.published, step.published_gib
+    memories, rates = [f"{gib(memory)} GiB", ""], [f"{rate:,.0f}", ""]
+    if known_gib is not None:
+        memories[1] = f"{memory / known_gib / 2**30 - 1:+.0%}"
+    if known is not None:
+        rates[1] = f"{rate / known - 1:+.0%}"
     return [
         *(step.model, f"{step.ranks} {step.device.name}", str(step.batch)),
-        "" if known_gib is None else f"{known_gib} GiB",
-        f"{gib(memory)} GiB",
-        "" if known_gib is None else f"{memory / known_gib / 2**30 - 1:+.0%}",
-        "" if known is None else f"{known:,.0f}",
-        f"{rate:,.0f}",
-        "" if known is None else f"{rate / known - 1:+.0%}",
+        *("" if known_gib is None else f"{known_gib} GiB", *memories),
+        *("" if known is None else f"{known:,.0f}", *rates),
     ]
 
 
@@ -197,9 +189,7 @@ def _planned_cells(step: Step, found: dict[str, float], refused: str) -> list[st
     return [
         *(*where, f"{budget} GiB"),
         *(f"{gib(found[what])} GiB" for what in ("peak", "store_all", "resident")),
-        f"{found['time_s']:.2f} s",
-        f"{found['network_s']:.2f} s",
-        f"{found['hidden']:.0%}",
+        *(f"{found['time_s']:.2f} s", f"{found['network_s']:.2f} s", f"{found['hidden']:.0%}"),
         f"{step.batch * SEQUENCE / found['time_s']:,.0f}",
         f"{found['published_s'] / found['time_s']:.2f}",
     ]

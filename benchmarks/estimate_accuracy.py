@@ -19,6 +19,7 @@ import gc
 import json
 import platform
 import time
+import timeit
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -152,7 +153,7 @@ def _measured(given: Any, name: str) -> list[Row]:
     model = family.build(size)
     step = steps(model, inputs, family)
     step()
-    step_s = min(_once(step) for _ in range(3))
+    step_s = min(timeit.repeat(step, repeat=3, number=1, timer=time.thread_time))
     peak = plan(profiled, strategy="store-all", progress=False).peak_bytes
     real_peak = measured_peak(model, inputs, family, profiled)
     gc.collect()
@@ -164,12 +165,6 @@ def _measured(given: Any, name: str) -> list[Row]:
         f"{found_s / step_s:.2f} | {mib(peak)} | {mib(real_peak)} | {peak / real_peak - 1:+.2%}"
     )
     return [Row(line, correlation, found_s / step_s, peak / real_peak)]
-
-
-def _once(step: Callable[[], Any]) -> float:
-    begin = time.thread_time()
-    step()
-    return time.thread_time() - begin
 
 
 def _blocks(rows: list[Row], _: Any) -> str:

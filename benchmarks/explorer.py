@@ -100,16 +100,8 @@ def _measured(given: Any, name: str) -> list[Line]:
 
     title, batch, strategies = MODELS[name]
     model, inputs, optimizer = _made(name, batch)
-    curve = memopt.curve(
-        model,
-        inputs,
-        strategies=strategies,
-        points=given.points,
-        device=DEVICE,
-        mode="estimate",
-        optimizer=optimizer,
-        progress=False,
-    )
+    how = {"device": DEVICE, "mode": "estimate", "optimizer": optimizer, "progress": False}
+    curve = memopt.curve(model, inputs, strategies=strategies, points=given.points, **how)
     given.pages.mkdir(parents=True, exist_ok=True)
     path, begin = given.pages / f"{name}.html", time.process_time()
     page = curve.report(path, title=f"{title} on an {DEVICE}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.runner import Benchmark
 from memopt.models.budget import Budget
@@ -172,8 +172,7 @@ class Row:
     gap: float | None
 
 
-@dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """A row and its plan."""
 
     row: Row

@@ -33,10 +33,9 @@ class Recipe:
 
     Attributes:
         buffers: number of pieces, about.
-        instants: width of the rectangle. Few instants have many buffers begin and end together,
-            so that much more can follow upon each.
-        units: height of the rectangle, in units of bytes; few have many buffers of equal sizes.
-        unit_bytes: size of a unit.
+        instants, units: width and height of the rectangle; few have many buffers begin and end
+            together, or be of equal sizes.
+        unit_bytes: size of a unit of height.
         spirals: share of cuts that are into five pieces which no straight cut separates.
         upright: how often a cut is across time, for a square piece.
         even: pieces are cut at about their middles, not anywhere.

@@ -84,14 +84,9 @@ def _timeline(given: Any) -> Figure:
     """Draw compute and copies of a joint plan."""
     device = find_device(given.device)
     graph = step_graph(given.model, device)
-    plan = memopt.plan(
-        graph,
-        budget=budget_of(graph, given.share),
-        strategy=Joint(changes=CHANGES),
-        device=device,
-        time_limit_s=PLANNING_S,
-        progress=False,
-    )
+    budget, strategy = budget_of(graph, given.share), Joint(changes=CHANGES)
+    how = {"device": device, "time_limit_s": PLANNING_S, "progress": False}
+    plan = memopt.plan(graph, budget=budget, strategy=strategy, **how)
     figure, axes = new_figure(2.2)
     plan.plot("timeline", axes)
     axes.set_title(f"{given.model}, share {given.share:g}, {plan.overhead:+.1%}", loc="left")

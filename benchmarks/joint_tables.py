@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import statistics
 import time
 from collections.abc import Container
 from dataclasses import dataclass
 from functools import cache
+from statistics import median
 from typing import Any, TypeAlias
 
 from benchmarks.graphs import BATCH, step_graph
 from benchmarks.runner import Benchmark
-from benchmarks.table import joined, table
+from benchmarks.table import NONE, joined, signed, table
 from memopt.api.planning import solve
 from memopt.errors import MemoptError
 from memopt.models.bounds import memory_lower_bound
@@ -125,13 +125,6 @@ class Pace:
             self.stretch = min(MOST_STRETCH, max(1.0, wall_s / cpu_s))
 
 
-def percent(value: float | None, impossible: bool) -> str:
-    """Write an overhead or a gap for a table; × where no plan can be."""
-    if value is None:
-        return "×" if impossible else "–"
-    return f"{value:+.1%}"
-
-
 def _table(rows: list[Row]) -> str:
     """Make the table of one device."""
     lines = []
@@ -140,14 +133,12 @@ def _table(rows: list[Row]) -> str:
         if JOINT not in of:
             continue
         joint = of[JOINT]
-        single = [
-            percent(of[name].overhead, of[name].impossible) if name in of else ""
-            for name in SINGLES
-        ]
+        none = "×" if joint.impossible else NONE
+        single = [signed(of[n].overhead, none=none) if n in of else "" for n in SINGLES]
         lines.append(
             f"{cell[1]} | .{round(100 * cell[2]):02d} | {' | '.join(single)} | "
-            f"**{percent(joint.overhead, joint.impossible)}** | {percent(joint.bound, False)} | "
-            f"{percent(joint.gap, False)} | {joint.limit_s:g} | {joint.cpu_s:.0f}"
+            f"**{signed(joint.overhead, none=none)}** | {signed(joint.bound)} | "
+            f"{signed(joint.gap)} | {joint.limit_s:g} | {joint.cpu_s:.0f}"
         )
     names = " | ".join((*SINGLES, JOINT))
     return table(f"model | share | {names} | bound | gap | limit, s | planning, CPU s", lines)
@@ -182,6 +173,7 @@ def summary(rows: list[Row]) -> list[str]:
         for own, least, cell in both
         if own is not None and least > 0 and cell[2] <= 0.40
     ]
+    middle = median(ratios or [NOTHING])
     none = [cell for cell, least in best.items() if least is None and not joint[cell].impossible]
     new = [cell for cell in none if joint[cell].overhead is not None]
     return [
@@ -189,8 +181,8 @@ def summary(rows: list[Row]) -> list[str]:
         f"{sum(row.impossible for row in joint.values())} no plan of any kind exists (×: proved).",
         f"- Never slower than the best single strategy: {holds(not slower)}{named(slower)}.",
         f"- At most half of the best single strategy's overhead in the median over the cells of "
-        f"share ≤ .40: {holds(median(ratios) <= 0.5)} ({median(ratios):.2f} over {len(ratios)} "
-        "cells in which that has one).",
+        f"share ≤ .40: {holds(middle <= 0.5)} ({middle:.2f} over {len(ratios)} cells in which that "
+        "has one).",
         f"- A plan wherever a single strategy has one ({len(both)} cells): "
         f"{holds(not without)}{named(without)}.",
         f"- A plan in at least half of the cells where none has one and none is proved impossible: "
@@ -203,20 +195,16 @@ def planning_lines(joint: list[Row]) -> list[str]:
     """Say the gaps and planning times of the strategy."""
     planned = [row for row in joint if row.overhead is not None]
     gaps = [row.gap for row in planned if row.gap is not None]
+    middle = median(gaps or [NOTHING])
     cpu, wall = [row.cpu_s for row in joint], [row.wall_s for row in joint]
     return [
         f"- A gap to the bound in every cell that has a plan: {holds(len(gaps) == len(planned))}; "
-        f"median at most 3%: {holds(median(gaps) <= 0.03)} (median {median(gaps):.1%}, largest "
+        f"median at most 3%: {holds(middle <= 0.03)} (median {middle:.1%}, largest "
         f"{max(gaps, default=NOTHING):.1%}).",
         f"- Planning in at most {MOST_PLANNING_S:g} s of CPU time: "
         f"{holds(max(cpu) <= MOST_PLANNING_S)} (median {median(cpu):.0f} s, most {max(cpu):.0f} s; "
         f"by the clock, beside other work: median {median(wall):.0f} s, most {max(wall):.0f} s).",
     ]
-
-
-def median(values: list[float]) -> float:
-    """Give the median; not a number where there are no values."""
-    return statistics.median(values) if values else NOTHING
 
 
 def named(cells: list[Cell]) -> str:

@@ -42,14 +42,9 @@ def _planned(given: Any, optimizer: str) -> list[Row]:
         tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
     refused, cells = "", "refused, see below |  |  |  |  | "
     try:
-        plan = memopt.plan(
-            model,
-            {"input_ids": tokens, "labels": tokens},
-            device="H100",
-            mode="estimate",
-            optimizer=optimizer,
-            progress=False,
-        )
+        inputs = {"input_ids": tokens, "labels": tokens}
+        how = {"device": "H100", "mode": "estimate", "progress": False}
+        plan = memopt.plan(model, inputs, optimizer=optimizer, **how)
         count, time_s = BATCH * SEQUENCE, plan.step_time_s
         share = 6 * count * sum(p.numel() for p in model.parameters()) / time_s / PEAK_FLOPS_PER_S
         peaks = (plan.baseline.peak_bytes, plan.resident_bytes, plan.peak_bytes)

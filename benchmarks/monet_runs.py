@@ -100,12 +100,8 @@ def eager_peak_bytes(graph: Graph) -> int:
 
 @dataclass(frozen=True)
 class Started(Monet):
-    """MONeT's search from programs of smaller sets of implementations, beside Rotor's: it ends
-    with none slower.
-
-    Attributes:
-        known: those programs; what does not fit the budget is left out.
-    """
+    """MONeT's search from the `known` programs of smaller sets of implementations that fit the
+    budget, beside Rotor's: it ends with none slower."""
 
     known: tuple[Program, ...] = field(default=(), repr=False)
 
@@ -124,11 +120,7 @@ class Started(Monet):
 
 @dataclass(frozen=True)
 class Known(Strategy):
-    """One program of a graph, to be made a plan again.
-
-    Attributes:
-        program: which.
-    """
+    """One program of a graph, to be made a plan again."""
 
     program: Program = field(repr=False)
 
@@ -136,7 +128,7 @@ class Known(Strategy):
     needs: ClassVar[str] = "graph"
 
     def solve(self, cost_model: CostModel, budget_bytes: int | None, **_: Any) -> Solution:
-        """It, whatever the budget."""
+        """Give it, whatever the budget."""
         timeline = replay(self.taken(cost_model, Graph), self.program)
         return Solution(
             Status.FEASIBLE,

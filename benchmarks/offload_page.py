@@ -32,12 +32,9 @@ STYLES = {
 
 @dataclass
 class Row:
-    """One chain under one budget.
+    """One chain under one budget, see `offload_paper.Case`.
 
     Attributes:
-        family, depth, image, batch: the network and what it is trained on.
-        own: memopt's own stages instead of the paper's.
-        link: bandwidth over the paper's.
         stages: of the chain, the loss included.
         share: of the way from the floor to M_peak.
         budget_bytes: total, resident included.

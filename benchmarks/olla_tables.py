@@ -42,11 +42,9 @@ PAPER_NAMES = ("alexnet", "mnasnet", "xlm_r_large")
 """Models of the paper that are not among them."""
 TIME_LIMIT_S = 60.0
 PAPER_REORDERED = {1: 0.225, 32: 0.101}
-"""OLLA §5.3."""
 PAPER_WITH_ADDRESSES = {1: 0.304, 32: 0.361}
-"""OLLA §5.7."""
 PAPER_FRAGMENTATION = {1: 0.079, 32: 0.261}
-"""OLLA §5.4."""
+"""OLLA §5.3, §5.7 and §5.4, by the batch."""
 FAMILIES_SHARED = (
     "resnet50", "vgg16", "googlenet", "mobilenet_v2", "efficientnet_b0", "vit_b_16", "r3d_18",
     "alexnet", "mnasnet", "xlm_r_large",
@@ -106,21 +104,9 @@ def _planned(_: Any, name: str, batch: int) -> list[Row]:
     early_bytes = tasks.peak(eager(tasks, tasks.topological))
     if validate(graph, best) is not None or ordering.peak > early_bytes:
         raise AssertionError(f"{name} b{batch}: the order is invalid or worse than the framework's")
-    row = Row(
-        name=name,
-        batch=batch,
-        operators=len(graph.operators),
-        resident_bytes=graph.resident_bytes,
-        framework_bytes=replay(graph, own).peak_bytes,
-        early_bytes=early_bytes,
-        peak_bytes=ordering.peak,
-        bound_bytes=ordering.bound,
-        order_s=order_s,
-        trace=trace,
-        own=_placed(graph, own),
-        best=_placed(graph, best),
-    )
-    return [row]
+    sizes = (replay(graph, own).peak_bytes, early_bytes, ordering.peak, ordering.bound)
+    what = (name, batch, len(graph.operators), graph.resident_bytes)
+    return [Row(*what, *sizes, order_s, trace, _placed(graph, own), _placed(graph, best))]
 
 
 def _placed(graph: Graph, program: Program) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import memopt
-from benchmarks.peer_check import outcome, rounding, verdict
-from benchmarks.peer_steps import compiled, eager_peers
+from benchmarks.peer_steps import compiled, eager_peers, outcome, rounding, verdict
 from benchmarks.runner import Benchmark
 from benchmarks.same_masks import same_masks
 from benchmarks.shapes import CONTESTS, Contest, build

@@ -126,10 +126,8 @@ def rows_of(one: Family) -> list[Row]:
             least = _plan(profiled, strategy, "min", place)
             assert least.budget is not None
             between = (least.budget + max(least.budget, profiled.baseline.peak_bytes)) // 2
-            for label, plan in (
-                ("min", least),
-                ("half", _plan(profiled, strategy, between, place)),
-            ):
+            plans = {"min": least, "half": _plan(profiled, strategy, between, place)}
+            for label, plan in plans.items():
                 peak, seconds = measure_step(plan, model, inputs, one.loss)
                 name = strategy + " placed" * place
                 count = sum(isinstance(step, Compute) for step in plan.program)

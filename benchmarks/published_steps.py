@@ -35,17 +35,8 @@ TORCHTITAN = (
 
 @dataclass(frozen=True)
 class Published:
-    """A throughput that somebody measured.
-
-    Attributes:
-        what: model, batch and dtype.
-        source: where it stands, as a link.
-        device: the GPU it was measured on.
-        kernels: "aten" for eager, "compiled" for `torch.compile`.
-        model, vocabulary: makes the model, on the device of the context, with so many words.
-        batch, sequence: of the step.
-        tokens_per_s: as published.
-    """
+    """A throughput that somebody measured of eager ("aten") or of `torch.compile` ("compiled"); the
+    source is a link, `model` makes it for a vocabulary."""
 
     what: str
     source: str
@@ -110,34 +101,20 @@ class _NextToken(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def estimated_tokens_per_s(one: Published) -> float:
+def _estimated(_: Any, name: str) -> list[Line]:
     """Estimate a step and its AdamW, on the device of the published figure."""
+    one = PUBLISHED[name]
     with torch.device("meta"):
         model = one.model(one.vocabulary).to(torch.bfloat16).train()
         tokens = torch.zeros(one.batch, one.sequence, dtype=torch.long)
-    plan = memopt.plan(
-        _NextToken(model),
-        (tokens, tokens),
-        strategy="store-all",
-        mode="estimate",
-        device=one.device,
-        kernels=one.kernels,
-        progress=False,
-    )
+    how = {"strategy": "store-all", "mode": "estimate", "device": one.device, "progress": False}
+    plan = memopt.plan(_NextToken(model), (tokens, tokens), kernels=one.kernels, **how)
     moved = _ADAMW_TENSORS * sum(p.nbytes for p in model.parameters())
     rate = one.device.memory_bytes_per_s * one.device.memory_fraction
-    return one.batch * one.sequence / (plan.step_time_s + moved / rate)
-
-
-def _estimated(_: Any, name: str) -> list[Line]:
-    one = PUBLISHED[name]
-    found = estimated_tokens_per_s(one)
-    return [
-        Line(
-            f"{one.what} ({one.source}) | {one.device.name} | `{one.kernels}` | "
-            f"{one.tokens_per_s:,.0f} | {found:,.0f} | {found / one.tokens_per_s:.2f}"
-        )
-    ]
+    found = one.batch * one.sequence / (plan.step_time_s + moved / rate)
+    figures = f"{one.tokens_per_s:,.0f} | {found:,.0f} | {found / one.tokens_per_s:.2f}"
+    text = f"{one.what} ({one.source}) | {one.device.name} | `{one.kernels}` | {figures}"
+    return [Line(text)]
 
 
 BENCHMARK = Benchmark(

@@ -77,11 +77,6 @@ def quality(given: Any, layers: int) -> list[Row]:
     return rows
 
 
-def measured(given: Any, what: str, *case: Any) -> list[Row]:
-    """Time a solve, or judge the plans."""
-    return quality(given, *case) if what == "quality" else solved(given, *case)
-
-
 def _blocks(rows: list[Row], _: Any) -> str:
     solves, others = (
         [row.text for row in rows if row.quality == quality] for quality in (False, True)
@@ -101,12 +96,10 @@ def _compile_all(_: Any) -> None:
 BENCHMARK = Benchmark(
     row=Row,
     cases={
-        **{
-            f"solve {n} {case[0].name} {case[1]}": ("solve", *case) for n, case in enumerate(SOLVES)
-        },
-        **{f"quality {layers}": ("quality", layers) for layers in (70, 200)},
+        **{f"solve {n} {case[0].name} {case[1]}": (solved, *case) for n, case in enumerate(SOLVES)},
+        **{f"quality {layers}": (quality, layers) for layers in (70, 200)},
     },
-    measure=measured,
+    measure=lambda given, what, *case: what(given, *case),
     blocks=_blocks,
     prepare=_compile_all,
 )

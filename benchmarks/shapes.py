@@ -67,7 +67,7 @@ class WithLoss(nn.Module):
         self.loss = loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The scalar loss of the model's output."""
+        """Give the scalar loss of the model's output."""
         return self.loss(self.model(*args, **kwargs))
 
 
@@ -76,10 +76,7 @@ class Contest:
     """A model, its inputs and loss, and where checkpointing would cut it.
 
     Attributes:
-        name: as in the table.
-        model: the bare model.
-        module: the model with its loss: the only output is the scalar.
-        inputs: of both.
+        model, module: the bare model, and with its loss: the only output is the scalar.
         blocks: what "one checkpoint per block" means for this model.
         sequence: the same model as one nn.Sequential; None where it is none.
     """
@@ -92,7 +89,7 @@ class Contest:
     sequence: nn.Sequential | None = None
 
     def step(self, module: nn.Module | None = None) -> None:
-        """One forward, loss and backward, random state set before."""
+        """Run forward, loss and backward, random state set before."""
         torch.manual_seed(0)
         # A compiled module has no truth value.
         call(self.module if module is None else module, self.inputs).backward()
@@ -167,13 +164,9 @@ def bert() -> Contest:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        intermediate_size=1024,
-        max_position_embeddings=128,
-    )
+        vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=12, num_attention_heads=8,
+        intermediate_size=1024, max_position_embeddings=128,
+    )  # fmt: skip
     model = BertForMaskedLM(config)
     return _language("BERT, 12 layers, d=256, 4 x 128", model, model.bert.encoder.layer)
 

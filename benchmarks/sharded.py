@@ -43,14 +43,8 @@ VOCABULARY = 2048
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that is trained.
-
-    Attributes:
-        text: what it is, and the batch of a rank.
-        build: makes it; parameters are not tied, so that FSDP2 sums gradients in the same order.
-        blocks: where its blocks are: modules that have them as children.
-        inputs: draws the call of a rank.
-    """
+    """A model that is trained: what it is, and the modules that have its blocks as children. Its
+    parameters are not tied, so that FSDP2 sums gradients in the same order."""
 
     text: str
     build: Callable[[], Any]
@@ -73,15 +67,12 @@ def _words() -> dict[str, torch.Tensor]:
 
 SUBJECTS = {
     "gpt2": Subject(
-        "a GPT-2 of 6 layers of 256, 8 x 128 tokens",
-        _gpt2,
-        lambda model: [model.transformer.h],
-        _words,
+        "a GPT-2 of 6 layers of 256, 8 x 128 tokens", _gpt2, lambda m: [m.transformer.h], _words
     ),
     "resnet50": Subject(
         "torchvision's ResNet-50, 8 images of 96 x 96",
         torchvision.models.resnet50,
-        lambda model: [model.layer1, model.layer2, model.layer3, model.layer4],
+        lambda m: [m.layer1, m.layer2, m.layer3, m.layer4],
         lambda: {"x": torch.randn(8, 3, 96, 96)},
     ),
 }
@@ -96,8 +87,7 @@ def fsdp(subject: Subject, mesh: DeviceMesh, checkpointed: bool) -> nn.Module:
                 setattr(blocks, name, checkpoint_wrapper(block))  # type: ignore[no-untyped-call]
             fully_shard(blocks.get_submodule(name), mesh=mesh)
     fully_shard(model, mesh=mesh)
-    found: nn.Module = model
-    return found
+    return model  # type: ignore[no-any-return]
 
 
 def seeded(subject: Subject) -> Any:

@@ -81,15 +81,8 @@ def trained(architecture: Architecture, model: nn.Module) -> Trained:
 
 @dataclass(frozen=True)
 class Row:
-    """How one architecture fared.
-
-    Attributes:
-        name, kind: of the architecture.
-        outcome: "exact", "refused", or what is wrong.
-        sentence: of the refusal.
-        share: the budget "min" over the peak without a plan.
-        seconds: of the wrapped training, plans included.
-    """
+    """How one architecture fared: "exact", "refused" with its sentence, or what is wrong; the
+    budget "min" as a share of the peak without a plan; seconds of the wrapped training."""
 
     name: str
     kind: str
