@@ -65,8 +65,9 @@ def _planned(given: Any, case: Case) -> list[Row]:
     for share in shares:
         budget = int(share * eager_bytes)
         row = Row(case.family, share, eager_bytes, runs.base_s, {})
-        for name in given.ways:
-            strategy = STRATEGIES[name]
+        for name, strategy in STRATEGIES.items():
+            if name not in given.ways:
+                continue
             if isinstance(strategy, Started):
                 starts = (STRATEGIES[one] for one in STARTS if one in row.plans)
                 strategy = runs.started(budget, *starts, less=less)
