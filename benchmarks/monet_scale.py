@@ -39,10 +39,7 @@ def _planned(given: Any, name: str) -> list[Line]:
         plain_s = replay(graph, plain).time_s
         begin, cpu_begin = time.perf_counter(), time.process_time()
         found = Monet().solve(graph, budget, time_limit_s=given.limit)
-        assert found.program is not None
-        assert found.time_s is not None
-        assert found.lower_bound_s is not None
-        assert found.gap is not None
+        assert None not in (found.program, found.time_s, found.lower_bound_s, found.gap)
         assert validate_and_replay(graph, found.program, Budget(budget), None)[0] is None
         assert found.time_s <= plain_s * (1 + 1e-9)
         overheads = (x / base.time_s - 1 for x in (plain_s, found.time_s, found.lower_bound_s))

@@ -52,10 +52,6 @@ class Row:
     rotor_cpu_s: float
     optimal_cpu_s: float | None
 
-    def budgets(self) -> list[int]:
-        """Give budgets equally spaced from 0 to the store-all peak, 0 left out."""
-        return [self.store_all[0] * i // BUDGETS for i in range(1, BUDGETS + 1)]
-
     def best(self) -> Point | None:
         """Give the sequential of highest throughput that fits the card."""
         fitting = [point for point in self.sequential if point[0] <= CAPACITY_BYTES]
@@ -114,7 +110,7 @@ def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
     budgets = [
         [
             f"{_number(throughput(row.rotor, size))} / {_number(throughput(row.revolve, size))}"
-            for size in row.budgets()
+            for size in (row.store_all[0] * i // BUDGETS for i in range(1, BUDGETS + 1))
         ]
         for row in rows
     ]

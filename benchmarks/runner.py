@@ -89,6 +89,13 @@ class Benchmark:
     pictures: Callable[[list[Any], Path], object] | None = None
     place: str = "results"
 
+    def __post_init__(self) -> None:
+        """Say how a benchmark is run where its own module is what Python runs."""
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        name = spec.name.removeprefix("benchmarks.") if spec is not None else ""
+        if spec is not None and spec.name == f"benchmarks.{name}" and name != "__main__":
+            raise SystemExit(f"it is run by python -m benchmarks {name}")
+
     def all_cases(self, given: Any) -> Cases:
         """Give every case that there is with these options."""
         return self.cases(given) if callable(self.cases) else self.cases
