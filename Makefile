@@ -99,7 +99,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
 bench-gpu: $(STAMP)
-	$(BIN)/python -m benchmarks.gpu
+	$(BIN)/python -m benchmarks gpu
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,80 +1,56 @@
-"""`make bench`: every benchmark of this folder in turn. `python -m benchmarks [--gpu] [NAME ...]`
+"""`python -m benchmarks NAME [options]`: one benchmark; without a name every one in turn.
 
-Each runs in a process of its own; one that fails does not stop the others, and fails the whole.
+In turn, each runs in a process of its own; one that fails does not stop the others, and fails the
+whole. `python -m benchmarks NAME --help` says what NAME measures.
 """
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
 
-CPU = (
-    "rotor_solve",
-    "checkpointing",
-    "peers",
-    "auto_grid",
-    "rotor_families",
-    "rotor_paper",
-    "offload_paper",
-    "offload_solve",
-    "olla_tables",
-    "olla_programs",
-    "minimalloc",
-    "hard_placements",
-    "forward_graphs",
-    "joint_tables",
-    "joint_deep",
-    "joint_pictures",
-    "partitioner",
-    "compiled_planning",
-    "published_steps",
-    "monet_menus",
-    "monet_scale",
-    "monet_windows",
-    "monet_table1",
-    "monet_ablation",
-    "monet_real",
-    "monet_language",
-    "arena",
-    "steering",
-    "llama_7b",
-    "cluster",
-    "estimate_accuracy",
-    "prediction",
-    "trainer_architectures",
-    "sharded",
-    "gloo_threads",
-    "explorer",
-    "moved_llama",
-    "moved_steps",
-)
+NAMES = (
+    "rotor_solve", "rotor_families", "rotor_paper", "peers", "auto_grid", "offload_paper",
+    "offload_solve", "olla_tables", "olla_steps", "olla_programs", "minimalloc",
+    "hard_placements", "forward_graphs", "joint_tables", "joint_deep", "joint_pictures",
+    "partitioner", "compiled_planning", "published_steps", "monet_menus", "monet_scale",
+    "monet_table1", "monet_ablation", "monet_real", "monet_language", "arena", "llama_7b",
+    "cluster", "estimate_accuracy", "prediction", "trainer_architectures", "sharded", "explorer",
+    "moved_llama", "moved_steps",
+)  # fmt: skip
 GPU = ("gpu",)
-CAPTURES = ("olla_graphs", "rotor_chains")
-"""Scripts that only make what others read."""
+"""What needs a CUDA device."""
 
 
-def main() -> int:
-    """Run what is named, or everything; the number of benchmarks that failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--gpu", action="store_true", help="those that need a CUDA device")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*CPU, *GPU)))
-    options = parser.parse_args()
-    names = options.names or (GPU if options.gpu else CPU)
-    unknown = [name for name in names if name not in (*CPU, *GPU)]
-    if unknown:
-        parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join((*CPU, *GPU))}")
+def main(words: list[str]) -> int:
+    """Run a benchmark, or all: then give the number of those that failed."""
+    if words:
+        return one(*words)
     outcomes = []
-    for name in names:
-        print(f"== python -m benchmarks.{name}", flush=True)
+    for name in NAMES:
+        print(f"== python -m benchmarks {name}", flush=True)
         begin = time.perf_counter()
-        code = subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode
+        code = subprocess.run([sys.executable, "-m", "benchmarks", name], check=False).returncode
         outcomes.append((name, code, time.perf_counter() - begin))
     for name, code, seconds in outcomes:
         print(f"{name:20} {'ok' if code == 0 else f'exit {code}':8} {seconds:7.0f} s")
     return sum(code != 0 for _, code, _ in outcomes)
 
 
+def one(name: str, *words: str) -> int:
+    """Run the benchmark of this name."""
+    if name in GPU:
+        from benchmarks.gpu.__main__ import main as gpu
+
+        return gpu(words)
+    if name not in NAMES:
+        print(f"{__doc__}\nThere are {', '.join((*NAMES, *GPU))}.", file=sys.stderr)
+        return 0 if name in ("-h", "--help") else 2
+    from benchmarks.runner import run
+
+    return run(name, words)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

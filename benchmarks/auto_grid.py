@@ -1,29 +1,22 @@
 """`auto` on a grid of six models and five budgets: against the single strategies, and its limit.
 
-    python -m benchmarks.auto_grid [--only NAME ...] [--limit 10] [--out docs/results/auto_grid.md]
-        [--resume FILE] [--fresh]
-
 The tiny families, estimated, so that the graphs are the same everywhere. Budgets are Rotor's
 smallest one + x (store-all's peak - that). "Least" is the least step time of the single strategies
 in SINGLE, each with all the time it wants; they end by themselves, so it is the same on every
 machine. `auto` is the default one, with every strategy it tries, under the time limit; its time is
 wall-clock time from call to plan, and CPU time beside it: on a shared machine a member that stops
-in time by its own clock is late by the wall's. A finished model's rows are kept (--resume).
+in time by its own clock is late by the wall's.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
+from typing import Any
 
 import memopt
-from benchmarks.kept import Kept
+from benchmarks.runner import Benchmark, named
 from memopt.api.planning import solve
 from memopt.errors import MemoptError
 from memopt.models.device import Device
@@ -38,17 +31,11 @@ SINGLE = ("store-all", "sequential", "revolve", "rotor", "rotor-optimal", "rotor
 
 @dataclass(frozen=True)
 class Row:
-    """One model at one budget; seconds, those of steps predicted."""
+    """One model at one budget: its line, auto's step time over the least, seconds of planning."""
 
-    model: str
-    share: float
-    budget_bytes: int
-    least_s: float
-    least_by: str
-    auto_s: float
-    chosen: str
+    text: str
+    ratio: float
     spent_s: float
-    cpu_s: float
 
 
 def graph_of(name: str) -> Graph:
@@ -79,78 +66,44 @@ def least_of(graph: Graph, budget_bytes: int) -> tuple[float, str]:
     return min(found)
 
 
-def rows_of(name: str, limit_s: float) -> list[Row]:
-    """One model at all budgets."""
+def rows_of(given: Any, name: str) -> list[Row]:
+    """Plan one model at all budgets."""
     graph, rows = graph_of(name), []
     for share, budget_bytes in budgets_of(graph).items():
         least_s, least_by = least_of(graph, budget_bytes)
         begin, used = time.monotonic(), time.process_time()
-        made = solve(graph, budget_bytes, Auto(), device=Device(), time_limit_s=limit_s)
+        made = solve(graph, budget_bytes, Auto(), device=Device(), time_limit_s=given.limit)
         spent_s = time.monotonic() - begin
-        chosen = str(made.stats.get("chosen", ""))
-        row = (least_s, least_by, made.step_time_s, chosen, spent_s, time.process_time() - used)
-        rows.append(Row(name, share, budget_bytes, *row))
+        cpu_s, ratio = time.process_time() - used, made.step_time_s / least_s
+        text = (
+            f"{name} | {share:g} | {budget_bytes / 1024:.1f} | {1e3 * least_s:.3f} | {least_by} | "
+            f"{ratio:.4f} | {made.stats.get('chosen', '')} | {spent_s:.2f} | {cpu_s:.2f}"
+        )
+        rows.append(Row(text, ratio, spent_s))
     return rows
 
 
-def page(rows: list[Row], limit_s: float) -> str:
-    """The results page."""
-    over = max(row.spent_s for row in rows) - limit_s
-    ratios = [row.auto_s / row.least_s for row in rows]
-    slower = sum(ratio > 1 + 1e-9 for ratio in ratios)
-    models = len({row.model for row in rows})
-    lines = [
-        "# Auto against the single strategies",
-        "",
-        f"`python -m benchmarks.auto_grid --limit {limit_s:g}`: {models} tiny models, estimated, "
-        f"{len(SHARES)} budgets each; torch {torch.__version__}, {os.cpu_count()} cores, load "
-        f"average {os.getloadavg()[2]:.1f} (above the cores: a shared machine). Least: of "
-        f"{', '.join(SINGLE)}, without a limit. auto: all its strategies within {limit_s:g} s.",
-        "",
-        f"auto is slower than the least in {slower} of {len(rows)} cells (largest ratio "
+HEAD = "model | share | budget, KiB | least, ms | by | auto / least | chosen | auto took, s | CPU s"
+
+
+def _summary(rows: list[Row], given: Any) -> str:
+    over = max(row.spent_s for row in rows) - given.limit
+    ratios = [row.ratio for row in rows]
+    return (
+        f"{os.cpu_count()} cores, load average {os.getloadavg()[2]:.1f}. auto is slower than the "
+        f"least in {sum(ratio > 1 + 1e-9 for ratio in ratios)} of {len(rows)} cells (largest ratio "
         f"{max(ratios):.6f}, smallest {min(ratios):.4f}). It ends {abs(over):.2f} s "
-        f"{'after' if over > 0 else 'before'} its limit at the latest.",
-        "",
-        "| model | share | budget, KiB | least, ms | by | auto / least | chosen | auto took, s "
-        "| of CPU, s |",
-        "|---|---:|---:|---:|---|---:|---|---:|---:|",
-    ]
-    lines += [
-        f"| {row.model} | {row.share:g} | {row.budget_bytes / 1024:.1f} | "
-        f"{1e3 * row.least_s:.3f} | {row.least_by} | {row.auto_s / row.least_s:.4f} | "
-        f"{row.chosen} | {row.spent_s:.2f} | {row.cpu_s:.2f} |"
-        for row in rows
-    ]
-    return "\n".join([*lines, ""])
+        f"{'after' if over > 0 else 'before'} its limit at the latest."
+    )
 
 
-def main() -> int:
-    """Run from the command line; 130 if interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.auto_grid")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=MODELS, default=MODELS)
-    parser.add_argument("--limit", type=float, default=10.0, help="auto's time limit, seconds")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--resume", type=Path, default=Path("out/auto_grid.json"))
-    parser.add_argument("--fresh", action="store_true", help="drop the rows kept so far")
-    options = parser.parse_args()
-    settings = {"torch": torch.__version__, "limit": options.limit}
-    kept = Kept(options.resume, Row, settings, fresh=options.fresh)
+BENCHMARK = Benchmark(
+    row=Row,
+    cases=named(MODELS),
+    measure=rows_of,
+    head=HEAD,
+    summary=_summary,
+    options={"limit": 10.0},
     # Machine code is made once, outside of any limit.
-    solve(graph_of("mlp"), None, resolve("rotor"), device=Device())
-    try:
-        for name in kept.missing(options.only, print):
-            kept.add(name, rows_of(name, options.limit))
-            text = page(kept.ordered(MODELS), options.limit)
-            if options.out is not None:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(text, encoding="utf-8")
-            print(f"{name}: done", flush=True)
-    except KeyboardInterrupt:
-        print(f"interrupted; the same command takes up what {kept.path} keeps")
-        return 130
-    print(page(kept.ordered(MODELS), options.limit))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    prepare=lambda _: solve(graph_of("mlp"), None, resolve("rotor"), device=Device()),
+)

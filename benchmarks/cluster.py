@@ -1,8 +1,5 @@
 """Llama on clusters that are not there, beside published figures: docs/results/cluster.md.
 
-    python -m benchmarks.cluster [--out docs/results/cluster.md] [--rows NAME ...] [--layers N]
-                                 [--estimates] [--resume FILE.json]
-
 The published figures are torchtitan's (github.com/pytorch/torchtitan): H100 in
 benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3 (FSDP2 without torch.compile), on H100s
 with 96 GB of HBM2e (2.4 TB/s) at 500 W; A100 in docs/performance.md of April 2024 (commit
@@ -15,7 +12,7 @@ published, else the device's capacity. Both are one rank's, through the fake pro
 model on `meta`, sharded by `memopt.shard`, and to both the optimizer's update is added. Each row
 runs in a process of its own, whose planning time and highest resident size it reports.
 `--estimates` prices the published steps and plans none; `--layers` makes the models shallower, to
-try the script; `--resume` keeps finished rows.
+try the script.
 
 The rates of torchtitan's H100s are those of torchao's roofline of "Meta's H100 variant" (2.4 TB/s):
 92% of the memory bandwidth, and of 989 tera-operations per second 60% at the commit that the report
@@ -25,16 +22,9 @@ for the rows; what the second gives is a row of its own.
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import memopt
 from benchmarks.cluster_llama import SHAPES, Llama, published_step
-from benchmarks.kept import Kept
+from benchmarks.runner import Benchmark
+from benchmarks.table import gib, table
 from memopt.models.graph import TensorKind
 from memopt.models.presets import find_device
 from memopt.programs.allocator_requests import reserved_by
@@ -52,7 +43,6 @@ from memopt.programs.replay import replay
 SEQUENCE = 8192
 UNLIMITED = "1000TiB"
 LIMIT_S, LIMIT_BYTES = 600.0, 16 * 2**30
-BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 UPDATE_BYTES = 92
 """What clipping and a step of torch's AdamW (`foreach`, its default) read and write for each
 parameter, in float32: the norm of gradients 4 and their scaling 8; weight decay 8, the first moment
@@ -71,16 +61,13 @@ GRAND_TETON_2025 = replace(GRAND_TETON, name="H100-96GB-500W at 78%", flops_frac
 
 
 @dataclass(frozen=True)
-class Row:
-    """One model on one cluster.
+class Step:
+    """One model of SHAPES on one cluster, 8 GPUs in a node.
 
     Attributes:
-        model: a name of SHAPES.
-        ranks: GPUs, 8 in a node.
         batch: sequences of a rank.
-        device: what they are.
-        published: tokens per second and GPU, by torchtitan; None: nobody published one.
-        published_gib: memory that the allocator reserved, likewise; the budget, where there is one.
+        published, published_gib: tokens per second and GPU, and memory that the allocator reserved,
+            by torchtitan; the memory is the budget, where it is known.
         selective: the published step's checkpointing; else full.
         fused: its norms, see `cluster_llama.Block`.
     """
@@ -103,33 +90,34 @@ class Row:
 
 
 A100 = find_device("A100")
-ROWS = {
+STEPS = {
     row.name: row
     for row in (
-        Row("8B", 8, 2, GRAND_TETON, 5762, 82.4),
-        Row("8B", 8, 2, GRAND_TETON_2025, 5762, 82.4),
-        Row("8B", 128, 2, GRAND_TETON, 5605, 67.0),
-        Row("8B", 512, 2, GRAND_TETON),
-        Row("8B", 64, 1, A100, 2973, fused=True),
-        Row("70B", 64, 1, A100, 331, selective=False),
-        Row("70B", 64, 1, GRAND_TETON, selective=False),
-        Row("70B", 256, 1, GRAND_TETON, selective=False),
-        Row("70B", 512, 1, GRAND_TETON, selective=False),
-        Row("405B", 512, 1, GRAND_TETON, selective=False),
+        Step("8B", 8, 2, GRAND_TETON, 5762, 82.4),
+        Step("8B", 8, 2, GRAND_TETON_2025, 5762, 82.4),
+        Step("8B", 128, 2, GRAND_TETON, 5605, 67.0),
+        Step("8B", 512, 2, GRAND_TETON),
+        Step("8B", 64, 1, A100, 2973, fused=True),
+        Step("70B", 64, 1, A100, 331, selective=False),
+        Step("70B", 64, 1, GRAND_TETON, selective=False),
+        Step("70B", 256, 1, GRAND_TETON, selective=False),
+        Step("70B", 512, 1, GRAND_TETON, selective=False),
+        Step("405B", 512, 1, GRAND_TETON, selective=False),
     )
 }
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a finished row came to, by its name."""
+class Row:
+    """A step's lines of both tables; "": it is not in that one. What is beyond the limits."""
 
-    name: str
-    figures: dict[str, Any]
+    published: str
+    planned: str
+    failed: str
 
 
-def figures(row: Row, plan: memopt.Plan) -> dict[str, Any]:
-    """What is said of the step that was published, and of a planned row."""
+def figures(row: Step, plan: memopt.Plan) -> dict[str, Any]:
+    """Give what is said of the step that was published, and of a planned one."""
     graph, device = plan.graph, plan.device
     sizes = (t.size_bytes for t in graph.tensors if t.kind is TensorKind.PARAMETER)
     bandwidth = device.memory_bytes_per_s * device.memory_fraction
@@ -147,179 +135,85 @@ def figures(row: Row, plan: memopt.Plan) -> dict[str, Any]:
     }
 
 
-def measured(row: Row, layers: int | None, estimate: bool) -> dict[str, Any]:
-    """One row; in a process of its own.
-
-    Args:
-        row: which.
-        layers: fewer than the model has; None: all.
-        estimate: price the published step alone: nothing is planned but the step as it is.
-    """
-    depth, width, heads, inner = SHAPES[row.model]
+def _measured(given: Any, step: Step) -> list[Row]:
+    depth, width, heads, inner = SHAPES[step.model]
 
     def build(mesh: DeviceMesh) -> nn.Module:
         with torch.device("meta"):
-            model = Llama(layers or depth, width, heads, inner, SEQUENCE, row.fused)
+            layers = given.layers or depth
+            model = Llama(layers, width, heads, inner, SEQUENCE, step.fused)
         return memopt.shard(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-    ids = torch.zeros(row.batch, SEQUENCE, dtype=torch.int64, device="meta")
-    budget = None if row.published_gib is None else f"{row.published_gib}GiB"
+    ids = torch.zeros(step.batch, SEQUENCE, dtype=torch.int64, device="meta")
+    budget = None if step.published_gib is None else f"{step.published_gib}GiB"
+    within = {"strategy": "rotor", "budget": budget}
+    if given.estimates:
+        within = {"strategy": "store-all", "budget": UNLIMITED}
     begin = time.perf_counter(), time.process_time()
+    refused, found = "", {}
     try:
-        plan = memopt.plan(
-            build,
-            (ids, ids),
-            mesh=memopt.Mesh(data=row.ranks),
-            mode="estimate",
-            device=row.device,
-            optimizer="adamw",
-            strategy="store-all" if estimate else "rotor",
-            budget=UNLIMITED if estimate else budget,
-            progress=False,
-        )
+        how = {"mode": "estimate", "device": step.device, "optimizer": "adamw", "progress": False}
+        plan = memopt.plan(build, (ids, ids), mesh=memopt.Mesh(data=step.ranks), **within, **how)
+        found = figures(step, plan)
     except memopt.InfeasibleBudgetError as error:
-        found: dict[str, Any] = {"refused": str(error)}
-    else:
-        found = figures(row, plan)
-    found["planned"] = not estimate
-    found["planning_s"] = time.perf_counter() - begin[0]
-    found["planning_cpu_s"] = time.process_time() - begin[1]
-    found["host_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return found
+        refused = str(error)
+    spent = time.perf_counter() - begin[0], time.process_time() - begin[1]
+    host_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cost = [f"{spent[0]:.0f} s", f"{spent[1]:.0f} s", f"{gib(host_bytes)} GiB"]
+    beyond = spent[0] > LIMIT_S or host_bytes > LIMIT_BYTES
+    published = " | ".join(_published_cells(step, found)) if found else ""
+    planned = "" if given.estimates else " | ".join([*_planned_cells(step, found, refused), *cost])
+    return [Row(published, planned, f"{step.name}: beyond {LIMIT_S:.0f} s or 16 GiB" * beyond)]
 
 
-PUBLISHED_HEAD = (
-    "model",
-    "GPUs",
-    "sequences",
-    "reserved memory, published",
-    "estimated",
-    "deviation",
-    "tokens/s per GPU, published",
-    "estimated",
-    "deviation",
-)
-PLANNED_HEAD = (
-    "model",
-    "GPUs",
-    "budget",
-    "peak",
-    "as it is",
-    "never moves",
-    "step",
-    "network",
-    "of it hidden",
-    "tokens/s per GPU",
-    "beside torchtitan's step",
-    "planning",
-    "processor",
-    "host memory",
-)
-
-
-def gib(size_bytes: float) -> str:
-    """GiB with one decimal."""
-    return f"{size_bytes / 2**30:.1f} GiB"
-
-
-def where(row: Row) -> list[str]:
-    """The cells that name a row."""
-    return [row.model, f"{row.ranks} {row.device.name}"]
-
-
-def published_cells(row: Row, found: dict[str, Any]) -> list[str]:
-    """The row of the published step, estimated."""
-    rate, memory = row.batch * SEQUENCE / found["published_s"], found["published_reserved"]
-    known, known_gib = row.published, row.published_gib
+def _published_cells(step: Step, found: dict[str, float]) -> list[str]:
+    rate, memory = step.batch * SEQUENCE / found["published_s"], found["published_reserved"]
+    known, known_gib = step.published, step.published_gib
+    memories, rates = [f"{gib(memory)} GiB", ""], [f"{rate:,.0f}", ""]
+    if known_gib is not None:
+        memories[1] = f"{memory / known_gib / 2**30 - 1:+.0%}"
+    if known is not None:
+        rates[1] = f"{rate / known - 1:+.0%}"
     return [
-        *where(row),
-        str(row.batch),
-        "" if known_gib is None else f"{known_gib} GiB",
-        gib(memory),
-        "" if known_gib is None else f"{memory / known_gib / 2**30 - 1:+.0%}",
-        "" if known is None else f"{known:,.0f}",
-        f"{rate:,.0f}",
-        "" if known is None else f"{rate / known - 1:+.0%}",
+        *(step.model, f"{step.ranks} {step.device.name}", str(step.batch)),
+        *("" if known_gib is None else f"{known_gib} GiB", *memories),
+        *("" if known is None else f"{known:,.0f}", *rates),
     ]
 
 
-def planned_cells(row: Row, found: dict[str, Any]) -> list[str]:
-    """The row of the planned step."""
-    cost = [f"{found['planning_s']:.0f} s", f"{found['planning_cpu_s']:.0f} s"]
-    cost.append(gib(found["host_bytes"]))
-    if "refused" in found:
-        return [*where(row), found["refused"], *[""] * 8, *cost]
-    capacity = gib(row.device.capacity_bytes or 0)
+def _planned_cells(step: Step, found: dict[str, float], refused: str) -> list[str]:
+    where = [step.model, f"{step.ranks} {step.device.name}"]
+    if refused:
+        return [*where, refused, *[""] * 8]
+    budget = step.published_gib or gib(step.device.capacity_bytes or 0)
     return [
-        *where(row),
-        capacity if row.published_gib is None else f"{row.published_gib} GiB",
-        gib(found["peak"]),
-        gib(found["store_all"]),
-        gib(found["resident"]),
-        f"{found['time_s']:.2f} s",
-        f"{found['network_s']:.2f} s",
-        f"{found['hidden']:.0%}",
-        f"{row.batch * SEQUENCE / found['time_s']:,.0f}",
+        *(*where, f"{budget} GiB"),
+        *(f"{gib(found[what])} GiB" for what in ("peak", "store_all", "resident")),
+        *(f"{found['time_s']:.2f} s", f"{found['network_s']:.2f} s", f"{found['hidden']:.0%}"),
+        f"{step.batch * SEQUENCE / found['time_s']:,.0f}",
         f"{found['published_s'] / found['time_s']:.2f}",
-        *cost,
     ]
 
 
-def table(head: tuple[str, ...], rows: Iterable[list[str]]) -> str:
-    """Markdown."""
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
+    published = table(
+        "model | GPUs | sequences | reserved memory, published | estimated | deviation | "
+        "tokens/s per GPU, published | estimated | deviation",
+        [row.published for row in rows if row.published],
+    )
+    planned = table(
+        "model | GPUs | budget | peak | as it is | never moves | step | network | of it hidden | "
+        "tokens/s per GPU | beside torchtitan's step | planning | processor | host memory",
+        [row.planned for row in rows if row.planned],
+    )
+    return {"published": published} | ({"planned": planned} if rows[0].planned else {})
 
 
-def tables(found: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Both tables, by the names of their places on the page; without those that have no rows."""
-    published = [published_cells(ROWS[name], x) for name, x in found.items() if "refused" not in x]
-    planned = [planned_cells(ROWS[name], x) for name, x in found.items() if x["planned"]]
-    made = {"published": (PUBLISHED_HEAD, published), "planned": (PLANNED_HEAD, planned)}
-    return {name: table(head, rows) for name, (head, rows) in made.items() if rows}
-
-
-def rows(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The wanted rows, each measured in a process of its own or kept from an earlier run."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = options.resume or Path(folder, "rows.json")
-        settings = {name: getattr(options, name) for name in ("layers", "estimates")}
-        kept = Kept(path, Found, {**settings, "torch": torch.__version__})
-        for name in kept.missing(options.rows, print):
-            command = [sys.executable, "-m", "benchmarks.cluster", "--one", name]
-            command += ["--layers", str(options.layers)] if options.layers else []
-            command += ["--estimates"] if options.estimates else []
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            kept.add(name, [Found(name, json.loads(done.stdout.splitlines()[-1]))])
-            print("\n\n".join(tables({name: kept.rows[name][0].figures}).values()), flush=True)
-        return {one.name: one.figures for one in kept.ordered(options.rows)}
-
-
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--layers", type=int, help="fewer than the model has")
-    parser.add_argument("--one", choices=ROWS, help="one row, as JSON")
-    parser.add_argument("--estimates", action="store_true", help="plan nothing")
-    parser.add_argument("--resume", type=Path, help="where finished rows are kept (JSON)")
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(measured(ROWS[options.one], options.layers, options.estimates)))
-        return
-    found = rows(options)
-    for name, row in found.items():
-        if row["planning_s"] > LIMIT_S or row["host_bytes"] > LIMIT_BYTES:
-            print(f"{name}: beyond {LIMIT_S:.0f} s or {gib(LIMIT_BYTES)} of host memory")
-    if options.out:
-        page = options.out.read_text(encoding="utf-8")
-        for name, text in tables(found).items():
-            before, _, rest = page.partition(BEGIN.format(name))
-            _, _, after = rest.partition(END.format(name))
-            page = f"{before}{BEGIN.format(name)}\n{text}\n{END.format(name)}{after}"
-        options.out.write_text(page, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    row=Row,
+    cases={name: (step,) for name, step in STEPS.items()},
+    measure=_measured,
+    blocks=_blocks,
+    options={"layers": int, "estimates": False},
+    apart=True,
+)

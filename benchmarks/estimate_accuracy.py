@@ -1,8 +1,5 @@
 """Estimated against measured on this machine's CPU, for the fourteen model families.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.estimate_accuracy [--size paper] [--out FILE]
-        [--only FAMILY ...] [--resume FILE] [--fresh]
-
 For each family, in train mode with one thread:
 
 - times: Spearman's correlation between the estimated and the measured time of every operator, and
@@ -13,19 +10,16 @@ For each family, in train mode with one thread:
 
 Times are CPU time of the one thread that works, best of several runs: on a shared machine, unlike
 wall-clock time, it does not count what other processes do. The device is calibrated by
-`memopt.measure_device` once, before any model is looked at.
-
-A finished family's row and the calibration are kept in a JSON file (--resume; in out/ by default)
-and not measured again: a run cut short, Ctrl-C included, writes what it has and is taken up.
+`memopt.measure_device` once, before any model is looked at, and kept beside the rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
+import json
 import platform
-import sys
 import time
+import timeit
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,7 +29,9 @@ from unittest import mock
 import torch
 from scipy.stats import spearmanr
 
-from benchmarks.kept import Kept
+from benchmarks.runner import Benchmark, OneOf
+from benchmarks.steps import CPU
+from benchmarks.table import joined, mib, table
 from memopt.api.planning import plan
 from memopt.models.device import Device
 from memopt.profiler import device_measure, device_probes, estimate_model
@@ -45,7 +41,6 @@ from memopt.profiler.session import Profiled
 from memopt.profiler.signature import StandIns, signature
 from tests.zoo import FAMILIES, Family, call, get
 
-CPU = torch.device("cpu")
 ROUNDS = 3
 ROUND_S = 0.03
 BATCHES = {
@@ -62,62 +57,31 @@ class ThreadClock:
     perf_counter = staticmethod(time.thread_time)
 
 
+CALIBRATION = Path("out/estimate_accuracy-device.json")
+
+
 @dataclass(frozen=True)
 class Row:
-    """One family's figures; times in seconds, memory in bytes."""
+    """One family: its line, the correlation, estimated time over the step's, and of the peaks."""
 
-    family: str
-    batch: int
-    operators: int
+    text: str
     spearman: float
-    estimated_s: float
-    measured_s: float
-    step_s: float
-    estimated_peak: int
-    measured_peak: int
-
-    def cells(self) -> list[str]:
-        """The row of the table."""
-        return [
-            self.family,
-            str(self.batch),
-            str(self.operators),
-            f"{self.spearman:.3f}",
-            f"{1e3 * self.estimated_s:.1f}",
-            f"{1e3 * self.measured_s:.1f}",
-            f"{self.estimated_s / self.measured_s:.2f}",
-            f"{1e3 * self.step_s:.1f}",
-            f"{self.estimated_s / self.step_s:.2f}",
-            f"{self.estimated_peak / 2**20:.1f}",
-            f"{self.measured_peak / 2**20:.1f}",
-            f"{100 * (self.estimated_peak / self.measured_peak - 1):+.2f}%",
-        ]
-
-
-HEAD = [
-    "family",
-    "batch",
-    "operators",
-    "Spearman",
-    "estimated ms",
-    "measured ms",
-    "ratio",
-    "eager step ms",
-    "ratio",
-    "estimated peak MiB",
-    "measured peak MiB",
-    "difference",
-]
+    time_ratio: float
+    peak_ratio: float
 
 
 def calibrated() -> Device:
-    """This machine's Device, by the thread's clock."""
-    with mock.patch.object(device_probes, "time", ThreadClock):
-        return device_measure.measure_device("cpu")
+    """Measure this machine's Device, by the thread's clock, or read what was measured."""
+    if not CALIBRATION.exists():
+        with mock.patch.object(device_probes, "time", ThreadClock):
+            device = device_measure.measure_device("cpu")
+        CALIBRATION.parent.mkdir(exist_ok=True)
+        CALIBRATION.write_text(json.dumps(asdict(device)), encoding="utf-8")
+    return Device(**json.loads(CALIBRATION.read_text(encoding="utf-8")))
 
 
 def best_s(run: Callable[[], Any], budget_s: float) -> float:
-    """CPU seconds of the fastest of several runs; short ones are repeated."""
+    """Measure CPU seconds of the fastest of several runs; short ones are repeated."""
     best, spent, repeats = float("inf"), 0.0, 1
     while spent < budget_s:
         begin = time.thread_time()
@@ -133,7 +97,7 @@ def best_s(run: Callable[[], Any], budget_s: float) -> float:
 
 
 def operator_times(profiled: Profiled) -> list[float]:
-    """Measured CPU seconds of every operator, each distinct call once, in interleaved rounds."""
+    """Measure CPU seconds of every operator, each distinct call once, in interleaved rounds."""
     calls = {one.text: one for one in map(signature, profiled.lowering.nodes)}
     times = dict.fromkeys(calls, float("inf"))
     stand_ins = StandIns(CPU)
@@ -148,7 +112,7 @@ def operator_times(profiled: Profiled) -> list[float]:
 
 
 def steps(model: torch.nn.Module, inputs: Any, family: Family) -> Callable[[], Any]:
-    """A training step without the optimizer."""
+    """Make a training step without the optimizer."""
 
     def step() -> None:
         for parameter in model.parameters():
@@ -159,7 +123,7 @@ def steps(model: torch.nn.Module, inputs: Any, family: Family) -> Callable[[], A
 
 
 def measured_peak(model: torch.nn.Module, inputs: Any, family: Family, profiled: Profiled) -> int:
-    """Resident bytes and the peak of a step under a plan that stores everything."""
+    """Measure the peak of a step under a plan that stores everything, resident bytes included."""
     stored = plan(profiled, strategy="store-all", progress=False).apply(model)
 
     def step() -> None:
@@ -177,112 +141,59 @@ def measured_peak(model: torch.nn.Module, inputs: Any, family: Family, profiled:
     return profiled.graph.resident_bytes + use.peak_bytes
 
 
-def row(family: Family, size: Any, batch: int, device: Device) -> Row:
-    """Measure one family."""
+def _measured(given: Any, name: str) -> list[Row]:
+    size, family = given.size, get(name)
+    batch = BATCHES[size].get(name, OTHER_BATCH[size])
     inputs = family.inputs(size, batch=batch)
     with torch.device("meta"):
         shape_only = family.make(size)
-    profiled = estimate_model(shape_only, inputs, device)
+    profiled = estimate_model(shape_only, inputs, calibrated())
     estimated = [operator.time_s for operator in profiled.graph.operators]
     measured = operator_times(profiled)
     model = family.build(size)
     step = steps(model, inputs, family)
     step()
-    step_s = min(_once(step) for _ in range(3))
-    peak = measured_peak(model, inputs, family, profiled)
-    return Row(
-        family=family.name,
-        batch=batch,
-        operators=len(estimated),
-        spearman=float(spearmanr(estimated, measured).statistic),
-        estimated_s=sum(estimated),
-        measured_s=sum(measured),
-        step_s=step_s,
-        estimated_peak=plan(profiled, strategy="store-all", progress=False).peak_bytes,
-        measured_peak=peak,
+    step_s = min(timeit.repeat(step, repeat=3, number=1, timer=time.thread_time))
+    peak = plan(profiled, strategy="store-all", progress=False).peak_bytes
+    real_peak = measured_peak(model, inputs, family, profiled)
+    gc.collect()
+    found_s, real_s = sum(estimated), sum(measured)
+    correlation = float(spearmanr(estimated, measured).statistic)
+    line = (
+        f"{name} | {batch} | {len(estimated)} | {correlation:.3f} | {1e3 * found_s:.1f} | "
+        f"{1e3 * real_s:.1f} | {found_s / real_s:.2f} | {1e3 * step_s:.1f} | "
+        f"{found_s / step_s:.2f} | {mib(peak)} | {mib(real_peak)} | {peak / real_peak - 1:+.2%}"
     )
+    return [Row(line, correlation, found_s / step_s, peak / real_peak)]
 
 
-def _once(step: Callable[[], Any]) -> float:
-    begin = time.thread_time()
-    step()
-    return time.thread_time() - begin
-
-
-def table(rows: list[Row], size: str, device: Device) -> str:
-    """Markdown."""
-    worst = max(abs(r.estimated_peak / r.measured_peak - 1) for r in rows)
-    ratios = [r.estimated_s / r.step_s for r in rows]
-    lines = [
-        f"# Estimated and measured, {size} size, CPU, one thread",
-        "",
-        f"`{environment(CPU)}`, {platform.system()}. Command: "
-        f"`OMP_NUM_THREADS=1 python -m benchmarks.estimate_accuracy --size {size}`. Times are CPU "
-        "time of the working thread; peaks include resident bytes.",
-        "",
-        "| " + " | ".join(HEAD) + " |",
-        "|" + "---|" * len(HEAD),
-        *("| " + " | ".join(r.cells()) + " |" for r in rows),
-        "",
+def _blocks(rows: list[Row], _: Any) -> str:
+    worst = max(abs(r.peak_ratio - 1) for r in rows)
+    ratios = [r.time_ratio for r in rows]
+    device = calibrated()
+    rates = ", ".join(f"{name} {rate / 1e9:.3g} G/s" for name, rate in device.flops_per_s.items())
+    head = (
+        "family | batch | operators | Spearman | estimated ms | measured ms | ratio | eager step ms"
+        " | ratio | estimated peak MiB | measured peak MiB | difference"
+    )
+    return joined(
+        f"`{environment(CPU)}`, {platform.system()}.",
+        table(head, [row.text for row in rows]),
         f"Smallest Spearman {min(r.spearman for r in rows):.3f}; estimated time over the eager "
         f"step's {min(ratios):.2f} to {max(ratios):.2f}; largest difference of peaks "
         f"{100 * worst:.2f}%.",
-        "",
-        "Calibration: "
-        + ", ".join(f"{name} {rate / 1e9:.3g} G/s" for name, rate in device.flops_per_s.items())
-        + f", memory {device.memory_bytes_per_s / 1e9:.3g} GB/s, launch "
+        f"Calibration: {rates}, memory {device.memory_bytes_per_s / 1e9:.3g} GB/s, launch "
         f"{1e6 * device.launch_latency_s:.2f} µs.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def kept_rows(options: argparse.Namespace) -> tuple[Kept[Row], Device]:
-    """What earlier runs finished, and the calibration that it was estimated with."""
-    path = options.resume or Path(f"out/estimate_accuracy-{options.size}.json")
-    settings = {"size": options.size, "environment": environment(CPU)}
-    kept = Kept(path, Row, settings, fresh=options.fresh)
-    if "device" not in kept.shared:
-        kept.shared["device"] = asdict(calibrated())
-        kept.write()
-    return kept, Device(**kept.shared["device"])
-
-
-def main() -> int:
-    """Run from the command line; 130 if interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.estimate_accuracy")
-    every = [family.name for family in FAMILIES]
-    parser.add_argument("--only", nargs="+", metavar="FAMILY", choices=every, default=every)
-    parser.add_argument("--size", choices=("tiny", "paper"), default="paper")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--resume", type=Path, help="JSON file of finished rows (in out/ by default)"
     )
-    parser.add_argument("--fresh", action="store_true", help="drop the rows kept so far")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    kept, device = kept_rows(options)
-    try:
-        for name in kept.missing(options.only, print):
-            batch = BATCHES[options.size].get(name, OTHER_BATCH[options.size])
-            kept.add(name, [row(get(name), options.size, batch, device)])
-            print(" | ".join(kept.rows[name][0].cells()), flush=True)
-            gc.collect()
-            write(kept, every, device, options)
-    except KeyboardInterrupt:
-        print(f"interrupted; the same command takes up what {kept.path} keeps")
-        return 130
-    print(write(kept, every, device, options))
-    return 0
 
 
-def write(kept: Kept[Row], every: list[str], device: Device, options: argparse.Namespace) -> str:
-    """The page of all kept rows, written to --out if there is one."""
-    text = table(kept.ordered(every), options.size, device)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text, encoding="utf-8")
-    return text
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    page="docs/results/estimate_cpu.md",
+    row=Row,
+    cases={family.name: (family.name,) for family in FAMILIES},
+    measure=_measured,
+    blocks=_blocks,
+    options={"size": OneOf(("paper", "tiny"))},
+    marks=lambda given: {"size": given.size, "environment": environment(CPU)},
+    prepare=lambda _: calibrated(),
+)

@@ -1,8 +1,5 @@
 """Graphs without a backward: random layered graphs within a share of their own order's peak.
 
-    python -m benchmarks.forward_graphs [--out PAGE] [--seeds FROM TO] [--limit SECONDS]
-                                        [--strategies NAME ...] [--files JSON ...]
-
 The graphs are drawn by the recipe of Gagrani et al. (2022, appendix A), as those of Moccasin
 (Bartan et al., 2023) are: layers of random width, edges between neighbouring ones, and skips.
 `--files` instead plans published graphs in the node-link form of networkx, with out_cost, duration
@@ -11,17 +8,18 @@ and an order.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
+import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Any, NamedTuple
 
+from benchmarks.runner import Benchmark
 from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator, Tensor
@@ -168,42 +166,20 @@ def read_graph(path: Path) -> Graph:
 
 @dataclass(frozen=True)
 class Row:
-    """One graph within a share of its peak.
+    """One graph within a share of its peak; gap None: no plan."""
 
-    Attributes:
-        label: which graph.
-        operators, edges: their numbers.
-        share: the budget over the peak of the graph's order, nothing run again.
-        strategy: who planned.
-        once_s: the time of every operator once.
-        found: the plan and its bound.
-        cpu_s, clock_s: what planning took.
-    """
+    text: str
+    gap: float | None
 
-    label: str
-    operators: int
-    edges: int
-    share: float
-    strategy: str
-    once_s: float
+
+class Planned(NamedTuple):
+    """A row and its plan."""
+
+    row: Row
     found: Solution
-    cpu_s: float
-    clock_s: float
-
-    @property
-    def line(self) -> str:
-        """The row in Markdown."""
-        cells = [self.label, str(self.operators), str(self.edges), f"{self.share:g}", self.strategy]
-        found, bound_s = self.found, self.found.lower_bound_s or self.once_s
-        if found.time_s is None:
-            cells += [str(found.status), "", ""]
-        else:
-            more, least = (100 * (time_s / self.once_s - 1) for time_s in (found.time_s, bound_s))
-            cells += [f"{more:.2f}%", f"{least:.2f}%", f"{100 * (found.gap or 0.0):.2f}%"]
-        return "| " + " | ".join([*cells, f"{self.cpu_s:.1f}", f"{self.clock_s:.1f}"]) + " |"
 
 
-def row_of(label: str, graph: Graph, share: float, name: str, limit_s: float) -> Row:
+def row_of(label: str, graph: Graph, share: float, name: str, limit_s: float) -> Planned:
     """Plan a graph within a share of its peak; the plan is validated and replayed.
 
     Raises:
@@ -214,73 +190,59 @@ def row_of(label: str, graph: Graph, share: float, name: str, limit_s: float) ->
     strategy = next(strategy for strategy in STRATEGIES if strategy.name == name)
     cpu_s, clock_s = time.process_time(), time.monotonic()
     found = strategy.solve(graph, budget, time_limit_s=limit_s)
-    cpu_s, clock_s = time.process_time() - cpu_s, time.monotonic() - clock_s
+    spent = time.process_time() - cpu_s, time.monotonic() - clock_s
     if found.program is not None:
         violation, figures = validate_and_replay(graph, found.program, Budget(budget), Device())
         if violation is not None or figures.time_s != found.time_s:
             raise AssertionError(f"{label}: {violation}")
     edges = sum(len(operator.reads) for operator in graph.operators)
-    count = len(graph.operators)
-    return Row(label, count, edges, share, name, base.time_s, found, cpu_s, clock_s)
+    least = (found.lower_bound_s or base.time_s) / base.time_s - 1
+    result, gap = f"{found.status} |  | ", None
+    if found.time_s is not None:
+        gap = found.gap or 0.0
+        result = f"{found.time_s / base.time_s - 1:.2%} | {least:.2%} | {gap:.2%}"
+    cells = f"{label} | {len(graph.operators)} | {edges} | {share:g} | {name} | {result}"
+    return Planned(Row(f"{cells} | {spent[0]:.1f} | {spent[1]:.1f}", gap), found)
 
 
-HEAD = (
-    "| seed | operators | edges | budget / peak | strategy | plan | bound | gap | CPU s "
-    "| clock s |\n"
-    "|---:|---:|---:|---:|---|---:|---:|---:|---:|---:|"
+def _cases(given: Any) -> dict[str, tuple[Graph, str, float, str]]:
+    graphs = {path: read_graph(Path(path)) for path in given.files} or {
+        f"{nodes} {seed}": layered_graph(nodes, seed)
+        for nodes in SIZES
+        for seed in range(*given.seeds)
+    }
+    return {
+        f"{label} {share} {name}": (graph, label, share, name)
+        for label, graph in graphs.items()
+        for share in SHARES
+        for name in given.strategies
+    }
+
+
+def _planned(given: Any, graph: Graph, label: str, share: float, name: str) -> list[Row]:
+    return [row_of(label.split()[-1], graph, share, name, given.limit).row]
+
+
+def _summary(rows: list[Row], _: Any) -> str:
+    gaps = [100 * row.gap for row in rows if row.gap is not None]
+    return (
+        f"**{len(gaps)} of {len(rows)} have a plan, {sum(gap <= 1e-4 for gap in gaps)} of them "
+        f"proved optimal**; median gap {statistics.median(gaps or [0.0]):.2f}%, largest "
+        f"{max(gaps, default=0.0):.2f}%."
+    )
+
+
+BENCHMARK = Benchmark(
+    row=Row,
+    cases=_cases,
+    measure=_planned,
+    head="seed | operators | edges | budget / peak | strategy | plan | bound | gap | CPU s | "
+    "clock s",
+    summary=_summary,
+    selects=("seeds", "strategies", "files"),
+    options={"seeds": SEEDS, "limit": 55.0, "strategies": NAMES, "files": ()},
+    prepare=lambda given: [
+        row_of("", layered_graph(10, 0), 0.9, name, 10.0) for name in given.strategies
+    ],
+    failures=lambda rows, _: [f"{row.text}: no plan" for row in rows if row.gap is None],
 )
-
-
-def page(rows: Sequence[Row], limit_s: float, note: str) -> str:
-    """The results as Markdown."""
-    gaps = sorted(100 * (row.found.gap or 0.0) for row in rows if row.found.plans)
-    proved = sum(gap <= 1e-4 for gap in gaps)
-    parts = [
-        "# Graphs without a backward",
-        f"`python -m benchmarks.forward_graphs --limit {limit_s:g} --out docs/results/"
-        "forward_graphs.md`: random layered graphs by the recipe of Gagrani et al. (2022), as "
-        "Moccasin's (Bartan et al., 2023), each in a random topological order. As in that paper "
-        "the budget is a share of the peak of the order given, with nothing run again. Plan and "
-        "bound are the time of repeated runs, over that of every operator once; the bound is of "
-        "all plans whose operators run for the first time in the order given. At most "
-        f"{limit_s:g} s each, one thread, compiled code apart; every plan is validated and "
-        "replayed. The search was developed on other seeds. " + note,
-        f"**{len(gaps)} of {len(rows)} have a plan, {proved} of them proved optimal**; "
-        f"median gap {gaps[len(gaps) // 2]:.2f}%, largest {gaps[-1]:.2f}%."
-        if gaps
-        else "No plan was found.",
-        "\n".join([HEAD, *(row.line for row in rows)]),
-    ]
-    return "\n\n".join(part.rstrip() for part in parts) + "\n"
-
-
-def main() -> int:
-    """Print the table line by line, write the page; 0 if every graph has a plan."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seeds", type=int, nargs=2, default=SEEDS)
-    parser.add_argument("--limit", type=float, default=55.0, help="seconds for each plan")
-    parser.add_argument("--strategies", nargs="+", default=NAMES)
-    parser.add_argument("--files", type=Path, nargs="+", default=[])
-    parser.add_argument("--note", default="", help="a sentence for the page, on the machine say")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    graphs = [(path.stem, read_graph(path)) for path in options.files] or [
-        (str(seed), layered_graph(nodes, seed)) for nodes in SIZES for seed in range(*options.seeds)
-    ]
-    for name in options.strategies:
-        row_of("", layered_graph(10, 0), 0.9, name, 10.0)
-    rows: list[Row] = []
-    sys.stdout.write(HEAD + "\n")
-    for label, graph in graphs:
-        for share in SHARES:
-            for name in options.strategies:
-                rows.append(row_of(label, graph, share, name, options.limit))
-                sys.stdout.write(rows[-1].line + "\n")
-                sys.stdout.flush()
-    if options.out is not None:
-        options.out.write_text(page(rows, options.limit, options.note), encoding="utf-8")
-    return 0 if all(row.found.plans for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

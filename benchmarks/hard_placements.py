@@ -1,8 +1,5 @@
 """Placement instances without slack: a rectangle of time and memory, cut into 100 to 400 buffers.
 
-    python -m benchmarks.hard_placements [--seeds 1000 1060] [--note TEXT]
-                                         [--out docs/results/hard_placements.md]
-
 Every instance has a placement of no waste at all, since its buffers are the pieces of one
 rectangle: the bound (the most bytes live at once) is the optimum, and it is what is to be found,
 without a capacity given. Seconds are CPU time of one thread, compiled code apart.
@@ -10,22 +7,22 @@ without a capacity given. Seconds are CPU time of one thread, compiled code apar
 
 from __future__ import annotations
 
-import argparse
-import sys
+import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
+from typing import Any
 
+from benchmarks.runner import Benchmark
+from benchmarks.table import percent
 from memopt.strategies.olla import Buffer, Placement, place
 
 MOST_S = 10.0
 """An instance counts as solved if its optimum takes no longer."""
 SEEDS = range(1000, 1060)
 """Reported; the search was developed on others (0 to 59, 2000 to 2199)."""
-
 Piece = tuple[int, int, int, int]
 """First instant, last instant (excluded), first byte, last byte (excluded)."""
 
@@ -36,10 +33,9 @@ class Recipe:
 
     Attributes:
         buffers: number of pieces, about.
-        instants: width of the rectangle. Few instants have many buffers begin and end together,
-            so that much more can follow upon each.
-        units: height of the rectangle, in units of bytes; few have many buffers of equal sizes.
-        unit_bytes: size of a unit.
+        instants, units: width and height of the rectangle; few have many buffers begin and end
+            together, or be of equal sizes.
+        unit_bytes: size of a unit of height.
         spirals: share of cuts that are into five pieces which no straight cut separates.
         upright: how often a cut is across time, for a square piece.
         even: pieces are cut at about their middles, not anywhere.
@@ -55,7 +51,7 @@ class Recipe:
 
 
 def recipe(rng: Random) -> Recipe:
-    """A random recipe."""
+    """Draw a recipe."""
     return Recipe(
         buffers=rng.randint(100, 400),
         instants=int(2 ** rng.uniform(5, 11)),
@@ -68,7 +64,7 @@ def recipe(rng: Random) -> Recipe:
 
 
 def hard_placement(seed: int) -> tuple[Recipe, tuple[Buffer, ...]]:
-    """One instance, its buffers in random order."""
+    """Draw an instance, its buffers in random order."""
     rng = Random(seed)
     chosen = recipe(rng)
     pieces = _pieces(rng, chosen)
@@ -81,7 +77,7 @@ def hard_placement(seed: int) -> tuple[Recipe, tuple[Buffer, ...]]:
 
 
 def _pieces(rng: Random, chosen: Recipe) -> list[Piece]:
-    """The rectangle, cut piece by piece: large pieces first, more often than not."""
+    """Cut the rectangle piece by piece: large pieces first, more often than not."""
     pieces: list[Piece] = [(0, chosen.instants, 0, chosen.units)]
     whole: list[Piece] = []
     while pieces and len(pieces) + len(whole) < chosen.buffers:
@@ -96,13 +92,13 @@ def _pieces(rng: Random, chosen: Recipe) -> list[Piece]:
 
 
 def _share(piece: Piece, chosen: Recipe) -> float:
-    """The part of the rectangle that is a piece."""
+    """Give the part of the rectangle that is a piece."""
     begin, end, bottom, top = piece
     return (end - begin) * (top - bottom) / (chosen.instants * chosen.units)
 
 
 def _cut(rng: Random, piece: Piece, chosen: Recipe) -> list[Piece]:
-    """A piece in two, or in five around each other; the piece itself where it is too small."""
+    """Cut a piece in two, or in five around each other; give it itself where it is too small."""
     begin, end, bottom, top = piece
     wide, high = end - begin > 1, top - bottom > 1
     if min(end - begin, top - bottom) > 2 and rng.random() < chosen.spirals:
@@ -126,7 +122,7 @@ def _between(rng: Random, low: int, high: int, even: bool) -> int:
 
 
 def _spiral(rng: Random, piece: Piece) -> list[Piece]:
-    """Four pieces around a fifth, either way round."""
+    """Cut four pieces around a fifth, either way round."""
     begin, end, bottom, top = piece
     left, right = sorted(rng.sample(range(begin + 1, end), 2))
     low, high = sorted(rng.sample(range(bottom + 1, top), 2))
@@ -150,34 +146,32 @@ def _spiral(rng: Random, piece: Piece) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Row:
-    """One instance, its placement and the CPU time it took."""
+    """One instance: its line, whether the optimum was found in time, CPU time, what found it."""
 
-    seed: int
-    recipe: Recipe
-    buffers: int
-    placement: Placement
+    text: str
+    solved: bool
     cpu_s: float
-
-    @property
-    def solved(self) -> bool:
-        """Whether the optimum was found in time."""
-        return self.placement.peak == self.placement.bound and self.cpu_s <= MOST_S
+    method: str
 
 
-def row_of(seed: int) -> Row:
-    """Place one instance."""
+def _placed(_: Any, seed: int) -> list[Row]:
     chosen, buffers = hard_placement(seed)
     began = time.process_time()
-    placement = place(buffers)
+    found = place(buffers)
     cpu_s = time.process_time() - began
-    if placement.bound != chosen.units * chosen.unit_bytes:
-        raise AssertionError(f"seed {seed}: the bound is {placement.bound}")
-    _check(buffers, placement)
-    return Row(seed, chosen, len(buffers), placement, cpu_s)
+    if found.bound != chosen.units * chosen.unit_bytes:
+        raise AssertionError(f"seed {seed}: the bound is {found.bound}")
+    _check(buffers, found)
+    method = str(found.stats["method"])
+    line = (
+        f"{seed} | {len(buffers)} | {chosen.instants} | {chosen.units} | {chosen.spirals:g} | "
+        f"{percent(found.gap, 2)} | {cpu_s:.2f} | {method}"
+    )
+    return [Row(line, found.gap == 0 and cpu_s <= MOST_S, cpu_s, method)]
 
 
 def _check(buffers: Sequence[Buffer], placement: Placement) -> None:
-    """Every two buffers apart in time or in memory, none above the peak."""
+    """Require every two buffers apart in time or in memory, none above the peak."""
     spans = [(b, placement.offsets[b.id], placement.offsets[b.id] + b.size) for b in buffers]
     for index, (one, low, high) in enumerate(spans):
         if low < 0 or high > placement.peak:
@@ -188,55 +182,31 @@ def _check(buffers: Sequence[Buffer], placement: Placement) -> None:
                 raise AssertionError(f"{one.id} and {other.id} overlap")
 
 
-def page(rows: Sequence[Row], note: str) -> str:
-    """The results as Markdown."""
-    solved = sum(row.solved for row in rows)
-    times = sorted(row.cpu_s for row in rows)
-    by_method = Counter(str(row.placement.stats["method"]) for row in rows if row.solved)
-    parts = [
-        "# OLLA: placements without slack",
-        "`python -m benchmarks.hard_placements --out docs/results/hard_placements.md`: rectangles "
-        "of time and memory cut into 100 to 400 buffers, by straight cuts and by spirals that no "
-        "straight cut separates, so that a placement without a byte free exists. The search is "
-        "not told. CPU time of one thread, compiled code apart; the search was developed on other "
-        f"seeds. {note}".rstrip(),
-        f"**{solved} of {len(rows)} end at the optimum within {MOST_S:g} s of CPU time**; median "
-        f"{times[len(times) // 2]:.2f} s, largest {times[-1]:.1f} s. Found by: "
-        + ", ".join(f"{method} {many}" for method, many in by_method.most_common())
-        + ".",
-        "\n".join(
-            [
-                "| seed | buffers | instants | units | spirals | gap | CPU s | found by |",
-                "|---:|---:|---:|---:|---:|---:|---:|---|",
-                *(
-                    f"| {row.seed} | {row.buffers} | {row.recipe.instants} | {row.recipe.units} "
-                    f"| {row.recipe.spirals:g} | {100 * row.placement.gap:.2f}% "
-                    f"| {row.cpu_s:.2f} | {row.placement.stats['method']} |"
-                    for row in rows
-                ),
-            ]
-        ),
-    ]
-    return "\n\n".join(parts) + "\n"
+def _summary(rows: list[Row], _: Any) -> str:
+    times = [row.cpu_s for row in rows]
+    by_method = Counter(row.method for row in rows if row.solved).most_common()
+    return (
+        f"**{sum(row.solved for row in rows)} of {len(rows)} end at the optimum within {MOST_S:g} "
+        f"s of CPU time**; median {statistics.median(times):.2f} s, largest {max(times):.1f} s. "
+        f"Found by: {', '.join(f'{method} {many}' for method, many in by_method)}."
+    )
 
 
-def main() -> int:
-    """Print the page, and write it; 0 if eleven of twelve instances are solved."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seeds", type=int, nargs=2, default=[SEEDS.start, SEEDS.stop])
-    parser.add_argument("--note", default="", help="a sentence for the page, on the machine say")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    # Compile: these two need all parts of the search.
-    for seed in (0, 2079):
-        place(hard_placement(seed)[1])
-    rows = [row_of(seed) for seed in range(*arguments.seeds)]
-    text = page(rows, arguments.note)
-    sys.stdout.write(text)
-    if arguments.out is not None:
-        arguments.out.write_text(text, encoding="utf-8")
-    return 0 if 12 * sum(row.solved for row in rows) >= 11 * len(rows) else 1
+def _failures(rows: list[Row], _: Any) -> list[str]:
+    """Eleven of twelve instances are to be solved."""
+    slow = [row.text for row in rows if not row.solved]
+    return slow if 12 * len(slow) > len(rows) else []
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    row=Row,
+    cases=lambda given: {str(seed): (seed,) for seed in range(*given.seeds)},
+    measure=_placed,
+    head="seed | buffers | instants | units | spirals | gap | CPU s | found by",
+    summary=_summary,
+    selects=("seeds",),
+    options={"seeds": (SEEDS.start, SEEDS.stop)},
+    # These two need all parts of the search.
+    prepare=lambda _: [place(hard_placement(seed)[1]) for seed in (0, 2079)],
+    failures=_failures,
+)

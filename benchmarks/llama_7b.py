@@ -1,154 +1,83 @@
 """A Llama-7B shape planned for one H100: the table of docs/estimate.md.
 
-    python -m benchmarks.llama_7b [--out docs/estimate.md] [--layers 32]
-
 bfloat16 parameters on `meta`, 4 sequences of 2,048 tokens, Rotor, one process per optimizer, so
 that each row's planning time and host memory (the process's highest resident size) are its own.
-With --out the table replaces what is between the markers in that page.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
-import subprocess
-import sys
+import textwrap
 import time
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import memopt
-from benchmarks.llamas import llama
+from benchmarks.runner import Benchmark, named
+from benchmarks.shapes import llama
+from benchmarks.table import gib, joined, table
 from memopt.report.texts import format_seconds
-from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
 
 OPTIMIZERS = ("sgd", "adamw-8bit", "adamw", "adamw-fp32")
 BATCH, SEQUENCE, LAYERS = 4, 2048, 32
 PEAK_FLOPS_PER_S = 989e12
 LIMIT_S, LIMIT_BYTES = 120.0, 4 * 2**30
-BEGIN, END = "<!-- llama_7b: begin -->", "<!-- llama_7b: end -->"
 
 
-def planned(optimizer: str, layers: int) -> dict[str, Any]:
-    """One row; in a process of its own."""
+@dataclass(frozen=True)
+class Row:
+    """One optimizer's step: its line, the refusal, what is not as it should be."""
+
+    text: str
+    refused: str
+    failed: str
+
+
+def _planned(given: Any, optimizer: str) -> list[Row]:
     begin = time.perf_counter()
     with torch.device("meta"):
-        model = llama("llama-2-7b", layers=layers).to(torch.bfloat16)
+        model = llama("llama-2-7b", layers=given.layers).to(torch.bfloat16)
         tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
-    row: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
+    refused, cells = "", "refused, see below |  |  |  |  | "
     try:
-        plan = memopt.plan(
-            model,
-            {"input_ids": tokens, "labels": tokens},
-            device="H100",
-            mode="estimate",
-            optimizer=optimizer,
-            progress=False,
+        inputs = {"input_ids": tokens, "labels": tokens}
+        how = {"device": "H100", "mode": "estimate", "progress": False}
+        plan = memopt.plan(model, inputs, optimizer=optimizer, **how)
+        count, time_s = BATCH * SEQUENCE, plan.step_time_s
+        share = 6 * count * sum(p.numel() for p in model.parameters()) / time_s / PEAK_FLOPS_PER_S
+        peaks = (plan.baseline.peak_bytes, plan.resident_bytes, plan.peak_bytes)
+        cells = (
+            f"{' | '.join(f'{gib(size)} GiB' for size in peaks)} | {format_seconds(time_s)} | "
+            f"{plan.overhead:+.1%} | {count / time_s:,.0f} ({share:.0%})"
         )
-        row |= {
-            "budget": plan.budget,
-            "baseline": plan.baseline.peak_bytes,
-            "peak": plan.peak_bytes,
-            "resident": plan.resident_bytes,
-            "time_s": plan.step_time_s,
-            "overhead": plan.overhead,
-        }
     except memopt.InfeasibleBudgetError as error:
-        row |= {"budget": error.budget_bytes, "refused": str(error)}
-    row["planning_s"] = time.perf_counter() - begin
-    row["host_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return row
+        refused = str(error)
+    host_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    spent_s = time.perf_counter() - begin
+    cost = f"{spent_s:.0f} s | {gib(host_bytes)} GiB"
+    wrong = f"{optimizer}: planning took {cost}" * (spent_s > LIMIT_S or host_bytes > LIMIT_BYTES)
+    if optimizer == "adamw-fp32" and given.layers == LAYERS and not refused:
+        wrong = f"{optimizer} is not refused"
+    return [Row(f"`{optimizer}` | {cells} | {cost}", refused, wrong)]
 
 
-def gib(size_bytes: int) -> str:
-    """GiB with one decimal."""
-    return f"{size_bytes / 2**30:.1f} GiB"
+def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
+    refusals = [f"```text\n{textwrap.fill(x.refused, 100)}\n```" for x in rows if x.refused]
+    return {"llama_7b": joined(table(HEAD, [row.text for row in rows]), *refusals)}
 
 
-def cells(optimizer: str, row: dict[str, Any]) -> list[str]:
-    """The row of the table."""
-    cost = [f"{row['planning_s']:.0f} s", gib(row["host_bytes"])]
-    if "refused" in row:
-        return [f"`{optimizer}`", "refused, see below", "", "", "", "", "", *cost]
-    tokens = BATCH * SEQUENCE
-    share = 6 * row["parameters"] * tokens / row["time_s"] / PEAK_FLOPS_PER_S
-    return [
-        f"`{optimizer}`",
-        gib(row["baseline"]),
-        gib(row["resident"]),
-        gib(row["peak"]),
-        format_seconds(row["time_s"]),
-        f"{row['overhead']:+.1%}",
-        f"{tokens / row['time_s']:,.0f} ({share:.0%})",
-        *cost,
-    ]
-
-
-HEAD = [
-    "optimizer",
-    "as it is",
-    "of it never moves",
-    "planned peak",
-    "step",
-    "recomputing",
-    "tokens/s (share of the peak flops)",
-    "planning",
-    "host memory",
-]
-
-
-def table(rows: dict[str, dict[str, Any]]) -> str:
-    """Markdown."""
-    refusals = [row["refused"] for row in rows.values() if "refused" in row]
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
-    lines += ["| " + " | ".join(cells(name, row)) + " |" for name, row in rows.items()]
-    for text in refusals:
-        lines += ["", "```text", *wrapped(text), "```"]
-    return "\n".join(lines)
-
-
-def wrapped(text: str, width: int = 100) -> list[str]:
-    """Lines of words."""
-    lines = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines
-
-
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--one", choices=OPTIMIZERS, help="one row, as JSON")
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(planned(options.one, options.layers)))
-        return
-    rows = {}
-    for name in OPTIMIZERS:
-        command = [sys.executable, "-m", "benchmarks.llama_7b", "--one", name]
-        command += ["--layers", str(options.layers)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        rows[name] = json.loads(done.stdout.splitlines()[-1])
-        print(" | ".join(cells(name, rows[name])), flush=True)
-    slowest = max(row["planning_s"] for row in rows.values())
-    largest = max(row["host_bytes"] for row in rows.values())
-    assert slowest <= LIMIT_S, f"planning took {slowest:.0f} s"
-    assert largest <= LIMIT_BYTES, f"planning took {gib(largest)} of host memory"
-    assert "refused" in rows["adamw-fp32"] or options.layers < LAYERS
-    if options.out:
-        page = options.out.read_text(encoding="utf-8")
-        before, _, rest = page.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        text = f"{before}{BEGIN}\n{table(rows)}\n{END}{after}"
-        options.out.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+HEAD = (
+    "optimizer | as it is | of it never moves | planned peak | step | recomputing | "
+    "tokens/s (share of the peak flops) | planning | host memory"
+)
+BENCHMARK = Benchmark(
+    page="docs/estimate.md",
+    row=Row,
+    cases=named(OPTIMIZERS),
+    measure=_planned,
+    blocks=_blocks,
+    options={"layers": LAYERS},
+    apart=True,
+)

@@ -6,14 +6,16 @@ import hashlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from benchmarks.kept import Kept
+from benchmarks.graphs import FOLDER
+from benchmarks.table import Kept, captured, signed
 from memopt.api import planning
 from memopt.errors import MemoptError
 from memopt.implementations import with_implementations
@@ -25,13 +27,13 @@ from memopt.programs.instructions import Compute, Program
 from memopt.programs.liveness import computes, store_all, with_frees
 from memopt.programs.replay import replay
 from memopt.programs.serialize import dumps, loads
-from memopt.reductions.linearize import Linearization, linearize
+from memopt.reductions.linearize import linearize
 from memopt.strategies.base import CostModel, Solution, Status, Strategy
 from memopt.strategies.monet.strategy import Monet
 from tests.zoo import get
 
-GIB = 2**30
-DEVICE = "P100"
+PLANS = Path("out/monet-plans")
+P100 = find_device("P100")
 TOLERANCE = 0.01
 """Bisection for a memory stops at this share of the baseline's peak."""
 
@@ -61,6 +63,17 @@ class Case:
         """MONeT's memory over PyTorch's."""
         return self.monet_gib / self.pytorch_gib
 
+    def graph(self) -> Graph:
+        """Capture the step with every implementation, priced for the P100."""
+
+        def make() -> Graph:
+            with torch.device("meta"):
+                model = get(self.family).build("paper").train()
+                images = torch.empty(self.batch, 3, *self.pixels)
+            return with_implementations(estimate_model(model, images, P100), device=P100).graph
+
+        return captured(FOLDER / f"{P100.name}-{self.family}-b{self.batch}.json", Graph, make)
+
 
 CASES = (
     Case("resnet50", 184, 15.1, 8.2, 5.7),
@@ -71,46 +84,9 @@ CASES = (
 )
 
 
-def case_of(name: str) -> Case:
-    """The case of a family.
-
-    Raises:
-        KeyError: there is none.
-    """
-    found = {case.family: case for case in CASES}
-    if name not in found:
-        raise KeyError(f"no case {name!r}; there are {', '.join(found)}")
-    return found[name]
-
-
-def kept_graph(path: Path, make: Callable[[], Graph]) -> Graph:
-    """A graph from its file, or made and kept there."""
-    if path.exists():
-        found = loads(path.read_bytes())
-        if isinstance(found, Graph):
-            return found
-    graph = make()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(dumps(graph))
-    return graph
-
-
-def estimated_graph(case: Case, folder: Path) -> Graph:
-    """The step's graph with every implementation, priced for DEVICE; kept in `folder`."""
-
-    def make() -> Graph:
-        device = find_device(DEVICE)
-        with torch.device("meta"):
-            model = get(case.family).build("paper").train()
-            images = torch.empty(case.batch, 3, *case.pixels)
-        return with_implementations(estimate_model(model, images, device), device=device).graph
-
-    return kept_graph(folder / f"{case.family}-b{case.batch}.json", make)
-
-
 def eager_peak_bytes(graph: Graph) -> int:
-    """Peak of the step as the paper's PyTorch ran it: the backward of an in-place ReLU6 read its
-    output; today's reads a copy of its input, which the captured step has, too."""
+    """Give the peak of the step as the paper's PyTorch ran it: the backward of an in-place ReLU6
+    read its output; today's reads a copy of its input, which the captured step has, too."""
     steps = []
     for step in computes(graph, range(len(graph.operators))):
         if isinstance(step, Compute):
@@ -122,20 +98,10 @@ def eager_peak_bytes(graph: Graph) -> int:
     return replay(graph, Program(with_frees(graph, steps))).peak_bytes
 
 
-def plain(graph: Graph) -> Graph:
-    """The graph with default implementations only."""
-    operators = [replace(operator, implementations=()) for operator in graph.operators]
-    return replace(graph, operators=operators)
-
-
 @dataclass(frozen=True)
 class Started(Monet):
-    """MONeT's search from programs of smaller sets of implementations, beside Rotor's: it ends
-    with none slower.
-
-    Attributes:
-        known: those programs; what does not fit the budget is left out.
-    """
+    """MONeT's search from the `known` programs of smaller sets of implementations that fit the
+    budget, beside Rotor's: it ends with none slower."""
 
     known: tuple[Program, ...] = field(default=(), repr=False)
 
@@ -154,11 +120,7 @@ class Started(Monet):
 
 @dataclass(frozen=True)
 class Known(Strategy):
-    """One program of a graph, to be made a plan again.
-
-    Attributes:
-        program: which.
-    """
+    """One program of a graph, to be made a plan again."""
 
     program: Program = field(repr=False)
 
@@ -166,7 +128,7 @@ class Known(Strategy):
     needs: ClassVar[str] = "graph"
 
     def solve(self, cost_model: CostModel, budget_bytes: int | None, **_: Any) -> Solution:
-        """It, whatever the budget."""
+        """Give it, whatever the budget."""
         timeline = replay(self.taken(cost_model, Graph), self.program)
         return Solution(
             Status.FEASIBLE,
@@ -177,7 +139,7 @@ class Known(Strategy):
 
 
 def chosen_of(graph: Graph, program: Program | None) -> dict[str, int]:
-    """How often a program runs which implementation, by "operator name"."""
+    """Count how often a program runs which implementation, by "operator name"."""
     names = Counter(
         f"{graph.operators[step.op].target.split('.')[1]} {step.implementation}"
         for step in program or ()
@@ -208,23 +170,29 @@ class Record:
 
 
 class Runs:
-    """Plans of one graph, kept on disk, so that a stopped benchmark goes on where it was."""
+    """Plans of one graph, kept on disk, so that a stopped benchmark goes on where it was.
 
-    def __init__(
-        self, name: str, graph: Graph, folder: Path, time_limit_s: float, device: Device
-    ) -> None:
+    Args:
+        name: of the model.
+        graph: of its step, with implementations.
+        time_limit_s: of each plan.
+        device: for which they are.
+    """
+
+    def __init__(self, name: str, graph: Graph, time_limit_s: float, device: Device) -> None:
         self.name, self.graph, self.device = name, graph, device
         self.time_limit_s = time_limit_s
         base = replay(graph, store_all(graph))
         self.base_s, self.base_bytes = base.time_s, base.peak_bytes
-        self._plain = plain(graph)
-        self._views: dict[int, Linearization] = {}
+        operators = [replace(operator, implementations=()) for operator in graph.operators]
+        self._plain = replace(graph, operators=operators)
+        self._view = cache(lambda: linearize(self._plain))
         mark = hashlib.sha256(dumps(graph)).hexdigest()[:12]
-        path = folder / f"{name}-{mark}-{time_limit_s:g}s.json"
+        path = PLANS / f"{name}-{mark}-{time_limit_s:g}s.json"
         self._kept = Kept(path, Record, {"graph": mark, "time_limit_s": time_limit_s})
 
     def solve(self, strategy: Strategy, budget_bytes: int) -> Record:
-        """A strategy's plan within a budget; strategies without choices get the plain graph."""
+        """Plan within a budget; strategies without choices get the plain graph."""
         key = f"{strategy!r} {budget_bytes}"
         if key in self._kept.rows:
             return self._kept.rows[key][0]
@@ -232,18 +200,16 @@ class Runs:
         record, program = self._solved(strategy, budget_bytes)
         record = replace(record, planning_s=time.perf_counter() - begin)
         if program is not None:
-            self._kept.path.parent.mkdir(parents=True, exist_ok=True)
+            PLANS.mkdir(parents=True, exist_ok=True)
             self._program_path(key).write_bytes(dumps(program))
         self._kept.add(key, [record])
-        sys.stderr.write(
-            f"{self.name} {strategy.name} {budget_bytes / self.base_bytes:.3f}: "
-            f"{self.overhead(record)}, {record.planning_s:.1f} s\n"
-        )
-        sys.stderr.flush()
+        share = f"{budget_bytes / self.base_bytes:.3f}"
+        took = f"{self.overhead(record)}, {record.planning_s:.1f} s"
+        print(f"{self.name} {strategy.name} {share}: {took}", file=sys.stderr, flush=True)
         return record
 
     def program(self, strategy: Strategy, budget_bytes: int) -> Program | None:
-        """The program of a strategy's plan within a budget; None where there is no plan."""
+        """Read the program of a strategy's plan within a budget; None where there is no plan."""
         if self.solve(strategy, budget_bytes).time_s is None:
             return None
         found = loads(self._program_path(f"{strategy!r} {budget_bytes}").read_bytes())
@@ -255,78 +221,45 @@ class Runs:
         return self._kept.path.with_name(f"{self._kept.path.stem}-{name}.json")
 
     def _solved(self, strategy: Strategy, budget_bytes: int) -> tuple[Record, Program | None]:
-        chooses = strategy.features.implementations
-        graph = self.graph if chooses else self._plain
-        view = None
+        graph = self.graph if strategy.features.implementations else self._plain
+        how: dict[str, Any] = {"device": self.device, "time_limit_s": self.time_limit_s}
         if strategy.needs == "chain":
-            view = self._views.setdefault(0, linearize(graph))
+            how["view"] = self._view() if graph is self._plain else linearize(graph)
         try:
-            plan = planning.solve(
-                graph,
-                budget_bytes,
-                strategy,
-                device=self.device,
-                time_limit_s=self.time_limit_s,
-                view=view,
-            )
+            plan = planning.solve(graph, budget_bytes, strategy, **how)
         except MemoptError as error:
             return Record(budget_bytes, type(error).__name__, None, None, None, 0.0, ""), None
-        record = Record(
-            budget_bytes,
-            str(plan.status),
-            plan.peak_bytes,
-            plan.step_time_s,
-            plan.lower_bound_s,
-            0.0,
-            ", ".join(f"{n}× {name}" for name, n in chosen_of(graph, plan.program).items()),
-        )
-        return record, plan.program
+        chosen = ", ".join(f"{n}× {name}" for name, n in chosen_of(graph, plan.program).items())
+        figures = (plan.peak_bytes, plan.step_time_s, plan.lower_bound_s)
+        return Record(budget_bytes, str(plan.status), *figures, 0.0, chosen), plan.program
 
     def overhead(self, record: Record) -> str:
-        """Of a record's time over the baseline's, for people."""
-        return "none" if record.time_s is None else f"{record.time_s / self.base_s - 1:+.1%}"
+        """Write a record's time over the baseline's."""
+        over = None if record.time_s is None else record.time_s / self.base_s - 1
+        return signed(over, none="none")
 
     def started(
         self, budget_bytes: int, *smaller: Strategy, less: tuple[Strategy, int] | None = None
     ) -> Started:
-        """MONeT with every implementation, from the plans of `smaller` within the budget, and from
-        that of `less`, a strategy and its smaller budget."""
+        """Make MONeT with every implementation, from the plans of `smaller` within the budget, and
+        from that of `less`, a strategy and its smaller budget."""
         plans = [(strategy, budget_bytes) for strategy in smaller]
         programs = [self.program(*plan) for plan in ([*plans, less] if less else plans)]
         known = tuple(program for program in programs if program is not None)
         return Started(exact_only=False, known=known)
 
-    def memory_at(
-        self,
-        strategy_at: Callable[[int], Strategy],
-        overhead: float,
-        known: Sequence[Record] = (),
-    ) -> Record | None:
-        """The record of least peak whose time is at most 1 + `overhead` of the baseline's, by
-        bisection over the budget between the `known` records, which takes time to fall as the
-        budget grows. `strategy_at` gives the strategy for a budget."""
+    def memory_at(self, strategy_at: Callable[[int], Strategy], overhead: float) -> Record | None:
+        """Find the record of least peak whose time is at most 1 + `overhead` of the baseline's, by
+        bisection over the budget, which takes time to fall as the budget grows. `strategy_at`
+        gives the strategy for a budget."""
         best: Record | None = None
         low, high = self.graph.resident_bytes, self.base_bytes
-        for record in known:
-            if self._within(record, overhead):
-                high = min(high, record.budget_bytes)
-                best = record if best is None or _peak(record) < _peak(best) else best
-            else:
-                low = max(low, record.budget_bytes)
         while high - low > TOLERANCE * self.base_bytes:
             middle = (low + high) // 2
             record = self.solve(strategy_at(middle), middle)
-            if self._within(record, overhead):
-                best = record if best is None or _peak(record) < _peak(best) else best
+            if record.time_s is not None and record.time_s <= (1 + overhead) * self.base_s:
+                best = min((record, best or record), key=lambda one: one.peak_bytes or 0)
                 high = middle
             else:
                 low = middle
         return best
-
-    def _within(self, record: Record, overhead: float) -> bool:
-        return record.time_s is not None and record.time_s <= (1 + overhead) * self.base_s
-
-
-def _peak(record: Record) -> int:
-    assert record.peak_bytes is not None
-    return record.peak_bytes

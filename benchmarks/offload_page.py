@@ -1,17 +1,22 @@
-"""The page of `benchmarks.offload_paper`: tables beside the paper's statements, and figures."""
+"""The page of `benchmarks.offload_paper`: sums over its rows, tables beside the paper's statements,
+figures."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.offload_rows import MODELS, Row, by_budget, by_link, ratios, rises, slower
+from benchmarks.table import GIB, joined, table
 
+MODELS = ("interruptible", "whole", "program")
+"""The paper's model with interruptible and with whole transfers, and memopt's programs."""
 NAMES = ("greedy", "paper's dynprog", "dynprog", "vdnn", "tflms", "autoswap")
 PAPER_RATIO = 1.2
 """§6.2: DynProg's ratio is "consistently" below it."""
@@ -25,50 +30,116 @@ STYLES = {
 }
 
 
-def page(rows: list[Row], command: str, images: Sequence[Path], without: Sequence[str]) -> str:
-    """The whole page; `without`: cases that are not in it."""
+@dataclass
+class Row:
+    """One chain under one budget, see `offload_paper.Case`.
+
+    Attributes:
+        stages: of the chain, the loss included.
+        share: of the way from the floor to M_peak.
+        budget_bytes: total, resident included.
+        bound_s: max(Proposition 3, fractional optimum).
+        times_s: strategy → time in each of `MODELS`; absent: no plan.
+        best_whole_s: the least time of all sets of activations, ordered, with whole transfers;
+            None: too many sets to try.
+    """
+
+    family: str
+    depth: int
+    image: int
+    batch: int
+    own: bool
+    link: float
+    stages: int
+    share: float
+    budget_bytes: int
+    bound_s: float
+    times_s: dict[str, list[float]]
+    best_whole_s: float | None
+
+    @property
+    def network(self) -> str:
+        """As the paper writes it."""
+        names = {"resnet": "ResNet-", "densenet": "DenseNet-", "inception": "Inception-v"}
+        return f"{names[self.family]}{self.depth}"
+
+    def ratio(self, name: str, model: str) -> float | None:
+        """Give a strategy's time over the bound; None where it has no plan."""
+        times = self.times_s.get(name)
+        return None if times is None else times[MODELS.index(model)] / self.bound_s
+
+    def __str__(self) -> str:
+        return f"{self.network}, {self.image}x{self.image}, batch {self.batch}, {self.share:.0%}"
+
+
+def ratios(rows: Iterable[Row], name: str, model: str) -> list[float]:
+    """Give the times over the bound where the strategy has a plan."""
+    return [found for row in rows if (found := row.ratio(name, model)) is not None]
+
+
+def slower(
+    rows: Iterable[Row], name: str, other: str, model: str, tolerance: float = 1e-9
+) -> tuple[int, list[tuple[Row, float]]]:
+    """Count the rows in which both have plans, and give those where `name` is slower, with the
+    quotient."""
+    both = 0
+    found = []
+    for row in rows:
+        mine, others = row.ratio(name, model), row.ratio(other, model)
+        if mine is None or others is None:
+            continue
+        both += 1
+        if mine > others * (1 + tolerance):
+            found.append((row, mine / others))
+    return both, found
+
+
+def rises(series: Iterable[Sequence[Row]], name: str, model: str) -> tuple[int, int]:
+    """Count how often the next row of a series is slower, of how many steps; each series gets more
+    memory, or a faster link, from row to row."""
+    count = steps = 0
+    index = MODELS.index(model)
+    for before, after in itertools.chain.from_iterable(map(itertools.pairwise, series)):
+        low, high = before.times_s.get(name), after.times_s.get(name)
+        if low is None or high is None:
+            continue
+        steps += 1
+        count += high[index] > low[index] * (1 + 1e-9)
+    return count, steps
+
+
+def series(rows: Iterable[Row], rising: str, fixed: str) -> list[list[Row]]:
+    """Group the rows of each chain that have one value of `fixed`, those of `rising` ascending."""
+    found: dict[object, list[Row]] = {}
+    for row in rows:
+        key = (row.network, row.image, row.batch, row.own, getattr(row, fixed))
+        found.setdefault(key, []).append(row)
+    return [sorted(one, key=lambda row: getattr(row, rising)) for one in found.values()]
+
+
+def blocks(rows: list[Row], _: Any) -> dict[str, str]:
+    """Make all tables of the page."""
     main = [row for row in rows if not row.own and row.link == 1]
     own = [row for row in rows if row.own]
-    parts = [
-        "# Offloading's experiments (§6), estimated",
-        _setting(main, own, command),
-        "## Time over the lower bound",
-        _table(main),
-        _all_sets(main),
-        _statements(main),
-        "## DynProg and VDNN",
-        _exceptions(main),
-        "## Families",
-        _families(main),
-        "## Slower with more",
-        _monotonic(main, [row for row in rows if not row.own]),
-    ]
-    if own:
-        parts += ["## DenseNets with memopt's own stages", _own(own)]
-    if without:
-        parts.append(_missing(without))
-    parts += ["## Figures", _captions(images)]
-    return "\n\n".join(parts) + "\n"
+    if not main:
+        return {"results": "No case of the paper's own setting: no tables."}
+    return {
+        "results": joined(_setting(main, own), _table(main), _all_sets(main), _statements(main)),
+        "exceptions": _exceptions(main),
+        "families": _families(main),
+        "monotonic": _monotonic(main, [row for row in rows if not row.own]),
+        "own": joined(_table(own), _exceptions(own)) if own else "",
+    }
 
 
-def _setting(main: Sequence[Row], own: Sequence[Row], command: str) -> str:
+def _setting(main: Sequence[Row], own: Sequence[Row]) -> str:
     chains = {(r.family, r.depth, r.image, r.batch): r.stages for r in main}
     batches = {image: sorted({k[3] for k in chains if k[2] == image}) for image in (224, 500, 1000)}
     sizes = "; ".join(f"{i}: {', '.join(map(str, found))}" for i, found in batches.items() if found)
     return (
-        f"`{command}`. {len(chains)} chains of {min(chains.values())} to {max(chains.values())} "
-        f"stages, {len(main)} cells (a chain under a budget; {len(own)} more with other stages). "
-        "V100-PCIe in estimate mode (no GPU is involved), one link of 12.2 GB/s for both "
-        f"directions, as in the paper. Batch sizes by image size: {sizes}. Budgets: equally "
-        "spaced from the floor to M_peak. Solved with 500 slots.\n\n"
-        '"paper\'s dynprog" is `DynProg(refine=False)`, Algorithm 1 and nothing else; "dynprog" '
-        "is memopt's default, which goes on with a local search for whole transfers. The bound is "
-        "max(Proposition 3, fractional optimum), where the paper has Proposition 3 alone: ours is "
-        "never smaller.\n\n"
-        "Three models of the same decisions: *interruptible* is what the paper's recurrences "
-        "price (one link, data moving and memory returning during operations); *whole* its "
-        "Problem 1 (memory returns when a transfer ends); *program* what memopt runs (transfers "
-        "begin and end at instruction boundaries)."
+        f"{len(chains)} chains of {min(chains.values())} to {max(chains.values())} stages, "
+        f"{len(main)} cells (a chain under a budget; {len(own)} more with other stages). Batch "
+        f"sizes by image size: {sizes}."
     )
 
 
@@ -77,23 +148,15 @@ def _cell(values: Sequence[float]) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    lines = [
-        "Mean / largest ratio over the cells in which the strategy has a plan.",
-        "",
-        "| strategy | cells | " + " | ".join(MODELS) + " |",
-        "|" + "---|" * (len(MODELS) + 2),
-    ]
-    for name in NAMES:
-        found = {model: ratios(rows, name, model) for model in MODELS}
-        if not found["whole"]:
-            continue
-        cells = [str(len(found["whole"])), *map(_cell, found.values())]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    found = {name: [ratios(rows, name, model) for model in MODELS] for name in NAMES}
+    return table(
+        "strategy | cells | " + " | ".join(MODELS),
+        [(name, len(each[1]), *map(_cell, each)) for name, each in found.items() if each[1]],
+    )
 
 
 def _all_sets(rows: Sequence[Row]) -> str:
-    """How good the local search is where all sets can be tried."""
+    """Say how good the local search is where all sets can be tried."""
     tried = [
         (row, row.best_whole_s) for row in rows if row.best_whole_s and "dynprog" in row.times_s
     ]
@@ -110,164 +173,96 @@ def _all_sets(rows: Sequence[Row]) -> str:
 
 
 def _statements(rows: Sequence[Row]) -> str:
-    """The paper's sentences of §6.2 in our words, with what we find."""
+    """Set the paper's sentences of §6.2, in our words, beside what we find."""
     plain, better = (ratios(rows, name, "interruptible") for name in ("paper's dynprog", "dynprog"))
-    whole = ratios(rows, "dynprog", "whole")
     both, worse = slower(rows, "greedy", "vdnn", "interruptible")
-    tflms = ratios(rows, "tflms", "interruptible")
-    possible = [r for r in rows if r.stages <= 128]
-    near, same = _autoswap(rows)
-    dense = [r for r in rows if r.family == "densenet"]
-    gain = [ratios(dense, name, "interruptible") for name in ("greedy", "paper's dynprog")]
-    below = sum(value < PAPER_RATIO for value in plain)
-    lines = [
-        "| the paper (§6.2) | here |",
-        "|---|---|",
-        f"| DynProg's ratio is consistently below {PAPER_RATIO} | paper's dynprog: "
-        f"{below} of {len(plain)} cells below, mean {statistics.mean(plain):.3f}, most "
-        f"{max(plain):.3f}; dynprog: mean {statistics.mean(better):.3f}, most {max(better):.3f}; "
-        f"with whole transfers {_cell(whole)} |",
-        "| Greedy and DynProg outperform VDNN in all cases | DynProg: below; Greedy is slower "
-        f"than VDNN in {len(worse)} of {both} cells |",
-    ]
-    if dense:
-        lines.append(
-            "| DynProg is nearly optimal on the DenseNets, where Greedy is not | Greedy "
-            f"{_cell(gain[0])}, paper's dynprog {_cell(gain[1])} |"
-        )
-    lines += [
-        "| TFLMS cannot go to low memory | it has a plan in "
-        f"{len(tflms)} of {len(possible)} cells |",
-        f"| AutoSwap often finds Greedy's solution | the same time within 0.1% in {same} of "
-        f"{near} cells |",
-    ]
-    return "\n".join(lines)
-
-
-def _autoswap(rows: Sequence[Row]) -> tuple[int, int]:
     pairs = [
         (row.times_s["autoswap"][0], row.times_s["greedy"][0])
         for row in rows
-        if "autoswap" in row.times_s and "greedy" in row.times_s
+        if {"autoswap", "greedy"} <= row.times_s.keys()
     ]
-    return len(pairs), sum(abs(a - b) <= 1e-3 * b for a, b in pairs)
+    dense = [r for r in rows if r.family == "densenet"]
+    gain = [_cell(ratios(dense, n, "interruptible")) for n in ("greedy", "paper's dynprog")]
+    return table(
+        "the paper (§6.2) | here",
+        [
+            f"DynProg's ratio is consistently below {PAPER_RATIO} | paper's dynprog: "
+            f"{sum(value < PAPER_RATIO for value in plain)} of {len(plain)} cells below, mean / "
+            f"most {_cell(plain)}; dynprog: {_cell(better)}; with whole transfers "
+            f"{_cell(ratios(rows, 'dynprog', 'whole'))}",
+            "Greedy and DynProg outperform VDNN in all cases | DynProg: below; Greedy is slower "
+            f"than VDNN in {len(worse)} of {both} cells",
+            "DynProg is nearly optimal on the DenseNets, where Greedy is not | Greedy "
+            f"{gain[0]}, paper's dynprog {gain[1]}",
+            "TFLMS cannot go to low memory | it has a plan in "
+            f"{len(ratios(rows, 'tflms', 'interruptible'))} of "
+            f"{sum('tflms' in row.times_s or row.stages <= 128 for row in rows)} cells",
+            "AutoSwap often finds Greedy's solution | the same time within 0.1% in "
+            f"{sum(abs(a - b) <= 1e-3 * b for a, b in pairs)} of {len(pairs)} cells",
+        ],
+    )
 
 
 def _exceptions(rows: Sequence[Row]) -> str:
-    """Where DynProg is slower than VDNN, model by model."""
-    lines = ["| | no slower than VDNN | worst |", "|---|---|---|"]
+    """Say where DynProg is slower than VDNN, model by model."""
+    lines: list[str] = []
     listed: list[str] = []
     for name, model in itertools.product(("paper's dynprog", "dynprog"), MODELS):
         both, worse = slower(rows, name, "vdnn", model)
         if not both:
             continue
         most = max((quotient for _, quotient in worse), default=1.0)
-        lines.append(f"| {name}, {model} | {1 - len(worse) / both:.2%} of {both} | {most:.4f} |")
+        lines.append(f"{name}, {model} | {1 - len(worse) / both:.2%} of {both} | {most:.4f}")
         # What the paper compares, and all of what memopt runs.
         if name == "dynprog" or model == MODELS[0]:
             listed += [f"- {name}, {model}: {row}: {quotient:.4f}" for row, quotient in worse]
-    theirs = [ratios(rows, "vdnn", model) for model in MODELS]
-    lines += [
-        "",
-        "As programs VDNN's decisions are faster than in its own model (mean "
-        + " → ".join(f"{statistics.mean(found):.3f}" for found in theirs)
-        + "): a program copies only what it must release, which prunes their generous sets. The "
-        "paper's set is chosen for transfers that can be interrupted and has nothing to prune; "
-        "`dynprog` searches on with whole transfers.",
-    ]
-    if listed:
-        lines += ["", "The exceptions of paper's dynprog, interruptible, and of dynprog:"]
-        lines += ["", *listed]
-    return "\n".join(lines)
+    means = [f"{statistics.mean(ratios(rows, 'vdnn', model)):.3f}" for model in MODELS]
+    return joined(
+        table(" | no slower than VDNN | worst", lines),
+        f"VDNN's mean ratio, in each model: {' → '.join(means)}.",
+        "The exceptions of paper's dynprog, interruptible, and of dynprog:" if listed else "",
+        "\n".join(listed),
+    )
 
 
 def _families(rows: Sequence[Row]) -> str:
     head = ("greedy", "paper's dynprog", "dynprog", "vdnn")
-    lines = [
-        "Mean / largest ratio in the interruptible model; dynprog also as programs.",
-        "",
-        "| network | image | stages | " + " | ".join(head) + " | dynprog: program |",
-        "|" + "---|" * (len(head) + 4),
-    ]
-    keys = dict.fromkeys((r.network, r.image, r.stages) for r in rows)
-    for network, image, stages in keys:
-        found = [r for r in rows if (r.network, r.image, r.stages) == (network, image, stages)]
+    lines = []
+    for key in dict.fromkeys((r.network, r.image, r.stages) for r in rows):
+        found = [r for r in rows if (r.network, r.image, r.stages) == key]
         cells = [_cell(ratios(found, name, "interruptible")) for name in head]
-        cells.append(_cell(ratios(found, "dynprog", "program")))
-        lines.append(f"| {network} | {image} | {stages} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append((*key, *cells, _cell(ratios(found, "dynprog", "program"))))
+    return table(f"network | image | stages | {' | '.join(head)} | dynprog: program", lines)
 
 
 def _monotonic(main: Sequence[Row], linked: Sequence[Row]) -> str:
-    links = ", ".join(f"{12.2 * link:.1f}" for link in sorted({r.link for r in linked}))
-    parts = [
-        "How often the same chain takes longer with the next larger budget, or with the next "
-        f"faster link ({links} GB/s, 224x224). The optimum never does, nor do the exact solver, "
-        "the fractional one and DynProg without rounding (tests/offload); rounded to slots, and "
-        "for heuristics, it may happen."
-    ]
-    for what, series in (("budget", by_budget(main)), ("link", by_link(linked))):
-        lines = [
-            f"| {what}: slower, of steps | " + " | ".join(MODELS) + " |",
-            "|" + "---|" * (len(MODELS) + 1),
-        ]
-        for name in NAMES:
-            counts = [rises(series, name, model) for model in MODELS]
-            if counts[0][1]:
-                lines.append(f"| {name} | {' | '.join(f'{a} of {b}' for a, b in counts)} |")
-        if len(lines) > 2:
-            parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+    parts = []
+    kinds = (("budget", main, ("share", "link")), ("link", linked, ("link", "share")))
+    for what, rows, how in kinds:
+        grown = series(rows, *how)
+        counts = {name: [rises(grown, name, model) for model in MODELS] for name in NAMES}
+        lines = [(n, *(f"{a} of {b}" for a, b in each)) for n, each in counts.items() if each[0][1]]
+        parts.append(table(f"{what}: slower, of steps | " + " | ".join(MODELS), lines))
+    return joined(*parts)
 
 
-def _own(rows: Sequence[Row]) -> str:
-    return (
-        "The paper's virtual layers make a dense layer one stage. memopt finds four, so that a "
-        f"chain has {min(r.stages for r in rows)} to {max(r.stages for r in rows)} stages, and "
-        "500 slots are few for so many activations: the paper, too, finds that its rounding "
-        "costs most on deep networks (§7).\n\n" + _table(rows) + "\n\n" + _exceptions(rows)
-    )
-
-
-def _missing(without: Sequence[str]) -> str:
-    """Cases that were not run, by image, batch and link."""
-    models: dict[str, list[str]] = {}
-    for name in without:
-        model, _, what = name.partition(":")
-        models.setdefault(what, []).append(model)
-    lines = [f"- {what}: {', '.join(found)}" for what, found in models.items()]
-    return "Not in this run (image : batch : own stages or link):\n\n" + "\n".join(lines)
-
-
-def _captions(images: Sequence[Path]) -> str:
-    return "\n\n".join(f"![{image.stem.replace('_', ' ')}]({image.name})" for image in images)
-
-
-def pictures(rows: Sequence[Row], out: Path) -> list[Path]:
-    """Write the figures beside `out`; their paths, in the paper's order."""
+def pictures(rows: list[Row], out: Path) -> None:
+    """Draw the paper's figures 5 to 12 beside the page."""
     main = [row for row in rows if not row.own and row.link == 1]
-    groups: list[tuple[str, list[Row]]] = []
     small = [r for r in main if r.image == 224]
     largest = {r.network: max(x.batch for x in small if x.network == r.network) for r in small}
-    groups.append(("fig5", [r for r in small if r.batch == largest[r.network]]))
-    number = 6
-    for family in ("resnet", "densenet"):
-        for image in (224, 500, 1000):
-            own = [r for r in main if (r.family, r.image) == (family, image)]
-            groups.append((f"fig{number}", own))
-            number += 1
-    groups.append(("fig12", [r for r in main if r.family == "inception"]))
-    written = []
-    for name, found in groups:
+    groups = {"fig5": [r for r in small if r.batch == largest[r.network]]}
+    kinds = itertools.product(("resnet", "densenet"), (224, 500, 1000))
+    for number, kind in enumerate(kinds, 6):
+        groups[f"fig{number}"] = [r for r in main if (r.family, r.image) == kind]
+    groups["fig12"] = [r for r in main if r.family == "inception"]
+    for name, found in groups.items():
         if found:
-            path = out.with_name(f"{out.stem}_{name}.png")
-            _figure(found, path, scaled=name != "fig5")
-            written.append(path)
-    return written
+            _figure(found, out.with_name(f"{out.stem}_{name}.png"), scaled=name != "fig5")
 
 
 def _figure(rows: Sequence[Row], path: Path, *, scaled: bool) -> None:
-    """Ratio over budget, a panel for each chain."""
+    """Draw ratio over budget, a panel for each chain."""
     keys = list(dict.fromkeys((r.network, r.image, r.batch) for r in rows))
     if scaled:
         keys.sort(key=lambda key: (key[1], key[2]))
@@ -291,21 +286,16 @@ def _figure(rows: Sequence[Row], path: Path, *, scaled: bool) -> None:
 
 
 def _panel(ax: Axes, rows: Sequence[Row], *, scaled: bool) -> None:
-    def at(row: Row) -> float:
-        return 100 * row.share if scaled else row.budget_bytes / 2**30
+    def draw(name: str, model: str, style: str, label: str, width: float = 1.0) -> None:
+        points = [
+            (100 * row.share if scaled else row.budget_bytes / GIB, found)
+            for row in rows
+            if (found := row.ratio(name, model)) is not None
+        ]
+        x, y = [x for x, _ in points], [y for _, y in points]
+        ax.plot(x, y, style, label=label, linewidth=width, markersize=4)
 
     for name in NAMES:
-        points = [(at(r), found) for r in rows if (found := r.ratio(name, MODELS[0])) is not None]
-        ax.plot(
-            [x for x, _ in points],
-            [y for _, y in points],
-            STYLES[name],
-            label=name,
-            linewidth=1,
-            markersize=4,
-        )
-    program = [(at(r), found) for r in rows if (found := r.ratio("dynprog", "program")) is not None]
-    ax.plot(
-        [x for x, _ in program], [y for _, y in program], "k--", linewidth=0.8, label="its program"
-    )
+        draw(name, MODELS[0], STYLES[name], name)
+    draw("dynprog", "program", "k--", "its program", 0.8)
     ax.set_ylim(0.98, 1.6)

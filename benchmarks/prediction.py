@@ -1,28 +1,21 @@
 """Predicted against measured peak and time on this machine's CPU: families x strategies x budgets.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.prediction [--out docs/results/prediction.md]
-        [--only MODEL ...] [--resume FILE] [--fresh]
-
 Each model is profiled once, planned by each strategy at its smallest budget and half-way from that
 to eager's peak, plain and at planned addresses, and run: the highest level that torch's allocator
 reports in a step that is not the first, resident bytes included, against the plan's peak; and the
 CPU time of the thread that works, which other processes do not lengthen, against the plan's time
 (its transfers, which a second thread makes, left out on both sides by leaving out strategies that
 move data). Beside the fourteen families there are models that return what nobody needs.
-
-A model's rows are kept in a JSON file (in out/ by default), so that a run cut short is taken up.
 """
 
 from __future__ import annotations
 
-import argparse
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -30,7 +23,8 @@ from torch import Tensor, nn
 
 import memopt
 from benchmarks.estimate_accuracy import ThreadClock
-from benchmarks.kept import Kept
+from benchmarks.runner import Benchmark
+from benchmarks.table import joined, mib, table
 from memopt.executor.check import measure_step
 from memopt.profiler import Loss, MeasureOptions, backend, measure, profile_model
 from memopt.programs.instructions import Compute
@@ -113,8 +107,15 @@ class Row:
         return 1e6 * (self.measured_s - self.predicted_s) / self.operators
 
 
+def _measured(_: Any, one: Family) -> list[Row]:
+    with ExitStack() as stack:
+        for module in (measure, backend):
+            stack.enter_context(mock.patch.object(module, "time", ThreadClock))
+        return rows_of(one)
+
+
 def rows_of(one: Family) -> list[Row]:
-    """All plans of a model."""
+    """Measure all plans of a model."""
     model, inputs = one.build("tiny"), one.inputs("tiny")
     profiled = profile_model(
         model, inputs, loss=Loss(one.loss), options=MeasureOptions(cap_s=0.05, max_rounds=7)
@@ -125,10 +126,8 @@ def rows_of(one: Family) -> list[Row]:
             least = _plan(profiled, strategy, "min", place)
             assert least.budget is not None
             between = (least.budget + max(least.budget, profiled.baseline.peak_bytes)) // 2
-            for label, plan in (
-                ("min", least),
-                ("half", _plan(profiled, strategy, between, place)),
-            ):
+            plans = {"min": least, "half": _plan(profiled, strategy, between, place)}
+            for label, plan in plans.items():
                 peak, seconds = measure_step(plan, model, inputs, one.loss)
                 name = strategy + " placed" * place
                 count = sum(isinstance(step, Compute) for step in plan.program)
@@ -143,96 +142,64 @@ def _plan(profiled: object, strategy: str, budget: int | str, place: bool) -> me
     )
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The table and what follows from it."""
-    errors = sorted(abs(row.peak_error) for row in rows)
+def _blocks(rows: list[Row], _: Any) -> str:
+    errors = [abs(row.peak_error) for row in rows]
     worst = sorted(rows, key=lambda row: -abs(row.peak_error))[:8]
     over = [row for row in rows if row.measured_bytes > row.predicted_bytes]
-    lines = [
-        "# Predicted and measured",
-        "",
-        f"`python -m benchmarks.prediction`: {len(rows)} plans of {len({r.model for r in rows})} "
-        f"models on this CPU ({platform.machine()}, torch {torch.__version__.partition('+')[0]}, "
-        "one thread); see the script for how.",
-        "",
-        f"- **Peak**: median difference {statistics.median(errors):.4%}, worst {errors[-1]:.3%}; "
+    columns = "model | strategy | budget"
+    return joined(
+        f"{len(rows)} plans of {len({r.model for r in rows})} models ({platform.machine()}).",
+        f"- **Peak**: median difference {statistics.median(errors):.4%}, worst {max(errors):.3%}; "
         f"{sum(e == 0 for e in errors)} plans to the byte; {len(over)} measured above what was "
-        "predicted.",
-        f"- **Time**: {_times(rows)}",
-        "",
+        f"predicted.\n- **Time**: {_times(rows)}",
         "The largest differences of the peak:",
-        "",
-        "| model | strategy | budget | predicted bytes | measured bytes | difference |",
-        "|---|---|---|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {r.model} | {r.strategy} | {r.budget} | {r.predicted_bytes:,} | {r.measured_bytes:,} | "
-        f"{r.peak_error:+.4%} |"
-        for r in worst
-    ]
-    lines += [
-        "",
+        table(
+            f"{columns} | predicted bytes | measured bytes | difference",
+            [
+                f"{_name(r)} | {r.predicted_bytes:,} | {r.measured_bytes:,} | {r.peak_error:+.4%}"
+                for r in worst
+            ],
+        ),
         "All of them:",
-        "",
-        "| model | strategy | budget | predicted MiB | measured MiB | difference | time |",
-        "|---|---|---|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {r.model} | {r.strategy} | {r.budget} | {r.predicted_bytes / 2**20:.3f} | "
-        f"{r.measured_bytes / 2**20:.3f} | {r.peak_error:+.4%} | {r.time_ratio:.2f} |"
-        for r in rows
-    ]
-    return "\n".join([*lines, ""])
-
-
-def _times(rows: Sequence[Row]) -> str:
-    """What the column of times says, and where its largest ratio comes from."""
-    ratios = sorted(row.time_ratio for row in rows)
-    least, most = (way(rows, key=lambda row: row.time_ratio) for way in (min, max))
-    more_s = most.measured_s - most.predicted_s
-    between = statistics.median(row.between_us for row in rows)
-    return (
-        f"measured over predicted, median {statistics.median(ratios):.2f}, from {ratios[0]:.2f} to "
-        f"{ratios[-1]:.2f} (CPU time). A prediction sums kernels, each measured alone; a step has "
-        "Python, the dispatcher and autograd between them, and the planned module's own work "
-        f"around them: of these tiny models {between:.0f} µs an operator (median). That weighs "
-        f"most where there is least to compute: the {most.operators} kernels of `{most.model}` "
-        f"take {1e3 * most.predicted_s:.2f} ms, the rest of the step {1e3 * more_s:.2f} ms. The "
-        f"least ratio is that of `{least.model}`, whose kernels took longer when they were "
-        "measured, at most seven times and within 0.05 s for all, than in the step."
+        table(
+            f"{columns} | predicted MiB | measured MiB | difference | time",
+            [
+                f"{_name(r)} | {mib(r.predicted_bytes, 3)} | {mib(r.measured_bytes, 3)} | "
+                f"{r.peak_error:+.4%} | {r.time_ratio:.2f}"
+                for r in rows
+            ],
+        ),
     )
 
 
-def main() -> int:
-    """Run from the command line; 130 if interrupted, 1 if the peaks miss what is promised."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction")
-    parser.add_argument("--only", nargs="+", metavar="MODEL", choices=[*MODELS], default=[*MODELS])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--resume", type=Path, default=Path("out/prediction.json"))
-    parser.add_argument("--fresh", action="store_true", help="drop the rows kept so far")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    settings = {"torch": torch.__version__, "strategies": list(STRATEGIES)}
-    kept = Kept(options.resume, Row, settings, fresh=options.fresh)
-    try:
-        for name in kept.missing(options.only, print):
-            with ExitStack() as stack:
-                for module in (measure, backend):
-                    stack.enter_context(mock.patch.object(module, "time", ThreadClock))
-                begin = time.monotonic()
-                kept.add(name, rows_of(MODELS[name]))
-            print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
-    except KeyboardInterrupt:
-        print(f"interrupted; the same command takes up what {kept.path} keeps")
-        return 130
-    rows = kept.ordered(MODELS)
-    text = page(rows)
-    if options.out:
-        options.out.write_text(text, encoding="utf-8")
-    print("\n".join(text.splitlines()[:18]))
-    errors = sorted(abs(row.peak_error) for row in rows)
-    return int(statistics.median(errors) > MEDIAN or errors[-1] > WORST)
+def _name(row: Row) -> str:
+    return f"{row.model} | {row.strategy} | {row.budget}"
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _times(rows: Sequence[Row]) -> str:
+    """Say the range of times, and where its ends come from."""
+    ratios = [row.time_ratio for row in rows]
+    least, most = (way(rows, key=lambda row: row.time_ratio) for way in (min, max))
+    between = statistics.median(row.between_us for row in rows)
+    return (
+        f"measured over predicted, median {statistics.median(ratios):.2f}, from "
+        f"{least.time_ratio:.2f} (`{least.model}`) to {most.time_ratio:.2f}; between kernels "
+        f"{between:.0f} µs an operator (median). The {most.operators} kernels of `{most.model}` "
+        f"take {1e3 * most.predicted_s:.2f} ms, the rest of its step "
+        f"{1e3 * (most.measured_s - most.predicted_s):.2f} ms."
+    )
+
+
+def _failures(rows: list[Row], _: Any) -> list[str]:
+    errors = [abs(row.peak_error) for row in rows]
+    missed = statistics.median(errors) > MEDIAN or max(errors) > WORST
+    return ["the peaks miss what is promised of them"] * missed
+
+
+BENCHMARK = Benchmark(
+    row=Row,
+    cases={name: (one,) for name, one in MODELS.items()},
+    measure=_measured,
+    blocks=_blocks,
+    failures=_failures,
+)

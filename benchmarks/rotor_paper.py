@@ -1,32 +1,27 @@
 """Rotor §5.3-5.5 again, estimated for the V100-PCIe of the paper.
 
-    python -m benchmarks.rotor_paper [--folder FOLDER] [--out docs/results/rotor_paper.md]
-        [MODEL:PIXELS ...]
-
 Batch 8, the largest of Rotor's figures 6 and 7. For every model and image size: the persistent
 program and revolve at 10 budgets equally spaced from 0 to the store-all peak, and sequential with
-10 segment counts from 2 to 2√L. A capture takes most of the time and is kept in FOLDER. Beside the
-page, a figure of throughput against peak is written (the same name, .png).
+10 segment counts from 2 to 2√L. Beside the page, a figure of throughput against peak is written.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.rotor_chains import BATCH, DEVICE, estimated_chain
-from benchmarks.rotor_solve import synthetic_chain
-from memopt.models.chain import Chain
+from benchmarks.graphs import ROTOR_BATCH, chain_of, synthetic_chain
+from benchmarks.runner import Benchmark
+from benchmarks.table import GIB, gib, joined, table
 from memopt.strategies.rotor import Revolve, Rotor, RotorOptimal, Sequential
-from memopt.strategies.rotor.plan_sets import CurvePoint, PlanSet
+from memopt.strategies.rotor.plan_sets import CurvePoint
 
-GIB = 2**30
 CAPACITY_BYTES = int(15.75 * GIB)
 BUDGETS = 10
 PAPER_GAIN = 0.128
@@ -35,211 +30,154 @@ MODELS = (
     *(f"densenet{depth}" for depth in (121, 161, 169, 201)),
     "inception_v3",
 )
-CASES = (
-    *(f"{model}:{pixels}" for pixels in (224, 500, 1000) for model in MODELS),
-    "resnet1001:224",
-)
+CASES = {
+    **{f"{name}:{px}": (name, px) for px in (224, 500, 1000) for name in MODELS},
+    "resnet1001:224": ("resnet1001", 224),
+}
 PICTURED = 4
+Point = tuple[int, float]
+"""Peak bytes and step time in seconds."""
 
 
 @dataclass(frozen=True)
-class Result:
-    """One model and image size. Times are seconds; points are (peak bytes, step time)."""
+class Row:
+    """One model and image size; points are those of the trade-off, peaks ascending."""
 
     case: str
     stages: int
-    store_all: CurvePoint
-    rotor: PlanSet
-    revolve: PlanSet
-    sequential: tuple[CurvePoint, ...]
+    store_all: Point
+    rotor: list[Point]
+    revolve: list[Point]
+    sequential: list[Point]
     rotor_cpu_s: float
     optimal_cpu_s: float | None
 
-    def budgets(self) -> list[int]:
-        """Equally spaced from 0 to the store-all peak, 0 left out."""
-        return [self.store_all.peak_bytes * i // BUDGETS for i in range(1, BUDGETS + 1)]
+    def best(self) -> Point | None:
+        """Give the sequential of highest throughput that fits the card."""
+        fitting = [point for point in self.sequential if point[0] <= CAPACITY_BYTES]
+        return min(fitting, key=lambda point: point[1], default=None)
 
-    def throughput(self, plans: PlanSet, budget: int) -> float | None:
-        """Images per second of the fastest schedule within the budget."""
-        index = plans.at(budget)
-        return None if index is None else BATCH / plans.points[index].time_s
-
-    def gain(self) -> float | None:
-        """Rotor over the sequential of highest throughput that fits the card, at its peak."""
-        fitting = [p for p in self.sequential if p.peak_bytes <= CAPACITY_BYTES]
-        return None if not fitting else self.gain_at(min(fitting, key=lambda p: p.time_s))
-
-    def gain_at(self, point: CurvePoint) -> float | None:
-        """Gain in throughput of Rotor within the peak of a sequential schedule."""
-        found = self.throughput(self.rotor, point.peak_bytes)
-        return None if found is None else found * point.time_s / BATCH - 1
+    def gain_at(self, point: Point | None) -> float | None:
+        """Give Rotor's gain in throughput within the peak of a sequential schedule."""
+        found = None if point is None else throughput(self.rotor, point[0])
+        return None if found is None or point is None else found * point[1] / ROTOR_BATCH - 1
 
 
-def evaluate(case: str, chain: Chain) -> Result:
-    """All strategies on one chain."""
+def throughput(points: Sequence[Point], budget: int) -> float | None:
+    """Give the images per second of the fastest schedule within the budget."""
+    times = [time_s for peak_bytes, time_s in points if peak_bytes <= budget]
+    return ROTOR_BATCH / min(times) if times else None
+
+
+def _points(curve: Sequence[CurvePoint]) -> list[Point]:
+    return [(point.peak_bytes, point.time_s) for point in curve]
+
+
+def evaluate(_: Any, name: str, pixels: int) -> list[Row]:
+    """Plan one chain by all strategies."""
+    chain = chain_of(name, pixels)
     started = time.process_time()
     rotor = Rotor().plan_set(chain)
     rotor_cpu_s = time.process_time() - started
-    optimal_cpu_s = None
-    optimal = RotorOptimal()
+    optimal_cpu_s, optimal = None, RotorOptimal()
     if len(chain) <= optimal.most_stages:
         started = time.process_time()
         optimal.plan_set(chain)
         optimal_cpu_s = time.process_time() - started
-    return Result(
-        case,
-        len(chain),
-        Sequential(1).curve(chain)[0],
-        rotor,
-        Revolve().plan_set(chain),
-        Sequential("best").curve(chain),
-        rotor_cpu_s,
-        optimal_cpu_s,
+    curves = (rotor.points, Revolve().plan_set(chain).points, Sequential("best").curve(chain))
+    (store_all,) = _points(Sequential(1).curve(chain)[:1])
+    case, cpu = f"{name}:{pixels}", (rotor_cpu_s, optimal_cpu_s)
+    return [Row(case, len(chain), store_all, *map(_points, curves), *cpu)]
+
+
+def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
+    gains = [gain for row in rows if (gain := row.gain_at(row.best())) is not None]
+    everywhere = [
+        gain for row in rows for point in row.sequential if (gain := row.gain_at(point)) is not None
+    ]
+    missing = set(CASES) - {row.case for row in rows}
+    text = (
+        f"Not in this run: {', '.join(sorted(missing)) or 'none'}. Mean gain "
+        f"{statistics.mean(gains):.1%} over {len(gains)} cases (least {min(gains):.1%}, most "
+        f"{max(gains):.1%}); the paper measured {PAPER_GAIN:.1%} on its own set. Over every "
+        f"undominated sequential schedule, whatever its peak: {statistics.mean(everywhere):.1%} "
+        f"({len(everywhere)} schedules)."
+    )
+    head = (
+        "model:pixels | stages | store all: GiB, images/s | best sequential: GiB, images/s | "
+        "Rotor there | gain | revolve there | CPU s: persistent | CPU s: optimal"
+    )
+    budgets = [
+        [
+            f"{_number(throughput(row.rotor, size))} / {_number(throughput(row.revolve, size))}"
+            for size in (row.store_all[0] * i // BUDGETS for i in range(1, BUDGETS + 1))
+        ]
+        for row in rows
+    ]
+    tenths = " | ".join(f"{i}/10" for i in range(1, BUDGETS + 1))
+    cases = [row.case for row in rows]
+    return {
+        "results": joined(text, table(head, map(_line, rows))),
+        "budgets": table(
+            f"model:pixels | {tenths}",
+            [(case, *cells) for case, cells in zip(cases, budgets, strict=True)],
+        ),
+    }
+
+
+def _line(row: Row) -> str:
+    best = row.best()
+    gain, at = row.gain_at(best), CAPACITY_BYTES if best is None else best[0]
+    optimal = "-" if row.optimal_cpu_s is None else f"{row.optimal_cpu_s:.2f}"
+    return (
+        f"{row.case} | {row.stages} | {_point(row.store_all)} | {_point(best)} | "
+        f"{_number(throughput(row.rotor, at))} | {'-' if gain is None else f'{gain:.1%}'} | "
+        f"{_number(throughput(row.revolve, at))} | {row.rotor_cpu_s:.2f} | {optimal}"
     )
 
 
-def page(results: list[Result], command: str) -> str:
-    """The whole page."""
-    gains = [gain for result in results if (gain := result.gain()) is not None]
-    everywhere = [
-        gain
-        for result in results
-        for point in result.sequential
-        if (gain := result.gain_at(point)) is not None
-    ]
-    missing = [case for case in CASES if case not in {result.case for result in results}]
-    lines = [
-        "# Rotor's experiments (§5.3-5.5), estimated",
-        "",
-        f"`{command}`. Batch {BATCH}, {DEVICE} in estimate mode (no GPU is involved), "
-        f"{len(results)} cases. Not in this run: {', '.join(missing) or 'none'}.",
-        "",
-        "Gain: Rotor's throughput over that of the fastest sequential (10 segment counts from 2 to "
-        "2√L) that fits 15.75 GiB, within the same peak.",
-        f"Mean {statistics.mean(gains):.1%} over {len(gains)} cases (least {min(gains):.1%}, most "
-        f"{max(gains):.1%}); the paper measured {PAPER_GAIN:.1%} on its own set. Over every "
-        f"undominated sequential schedule, whatever its peak: {statistics.mean(everywhere):.1%} "
-        f"({len(everywhere)} schedules).",
-        "",
-        "| model:pixels | stages | store all: GiB, images/s | best sequential: GiB, images/s | "
-        "Rotor there | gain | revolve there | CPU s: persistent | CPU s: optimal |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [_row(result) for result in results]
-    lines += [
-        "",
-        "The paper's Figure 5 is drawn only; §5.3 states: persistent (C, one core) below 1 s on "
-        "most networks and below 20 s on its longest chain (339 stages). The CPU seconds here are "
-        "for every budget at once, with the schedules and their replay, on a shared machine; "
-        '"-" where the chain is longer than the optimal program takes without grouping.',
-        "",
-        "## Throughput at ten budgets",
-        "",
-        "Images per second, Rotor / revolve, at k/10 of the store-all peak; - : does not fit.",
-        "",
-        "| model:pixels | " + " | ".join(f"{i}/10" for i in range(1, BUDGETS + 1)) + " |",
-        "|" + "---|" * (BUDGETS + 1),
-    ]
-    for result in results:
-        cells = [
-            f"{_number(result.throughput(result.rotor, budget))} / "
-            f"{_number(result.throughput(result.revolve, budget))}"
-            for budget in result.budgets()
-        ]
-        lines.append(f"| {result.case} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
-
-
-def _row(result: Result) -> str:
-    fitting = [p for p in result.sequential if p.peak_bytes <= CAPACITY_BYTES]
-    best = min(fitting, key=lambda p: p.time_s) if fitting else None
-    gain = result.gain()
-    at = best.peak_bytes if best else CAPACITY_BYTES
-    optimal = "-" if result.optimal_cpu_s is None else f"{result.optimal_cpu_s:.2f}"
-    cells = [
-        result.case,
-        str(result.stages),
-        _point(result.store_all),
-        _point(best),
-        _number(result.throughput(result.rotor, at)),
-        "-" if gain is None else f"{gain:.1%}",
-        _number(result.throughput(result.revolve, at)),
-        f"{result.rotor_cpu_s:.2f}",
-        optimal,
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def _point(point: CurvePoint | None) -> str:
-    if point is None:
-        return "-"
-    return f"{point.peak_bytes / GIB:.2f}, {_number(BATCH / point.time_s)}"
+def _point(point: Point | None) -> str:
+    return "-" if point is None else f"{gib(point[0], 2)}, {_number(ROTOR_BATCH / point[1])}"
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def picture(results: list[Result], path: Path) -> None:
-    """Throughput against peak of the longest chains, one panel each, of different models."""
-    chosen: dict[str, Result] = {}
-    for result in sorted(results, key=lambda r: -r.stages):
-        chosen.setdefault(result.case.partition(":")[0], result)
-    shown = list(chosen.values())[:PICTURED]
+def picture(rows: list[Row], page: Path) -> None:
+    """Draw throughput against peak of the longest chains, one panel each, of different models."""
+    chosen: dict[str, Row] = {}
+    for row in sorted(rows, key=lambda r: -r.stages):
+        chosen.setdefault(row.case.partition(":")[0], row)
     figure = Figure(figsize=(9, 6), layout="constrained")
-    for index, result in enumerate(shown):
+    for index, row in enumerate(list(chosen.values())[:PICTURED]):
         axes = figure.add_subplot(2, 2, index + 1)
-        for plans, style, label in (
-            (result.rotor, "b-", "Rotor"),
-            (result.revolve, "g-", "revolve"),
-        ):
-            axes.step(
-                [p.peak_bytes / GIB for p in plans.points],
-                [BATCH / p.time_s for p in plans.points],
-                style,
-                where="post",
-                label=label,
-            )
-        axes.plot(
-            [p.peak_bytes / GIB for p in result.sequential],
-            [BATCH / p.time_s for p in result.sequential],
-            "x",
-            color="purple",
-            label="sequential",
-        )
-        store = result.store_all
-        axes.plot(store.peak_bytes / GIB, BATCH / store.time_s, "rs", label="store all")
-        axes.set_title(f"{result.case}, {result.stages} stages")
+
+        def xy(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+            return [p / GIB for p, _ in points], [ROTOR_BATCH / t for _, t in points]
+
+        for points, style, label in ((row.rotor, "b-", "Rotor"), (row.revolve, "g-", "revolve")):
+            axes.step(*xy(points), style, where="post", label=label)
+        axes.plot(*xy(row.sequential), "x", color="purple", label="sequential")
+        axes.plot(*xy([row.store_all]), "rs", label="store all")
+        axes.set_title(f"{row.case}, {row.stages} stages")
         axes.set_xlabel("peak, GiB")
         axes.set_ylabel("images/s")
         axes.legend(fontsize="small")
-    figure.savefig(path, dpi=80)
+    figure.savefig(page.with_suffix(".png"), dpi=80)
 
 
-def main() -> None:
-    """Print the page; write it and its figure."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("out/rotor-chains"))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("cases", nargs="*", default=CASES, help="MODEL:PIXELS")
-    options = parser.parse_args()
-    for strategy in (Rotor(), Rotor(exact_stages=0), Revolve(), RotorOptimal()):
+def _compile_all(_: Any) -> None:
+    for strategy in (
+        Rotor(),
+        Rotor(exact_stages=0),
+        Revolve(),
+        RotorOptimal(),
+        RotorOptimal(exact_stages=0),
+    ):
         strategy.plan_set(synthetic_chain(5))
-    RotorOptimal(exact_stages=0).plan_set(synthetic_chain(5))
-    results = []
-    for case in options.cases:
-        name, _, pixels = case.partition(":")
-        results.append(evaluate(case, estimated_chain(name, int(pixels), options.folder)))
-    command = "python -m benchmarks.rotor_paper"
-    if tuple(options.cases) != CASES:
-        command += " " + " ".join(options.cases)
-    text = page(results, command)
-    sys.stdout.write(text)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + f"\n![Throughput against peak]({options.out.stem}.png)\n")
-        picture(results, options.out.with_suffix(".png"))
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    row=Row, cases=CASES, measure=evaluate, blocks=_blocks, prepare=_compile_all, pictures=picture
+)

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 import memopt
 from benchmarks.gpu.offload import limit_that_held, measure, total_peak_of
 from benchmarks.gpu.subject import Machine, Subject
-from benchmarks.steps import clear, interleaved
+from benchmarks.steps import clear
+from benchmarks.table import interleaved, mib
 from memopt.executor.apply import apply_plan
 from memopt.executor.cuda_graph import WARM_UP
 from memopt.models.presets import find_device
@@ -31,7 +32,6 @@ from memopt.programs.allocator_snapshot import compare_snapshot
 from memopt.programs.caching_allocator import CachingAllocator
 from tests.executor.fake_graphs import FakeGraphs
 
-MIB = 2**20
 CLOSE = 1e-3
 """Gradients on CUDA, whose kernels add in any order: largest difference over largest gradient, at
 least; ten times what eager's own second run differs by, where that is more."""
@@ -51,8 +51,8 @@ class Row:
 
 
 def difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
-    """The largest difference of two steps' gradients over the largest gradient; nan: not the same
-    parameters have one."""
+    """Give the largest difference of two steps' gradients over the largest gradient; nan: not
+    the same parameters have one."""
     if expected.keys() != found.keys():
         return math.nan
     scales = [max(float(value.abs().max()), 1e-12) for value in expected.values()]
@@ -63,64 +63,42 @@ def difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
 
 
 def same_gradients(cell: str, one: Subject, module: nn.Module, machine: Machine, what: str) -> Row:
-    """A module's gradients beside eager's: bitwise on the CPU, within rounding on CUDA."""
+    """Compare a module's gradients with eager's: bitwise on the CPU, within rounding on CUDA."""
     state = {key: value.cpu().clone() for key, value in one.model.state_dict().items()}
     expected, again, found = (one.gradients(way, state) for way in (one.model, one.model, module))
     noise, differs = difference(expected, again), difference(expected, found)
     allowed = max(CLOSE, 10 * noise) if machine.is_cuda else 0.0
-    verdict = "ok" if differs <= allowed else "no"
-    return Row(
-        cell, one.family.name, f"{what}: gradients", f"≤ {allowed:.1e}", f"{differs:.1e}", verdict
-    )
+    cells = (f"{what}: gradients", f"≤ {allowed:.1e}", f"{differs:.1e}")
+    return Row(cell, one.family.name, *cells, "ok" if differs <= allowed else "no")
 
 
 def families(machine: Machine, name: str, strategy: str, batch: int) -> Iterator[Row]:
-    """A family at its smallest budget and half way up: gradients, the budget enforced, peak and
+    """Run a family at its smallest budget and half way up: gradients, the budget enforced, peak and
     time as predicted."""
     one = Subject.of(name, machine, batch)
     device = machine.device
-    link = memopt.measure_device(device)
-    plan_for = partial(
-        memopt.plan,
-        one.profiled,
-        strategy=strategy,
-        device=link,
-        progress=False,
-        time_limit_s=machine.limit_s,
-    )
+    how = {"strategy": strategy, "device": memopt.measure_device(device), "progress": False}
+    plan_for = partial(memopt.plan, one.profiled, time_limit_s=machine.limit_s, **how)
     floor = plan_for(budget="min")
     half = floor.peak_bytes + max(0, one.profiled.baseline.peak_bytes - floor.peak_bytes) // 2
     resident = one.profiled.graph.resident_bytes - backend_of(device).step_scalars_bytes
+    row = partial(Row, "families", one.family.name)
     for share, plan in (("min", floor), ("half", plan_for(budget=half))):
         module = plan.apply(one.model)
         what = f"{strategy} {share}"
         yield same_gradients("families", one, module, machine, what)
         step = one.step(module)
         measured = total_peak_of(one.model, step, device, resident, one.before_bytes)
-        error = measured / plan.peak_bytes - 1
-        row = partial(Row, "families", one.family.name)
-        yield row(
-            f"{what}: peak MiB",
-            f"{plan.peak_bytes / MIB:.1f}",
-            f"{measured / MIB:.1f}",
-            _near(error, PEAK_ERROR),
-        )
+        near = _near(measured / plan.peak_bytes - 1, PEAK_ERROR)
+        yield row(f"{what}: peak MiB", mib(plan.peak_bytes), mib(measured), near)
         assert plan.budget is not None
         held = limit_that_held(one.model, step, plan.budget + one.before_bytes, device)
-        yield row(
-            f"{what}: runs in budget ×",
-            "1",
-            f"{held:g}" if held else "not limited here",
-            "ok" if held == 1 else "read",
-        )
+        ran = f"{held:g}" if held else "not limited here"
+        yield row(f"{what}: runs in budget ×", "1", ran, "ok" if held == 1 else "read")
         times = interleaved(one.model, {"plan": step}, machine.rounds, device)["plan"]
-        spent = statistics.median(times)
-        yield row(
-            f"{what}: step ms",
-            f"{1e3 * plan.step_time_s:.2f}",
-            f"{1e3 * spent:.2f}",
-            _near(spent / plan.step_time_s - 1, TIME_ERROR),
-        )
+        spent, planned = statistics.median(times), plan.step_time_s
+        near = _near(spent / planned - 1, TIME_ERROR)
+        yield row(f"{what}: step ms", f"{1e3 * planned:.2f}", f"{1e3 * spent:.2f}", near)
 
 
 def _near(error: float, allowed: float) -> str:
@@ -128,8 +106,8 @@ def _near(error: float, allowed: float) -> str:
 
 
 def snapshot(machine: Machine, name: str, batch: int) -> Iterator[Row]:
-    """What the device's allocator did beside the simulation; run in a process of its own, whose
-    trace is whole."""
+    """Compare what the device's allocator did with the simulation; run in a process of its own,
+    whose trace is whole."""
     if machine.is_cuda:
         torch.cuda.memory._record_memory_history(max_entries=10**6)
     one = Subject.of(name, machine, batch)
@@ -138,22 +116,15 @@ def snapshot(machine: Machine, name: str, batch: int) -> Iterator[Row]:
     for _ in range(3):
         step()
         clear(one.model)
-    recorded = torch.cuda.memory._snapshot() if machine.is_cuda else simulated(plan)
-    found = compare_snapshot(recorded)
+    found = compare_snapshot(torch.cuda.memory._snapshot() if machine.is_cuda else simulated(plan))
     at = "" if found.is_same else f", differs at request {found.differs_at}"
-    peak, simulated_peak = found.device_peak_bytes / MIB, found.simulated_peak_bytes / MIB
-    yield Row(
-        "snapshots",
-        one.family.name,
-        f"reserved MiB over {found.requests} requests{at}",
-        f"{simulated_peak:.1f}",
-        f"{peak:.1f}",
-        "ok" if found.is_same else "no",
-    )
+    what = f"reserved MiB over {found.requests} requests{at}"
+    peaks = (mib(found.simulated_peak_bytes), mib(found.device_peak_bytes))
+    yield Row("snapshots", one.family.name, what, *peaks, "ok" if found.is_same else "no")
 
 
 def simulated(plan: memopt.Plan) -> dict[str, Any]:
-    """A snapshot of a plan's requests as the simulation serves them, for the dry run."""
+    """Make a snapshot of a plan's requests as the simulation serves them, for the dry run."""
     allocator, events, where = CachingAllocator(), [], {}
     for request in allocation_trace(plan.graph, plan.program, 2):
         before = allocator.reserved_bytes
@@ -177,36 +148,27 @@ def _event(action: str, address: int, size: int) -> dict[str, Any]:
 
 
 def calibration(machine: Machine) -> Iterator[Row]:
-    """The device as measured beside the preset that estimates use."""
+    """Set the device as measured beside the preset that estimates use."""
     preset = find_device("H100" if machine.is_cuda else "cpu-core")
     found = memopt.measure_device(machine.device)
-    row = partial(Row, "calibration", preset.name)
-    for dtype in ("float32", "bfloat16"):
-        rate, planned = found.flops_per_s.get(dtype), preset.flops_per_s[dtype]
-        if rate is not None:
-            expected = planned * preset.flops_fraction
-            yield row(
-                f"{dtype} Tflop/s",
-                f"{expected / 1e12:.2f}",
-                f"{rate / 1e12:.2f}",
-                _near(rate / expected - 1, 0.2),
-            )
     figures = {
-        "memory GB/s": (
-            preset.memory_bytes_per_s * preset.memory_fraction,
-            found.memory_bytes_per_s,
-        ),
-        "to host GB/s": (preset.to_host_bytes_per_s, found.to_host_bytes_per_s),
-        "from host GB/s": (preset.swap_in_bytes_per_s, found.swap_in_bytes_per_s),
+        f"{dtype} Tflop/s": (1e12, preset.flops_per_s[dtype] * preset.flops_fraction, rate)
+        for dtype in ("float32", "bfloat16")
+        if (rate := found.flops_per_s.get(dtype)) is not None
     }
-    for what, (expected, rate) in figures.items():
-        yield row(
-            what, f"{expected / 1e9:.1f}", f"{rate / 1e9:.1f}", _near(rate / expected - 1, 0.2)
-        )
+    memory = preset.memory_bytes_per_s * preset.memory_fraction
+    figures |= {
+        "memory GB/s": (1e9, memory, found.memory_bytes_per_s),
+        "to host GB/s": (1e9, preset.to_host_bytes_per_s, found.to_host_bytes_per_s),
+        "from host GB/s": (1e9, preset.swap_in_bytes_per_s, found.swap_in_bytes_per_s),
+    }
+    for what, (unit, expected, rate) in figures.items():
+        values = (f"{expected / unit:.2f}", f"{rate / unit:.2f}", _near(rate / expected - 1, 0.2))
+        yield Row("calibration", preset.name, what, *values)
 
 
 def graphs(machine: Machine, name: str, batch: int) -> Iterator[Row]:
-    """A placed plan's step with and without CUDA graphs, which draw no random numbers."""
+    """Run a placed plan's step with and without CUDA graphs, which draw no random numbers."""
     one = Subject.of(name, machine, batch, dropout=False)
     plan = memopt.plan(one.profiled, strategy="rotor", place=True, progress=False)
     plain = plan.apply(one.model)
@@ -219,37 +181,23 @@ def graphs(machine: Machine, name: str, batch: int) -> Iterator[Row]:
 
 
 def kernels(machine: Machine, name: str, batch: int) -> Iterator[Row]:
-    """Compiled kernels beside aten's, at the same budget."""
+    """Set compiled kernels beside aten's, at the same budget."""
     one = Subject.of(name, machine, batch)
-    aten = memopt.plan(one.profiled, strategy="rotor", progress=False)
-    compiled = memopt.plan(
-        one.model,
-        one.inputs,
-        loss_fn=one.family.loss,
-        strategy="rotor",
-        budget=aten.peak_bytes,
-        kernels="compiled",
-        progress=False,
-    )
-    steps = {
-        "aten": one.step(aten.apply(one.model)),
-        "compiled": one.step(compiled.apply(one.model)),
-    }
+    how = {"strategy": "rotor", "progress": False}
+    aten = memopt.plan(one.profiled, **how)
+    how |= {"budget": aten.peak_bytes, "kernels": "compiled", "loss_fn": one.family.loss}
+    plans = {"aten": aten, "compiled": memopt.plan(one.model, one.inputs, **how)}
+    steps = {way: one.step(plan.apply(one.model)) for way, plan in plans.items()}
     yield from _times("compiled kernels", one, steps, machine, "aten")
 
 
 def joint(machine: Machine, name: str, batch: int) -> Iterator[Row]:
-    """A joint plan at a third of the way up, gradients and time beside Rotor's."""
+    """Set a joint plan at a third of the way up beside Rotor's: gradients and time."""
     one = Subject.of(name, machine, batch)
-    link = memopt.measure_device(machine.device)
-    floor = memopt.plan(one.profiled, budget="min", device=link, progress=False)
+    how = {"device": memopt.measure_device(machine.device), "progress": False}
+    floor = memopt.plan(one.profiled, budget="min", **how)
     budget = floor.peak_bytes + max(0, one.profiled.baseline.peak_bytes - floor.peak_bytes) // 3
-    how = {
-        "budget": budget,
-        "device": link,
-        "progress": False,
-        "time_limit_s": machine.limit_s or 20.0,
-    }
+    how |= {"budget": budget, "time_limit_s": machine.limit_s or 20.0}
     plans = {s: memopt.plan(one.profiled, strategy=s, **how) for s in ("rotor", "joint")}
     modules = {way: plan.apply(one.model) for way, plan in plans.items()}
     yield same_gradients("joint", one, modules["joint"], machine, "joint")
@@ -258,66 +206,48 @@ def joint(machine: Machine, name: str, batch: int) -> Iterator[Row]:
 
 
 def peers(machine: Machine, name: str, batch: int) -> Iterator[Row]:
-    """Eager, torch.compile and Hugging Face's checkpointing beside a plan at its peak."""
+    """Set eager, torch.compile and Hugging Face's checkpointing beside a plan's smallest budget."""
     one = Subject.of(name, machine, batch)
     device = machine.device
-    peak = partial(
-        total_peak_of, one.model, device=device, resident_bytes=0, before_bytes=one.before_bytes
-    )
     eager = one.step(one.model)
     # In a dry run the compiler itself, which takes minutes on a CPU, is left out.
     compiler = "inductor" if machine.is_cuda else "aot_eager"
     compiled = torch.compile(one.model, backend=compiler)
     steps = {"eager": eager, "torch.compile": one.step(compiled)}
-    peaks = {"eager": peak(eager)}
     enable = getattr(one.model, "gradient_checkpointing_enable", None)
     if enable is not None:
         enable()
-        peaks["checkpointing"] = peak(eager)
+        peak = total_peak_of(one.model, eager, device, 0, one.before_bytes)
         clear(one.model)
         begin = time.perf_counter()
         eager()
         backend_of(device).synchronize(device)
-        spent = time.perf_counter() - begin
+        figures = f"{mib(peak)}, {1e3 * (time.perf_counter() - begin):.2f}"
         one.model.gradient_checkpointing_disable()
-        yield Row(
-            "peers",
-            name,
-            "checkpointing: peak MiB, step ms",
-            "",
-            f"{peaks['checkpointing'] / MIB:.1f}, {1e3 * spent:.2f}",
-            "read",
-        )
+        yield Row("peers", name, "checkpointing: peak MiB, step ms", "", figures, "read")
     plan = memopt.plan(one.profiled, budget="min", strategy="rotor", progress=False)
     steps["memopt min"] = one.step(plan.apply(one.model))
     yield from _times("peers", one, steps, machine, "eager")
 
 
 def offloading(machine: Machine, name: str) -> Iterator[Row]:
-    """Offloaded plans beside `save_on_cpu` and streamed saved-tensor hooks (torchtune's)."""
+    """Set offloaded plans beside `save_on_cpu` and streamed saved-tensor hooks (torchtune's)."""
     for row in measure(name, machine.size, machine.device, (0.0, 0.5), machine.rounds):
         predicted = "" if row.predicted_s is None else f"{1e3 * row.predicted_s:.2f}"
         over = "read" if row.of_peer is None else f"{row.of_peer:.2f} × that peer's"
-        yield Row(
-            "offloading", name, f"{row.way}: step ms", predicted, f"{1e3 * row.step_s:.2f}", over
-        )
+        what = f"{row.way}: step ms"
+        yield Row("offloading", name, what, predicted, f"{1e3 * row.step_s:.2f}", over)
 
 
 def _times(
     cell: str, one: Subject, steps: dict[str, Callable[[], None]], machine: Machine, base: str
 ) -> Iterator[Row]:
     times = interleaved(one.model, steps, machine.rounds, machine.device)
-    first = statistics.median(times[base])
-    for way, found in times.items():
-        spent = statistics.median(found)
-        yield Row(
-            cell,
-            one.family.name,
-            f"{way}: step ms",
-            f"{1e3 * first:.2f}",
-            f"{1e3 * spent:.2f}",
-            f"{spent / first:.2f} ×",
-        )
+    medians = {way: statistics.median(found) for way, found in times.items()}
+    first = medians[base]
+    for way, spent in medians.items():
+        figures = (f"{1e3 * first:.2f}", f"{1e3 * spent:.2f}", f"{spent / first:.2f} ×")
+        yield Row(cell, one.family.name, f"{way}: step ms", *figures)
     gc.collect()
 
 

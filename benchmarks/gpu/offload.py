@@ -1,10 +1,8 @@
-"""Offloaded plans on a GPU: measured peak and time beside the prediction and two peers.
+"""Offloaded plans on a GPU: measured time beside the prediction and two peers.
 
-Plans of `offload-graph` at floor + share·(baseline − floor), and at each peer's own peak, run with
-the process's memory limited to their budget; where the caching allocator's own fragmentation does
-not fit, the limit is raised in steps and the one that held is shown. Peers: eager,
-`save_on_cpu(pin_memory=True)` and streamed saved-tensor hooks. On CPU the plans run with worker
-threads, and the peers that copy to host memory have no peak of their own to show.
+Plans of `offload-graph` at floor + share·(baseline − floor), and at each peer's own peak. Peers:
+eager, `save_on_cpu(pin_memory=True)` and streamed saved-tensor hooks. On CPU the plans run with
+worker threads, and the peers that copy to host memory have no peak of their own to show.
 """
 
 from __future__ import annotations
@@ -23,7 +21,8 @@ from torch.utils import _pytree as pytree
 
 import memopt
 from benchmarks.gpu.hooks import StreamedHooks
-from benchmarks.steps import Step, clear, interleaved, peak_of, ratio
+from benchmarks.steps import Step, clear, peak_of
+from benchmarks.table import interleaved, ratio
 from memopt.profiler import Loss, MeasureOptions, profile_model
 from memopt.profiler.backend import backend_of
 from memopt.profiler.memory import library_bytes
@@ -39,24 +38,18 @@ AT_PEAK = "memopt at the peak of "
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train one model. Bytes are totals; None: not known or not applicable. The
-    prediction of the eager step is the sum of its kernels: what it takes beyond is the framework's.
-    of_peer: its time over that of the peer whose peak it had for a budget.
-    """
+    """One way to train one model; None: not known. The prediction of the eager step is the sum of
+    its kernels: what it takes beyond is the framework's. of_peer: its time over that of the peer
+    whose peak it had for a budget."""
 
-    model: str
     way: str
-    budget_bytes: int | None
-    predicted_bytes: int | None
-    peak_bytes: int | None
     predicted_s: float | None
     step_s: float
     of_peer: float | None
-    limit: float | None
 
 
 def stepper(family: Family, module: nn.Module, inputs: Any, around: Callable[[], Any]) -> Any:
-    """One forward, loss and backward inside a context."""
+    """Make one forward, loss and backward inside a context."""
 
     def step() -> None:
         with around():
@@ -67,7 +60,7 @@ def stepper(family: Family, module: nn.Module, inputs: Any, around: Callable[[],
 
 @contextlib.contextmanager
 def limited(device: torch.device, limit_bytes: float) -> Iterator[None]:
-    """The process may hold at most so many bytes of the GPU meanwhile; nothing on CPU."""
+    """Let the process hold at most so many bytes of the GPU meanwhile; nothing on CPU."""
     if device.type != "cuda":
         yield
         return
@@ -84,7 +77,7 @@ def limited(device: torch.device, limit_bytes: float) -> Iterator[None]:
 def limit_that_held(
     model: nn.Module, step: Step, budget: int, device: torch.device
 ) -> float | None:
-    """The least of LIMITS, in budgets, under which a step ran; None: none did, or no GPU."""
+    """Find the least of LIMITS, in budgets, under which a step ran; None: none did, or no GPU."""
     if device.type != "cuda":
         return None
     for limit in LIMITS:
@@ -99,12 +92,12 @@ def limit_that_held(
 
 
 def effort(size: Any) -> MeasureOptions:
-    """How hard kernels are measured: in a dry run a few times, for its lines, not its figures."""
+    """Choose how hard kernels are measured: in a dry run a few times, for its lines alone."""
     return MeasureOptions(cap_s=0.2, max_rounds=2) if size == "tiny" else MeasureOptions()
 
 
 def standing_bytes(device: torch.device) -> int:
-    """What is allocated on a GPU before a model comes, without libraries' workspaces; 0 on CPU."""
+    """Measure what a GPU has allocated before a model comes, without workspaces; 0 on CPU."""
     if device.type != "cuda":
         return 0
     gc.collect()
@@ -115,7 +108,7 @@ def standing_bytes(device: torch.device) -> int:
 def total_peak_of(
     model: nn.Module, step: Step, device: torch.device, resident_bytes: int, before_bytes: int
 ) -> int:
-    """The whole peak of a step: on CUDA all that the process has allocated, by
+    """Measure the whole peak of a step: on CUDA all that the process has allocated, by
     `torch.cuda.max_memory_allocated`, but what was there before the model; on CPU what the step
     allocates beyond what is resident."""
     above_bytes = peak_of(model, step, device)
@@ -125,7 +118,7 @@ def total_peak_of(
 
 
 def peers(model: nn.Module, device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Other people's ways, as contexts around a step."""
+    """Give other people's ways, as contexts around a step."""
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {"eager": contextlib.nullcontext}
     pin = device.type == "cuda"
     ways["save_on_cpu"] = lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin)
@@ -138,7 +131,7 @@ def peers(model: nn.Module, device: torch.device) -> dict[str, Callable[[], Any]
 def plans_for(
     profiled: Profiled, link: memopt.Device, shares: tuple[float, ...], peaks: dict[str, int]
 ) -> dict[str, memopt.Plan]:
-    """Plans at shares between floor and baseline, and one at each peer's peak that can be met."""
+    """Plan at shares between floor and baseline, and at each peer's peak that can be met."""
 
     def plan(budget: int | str) -> memopt.Plan:
         return memopt.plan(
@@ -158,7 +151,7 @@ def plans_for(
 def measure(
     name: str, size: Any, device: torch.device, shares: tuple[float, ...], rounds: int
 ) -> list[Row]:
-    """All rows of one model."""
+    """Measure all ways of one model."""
     family = get(name)
     before_bytes = standing_bytes(device)
     model = family.build(size).to(device)
@@ -170,39 +163,23 @@ def measure(
     link = memopt.measure_device(device)
     profiled = profile_model(model, inputs, loss=Loss(family.loss), options=effort(size))
     resident_bytes = profiled.graph.resident_bytes - backend_of(device).step_scalars_bytes
-
-    def peak(step: Step) -> int:
-        return total_peak_of(model, step, device, resident_bytes, before_bytes)
-
     steps = {
         way: stepper(family, model, inputs, around) for way, around in peers(model, device).items()
     }
     # On CPU the host copies of other ways are device memory, too: no peak to compare with.
     apart = [way for way in steps if device.type == "cuda" or way == "eager"]
-    peaks = {way: peak(steps[way]) for way in apart}
+    peaks = {
+        way: total_peak_of(model, steps[way], device, resident_bytes, before_bytes) for way in apart
+    }
     plans = plans_for(profiled, link, shares, peaks)
     for way, plan in plans.items():
         steps[way] = stepper(family, plan.apply(model), inputs, contextlib.nullcontext)
-        peaks[way] = peak(steps[way])
     times = interleaved(model, steps, rounds, device)
-    kernels_s = profiled.graph.compute_time_s
+    predicted = {way: plan.step_time_s for way, plan in plans.items()}
+    predicted["eager"] = profiled.graph.compute_time_s
     rows = []
-    for way, step in steps.items():
-        found = plans.get(way)
+    for way in steps:
         peer = way.removeprefix(AT_PEAK) if way.startswith(AT_PEAK) else None
-        rows.append(
-            Row(
-                model=name,
-                way=way,
-                budget_bytes=None if found is None else found.budget,
-                predicted_bytes=None if found is None else found.peak_bytes,
-                peak_bytes=peaks.get(way),
-                predicted_s=found.step_time_s if found else kernels_s if way == "eager" else None,
-                step_s=statistics.median(times[way]),
-                of_peer=None if peer is None else ratio(times, way, peer),
-                limit=None
-                if found is None or found.budget is None
-                else limit_that_held(model, step, found.budget + before_bytes, device),
-            )
-        )
+        of_peer = None if peer is None else ratio(times, way, peer)
+        rows.append(Row(way, predicted.get(way), statistics.median(times[way]), of_peer))
     return rows

@@ -32,16 +32,16 @@ class Machine:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether this is the day."""
+        """Whether it is a GPU."""
         return self.device.type == "cuda"
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds of a solver; None: its own."""
+        """Give the seconds of a solver; None: its own."""
         return None if self.is_cuda else 1.0
 
     def move(self, value: Any) -> Any:
-        """Tensors of a structure, on the device."""
+        """Put the tensors of a structure on the device."""
         to = partial(torch.Tensor.to, device=self.device)
         return pytree.tree_map(lambda x: to(x) if isinstance(x, Tensor) else x, value)
 
@@ -73,12 +73,12 @@ class Subject:
         return cls(family, model, inputs, before_bytes, profiled)
 
     def step(self, module: nn.Module) -> Callable[[], None]:
-        """One forward, loss and backward of a module around the model."""
+        """Make one forward, loss and backward of a module around the model."""
         found: Callable[[], None] = stepper(self.family, module, self.inputs, torch.enable_grad)
         return found
 
     def gradients(self, module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients of a step from a state, on the host."""
+        """Give the gradients of a step from a state, on the host."""
         self.model.load_state_dict(state)
         clear(self.model)
         torch.manual_seed(0)

@@ -1,33 +1,55 @@
-"""`make bench` runs every benchmark there is, and pages name scripts that exist (history apart)."""
+"""`make bench` runs every benchmark there is; commands in the docs are of benchmarks that exist."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from benchmarks.__main__ import CAPTURES, CPU, GPU
+import pytest
+
+from benchmarks.__main__ import GPU, NAMES, main
+from benchmarks.runner import BEGIN, END, replaced
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "benchmarks"
 
 
 def scripts() -> set[str]:
-    """Modules and packages of the folder that can be run."""
-    files = {p.stem for p in FOLDER.glob("*.py") if '__name__ == "__main__"' in p.read_text()}
-    return (files - {"__main__"}) | {p.parent.name for p in FOLDER.glob("*/__main__.py")}
+    """Modules of the folder that declare a benchmark, and packages that can be run."""
+    files = {p.stem for p in FOLDER.glob("*.py") if "\nBENCHMARK = " in p.read_text()}
+    return files | {p.parent.name for p in FOLDER.glob("*/__main__.py")}
 
 
 def test_every_benchmark_is_listed_once() -> None:
-    listed = (*CPU, *GPU, *CAPTURES)
+    listed = (*NAMES, *GPU)
     assert len(set(listed)) == len(listed)
     assert set(listed) == scripts()
 
 
 def test_pages_name_scripts_that_exist() -> None:
-    named: set[str] = set()
-    for page in (ROOT / "docs").rglob("*.md"):
-        if page.parent.name == "history":
-            continue
-        named |= set(re.findall(r"python -m benchmarks\.(\w+)", page.read_text(encoding="utf-8")))
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
+    named = set(re.findall(r"python -m benchmarks[. ]([a-z]\w*)", text))
     assert len(named) > 15
     assert named <= scripts()
+
+
+def test_every_page_that_a_benchmark_writes_has_its_marks() -> None:
+    """All pages of results have a block, closed as it was opened; the first names the command."""
+    for page in (ROOT / "docs" / "results").glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        names = re.findall(r"<!-- (\w+): begin -->", text)
+        assert names, page.name
+        assert re.findall(r"<!-- (\w+): end -->", text) == names
+        assert re.search(r"`python -m benchmarks \w+[^`]*`, torch [^,]*, \d\d \w+ 20\d\d\.", text)
+
+
+def test_a_block_is_replaced_and_nothing_else() -> None:
+    page = f"before\n{BEGIN.format('x')}\nold\n{END.format('x')}\nafter\n"
+    assert replaced(page, "x", "new") == page.replace("old", "new")
+    with pytest.raises(SystemExit, match="no place for 'y'"):
+        replaced(page, "y", "new")
+
+
+def test_an_unknown_benchmark_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nothing"]) == 2
+    assert "There are rotor_solve" in capsys.readouterr().err

@@ -98,7 +98,7 @@ def test_the_table_of_the_day() -> None:
 @pytest.mark.slow
 def test_the_dry_run(tmp_path: Path) -> None:
     """Every cell on the CPU, within ten minutes, and again from its results at once."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--size", "tiny"]
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--device", "cpu", "--size", "tiny"]
     command += ["--rounds", "1", "--results", str(tmp_path / "results.json")]
     for limit_s in (600, 60):
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)

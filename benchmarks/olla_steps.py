@@ -1,0 +1,148 @@
+"""OLLA's steps that ran here on the CPU: PyTorch's own beside the planned one, measured.
+
+Small models, and with --gib those of published size whose peak is at most so many GiB. Written into
+`olla_tables`' page.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import memopt
+from benchmarks.graphs import family_of, updated_graph
+from benchmarks.olla_tables import (
+    FAMILIES_SHARED,
+    NAMES,
+    PAPER_NAMES,
+    PAPER_REORDERED,
+    saved,
+    warm_up,
+)
+from benchmarks.runner import Benchmark
+from benchmarks.steps import CPU, peak_of
+from benchmarks.table import GIB, joined, mib, percent, table
+from memopt.profiler.inputs import to_call
+from memopt.programs.in_place import with_in_place
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.strategies.olla import Olla
+from tests import zoo
+from tests.zoo.family import TINY_BATCH
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step that ran here, or is too large (no text: its peak by liveness instead).
+
+    Attributes:
+        size: "paper", or "tiny": narrow, on small inputs.
+        eager_bytes: PyTorch's own step, measured, or by liveness.
+        saved: shares of that that the planned step saves, measured, and that an order with the
+            smallest predicted peak would; without resident bytes, then of all.
+    """
+
+    name: str
+    batch: int
+    size: str
+    eager_bytes: int
+    text: str
+    saved: list[float]
+
+
+def _measured(given: Any, name: str, batch: int, size: zoo.Size) -> list[Row]:
+    if size == "paper":
+        graph = updated_graph(name, batch)
+        least = replay(graph, with_in_place(graph, store_all(graph))).peak_bytes
+        if least > given.gib * GIB:
+            return [Row(name, batch, size, least, "", [])]
+    family = family_of(name)
+    model, inputs = family.build(size), family.inputs(size, batch=batch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    plan = memopt.plan(
+        model, inputs, loss_fn=family.loss, optimizer=optimizer, strategy=Olla(place=False),
+        cache=False, progress=False,
+    )  # fmt: skip
+    call = to_call(inputs)
+    step = plan.train_step(model, family.loss, optimizer)
+    peak = peak_of(model, lambda: step(*call.args, **call.kwargs), CPU)
+    bound = plan.stats["order_bound_bytes"]
+    assert isinstance(bound, int)
+    aside, before = plan.resident_bytes, plan.baseline.peak_bytes
+    sizes = (before, plan.peak_bytes, aside + peak)
+    shares = [saved(before, now, a) for a in (aside, 0) for now in (aside + peak, bound)]
+    text = (
+        f"{name} b{batch}, {size} | {' | '.join(mib(x - aside, 2) for x in sizes)} | "
+        f"{percent(shares[0])} | {percent(shares[1])}"
+    )
+    return [Row(name, batch, size, before, text, shares)]
+
+
+def _means(rows: list[Row]) -> str:
+    """Give the mean shares of eager's measured peaks that are saved, by size and batch."""
+    lines = []
+    for size, batch in dict.fromkeys((row.size, row.batch) for row in rows):
+        for which, names in (("all", None), ("the paper's", FAMILIES_SHARED)):
+            some = [
+                row
+                for row in rows
+                if (row.size, row.batch) == (size, batch) and (names is None or row.name in names)
+            ]
+            if not some or (size == "tiny" and names is not None):
+                continue
+            means = [
+                percent(statistics.mean(column))
+                for column in zip(*(row.saved for row in some), strict=True)
+            ]
+            known = size == "paper" and batch in PAPER_REORDERED
+            means.insert(2, percent(PAPER_REORDERED[batch]) if known else "")
+            lines.append((f"{size}, batch {batch}", f"{which}, {len(some)}", *means))
+    return table(
+        "steps | models | saved, measured | at the bound | paper | of all, measured | at the bound",
+        lines,
+    )
+
+
+def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
+    ran = [row for row in rows if row.text]
+    large = [f"{r.name} b{r.batch} ({r.eager_bytes / GIB:.1f})" for r in rows if not r.text]
+    head = (
+        "step | eager, measured | planned | planned step, measured | saved, measured | "
+        "saved at the bound"
+    )
+    return {
+        "measured": joined(
+            "Means, without resident bytes and of all:",
+            _means(ran),
+            f"Of published size, not run here for memory or time (GiB of their peaks by liveness): "
+            f"{', '.join(large)}."
+            if large
+            else "",
+            table(head, [row.text for row in ran]),
+        )
+    }
+
+
+def _cases(given: Any) -> dict[str, tuple[str, int, zoo.Size]]:
+    cases: dict[str, tuple[str, int, zoo.Size]] = {
+        f"{name} small": (name, TINY_BATCH, "tiny") for name in NAMES
+    }
+    if given.gib:
+        for name in (*NAMES, *PAPER_NAMES):
+            cases |= {f"{name} b{batch}": (name, batch, "paper") for batch in (1, 32)}
+    return cases
+
+
+BENCHMARK = Benchmark(
+    page="docs/results/olla.md",
+    row=Row,
+    cases=_cases,
+    measure=_measured,
+    blocks=_blocks,
+    selects=("gib",),
+    options={"gib": 0.0},
+    prepare=warm_up,
+)

@@ -1,0 +1,196 @@
+"""Other people's ways to train in less memory, each as one training step of a contest, and whether
+a way gives eager's gradients and buffers, after one step from one state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from benchmarks.shapes import Contest
+from benchmarks.steps import Step, clear
+
+
+@contextmanager
+def _checkpointed(blocks: tuple[nn.Module, ...]) -> Iterator[None]:
+    """Every block's forward runs under a checkpoint of its own."""
+
+    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    originals = [block.forward for block in blocks]
+    try:
+        for block, forward in zip(blocks, originals, strict=True):
+            block.forward = wrapped(forward)
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def per_block(contest: Contest) -> Step:
+    """`torch.utils.checkpoint` around every block."""
+
+    def step() -> None:
+        with _checkpointed(contest.blocks):
+            contest.step()
+
+    return step
+
+
+def hugging_face(contest: Contest) -> Step:
+    """`gradient_checkpointing_enable`."""
+    model: Any = contest.model
+
+    def step() -> None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        try:
+            contest.step()
+        finally:
+            model.gradient_checkpointing_disable()
+
+    return step
+
+
+def segmented(contest: Contest, count: int) -> Step:
+    """`checkpoint_sequential` with `count` segments."""
+    sequence = contest.sequence
+    assert sequence is not None
+    assert isinstance(contest.inputs, tuple)
+    (images,) = contest.inputs
+
+    def step() -> None:
+        torch.manual_seed(0)
+        contest.module.loss(
+            checkpoint_sequential(sequence, count, images, use_reentrant=False)
+        ).backward()
+
+    return step
+
+
+def compiled(contest: Contest, budget: float, *, own_random: bool = False) -> Step:
+    """`torch.compile` with an activation memory budget; 1.0 stores all. What was compiled before
+    is forgotten; random numbers are drawn as eager draws them, or as Inductor does by default."""
+    torch._dynamo.reset()
+    fast = torch.compile(contest.module, fullgraph=True, dynamic=False)
+
+    def step() -> None:
+        # Read when the step is first compiled; later calls find the compiled code.
+        with (
+            torch._functorch.config.patch(activation_memory_budget=budget),
+            torch._inductor.config.patch(fallback_random=not own_random),
+        ):
+            contest.step(fast)
+
+    return step
+
+
+def offloaded(contest: Contest) -> Step:
+    """`save_on_cpu`: every saved tensor to pinned host memory (meaningful on CUDA only)."""
+
+    def step() -> None:
+        with save_on_cpu(pin_memory=True):
+            contest.step()
+
+    return step
+
+
+def eager_peers(contest: Contest, segments: Sequence[int]) -> dict[str, Step]:
+    """Give the peers that run eager kernels, by name."""
+    peers: dict[str, Step] = {"checkpoint per block": per_block(contest)}
+    if hasattr(contest.model, "gradient_checkpointing_enable"):
+        peers["Hugging Face checkpointing"] = hugging_face(contest)
+    if contest.sequence is not None:
+        for count in segments:
+            peers[f"checkpoint_sequential {count}"] = segmented(contest, count)
+    if next(contest.model.parameters()).is_cuda:
+        peers["save_on_cpu"] = offloaded(contest)
+    return peers
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Gradients and buffers after one step."""
+
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def outcome(contest: Contest, step: Step) -> Outcome:
+    """One step's gradients and buffers; the model's state is put back."""
+    state = copy.deepcopy(contest.model.state_dict())
+    clear(contest.model)
+    step()
+    found = Outcome(
+        {n: p.grad.clone() for n, p in contest.model.named_parameters() if p.grad is not None},
+        {n: b.clone() for n, b in contest.model.named_buffers()},
+    )
+    clear(contest.model)
+    contest.model.load_state_dict(state)
+    return found
+
+
+def rounding(contest: Contest) -> float:
+    """How far eager's own gradients move when every parameter is rounded anew, or when its other
+    kernels run (CPU: those without oneDNN), in the units of `verdict`: what no other order of
+    additions can be blamed for."""
+    expected = outcome(contest, contest.step)
+
+    def perturbed() -> None:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in contest.model.parameters():
+                signs = torch.randint_like(parameter, 0, 2) * 2 - 1
+                parameter.mul_(1 + torch.finfo(parameter.dtype).eps / 2 * signs)
+        contest.step()
+
+    def other_kernels() -> None:
+        with torch.backends.mkldnn.flags(enabled=False):
+            contest.step()
+
+    found = (outcome(contest, step) for step in (perturbed, other_kernels))
+    return max(_worst(expected.gradients, one.gradients) for one in found)
+
+
+def verdict(expected: Outcome, found: Outcome, noise: float = 0.0) -> str:
+    """ "equal" bit for bit; "close" within 1e-3 of each tensor's largest value (gradients: or ten
+    times the model's `rounding`); or what is wrong."""
+    wrong = []
+    exact = True
+    for name, ours, theirs, tolerance in (
+        ("gradients", expected.gradients, found.gradients, max(1e-3, 10 * noise)),
+        ("buffers", expected.buffers, found.buffers, 1e-3),
+    ):
+        if ours.keys() != theirs.keys():
+            wrong.append(f"{name} missing")
+            continue
+        exact &= all(torch.equal(ours[key], theirs[key]) for key in ours)
+        worst = _worst(ours, theirs)
+        if worst > tolerance:
+            wrong.append(f"{name} off by {worst:.2g}")
+    return ", ".join(wrong) or ("equal" if exact else "close")
+
+
+def _worst(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+    largest = max((float(value.double().abs().max()) for value in expected.values()), default=0.0)
+    return max((_distance(expected[key], found[key], largest) for key in expected), default=0.0)
+
+
+def _distance(expected: Tensor, found: Tensor, largest: float) -> float:
+    """Largest difference, in units of the expected tensor's largest value.
+
+    Gradients that are zero but for rounding (a bias before a batch norm) are measured in units of
+    a thousandth of the largest value of all tensors.
+    """
+    difference = float((expected.double() - found.double()).abs().max())
+    scale = max(float(expected.double().abs().max()), largest / 1000)
+    return difference / scale if scale else difference

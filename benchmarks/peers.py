@@ -1,0 +1,262 @@
+"""Peers' measured peaks and step times, and memopt's best plan at each of these peaks.
+
+Peaks exclude what is resident (parameters, inputs). All steps of a model are timed interleaved.
+Compiled peers run fused kernels: where memopt has ATen's alone (--kernels aten), each is compared
+by its overhead over its own store-all (`torch.compile` with budget 1.0), memopt's by its overhead
+over memopt's store-all. With other kernels too, memopt's plan is the fastest of all, and step times
+are compared as they are, in units of eager's. `torch.compile` draws random numbers as eager does,
+which takes time; with --own-random, as it does by default.
+
+Compiled kernels draw their own random numbers: their answers are compared with those of an eager
+step whose dropouts drop the same elements.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import memopt
+from benchmarks.peer_steps import compiled, eager_peers, outcome, rounding, verdict
+from benchmarks.runner import Benchmark
+from benchmarks.same_masks import same_masks
+from benchmarks.shapes import CONTESTS, Contest, build
+from benchmarks.steps import Step, peak_of
+from benchmarks.table import interleaved, joined, mib, ratio, table
+from memopt.api.plan import Plan
+
+STRATEGIES = ("rotor", "rotor-menus")
+STORE_ALL = "memopt store-all"
+ATEN = ("aten",)
+COMPILED = "torch.compile {budget:g}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A peer beside memopt at its peak. Bytes exclude what is resident; ratios are medians."""
+
+    model: str
+    peer: str
+    peak_bytes: int
+    over_own: float
+    answers: str
+    strategy: str
+    our_peak_bytes: int
+    our_over_eager: float
+    our_answers: str
+    ours_over_peer: float
+    reason: str = ""
+    over_eager: float | None = None
+    kernels: str = "aten"
+
+
+def best_plan(firsts: Sequence[Plan], peak_bytes: int) -> Plan | str:
+    """Find the plan of least predicted time for a peak above the resident bytes, or why none;
+    `firsts`: the store-all of each kind of kernels."""
+    plans, reasons = [], []
+    for first, strategy in itertools.product(firsts, STRATEGIES):
+        budget = first.resident_bytes + peak_bytes
+        try:
+            plans.append(
+                memopt.plan(first.profiled, budget=budget, strategy=strategy, progress=False)
+            )
+        except memopt.InfeasibleBudgetError as error:
+            least = error.smallest_budget_bytes
+            above = "?" if least is None else f"{(least - first.resident_bytes) / 2**20:.1f} MiB"
+            reasons.append(f"{strategy} needs {above}")
+    if plans:
+        return min(plans, key=lambda plan: plan.step_time_s)
+    return "; ".join(reasons)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ways to train one model that were measured together, by name; memopt's at a peer's peak
+    under `_ours(peer)`."""
+
+    chosen: dict[str, Plan | str]
+    peaks: dict[str, int]
+    times: dict[str, list[float]]
+    answers: dict[str, str]
+
+
+def contest_rows(given: Any, name: str) -> list[Row]:
+    """Measure one model's peers, then memopt at each of their peaks. After the limit's seconds no
+    further peer is begun."""
+    ends = time.monotonic() + given.limit
+    contest, kernels = build(name), tuple(given.kernels)
+    firsts = [
+        memopt.plan(
+            contest.module, contest.inputs, strategy="store-all", kernels=one, progress=False
+        )
+        for one in kernels
+    ]
+    store_all = _fastest(firsts).apply(contest.module)
+    base: dict[str, Step] = {"eager": contest.step, STORE_ALL: lambda: contest.step(store_all)}
+    noise = rounding(contest)
+    peers = eager_peers(contest, given.segments) if kernels == ATEN else {}
+    rows = []
+    if peers:
+        group = measured(contest, firsts, base, peers, given.rounds, noise)
+        rows = [_row(contest.name, p, group, ratio(group.times, p, "eager")) for p in peers]
+    own = 1.0
+    # One after the other: compiled code is kept by function, so that two budgets would share it.
+    for budget in sorted(given.compile, reverse=True):
+        if time.monotonic() > ends:
+            print(f"{contest.name}: the limit ends it before torch.compile {budget:g}")
+            break
+        peer = COMPILED.format(budget=budget)
+        step = compiled(contest, budget, own_random=given.own_random)
+        group = measured(contest, firsts, base, {peer: step}, given.rounds, noise)
+        over_eager = ratio(group.times, peer, "eager")
+        if kernels != ATEN:
+            rows.append(_row(contest.name, peer, group, over_eager))
+            if budget >= 1:
+                rows.append(_store_all_row(rows[-1], group))
+            continue
+        own = over_eager if budget >= 1 else own
+        rows.append(_row(contest.name, peer, group, over_eager / own, over_eager))
+    return rows
+
+
+def measured(
+    contest: Contest,
+    firsts: Sequence[Plan],
+    base: dict[str, Step],
+    peers: dict[str, Step],
+    rounds: int,
+    noise: float,
+) -> Group:
+    """Measure peaks and answers of peers and of memopt at their peaks, and times of all in turn."""
+    device = next(contest.model.parameters()).device
+    steps = base | peers
+    chosen: dict[str, Plan | str] = {}
+    peaks = {name: peak_of(contest.model, step, device) for name, step in steps.items()}
+    for peer in peers:
+        chosen[peer] = made = best_plan(firsts, peaks[peer])
+        if isinstance(made, Plan):
+            planned = made.apply(contest.module)
+            steps[_ours(peer)] = lambda planned=planned: contest.step(planned)
+            peaks[_ours(peer)] = peak_of(contest.model, steps[_ours(peer)], device)
+    made_by = {STORE_ALL: _fastest(firsts), **{_ours(p): made for p, made in chosen.items()}}
+    answers = {}
+    for name, step in steps.items():
+        expected = outcome(contest, _eager(contest, made_by.get(name)))
+        answers[name] = verdict(expected, outcome(contest, step), noise)
+    return Group(chosen, peaks, interleaved(contest.model, steps, rounds, device), answers)
+
+
+def _fastest(firsts: Sequence[Plan]) -> Plan:
+    return min(firsts, key=lambda plan: plan.step_time_s)
+
+
+def _eager(contest: Contest, made: Plan | str | None) -> Step:
+    """Make eager's step, whose dropouts drop what the kernels of a plan drop."""
+    if not isinstance(made, Plan):
+        return contest.step
+
+    def step() -> None:
+        with same_masks(made.graph):
+            contest.step()
+
+    return step
+
+
+def _ours(peer: str) -> str:
+    return f"memopt at the peak of {peer}"
+
+
+def _row(
+    model: str, peer: str, group: Group, over_own: float, over_eager: float | None = None
+) -> Row:
+    """Make a row; `over_own`: over the peer's own store-all, of a compiled one `over_eager` too:
+    fused kernels are compared by their overhead."""
+    made = group.chosen[peer]
+    given = (model, peer, group.peaks[peer], over_own, group.answers[peer])
+    if isinstance(made, str):
+        nan = float("nan")
+        return Row(*given, "-", 0, nan, "", nan, made, over_eager)
+    ours = _ours(peer)
+    our_over = ratio(group.times, ours, "eager" if over_eager is None else STORE_ALL)
+    against = ratio(group.times, ours, peer) if over_eager is None else our_over / over_own
+    return Row(
+        *given,
+        made.strategy.name,
+        group.peaks[ours],
+        our_over,
+        group.answers[ours],
+        against,
+        over_eager=over_eager,
+        kernels="aten" if made.record is None else made.record.kernels,
+    )
+
+
+def _store_all_row(beside: Row, group: Group) -> Row:
+    """Set memopt's own store-all, whatever its peak, in the place of a row's plan."""
+    times, peak, answers = group.times, group.peaks[STORE_ALL], group.answers[STORE_ALL]
+    over, against = ratio(times, STORE_ALL, "eager"), ratio(times, STORE_ALL, beside.peer)
+    ours = ("store-all", peak, over, answers, against)
+    row = (beside.model, beside.peer, beside.peak_bytes, beside.over_own, beside.answers)
+    return Row(*row, *ours, kernels="compiled")
+
+
+def _named(row: Row) -> str:
+    return row.strategy if row.kernels == "aten" else f"{row.strategy}, {row.kernels}"
+
+
+def _line(row: Row) -> str:
+    fused = "" if row.over_eager is None else f" ({row.over_eager:.2f} of eager)"
+    ours = f"{row.reason} |  |  |  | "
+    if not row.reason:
+        ours = (
+            f"{_named(row)} | {mib(row.our_peak_bytes)} | {row.our_over_eager:.3f} | "
+            f"{row.our_answers} | {row.ours_over_peer:.3f}"
+        )
+    return (
+        f"{row.model} | {row.peer} | {mib(row.peak_bytes)} | {row.over_own:.3f}{fused} | "
+        f"{row.answers} | {ours}"
+    )
+
+
+def _blocks(rows: list[Row], given: Any) -> str:
+    unit = "× its own" if tuple(given.kernels) == ATEN else "× eager"
+    won = [row.ours_over_peer for row in rows if row.ours_over_peer < 1]
+    lost = [
+        f"- {row.model} against {row.peer}: "
+        + (row.reason or f"{_named(row)}, {row.ours_over_peer:.3f}")
+        for row in rows
+        if not row.ours_over_peer < 1
+    ]
+    overall = statistics.median([row.ours_over_peer for row in rows if not row.reason] or [1.0])
+    return joined(
+        f"memopt is faster at the peer's peak in {len(won)} of {len(rows)} cells; median of its "
+        f"time over the peer's: {overall:.3f}." + " Not in:" * bool(lost),
+        "\n".join(lost),
+        table(
+            f"model | peer | peak, MiB | {unit} | answers | memopt | peak, MiB | {unit} | answers "
+            "| memopt / peer",
+            map(_line, rows),
+        ),
+    )
+
+
+BENCHMARK = Benchmark(
+    row=Row,
+    cases=lambda given: {name: (name,) for name in CONTESTS if name in given.models},
+    measure=contest_rows,
+    blocks=_blocks,
+    selects=("models", "limit"),
+    options={
+        "models": ("resnet50", "vit", "unet", "gpt2", "bert", "llama"),
+        "rounds": 7,
+        "compile": (1.0, 0.5),
+        "segments": (2, 4, 8),
+        "kernels": ATEN,
+        "own_random": False,
+        "limit": float("inf"),
+    },
+)

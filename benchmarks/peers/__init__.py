@@ -1,1 +1,0 @@
-"""memopt beside what users would pick instead: `python -m benchmarks.peers`."""
