@@ -37,7 +37,7 @@ from memopt.models.device import Device
 from memopt.profiler import device_measure, device_probes, estimate_model
 from memopt.profiler.measure import environment
 from memopt.profiler.memory import metered
-from memopt.profiler.session import Profiled
+from memopt.profiler.profiled import Profiled
 from memopt.profiler.signature import StandIns, signature
 from tests.zoo import FAMILIES, Family, call, get
 

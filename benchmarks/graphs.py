@@ -17,10 +17,11 @@ from memopt.models.chain import Chain, Stage
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Phase
 from memopt.models.presets import find_device
-from memopt.profiler.baseline import Loss
-from memopt.profiler.estimate import estimate_costs, estimate_model
+from memopt.profiler.estimate import estimate_model
 from memopt.profiler.inputs import to_call
+from memopt.profiler.loss import Loss
 from memopt.profiler.measure import with_costs
+from memopt.profiler.roofline import estimate_costs
 from memopt.profiler.step_capture import capture_step, with_updates
 from memopt.reductions.linearize import linearize
 from tests import zoo

@@ -30,7 +30,8 @@ from memopt.models.device import Device
 from memopt.profiler.backend import backend_of
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.measure import MeasureOptions
-from memopt.profiler.session import Profiled, profile_model
+from memopt.profiler.profiled import Profiled
+from memopt.profiler.session import profile_model
 from memopt.strategies.base import Strategy
 from memopt.strategies.monet.strategy import Monet
 from memopt.strategies.store_all import StoreAll

@@ -22,13 +22,14 @@ from memopt.implementations import with_implementations
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
+from memopt.models.status import Status
 from memopt.profiler.estimate import estimate_model
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.liveness import computes, store_all, with_frees
 from memopt.programs.replay import replay
 from memopt.programs.serialize import dumps, loads
 from memopt.reductions.linearize import linearize
-from memopt.strategies.base import CostModel, Solution, Status, Strategy
+from memopt.strategies.base import CostModel, Solution, Strategy
 from memopt.strategies.monet.strategy import Monet
 from tests.zoo import get
 

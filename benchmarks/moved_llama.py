@@ -24,11 +24,11 @@ from memopt.models.budget import Budget, format_bytes
 from memopt.models.device import Device, in_blocks
 from memopt.models.graph import Graph, Implementation, Operator, Phase
 from memopt.models.presets import GH200, H100
-from memopt.profiler.baseline import Loss
 from memopt.profiler.estimate import estimate_model
 from memopt.profiler.host_updates import ON_HOST, with_choices
+from memopt.profiler.loss import Loss
 from memopt.profiler.movable import movable_graph
-from memopt.profiler.session import Profiled
+from memopt.profiler.profiled import Profiled
 from memopt.programs.moved import carried_over
 from memopt.programs.replay import Direction, replay
 from memopt.programs.validate import validate

@@ -21,7 +21,8 @@ from benchmarks.offload_page import Row, blocks, pictures
 from benchmarks.runner import Benchmark
 from memopt.models.chain import Chain
 from memopt.models.device import Device
-from memopt.strategies.base import Status, Strategy
+from memopt.models.status import Status
+from memopt.strategies.base import Strategy
 from memopt.strategies.offload import AutoSwap, DynProg, Greedy, Tflms, Vdnn
 from memopt.strategies.offload.ordered import makespan_s
 from memopt.strategies.offload.problem import OffloadProblem, offload_problem

@@ -13,14 +13,15 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
 from memopt.models.stage_record import StageRecord, options_of
+from memopt.models.status import Status
 from memopt.models.steps import ChainStep
 from memopt.programs.allocator_requests import AllocatorFigures, reserved_by
 from memopt.programs.instructions import Program
 from memopt.programs.placed import ArenaUse, arena_use
-from memopt.strategies.base import Status, Strategy
+from memopt.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from memopt.profiler.session import Profiled
+    from memopt.profiler.profiled import Profiled
 
 
 @dataclass(frozen=True, slots=True)

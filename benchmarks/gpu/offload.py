@@ -26,7 +26,7 @@ from benchmarks.table import interleaved, ratio
 from memopt.profiler import Loss, MeasureOptions, profile_model
 from memopt.profiler.backend import backend_of
 from memopt.profiler.memory import library_bytes
-from memopt.profiler.session import Profiled
+from memopt.profiler.profiled import Profiled
 from tests.zoo import Family, call, get
 from tests.zoo.family import TINY_BATCH
 

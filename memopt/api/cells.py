@@ -26,7 +26,7 @@ from memopt.plan_record import BaselineFigures
 from memopt.strategies import STRATEGIES, Status, Strategy
 
 if TYPE_CHECKING:
-    from memopt.profiler.session import Profiled
+    from memopt.profiler.profiled import Profiled
     from memopt.reductions.chain_view import ChainView
 
 MOST_FILES = 2000

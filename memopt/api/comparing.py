@@ -29,7 +29,7 @@ from memopt.strategies import STRATEGIES, Status, Strategy, resolve
 from memopt.strategies.target import Target, chain_view
 
 if TYPE_CHECKING:
-    from memopt.profiler.session import Profiled
+    from memopt.profiler.profiled import Profiled
     from memopt.reductions.chain_view import ChainView
 
 FAST = (

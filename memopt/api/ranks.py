@@ -14,8 +14,8 @@ from memopt.plan_record import PlanRecord
 from memopt.stages.stages import PROFILING
 
 if TYPE_CHECKING:
+    from memopt.profiler.profiled import Profiled
     from memopt.profiler.ranks import Ranks
-    from memopt.profiler.session import Profiled
 
 PLANNING = "rank 0 plans"
 

@@ -43,7 +43,7 @@ from memopt.strategies.named_budgets import Planning
 from memopt.strategies.target import Target
 
 if TYPE_CHECKING:
-    from memopt.profiler.session import Profiled
+    from memopt.profiler.profiled import Profiled
     from memopt.reductions.chain_view import ChainView
 
 _NO_OPERATORS = (

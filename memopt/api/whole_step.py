@@ -96,7 +96,7 @@ def left_on_host(host_budget_bytes: int | None, profiled: Any, *, whole_step: bo
         ValueError: the plan is not of a whole step that was captured for it, or the host budget
             is too small for the state alone.
     """
-    from memopt.profiler.step_session import ProfiledStep
+    from memopt.profiler.profiled import ProfiledStep
 
     if not whole_step or not isinstance(profiled, ProfiledStep):
         raise ValueError(

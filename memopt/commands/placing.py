@@ -11,7 +11,7 @@ from memopt.commands import options
 from memopt.commands.output import say, say_json
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.budget import format_bytes
-from memopt.strategies.base import Status
+from memopt.models.status import Status
 
 
 def place(

@@ -26,7 +26,7 @@ from memopt.models.budget import format_bytes
 from memopt.models.options import parse_mismatch
 from memopt.profiler.backend import autocast_as, autocast_state
 from memopt.profiler.build import Lowering
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.inputs import Call
 from memopt.profiler.ranks import ranks_of
 from memopt.profiler.record import example_call

@@ -18,13 +18,10 @@ from memopt.models.record import OutputGradients
 from memopt.models.recording import Recorded
 from memopt.profiler.aside import aside
 from memopt.profiler.backend import backend_of, timed
-from memopt.profiler.baseline import (
-    as_targets,
-    clear_gradients,
-    differentiable,
-)
+from memopt.profiler.baseline import clear_gradients
 from memopt.profiler.dropped_outputs import without
 from memopt.profiler.inputs import Call, device_of
+from memopt.profiler.loss import as_targets, differentiable
 from memopt.profiler.memory import metered
 from memopt.profiler.model_outputs import dense_strides
 from memopt.profiler.own_backward import OwnBackward

@@ -24,7 +24,7 @@ from memopt.executor.runtime import Installed
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph, TensorKind
 from memopt.profiler.build import Lowering
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.programs.instructions import Program
 
 WARM_UP = 2

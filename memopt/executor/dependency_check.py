@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from memopt.errors import CaptureError
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.dependencies.dependencies import Dependencies
 from memopt.profiler.dependencies.reader import Dependency, same
 from memopt.profiler.trace import traced_again

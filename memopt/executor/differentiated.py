@@ -21,7 +21,7 @@ from memopt.executor.guard import Guard
 from memopt.executor.random_state import RandomStates
 from memopt.executor.unplanned import unplanned
 from memopt.profiler.backend import autocast_as, autocast_off, autocast_state
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.inputs import Call
 from memopt.profiler.model_outputs import TracedOutputs
 from memopt.profiler.nodes import is_random

@@ -13,7 +13,7 @@ from torch import nn
 from memopt.errors import GuardError
 from memopt.executor.dependency_check import DependencyCheck
 from memopt.profiler.backend import autocast_state
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.dependencies.dependencies import Dependencies
 from memopt.profiler.dependencies.reader import Dependency, described, described_text
 from memopt.profiler.inputs import Call, repeated

@@ -26,7 +26,7 @@ from memopt.executor.swap_streams import StreamSwap
 from memopt.profiler.backend import backend_of
 from memopt.profiler.build import Lowering
 from memopt.profiler.movable import state_name
-from memopt.profiler.step_capture import StepParts
+from memopt.profiler.step_parts import StepParts
 from memopt.programs.instructions import Program
 from memopt.programs.moved import carried_over, moved_tensors
 

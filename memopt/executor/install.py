@@ -23,7 +23,7 @@ from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.executor.values import Halves
 from memopt.profiler.backend import backend_of
 from memopt.profiler.build import Lowering
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.programs.instructions import Program
 
 

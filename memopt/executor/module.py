@@ -17,7 +17,7 @@ from memopt.executor.guard import Guard
 from memopt.executor.runtime import Arrived, Installed, Runtime
 from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.models.budget import format_bytes
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.dependencies.dependencies import Dependencies
 from memopt.profiler.inputs import Call, align, asks_for_gradients
 from memopt.profiler.memory_layout import storage_of

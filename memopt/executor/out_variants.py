@@ -23,7 +23,7 @@ from memopt.profiler.as_eager.updates import in_place_twin, written_into
 from memopt.profiler.backend import backend_of, estimated_backend
 from memopt.profiler.build import Lowering
 from memopt.profiler.memory_layout import fills_storage, storage_of
-from memopt.profiler.session import Profiled
+from memopt.profiler.profiled import Profiled
 from memopt.profiler.signature import Arguments, signature, values_of
 from memopt.profiler.trial import poisoned, same_bits
 from memopt.profiler.workspace import with_state

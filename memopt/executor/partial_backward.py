@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from memopt.executor.absence import NEUTRAL, Absence
 from memopt.profiler.build import Lowering
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.memory_layout import same_strides
 from memopt.profiler.nodes import is_random

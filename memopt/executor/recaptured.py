@@ -16,15 +16,14 @@ from memopt.models.graph import Graph
 from memopt.models.record import difference
 from memopt.models.stage_record import STAGE_NAMES
 from memopt.profiler.backend import LARGEST_BLOCK_BYTES
-from memopt.profiler.baseline import Baseline
 from memopt.profiler.build import Lowering
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.inputs import Call, device_of
 from memopt.profiler.movable import state_bytes
+from memopt.profiler.profiled import Baseline, ProfiledStep
 from memopt.profiler.record import example_call, record_of
-from memopt.profiler.step_capture import StepModule
 from memopt.profiler.step_optimizer import check_splittable
-from memopt.profiler.step_session import ProfiledStep
+from memopt.profiler.step_parts import StepModule
 from memopt.programs.instructions import Program
 from memopt.programs.violations import Violation
 from memopt.reductions.stage_map import has_updates

@@ -12,9 +12,9 @@ from memopt.executor.recaptured import with_step
 from memopt.models.budget import format_bytes
 from memopt.models.step_rules import StepRules, scales
 from memopt.profiler.optimizer_state import optimizer_state
+from memopt.profiler.profiled import ProfiledStep
 from memopt.profiler.remedies import is_data_parallel
 from memopt.profiler.step_optimizer import check_splittable
-from memopt.profiler.step_session import ProfiledStep
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord

@@ -26,12 +26,12 @@ from memopt.executor.step_checks import other_parameters, plan_of_step
 from memopt.executor.undo import Changes, Undo
 from memopt.models.step_rules import scales
 from memopt.profiler.backend import autocast_as, autocast_off, autocast_state
-from memopt.profiler.baseline import as_targets
 from memopt.profiler.inputs import Call, align, to_call
 from memopt.profiler.joint_graph import loss_tangents
+from memopt.profiler.loss import as_targets
 from memopt.profiler.micro_batches import joined_call
+from memopt.profiler.profiled import ProfiledStep
 from memopt.profiler.step_optimizer import HostState, Touch, check_splittable, update_one
-from memopt.profiler.step_session import ProfiledStep
 from memopt.profiler.training_call import as_planned
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from memopt.models.reader import Reader
 from memopt.models.record import ModelRecord
 from memopt.models.same_graph import as_captured
 from memopt.models.stage_record import StageRecord
+from memopt.models.status import Status
 from memopt.models.steps import ChainStep, Steps
 from memopt.plan_record import BaselineFigures, PlanRecord
 from memopt.programs.instructions import Program
@@ -30,7 +31,6 @@ from memopt.programs.serialize import fingerprint
 from memopt.programs.violations import Violation
 from memopt.reductions.chain_to_graph import chain_to_graph
 from memopt.reductions.validate_and_replay import Figures, validate_and_replay
-from memopt.strategies.base import Status
 
 FileName: TypeAlias = str | PathLike[str]
 

@@ -34,10 +34,10 @@ from memopt.models.stage_record import EXACT, ROUNDING, with_record
 from memopt.models.variants import undominated
 from memopt.profiler.backend import backend_of, estimated_backend
 from memopt.profiler.build import Lowering
-from memopt.profiler.estimate import work_time_s
 from memopt.profiler.flops import work
 from memopt.profiler.measure import MeasureOptions, costs_of
-from memopt.profiler.session import Profiled
+from memopt.profiler.profiled import Profiled
+from memopt.profiler.roofline import work_time_s
 from memopt.profiler.signature import describe_value, signature
 from memopt.profiler.workspace import with_state
 

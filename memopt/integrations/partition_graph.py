@@ -15,7 +15,7 @@ from memopt.errors import MemoptError
 from memopt.models.graph import Graph, Phase
 from memopt.plan_record import PlanRecord
 from memopt.profiler.build import Lowering, held_by
-from memopt.profiler.capture import Captured, Hooks, Primal
+from memopt.profiler.captured import Captured, Hooks, Primal
 from memopt.profiler.inputs import Call
 from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
 from memopt.programs.lifetimes import lifetimes

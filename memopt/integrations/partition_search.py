@@ -14,8 +14,9 @@ from torch import nn
 
 from memopt.models.budget import format_bytes
 from memopt.profiler.backend import timed
-from memopt.profiler.baseline import Loss, backward, clear_gradients
+from memopt.profiler.baseline import backward, clear_gradients
 from memopt.profiler.inputs import Call
+from memopt.profiler.loss import Loss
 from memopt.profiler.memory import metered
 from memopt.profiler.own_backward import OwnBackward
 from memopt.profiler.restored_state import state_restored

@@ -43,14 +43,14 @@ from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_bud
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.plan_record import PlanRecord
-from memopt.profiler.baseline import Loss
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.compiled.fuse import planned_regions
 from memopt.profiler.device_measure import measure_device
-from memopt.profiler.estimate import estimate_costs
 from memopt.profiler.inputs import to_call
+from memopt.profiler.loss import Loss
 from memopt.profiler.measure import with_costs
 from memopt.profiler.nodes import is_random
+from memopt.profiler.roofline import estimate_costs
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.chain_view import ChainView

@@ -10,15 +10,15 @@ from torch.optim import Optimizer
 
 from memopt.models.device import Device
 from memopt.models.step_rules import PLAIN, StepRules
-from memopt.profiler.baseline import Loss as Loss
-from memopt.profiler.baseline import as_targets
 from memopt.profiler.cache import ProfileCache as ProfileCache
 from memopt.profiler.device_measure import measure_device as measure_device
 from memopt.profiler.estimate import estimate_model as estimate_model
 from memopt.profiler.inputs import to_call
+from memopt.profiler.loss import Loss as Loss
+from memopt.profiler.loss import as_targets
 from memopt.profiler.measure import MeasureOptions as MeasureOptions
+from memopt.profiler.profiled import Profiled as Profiled
 from memopt.profiler.ranks import members_of
-from memopt.profiler.session import Profiled as Profiled
 from memopt.profiler.session import profile_model as profile_model
 from memopt.profiler.step_session import profile_step as profile_step
 from memopt.profiler.training_call import has_own_loss, own_loss

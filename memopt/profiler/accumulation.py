@@ -10,7 +10,7 @@ import torch
 from memopt.models.budget import format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import in_blocks
-from memopt.profiler.session import Profiled
+from memopt.profiler.profiled import Profiled
 from memopt.programs.charged import needed_bytes, with_charges
 from memopt.programs.liveness import store_all
 

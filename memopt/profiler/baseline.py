@@ -19,9 +19,11 @@ from memopt.profiler.backend import random_state_kept
 from memopt.profiler.dropped_outputs import unread
 from memopt.profiler.eager_step import eager_step
 from memopt.profiler.inputs import Call
+from memopt.profiler.loss import Loss, differentiable
 from memopt.profiler.memory import library_bytes, metered
 from memopt.profiler.model_outputs import gradients_of, in_memory_of_its_own, tangent_of
 from memopt.profiler.own_backward import OwnBackward, reaches
+from memopt.profiler.profiled import Baseline
 from memopt.profiler.ranks import largest, meet
 from memopt.profiler.reached_state import ReachedState
 from memopt.profiler.restored_state import state_restored
@@ -32,89 +34,6 @@ from memopt.torch_private.modes import backward_owns_tangents
 
 LARGEST_NUMBER_BYTES = 64
 """The memory that torch allocates for a loss that is no more than a number."""
-
-
-def as_targets(given: Any) -> tuple[Any, ...]:
-    """A loss's arguments after the output, as a tuple; a single one may come by itself."""
-    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The user's loss: `function(output, *targets)`; a single target may stand for its tuple.
-
-    Attributes:
-        function: the loss.
-        targets: what it takes beside the output.
-        alone: outputs that it does not read are not returned.
-    """
-
-    function: Callable[..., torch.Tensor]
-    targets: tuple[Any, ...] = ()
-    alone: bool = False
-
-    def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise ValueError(
-                f"loss_fn must be callable as loss_fn(output, *targets), got {self.function!r}"
-            )
-        object.__setattr__(self, "targets", as_targets(self.targets))
-
-    def detached(self) -> Loss:
-        """The same loss, with targets that come without their history; see `Call.detached`."""
-        return replace(self, targets=Call(self.targets, {}).detached().args)
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """The objects that run or are read with it."""
-        return self.function, self.targets
-
-    def value(self, output: Any) -> torch.Tensor:
-        """The loss of an output.
-
-        Raises:
-            ValueError: it is no scalar tensor with a gradient.
-        """
-        with unheard():
-            found = self.function(output, *self.targets)
-        if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
-            shown = type(found).__name__
-            if isinstance(found, torch.Tensor):
-                gradient = "" if found.requires_grad else " without a gradient"
-                shown = f"a tensor of shape {list(found.shape)}{gradient}"
-            raise ValueError(
-                "loss_fn(output, *targets) must return one number that depends on the output, "
-                f"such as loss.mean(), got {shown}"
-            )
-        return found
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """The step without memopt.
-
-    Attributes:
-        peak_bytes: total device memory, resident included.
-        step_time_s: seconds, median.
-        measured: whether it was measured (else replayed from the graph).
-        library_bytes: what libraries keep on the device from step to step (`library_bytes`);
-            not in the peak of `measure_baseline`, which counts from where a step begins.
-    """
-
-    peak_bytes: int
-    step_time_s: float
-    measured: bool
-    library_bytes: int = 0
-
-
-def differentiable(output: Any, unused: tuple[int, ...] = ()) -> dict[int, torch.Tensor]:
-    """The tensors of an output pytree that have a backward, each once, by the first of their
-    positions among its leaves, but for the leaves at `unused`."""
-    found: dict[int, tuple[int, torch.Tensor]] = {}
-    for i, v in enumerate(pytree.tree_leaves(output)):
-        if isinstance(v, torch.Tensor) and v.requires_grad and i not in unused:
-            found.setdefault(id(v), (i, v))
-    return dict(found.values())
 
 
 def backward(output: Any, loss: Loss | None, run: OwnBackward) -> None:

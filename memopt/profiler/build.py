@@ -21,7 +21,7 @@ from torch.fx import Node
 from memopt.errors import CaptureError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.collectives import collective_of, is_wait
 from memopt.profiler.compiled.kernel import FusedKernel
 from memopt.profiler.in_place import overwritable, same_bits_in_place

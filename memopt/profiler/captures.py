@@ -18,7 +18,8 @@ from torch import nn
 
 from memopt.models.record import OutputGradients
 from memopt.profiler.aside import aside
-from memopt.profiler.capture import Captured, capture
+from memopt.profiler.capture import capture
+from memopt.profiler.captured import Captured
 from memopt.profiler.dependencies.reader import described
 from memopt.profiler.inputs import Call, device_of, repeated
 from memopt.profiler.record import record_of

@@ -21,7 +21,7 @@ from memopt.models.device import in_blocks
 from memopt.models.graph import TensorKind
 from memopt.models.step_rules import StepRules
 from memopt.profiler.build import Lowering, held_by
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.graph_extension import Extension
 from memopt.torch_private.modules import grouped_by_dtype
 from memopt.torch_private.operators import aten as _aten

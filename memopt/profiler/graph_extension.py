@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from memopt.models.device import in_blocks
 from memopt.models.graph import Operator, Phase, Tensor, TensorKind
 from memopt.profiler.build import Lowering, held_by
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.in_place import overwritable, same_bits_in_place
 from memopt.profiler.memory_layout import storage_of
 from memopt.profiler.signature import values_of

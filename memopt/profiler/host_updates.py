@@ -10,8 +10,8 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph, Implementation, Operator
 from memopt.profiler.backend import backend_of
 from memopt.profiler.build import Lowering
-from memopt.profiler.step_capture import StepParts, update_name
 from memopt.profiler.step_optimizer import group_of
+from memopt.profiler.step_parts import StepParts, update_name
 
 ON_HOST = "on the host"
 """The implementation's name, in plan files too."""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from memopt.errors import CaptureError
-from memopt.profiler.baseline import Loss
 from memopt.profiler.inputs import Call
+from memopt.profiler.loss import Loss
 from memopt.profiler.ranks import alone
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.training_call import NoLossError

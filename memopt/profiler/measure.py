@@ -25,7 +25,7 @@ from memopt.models.progress import Progress as Progress
 from memopt.profiler.backend import autocast_off, backend_of, processor, random_state_kept
 from memopt.profiler.build import Lowering
 from memopt.profiler.cache import Cost, ProfileCache
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.collectives import is_collective
 from memopt.profiler.memory import metered_sections
 from memopt.profiler.network_costs import network_costs

@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from memopt.models.device import in_blocks
 from memopt.models.graph import Phase, TensorKind
 from memopt.profiler.build import Lowering, held_by
-from memopt.profiler.capture import Captured, Primal
+from memopt.profiler.captured import Captured, Primal
 from memopt.profiler.graph_extension import Extension, in_new_storages
 from memopt.profiler.inputs import Call
 from memopt.torch_private.tensors import storage_key

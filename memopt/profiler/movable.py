@@ -19,10 +19,9 @@ from memopt.models.graph import Graph, Tensor, TensorKind
 from memopt.profiler.build import Lowering
 from memopt.profiler.host_updates import host_updates, lowered, with_choices
 from memopt.profiler.optimizer_state import state_sizes
-from memopt.profiler.session import Profiled
-from memopt.profiler.step_capture import StepParts
+from memopt.profiler.profiled import Profiled, ProfiledStep
 from memopt.profiler.step_optimizer import group_of
-from memopt.profiler.step_session import ProfiledStep
+from memopt.profiler.step_parts import StepParts
 from memopt.programs.serialize import fingerprint
 from memopt.torch_private.tensors import storage_key
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,27 +17,21 @@ from memopt.models.budget import format_bytes
 from memopt.models.device import in_blocks
 from memopt.models.garbage import full_collections_put_off
 from memopt.models.graph import Graph
-from memopt.models.record import ANY_LOSS, ModelRecord, OutputGradients
-from memopt.models.stage_record import StageRecord
+from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.profiler.aside import aside
 from memopt.profiler.backend import backend_of
-from memopt.profiler.baseline import (
-    Baseline,
-    Loss,
-    LossUse,
-    loss_text,
-    measure_baseline,
-    measure_loss,
-)
+from memopt.profiler.baseline import LossUse, loss_text, measure_baseline, measure_loss
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.cache import Cost, ProfileCache
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.captures import captured_again
 from memopt.profiler.compiled.choice import check_kernels, chosen_kernels
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, device_of
+from memopt.profiler.loss import Loss
 from memopt.profiler.measure import MeasureOptions, Progress, environment, measure
-from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
+from memopt.profiler.optimizer_state import optimizer_state
+from memopt.profiler.profiled import Baseline, Profiled
 from memopt.profiler.ranks import check_together, largest
 from memopt.profiler.record import record_of
 from memopt.profiler.restored_state import state_restored
@@ -45,33 +39,6 @@ from memopt.profiler.training_call import training_call
 
 _SUSPICIOUS = 2.0
 """Kernels that add up to this many times the whole step were measured on a busy machine."""
-
-
-@dataclass(frozen=True)
-class Profiled:
-    """A model ready to be planned.
-
-    Attributes:
-        graph: the priced graph of its training step.
-        lowering: the graph's map to FX nodes (unpriced).
-        captured: the joint graph and its compiled wrapper.
-        baseline: the unplanned step.
-        torch_device: where it runs.
-        record: what it was captured for, as plan files store it.
-        notes: what a user should know about the figures.
-        optimizer: the optimizer's state, resident in the graph; None: not asked for.
-        stages: what was done to the step since it was captured, see `memopt.stages`.
-    """
-
-    graph: Graph
-    lowering: Lowering
-    captured: Captured
-    baseline: Baseline
-    torch_device: torch.device
-    record: ModelRecord | None = None
-    notes: tuple[str, ...] = ()
-    optimizer: OptimizerState | None = None
-    stages: tuple[StageRecord, ...] = ()
 
 
 def forward_only(progress: Progress | None) -> Progress:

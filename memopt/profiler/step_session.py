@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,46 +16,30 @@ from memopt.models.record import ModelRecord
 from memopt.models.step_rules import PLAIN, StepRules
 from memopt.profiler.aside import aside
 from memopt.profiler.backend import backend_of, timed
-from memopt.profiler.baseline import Baseline, Loss, measure_baseline
+from memopt.profiler.baseline import measure_baseline
 from memopt.profiler.compiled.choice import check_kernels, chosen_kernels
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.inputs import Call, device_of
+from memopt.profiler.loss import Loss
 from memopt.profiler.measure import MeasureOptions, Progress, measure
 from memopt.profiler.memory import metered
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
+from memopt.profiler.profiled import Baseline, ProfiledStep
 from memopt.profiler.record import record_of
 from memopt.profiler.restored_state import state_restored
 from memopt.profiler.session import (
-    Profiled,
     checkpoint_notes,
     forward_only,
     measured_again_if_busy,
     part_of,
     with_resident,
 )
-from memopt.profiler.step_capture import StepParts, capture_step, with_updates
+from memopt.profiler.step_capture import capture_step, with_updates
 from memopt.profiler.step_optimizer import HostState, check_splittable, group_of, update_one
+from memopt.profiler.step_parts import StepParts
 from memopt.profiler.training_call import training_call
 
 _ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class ProfiledStep(Profiled):
-    """A whole training step ready to be planned.
-
-    Attributes:
-        parts: the captured step and its updates.
-        user_call: the user's own example call of the model.
-        host_state_bytes: of the optimizer's state that is on the host between updates, and not
-            resident; 0: it stays on the device.
-        movable_state_bytes: of the optimizer's state that is a part of the graph, and may move.
-    """
-
-    parts: StepParts | None = None
-    user_call: Call | None = None
-    host_state_bytes: int = 0
-    movable_state_bytes: int = 0
 
 
 @aside

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from memopt.plan_record import PlanRecord
     from memopt.profiler.build import Lowering
-    from memopt.profiler.capture import Captured
+    from memopt.profiler.captured import Captured
     from memopt.profiler.inputs import Call
     from memopt.profiler.optimizer_state import OptimizerState
+    from memopt.profiler.profiled import Profiled
     from memopt.profiler.ranks import Ranks
-    from memopt.profiler.session import Profiled
-    from memopt.profiler.step_capture import StepParts
+    from memopt.profiler.step_parts import StepParts
     from memopt.strategies.base import Strategy
 
 

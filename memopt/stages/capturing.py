@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 from memopt.errors import CaptureError, PlanFileError
 from memopt.models.same_graph import as_captured, graph_difference
-from memopt.profiler.baseline import Loss
 from memopt.profiler.build import build
 from memopt.profiler.capture import capture
 from memopt.profiler.captures import captured_again
 from memopt.profiler.compiled.choice import planned_kernels
 from memopt.profiler.input_errors import diagnosed
+from memopt.profiler.loss import Loss
 from memopt.profiler.step_capture import capture_step, with_updates
 from memopt.programs.serialize import fingerprint
 from memopt.stages.base import Found, Recapture

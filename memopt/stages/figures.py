@@ -22,7 +22,7 @@ from memopt.profiler.measure import MeasureOptions, costs_of
 from memopt.profiler.movable import state_bytes
 from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
 from memopt.profiler.signature import signature
-from memopt.profiler.step_capture import update_name
+from memopt.profiler.step_parts import update_name
 from memopt.profiler.step_session import update_costs
 from memopt.stages.base import Recapture
 

@@ -21,7 +21,7 @@ from memopt.stages.base import PlanStage, Preparation, Recapture
 if TYPE_CHECKING:
     from typing import Any
 
-    from memopt.profiler.session import Profiled
+    from memopt.profiler.profiled import Profiled
 
 PROFILING = "the step is profiled"
 STEADY_STATE = "steady state"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import ClassVar, TypeAlias, TypeVar
 
 from memopt.models.bounds import relative_gap
@@ -13,6 +12,7 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.progress import Progress as Progress
+from memopt.models.status import Status
 from memopt.models.steps import ChainStep
 from memopt.programs.instructions import Program
 from memopt.programs.replay import Timeline
@@ -20,27 +20,6 @@ from memopt.reductions.chain_replay import ChainTimeline
 
 CostModel: TypeAlias = Chain | Graph
 Kind = TypeVar("Kind", Chain, Graph)
-
-
-def stops(progress: Progress | None, fraction: float, what: str) -> bool:
-    """Tell the caller how far it is; whether the caller wants the search to end here."""
-    try:
-        if progress is not None:
-            progress(fraction, what)
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
-class Status(StrEnum):
-    """How a solve ended."""
-
-    OPTIMAL = "optimal"
-    """Best in the strategy's own class of schedules."""
-    FEASIBLE = "feasible"
-    INFEASIBLE = "infeasible"
-    UNKNOWN = "unknown"
-    """Stopped before a plan or a proof was found."""
 
 
 @dataclass(frozen=True, slots=True)

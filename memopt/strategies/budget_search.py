@@ -13,10 +13,11 @@ from dataclasses import replace
 
 from memopt.models.bounds import relative_gap
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.programs.replay import replay
 from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.chain_view import ChainView
-from memopt.strategies.base import Solution, Status
+from memopt.strategies.base import Solution
 from memopt.strategies.store_all import chain_steps
 
 PROBES = 10

@@ -13,6 +13,7 @@ from dataclasses import replace
 from memopt.models.bounds import relative_gap, time_lower_bound
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.programs.early_collectives import with_early_collectives
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
@@ -23,7 +24,7 @@ from memopt.reductions.block_checkpoints import (
     forward_of_blocks,
     largest_sent_bytes,
 )
-from memopt.strategies.base import Solution, Status
+from memopt.strategies.base import Solution
 
 
 def or_checkpointed(

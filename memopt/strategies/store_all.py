@@ -8,12 +8,13 @@ from typing import ClassVar
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.models.steps import ChainStep, Move
 from memopt.programs.in_place import with_in_place
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.chain_replay import replay_chain
-from memopt.strategies.base import CostModel, Progress, Solution, Status, Strategy
+from memopt.strategies.base import CostModel, Progress, Solution, Strategy
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import memopt
-from memopt.profiler.capture import Captured, capture
+from memopt.profiler.capture import capture
+from memopt.profiler.captured import Captured
 from memopt.profiler.compiled import choice
 from memopt.profiler.compiled.channels_last import in_channels_last
 from memopt.profiler.compiled.orders import computes_alike

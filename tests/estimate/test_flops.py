@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from memopt.models.device import Device
-from memopt.profiler.estimate import work_time_s
 from memopt.profiler.flops import Work, work
+from memopt.profiler.roofline import work_time_s
 from memopt.profiler.signature import Signature, TensorArgument, describe_value
 
 aten = torch.ops.aten

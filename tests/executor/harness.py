@@ -19,7 +19,8 @@ from memopt.executor.module import PlannedModule
 from memopt.executor.out_variants import allocator_owned
 from memopt.models.graph import Graph
 from memopt.profiler.build import Lowering, build
-from memopt.profiler.capture import Captured, capture
+from memopt.profiler.capture import capture
+from memopt.profiler.captured import Captured
 from memopt.profiler.inputs import Call, to_call
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import (

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt import GuardError, Plan
-from memopt.profiler.capture import Captured, capture
+from memopt.profiler.capture import capture
+from memopt.profiler.captured import Captured
 from memopt.profiler.inputs import to_call
 from tests.executor.harness import Case, check
 

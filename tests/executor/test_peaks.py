@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from memopt.executor.out_variants import for_placing
 from memopt.profiler.backend import backend_of
-from memopt.profiler.baseline import Loss
 from memopt.profiler.inputs import to_call
+from memopt.profiler.loss import Loss
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.memory import metered
 from memopt.profiler.restored_state import state_restored

@@ -7,7 +7,8 @@ from random import Random
 from typing import Any, ClassVar
 
 from memopt.models.graph import Graph
-from memopt.strategies.base import CostModel, Features, Solution, Status, Strategy
+from memopt.models.status import Status
+from memopt.strategies.base import CostModel, Features, Solution, Strategy
 from tests.random_programs import random_program
 
 

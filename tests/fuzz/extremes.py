@@ -17,9 +17,10 @@ from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.generate import random_chain
+from memopt.models.status import Status
 from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import Strategy
-from memopt.strategies.base import CostModel, Status
+from memopt.strategies.base import CostModel
 from memopt.strategies.target import Target
 from tests.brute_force.sweep import Optimum, chain_optima, graph_optima, strategies
 from tests.brute_force.tiny_graphs import tiny_graph

@@ -21,7 +21,8 @@ from memopt.profiler.backend import backend_of
 from memopt.profiler.estimate import estimate_model
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.memory import metered
-from memopt.profiler.session import Profiled, profile_model
+from memopt.profiler.profiled import Profiled
+from memopt.profiler.session import profile_model
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, LossBoundary, Program
 from memopt.programs.liveness import computes, with_frees

@@ -15,7 +15,8 @@ from torch.nn import functional
 from memopt.implementations import attach
 from memopt.implementations.bits import pack, packed_bytes, unpack
 from memopt.profiler.build import Lowering, build
-from memopt.profiler.capture import Captured, capture
+from memopt.profiler.capture import capture
+from memopt.profiler.captured import Captured
 from memopt.profiler.in_place import in_place_call, overwritable
 from memopt.profiler.inputs import to_call
 

@@ -12,9 +12,10 @@ import torch
 import memopt
 from memopt.implementations import with_implementations
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.profiler.session import profile_model
 from memopt.programs.replay import replay
-from memopt.strategies.base import CostModel, Features, Solution, Status, Strategy
+from memopt.strategies.base import CostModel, Features, Solution, Strategy
 from tests.implementations.test_in_plans import QUICK, choosing, cnn, three_steps
 
 

@@ -9,9 +9,9 @@ import pytest
 from memopt.models.bounds import memory_lower_bound
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.strategies.base import Status
 from memopt.strategies.joint import relaxation
 from memopt.strategies.joint.aggregation import AggregatedModel, sure_runs
 from memopt.strategies.joint.equal_layers import RepeatedLayers

@@ -10,11 +10,11 @@ import pytest
 import memopt
 from memopt.models.bounds import time_lower_bound
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
+from memopt.models.status import Status
 from memopt.programs.instructions import Compute, LossBoundary
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.lower import without_unread_reruns
-from memopt.strategies.base import Status
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.checkmate_strategies import Checkmate, CheckmateRounding
 from memopt.strategies.monet.claims import counted_exactly

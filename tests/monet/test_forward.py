@@ -15,11 +15,12 @@ from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import Auto, Checkmate, CheckmateRounding, Monet
-from memopt.strategies.base import Solution, Status, Strategy
+from memopt.strategies.base import Solution, Strategy
 from memopt.strategies.monet.forward import ForwardSearch
 from memopt.strategies.monet.forward_bound import ForwardBound
 from memopt.strategies.shared.incumbent import Incumbent

@@ -11,12 +11,12 @@ from memopt.errors import InvalidProgramError
 from memopt.models.budget import Budget
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.models.variants import variant
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import validate_and_replay
-from memopt.strategies.base import Status
 from memopt.strategies.monet.intervals import IntervalModel, program_of, runs_of
 from tests.monet.graphs import training_graph, with_one_gradient_choices
 

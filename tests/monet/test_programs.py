@@ -12,10 +12,10 @@ from memopt.errors import MemoptError
 from memopt.models.bounds import memory_lower_bound
 from memopt.models.budget import Budget
 from memopt.models.graph import Graph, Implementation, Operator
+from memopt.models.status import Status
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import validate_and_replay
-from memopt.strategies.base import Status
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.checkmate_strategies import Checkmate, CheckmateRounding
 from memopt.strategies.monet.ilp import MonetModel

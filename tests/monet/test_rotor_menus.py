@@ -14,13 +14,13 @@ from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
+from memopt.models.status import Status
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.reductions.linearize import linearize
 from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import Rotor
-from memopt.strategies.base import Status
 from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.rotor.persistent_kernels import row
 from memopt.strategies.shared import stage_alternatives as stages

@@ -9,10 +9,10 @@ import pytest
 
 from memopt.models.budget import Budget
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
+from memopt.models.status import Status
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import validate_and_replay
-from memopt.strategies.base import Status
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.strategy import Monet

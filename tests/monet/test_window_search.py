@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from memopt.models.budget import Budget
+from memopt.models.status import Status
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import validate_and_replay
-from memopt.strategies.base import Status
 from memopt.strategies.monet.intervals import IntervalModel, search_windows
 from memopt.strategies.shared.chain_programs import rotor_programs
 from memopt.strategies.shared.incumbent import Incumbent

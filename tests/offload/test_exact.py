@@ -10,7 +10,7 @@ import pytest
 
 from memopt.models.budget import Budget
 from memopt.models.device import Device
-from memopt.strategies.base import Status
+from memopt.models.status import Status
 from memopt.strategies.offload import DynProg, OffloadExact
 from memopt.strategies.offload.problem import offload_problem
 from tests.offload.oracle import TOLERANCE, paper_link, random_chain

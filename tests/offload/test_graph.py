@@ -17,6 +17,7 @@ from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import (
     Compute,
@@ -32,7 +33,7 @@ from memopt.programs.liveness import store_all, with_frees
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.reductions.linearize import has_updates, linearize
-from memopt.strategies.base import Solution, Status
+from memopt.strategies.base import Solution
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.offload import graph as module
 from memopt.strategies.offload.dynprog import DynProg, Greedy

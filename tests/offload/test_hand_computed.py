@@ -9,7 +9,7 @@ import pytest
 
 from memopt.models.chain import Chain
 from memopt.models.device import Device
-from memopt.strategies.base import Status
+from memopt.models.status import Status
 from memopt.strategies.offload import DynProg, Greedy, OffloadExact, Vdnn
 from memopt.strategies.offload.ordered import eager_amounts, makespan_s, ordered_schedule
 from memopt.strategies.offload.ordered_bounds import (

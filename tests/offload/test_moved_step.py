@@ -11,11 +11,11 @@ from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
+from memopt.models.status import Status
 from memopt.programs.liveness import store_all
 from memopt.programs.moved import carried_over, moved_tensors
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
-from memopt.strategies.base import Status
 from memopt.strategies.moving.bound import link_bound_s
 from memopt.strategies.moving.planning import fixed_graph
 from memopt.strategies.offload.graph import OffloadGraph

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from memopt.strategies.base import Status
+from memopt.models.status import Status
 from memopt.strategies.olla.tasks import Tasks
 
 

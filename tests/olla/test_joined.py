@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.hard_placements import hard_placement
-from memopt.strategies.base import Status
+from memopt.models.status import Status
 from memopt.strategies.olla import Buffer, place
 from memopt.strategies.olla.buffers import Layout
 from memopt.strategies.olla.feasibility import solve_capacity

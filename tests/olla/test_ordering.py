@@ -9,11 +9,11 @@ import pytest
 
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
+from memopt.models.status import Status
 from memopt.programs.in_place import with_in_place
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
-from memopt.strategies.base import Status
 from memopt.strategies.olla import order_program, order_tasks
 from memopt.strategies.olla.mincut import forced_live, last_task_bound, minimum_cut
 from memopt.strategies.olla.orders import greedy_orders

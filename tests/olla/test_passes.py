@@ -10,13 +10,13 @@ from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.models.variants import variant
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, LossBoundary, Program, SwapIn, SwapOut
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import memory_use, validate
-from memopt.strategies.base import Status
 from memopt.strategies.olla import Olla, order_program, place_program, program_buffers
 from tests.models.training_graphs import drawing, overwriting
 from tests.random_programs import random_program

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from memopt.cli import app
-from memopt.strategies.base import Status
+from memopt.models.status import Status
 from memopt.strategies.olla import (
     Buffer,
     lower_bound,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.executor import apply
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.inputs import Call
 from memopt.programs.instructions import Program
 from memopt.programs.serialize import dumps

@@ -14,6 +14,7 @@ from memopt.models.bounds import memory_lower_bound
 from memopt.models.budget import Budget
 from memopt.models.generate import random_chain
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
@@ -21,7 +22,7 @@ from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import STRATEGIES, target
 from memopt.strategies.auto.strategy import Auto
-from memopt.strategies.base import Solution, Status, Strategy
+from memopt.strategies.base import Solution, Strategy
 from memopt.strategies.monet.checkmate_strategies import Checkmate
 from memopt.strategies.monet.strategy import Monet
 from tests.monet.graphs import in_place_graph, training_graph

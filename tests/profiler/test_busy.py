@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from memopt.models.graph import Graph, Operator, Tensor
-from memopt.profiler.baseline import Baseline
 from memopt.profiler.cache import ProfileCache
 from memopt.profiler.measure import MeasureOptions
+from memopt.profiler.profiled import Baseline
 from memopt.profiler.session import measured_again_if_busy, profile_model
 
 

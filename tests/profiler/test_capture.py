@@ -14,7 +14,8 @@ from torch.nn import functional
 from memopt.errors import CaptureError
 from memopt.models.graph import Phase, TensorKind
 from memopt.profiler.build import Lowering, build
-from memopt.profiler.capture import Captured, capture
+from memopt.profiler.capture import capture
+from memopt.profiler.captured import Captured
 from memopt.profiler.inputs import to_call
 from memopt.profiler.memory import metered
 from memopt.programs.liveness import store_all

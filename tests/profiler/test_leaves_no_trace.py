@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.profiler.baseline import Loss, measure_baseline, measure_loss
+from memopt.profiler.baseline import measure_baseline, measure_loss
 from memopt.profiler.inputs import Call, to_call
+from memopt.profiler.loss import Loss
 from memopt.profiler.restored_state import state_restored
 from tests.profiler import traces
 from tests.profiler.traces import TRACES, Base

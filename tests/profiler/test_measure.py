@@ -18,7 +18,8 @@ from memopt.profiler.capture import capture
 from memopt.profiler.inputs import to_call
 from memopt.profiler.measure import MeasureOptions, costs_of, measure
 from memopt.profiler.memory import metered
-from memopt.profiler.session import Profiled, profile_model
+from memopt.profiler.profiled import Profiled
+from memopt.profiler.session import profile_model
 from memopt.profiler.signature import call_signature
 
 CPU = torch.device("cpu")

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from memopt.profiler.baseline import Loss
 from memopt.profiler.cache import ProfileCache
+from memopt.profiler.loss import Loss
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.memory import library_bytes, metered, metered_sections
+from memopt.profiler.profiled import ProfiledStep
 from memopt.profiler.session import profile_model
-from memopt.profiler.step_session import ProfiledStep, profile_step
+from memopt.profiler.step_session import profile_step
 
 CPU = torch.device("cpu")
 

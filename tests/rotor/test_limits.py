@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from memopt.models.quantize import SlotScale, slot_scale
+from memopt.models.status import Status
 from memopt.reductions.chain_replay import replay_chain
-from memopt.strategies.base import Status
 from memopt.strategies.rotor import Revolve, Rotor, RotorFree, RotorOptimal, Sequential, tables
 from memopt.strategies.rotor.grouping import expand, group_ends, grouped
 from memopt.strategies.rotor.model import ChainArrays

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from memopt.models.status import Status
 from memopt.reductions.chain_replay import replay_chain
-from memopt.strategies.base import Status
 from memopt.strategies.rotor import Rotor, Sequential
 from tests.rotor.chains import TOY_CURVE, toy_chain
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import memopt
 from memopt.models.budget import Budget
-from memopt.profiler.baseline import Loss
 from memopt.profiler.inputs import to_call
+from memopt.profiler.loss import Loss
 from memopt.profiler.memory import metered
 from memopt.profiler.movable import with_movable
 from memopt.profiler.step_session import profile_step

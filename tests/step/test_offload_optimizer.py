@@ -13,8 +13,8 @@ import memopt
 from memopt.errors import ExecutionError, PlanFileError
 from memopt.profiler.backend import backend_of
 from memopt.profiler.memory import metered
+from memopt.profiler.profiled import ProfiledStep
 from memopt.profiler.step_optimizer import HostState
-from memopt.profiler.step_session import ProfiledStep
 from tests.step.test_train_step import MAKES, assert_same, batches, eager, planned, run
 
 CPU = torch.device("cpu")

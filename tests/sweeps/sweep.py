@@ -30,8 +30,9 @@ from memopt.executor.check import summed, unmetered_bytes
 from memopt.executor.out_variants import for_placing
 from memopt.profiler.measure import MeasureOptions
 from memopt.profiler.memory import metered
+from memopt.profiler.profiled import Profiled
 from memopt.profiler.restored_state import state_restored
-from memopt.profiler.session import Profiled, profile_model
+from memopt.profiler.session import profile_model
 from tests.executor.harness import Case, Record, _bits, run_steps
 from tests.sweeps import elementwise, networks, shaped
 from tests.sweeps.subjects import LAYOUTS, Subject, Table, Together, inputs

@@ -22,7 +22,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from memopt.profiler.as_eager.layouts import layouts_of_kernels
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.compiled.orders import computes_alike
 from memopt.profiler.compiled.replace import with_renamed
 from memopt.profiler.memory_layout import same_strides, storage_of

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from memopt.models.record import KERNELS, ModelRecord
 from memopt.profiler.build import Lowering, build
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.compiled.channels_last import in_channels_last, is_of_images
 from memopt.profiler.compiled.fuse import Found, Fused, fused, kernel_of
 from memopt.profiler.compiled.log_softmax import with_parts

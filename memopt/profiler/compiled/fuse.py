@@ -18,7 +18,7 @@ from torch.fx import Node
 from memopt.models.garbage import full_collections_put_off
 from memopt.models.progress import Progress as Progress
 from memopt.profiler.build import Lowering, build
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.compiled.divide import Region, divide
 from memopt.profiler.compiled.fusible import is_fusible
 from memopt.profiler.compiled.inductor import REFUSALS, Run, check_compiler, compiled, direct

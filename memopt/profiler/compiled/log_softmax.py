@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import Node
 
 from memopt.profiler.build import Lowering, build
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.compiled.replace import KEPT_META, add_call
 from memopt.torch_private.operators import aten as _ATEN
 

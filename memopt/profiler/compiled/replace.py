@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from memopt.models.graph import Phase
 from memopt.profiler.build import Lowering
-from memopt.profiler.capture import Captured
+from memopt.profiler.captured import Captured
 from memopt.profiler.compiled.divide import Region
 from memopt.profiler.compiled.dropout import SEEDS
 from memopt.profiler.compiled.kernel import FusedKernel

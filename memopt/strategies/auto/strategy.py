@@ -9,7 +9,8 @@ from typing import ClassVar
 from memopt.models.bounds import relative_gap, time_lower_bound
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
+from memopt.models.status import Status
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
 from memopt.strategies.shared.members import Outcome, fitting, for_forward
 from memopt.strategies.singles import SINGLE_STRATEGIES
 from memopt.strategies.solvers.running import Deadline

@@ -10,9 +10,10 @@ from functools import cached_property
 from memopt.models.bounds import memory_lower_bound, time_lower_bound
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
-from memopt.strategies.base import Solution, Status, solution_of
+from memopt.strategies.base import Solution, solution_of
 from memopt.strategies.joint.deep_planning import (
     DEEP,
     GROUPS,

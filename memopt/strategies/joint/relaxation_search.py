@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from memopt.models.status import Status
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.replay import Timeline, replay
-from memopt.strategies.base import Status
 from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.relaxation import LinkedModel
 from memopt.strategies.shared.incumbent import Incumbent

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from memopt.models.checks import MOST_BYTES
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.programs.instructions import Program
-from memopt.strategies.base import Features, Status
+from memopt.strategies.base import Features
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.graph_strategy import GraphStrategy
 from memopt.strategies.monet.solved_exactly import SolvedExactly

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from memopt.models.bounds import needed_operators, time_lower_bound
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
-from memopt.strategies.base import Solution, Status, solution_of
+from memopt.strategies.base import Solution, solution_of
 
 
 def counted_exactly(graph: Graph) -> bool:

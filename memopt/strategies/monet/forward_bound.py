@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from memopt.models.bounds import needed_operators
 from memopt.models.graph import Graph
-from memopt.strategies.base import Status
+from memopt.models.status import Status
 from memopt.strategies.solvers.binary_program import BinaryProgram
 from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 

@@ -28,11 +28,11 @@ from typing import Any
 
 from memopt.errors import InvalidProgramError
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.programs.in_place import with_in_place, without_in_place
 from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
 from memopt.programs.liveness import with_frees
 from memopt.programs.replay import replay
-from memopt.strategies.base import Status
 from memopt.strategies.shared.graph_model import Allowed, choices_of
 from memopt.strategies.shared.incumbent import Incumbent
 from memopt.strategies.solvers.binary_program import whole_number_scale

@@ -6,8 +6,9 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.programs.instructions import Program
-from memopt.strategies.base import Progress, Status
+from memopt.strategies.base import Progress
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.graph_strategy import LEAST_S, LEAST_SHARE, GraphStrategy
 from memopt.strategies.monet.ilp import MonetModel

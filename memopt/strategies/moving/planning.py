@@ -17,12 +17,14 @@ from memopt.errors import InfeasibleBudgetError
 from memopt.models.bounds import memory_lower_bound
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.progress import stops
+from memopt.models.status import Status
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import Timeline, replay
 from memopt.reductions.updates import updates_of, with_early_updates, without_updates
-from memopt.strategies.base import Solution, Status, solution_of, stops
+from memopt.strategies.base import Solution, solution_of
 from memopt.strategies.moving.bound import link_bound_s
 from memopt.strategies.moving.on_host import possible, shares, without_host_updates
 from memopt.strategies.moving.stays import CHOICES, Choice, MovedBase

@@ -15,9 +15,10 @@ from memopt.models.bounds import relative_gap
 from memopt.models.chain import Chain
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
+from memopt.models.status import Status
 from memopt.models.steps import ChainStep, Move
 from memopt.programs.replay import Timeline
-from memopt.strategies.base import CostModel, Features, Progress, Solution, Status, Strategy
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
 from memopt.strategies.offload.ordered import greedy_amounts, makespan_s
 from memopt.strategies.offload.ordered_bounds import (
     fractional_optimum_s,

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from memopt.strategies.base import Status
+from memopt.models.status import Status
 from memopt.strategies.offload.ordered import ordered_schedule
 from memopt.strategies.offload.problem import Bytes, OffloadProblem
 from memopt.strategies.solvers.running import SolverOptions, solve_with_cp_sat

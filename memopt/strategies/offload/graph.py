@@ -19,22 +19,15 @@ from memopt.models.budget import Budget
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.progress import stops
+from memopt.models.status import Status
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import Timeline, replay
 from memopt.programs.validate import validate
 from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
-from memopt.strategies.base import (
-    CostModel,
-    Features,
-    Progress,
-    Solution,
-    Status,
-    Strategy,
-    solution_of,
-    stops,
-)
+from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy, solution_of
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.moving.on_host import without_host_updates
 from memopt.strategies.moving.planning import (

@@ -10,9 +10,9 @@ from math import gcd
 import numpy as np
 
 from memopt.models.bounds import relative_gap
+from memopt.models.status import Status
 from memopt.programs.lifetimes import Ints as Ints
 from memopt.programs.lifetimes import live_bytes
-from memopt.strategies.base import Status
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from math import gcd
 
 import numpy as np
 
-from memopt.strategies.base import Status
+from memopt.models.status import Status
 from memopt.strategies.olla.buffers import Ints, Layout
 from memopt.strategies.solvers.running import SolverOptions, solve_with_cp_sat
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memopt.models.bounds import relative_gap
-from memopt.strategies.base import Status
+from memopt.models.status import Status
 from memopt.strategies.olla.mincut import forced_live, last_task_bound, minimum_cut
 from memopt.strategies.olla.orders import greedy_orders
 from memopt.strategies.olla.task_contraction import (

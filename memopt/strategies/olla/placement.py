@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from memopt.strategies.base import Status
+from memopt.models.status import Status
 from memopt.strategies.olla.buffers import Buffer, Ints, Layout, Placement, peak_of
 from memopt.strategies.olla.feasibility import solve_capacity
 from memopt.strategies.olla.greedy import greedy_placement, promoted_placement, pyramid

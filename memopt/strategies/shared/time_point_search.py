@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from memopt.models.bounds import time_lower_bound
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.replay import Timeline
-from memopt.strategies.base import Status
 from memopt.strategies.shared.graph_model import Allowed
 from memopt.strategies.shared.incumbent import Incumbent
 from memopt.strategies.shared.kernel_choice import smaller_implementations

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memopt.strategies.base import Status
+from memopt.models.status import Status
 from memopt.strategies.solvers.running import (
     Solver,
     SolverOptions,
