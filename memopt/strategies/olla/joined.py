@@ -1,11 +1,11 @@
 """Search for a placement within a capacity by joining buffers that fit together exactly.
 
-What is left free at a capacity is taken for buffers, too: wherever the live bytes fall by as many
-as they rose before, one is missing between. So every section is full, and sizes that add up are
-seldom chance: if what begins at some instant has the size of what ends there, the one most likely
-follows the other at the same offset. Buffers are joined, bottom up, into rectangles of time and
-memory (`join_kernels.py`), and the depth-first search places these: often a few dozen, without a
-wrong turn. While it finds none, a local search dissolves some joins and makes others
+What is left free at a capacity is taken for buffers, too: where the live bytes rise again by as
+many as they fell before, one is missing between. So every section is full, and sizes that add up
+are seldom chance: if what begins at some instant has the size of what ends there, the one most
+likely follows the other at the same offset. Buffers are joined, bottom up, into rectangles of time
+and memory (`join_kernels.py`), and the depth-first search places these: often a few dozen, without
+a wrong turn. While it finds none, a local search dissolves some joins and makes others
 (`rejoin_kernels.py`).
 
 Fillers and joins are guesses. They may exclude every placement, so nothing is proved with them.
