@@ -70,7 +70,7 @@ class Scratch(NamedTuple):
     work: Ints
     """One entry: steps so far, of about half a microsecond."""
     pieces: Ints
-    count: Ints
+    counts: Ints
     height: Ints
     members: Ints
     """Bits: pieces from position `base` on."""
@@ -158,13 +158,15 @@ def dissolve(forest: Forest, piece: int) -> None:
 
 
 @njit(cache=True)
-def _add(scratch: Scratch, group: int, height: int, base: int, members: int, many: int) -> None:
+def _add(
+    scratch: Scratch, group: int, height: int, base: int, members: int | np.int64, many: int
+) -> None:
     """Add a stack to a group, if there is room."""
-    k = scratch.count[group]
+    k = scratch.counts[group]
     if k < STACKS:
         scratch.height[group, k], scratch.base[group, k] = height, base
         scratch.members[group, k], scratch.many[group, k] = members, many
-        scratch.count[group] = k + 1
+        scratch.counts[group] = k + 1
 
 
 @njit(cache=True)
@@ -211,15 +213,15 @@ def _gather(
             many += 1
         piece = forest.piece[NEXT + side, piece]
     enough, whole = (MANY, MOST_WHOLE) if only < 0 else (MANY_IN_SPIRAL, 5)
-    scratch.count[group], begin = 0, 0
+    scratch.counts[group], begin = 0, 0
     for end in range(1, many + 1):
         if end < many and far[pieces[end]] == far[pieces[begin]]:
             continue
-        before, limit = scratch.count[group], most if end - begin <= enough else min(most, 2)
+        before, limit = scratch.counts[group], most if end - begin <= enough else min(most, 2)
         _add_stacks(forest.piece[SIZE], scratch, group, begin, end, limit, whole)
-        scratch.far[group, before : scratch.count[group]] = far[pieces[begin]]
+        scratch.far[group, before : scratch.counts[group]] = far[pieces[begin]]
         begin = end
-    scratch.work[0] += 1 + scratch.count[group] // 16
+    scratch.work[0] += 1 + scratch.counts[group] // 16
     return many
 
 
@@ -262,12 +264,12 @@ def best_beside(forest: Forest, scratch: Scratch, boundary: int) -> float:
     beginning = _gather(forest, scratch, RIGHT, FIRST, boundary, -1, 3)
     scratch.work[0] += 2
     scratch.slot[:] = -1
-    for stack in range(scratch.count[RIGHT] - 1, -1, -1):
+    for stack in range(scratch.counts[RIGHT] - 1, -1, -1):
         slot = scratch.height[RIGHT, stack] * 0x9E3779B97F4A7C1 >> 20 & (SLOTS - 1)
         scratch.same_slot[stack], scratch.slot[slot] = scratch.slot[slot], stack
     scratch.taken[:] = -1
     best = NEVER
-    for left in range(scratch.count[LEFT]):
+    for left in range(scratch.counts[LEFT]):
         height = scratch.height[LEFT, left]
         right = scratch.slot[height * 0x9E3779B97F4A7C1 >> 20 & (SLOTS - 1)]
         while right >= 0:
@@ -288,7 +290,7 @@ def best_beside(forest: Forest, scratch: Scratch, boundary: int) -> float:
 @njit(cache=True)
 def _of_height(scratch: Scratch, group: int, height: int) -> int:
     """The stack of a height with the fewest pieces; -1: there is none."""
-    for stack in range(scratch.count[group]):
+    for stack in range(scratch.counts[group]):
         if scratch.height[group, stack] == height:
             return stack
     return -1
@@ -298,7 +300,7 @@ def _of_height(scratch: Scratch, group: int, height: int) -> int:
 def _spirals_of(forest: Forest, scratch: Scratch, begin: int, end: int, best: float) -> float:
     """Find the spiral with the least key of the gathered stacks; its key if it is less than the
     best so far."""
-    count, taken, height = scratch.count, scratch.taken, scratch.height
+    count, taken, height = scratch.counts, scratch.taken, scratch.height
     for middle in range(count[MIDDLE]):
         scratch.work[0] += 1 + count[HIGH] * count[RIGHT] // 64
         inside = height[MIDDLE, middle]

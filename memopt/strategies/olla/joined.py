@@ -78,7 +78,7 @@ def find_joined(
         if left <= 0 or stop() or len(layout) > MOST_BUFFERS:
             break
         filled = fillers(layout, capacity, rng if attempt > 1 else None)
-        columns = [
+        first, last, size = [
             np.concatenate((column, np.array(added, dtype=np.int64)))
             for column, added in zip(
                 (layout.first, layout.last, layout.size),
@@ -87,7 +87,7 @@ def find_joined(
             )
         ]
         limit = min(left, ROUND_WORK * luby(attempt))
-        outcome = _round(layout, capacity, JoinedBuffers(*columns, rng), limit, stop)
+        outcome = _round(layout, capacity, JoinedBuffers(first, last, size, rng), limit, stop)
         nodes, work = nodes + outcome.nodes, work + max(outcome.work, 1)
         if outcome.offsets is not None:
             return Outcome(outcome.offsets, False, nodes, work)
@@ -274,7 +274,7 @@ def _scratch(most: int, seed: int) -> Scratch:
     groups, stacks = kernels.GROUPS, kernels.STACKS
     return kernels.Scratch(
         random=np.array([seed], dtype=np.int64), work=zeros(1), pieces=zeros(groups, most),
-        count=zeros(groups), height=zeros(groups, stacks), members=zeros(groups, stacks),
+        counts=zeros(groups), height=zeros(groups, stacks), members=zeros(groups, stacks),
         base=zeros(groups, stacks), many=zeros(groups, stacks), far=zeros(groups, stacks),
         slot=zeros(kernels.SLOTS), same_slot=zeros(stacks), taken=zeros(groups),
         parts=zeros(2, kernels.MOST_PARTS), groups=zeros(2, kernels.MOST_PARTS), span=zeros(4),
