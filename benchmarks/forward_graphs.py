@@ -25,9 +25,9 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator, Tensor
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
 from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import STRATEGIES
-from memopt.strategies.base import Solution
 
 SIZES = (100, 250)
 SHARES = (0.9, 0.8)

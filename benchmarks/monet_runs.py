@@ -28,8 +28,9 @@ from memopt.programs.instructions import Compute, Program
 from memopt.programs.liveness import computes, store_all, with_frees
 from memopt.programs.replay import replay
 from memopt.programs.serialize import dumps, loads
+from memopt.programs.solution import Solution
 from memopt.reductions.linearize import linearize
-from memopt.strategies.base import CostModel, Solution, Strategy
+from memopt.strategies.base import CostModel, Strategy
 from memopt.strategies.monet.strategy import Monet
 from tests.zoo import get
 

@@ -17,8 +17,9 @@ from memopt.errors import PlanFileError
 from memopt.models.codec import Codec
 from memopt.models.device import Device
 from memopt.models.reader import Reader
+from memopt.programs.solution import Solution
 from memopt.strategies import STRATEGIES
-from memopt.strategies.base import CostModel, Progress, Solution, Strategy
+from memopt.strategies.base import CostModel, Progress, Strategy
 
 DEEPEST_STRATEGY = 8
 

@@ -22,7 +22,7 @@ from memopt.profiler.build import Lowering, build, held_by
 from memopt.profiler.capture import capture
 from memopt.profiler.captured import Captured
 from memopt.profiler.compiled.choice import Fuse
-from memopt.profiler.compiled.fuse import Fused
+from memopt.profiler.fused import Fused
 from memopt.profiler.gradient_norms import with_norms
 from memopt.profiler.inputs import Call
 from memopt.profiler.joint_graph import of_the_loss

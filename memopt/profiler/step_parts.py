@@ -12,7 +12,7 @@ from torch.fx import Node
 from memopt.models.step_rules import StepRules
 from memopt.profiler.build import Lowering
 from memopt.profiler.captured import Captured
-from memopt.profiler.compiled.fuse import Fused
+from memopt.profiler.fused import Fused
 from memopt.profiler.inputs import Call
 from memopt.profiler.step_optimizer import Update
 

@@ -1,9 +1,9 @@
 """Every strategy memopt knows by name."""
 
 from memopt.models.status import Status as Status
+from memopt.programs.solution import Solution as Solution
 from memopt.strategies.auto.strategy import Auto as Auto
 from memopt.strategies.base import Progress as Progress
-from memopt.strategies.base import Solution as Solution
 from memopt.strategies.base import Strategy as Strategy
 from memopt.strategies.singles import SINGLE_STRATEGIES
 from memopt.strategies.singles import AutoSwap as AutoSwap

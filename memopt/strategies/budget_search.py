@@ -15,9 +15,9 @@ from memopt.models.bounds import relative_gap
 from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
 from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.chain_view import ChainView
-from memopt.strategies.base import Solution
 from memopt.strategies.store_all import chain_steps
 
 PROBES = 10

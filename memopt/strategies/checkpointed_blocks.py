@@ -18,13 +18,13 @@ from memopt.programs.early_collectives import with_early_collectives
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
 from memopt.reductions.block_checkpoints import (
     by_worth,
     checkpointed,
     forward_of_blocks,
     largest_sent_bytes,
 )
-from memopt.strategies.base import Solution
 
 
 def or_checkpointed(

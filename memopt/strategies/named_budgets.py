@@ -14,7 +14,8 @@ from memopt.models.bounds import memory_lower_bound
 from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.locks import ForkedLock
-from memopt.strategies.base import CostModel, Solution, Strategy
+from memopt.programs.solution import Solution
+from memopt.strategies.base import CostModel, Strategy
 from memopt.strategies.budget_search import Attempt, smallest_budget, smallest_plan
 from memopt.strategies.target import Target
 

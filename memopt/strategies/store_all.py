@@ -13,8 +13,9 @@ from memopt.models.steps import ChainStep, Move
 from memopt.programs.in_place import with_in_place
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
 from memopt.reductions.chain_replay import replay_chain
-from memopt.strategies.base import CostModel, Progress, Solution, Strategy
+from memopt.strategies.base import CostModel, Progress, Strategy
 
 
 @dataclass(frozen=True)

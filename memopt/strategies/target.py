@@ -17,6 +17,7 @@ from memopt.models.status import Status
 from memopt.programs.early_collectives import with_early_collectives
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
+from memopt.programs.solution import Solution
 from memopt.programs.violations import Violation
 from memopt.reductions.chain_to_graph import chain_to_graph
 from memopt.reductions.chain_view import ChainView
@@ -24,7 +25,7 @@ from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.step_linearization import linearize_step
 from memopt.reductions.validate_and_replay import Figures, validate_and_replay
-from memopt.strategies.base import CostModel, Solution, Strategy
+from memopt.strategies.base import CostModel, Strategy
 from memopt.strategies.budget_search import PROBES, Attempt, best_that_fits
 from memopt.strategies.checkpointed_blocks import or_checkpointed
 

@@ -12,9 +12,10 @@ from memopt.models.chain import Chain
 from memopt.models.status import Status
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
 from memopt.programs.violations import ViolationCode
 from memopt.reductions.chain_replay import replay_chain
-from memopt.strategies.base import CostModel, Progress, Solution
+from memopt.strategies.base import CostModel, Progress
 from memopt.strategies.host_budget import host_limit
 from memopt.strategies.store_all import chain_steps
 from memopt.strategies.target import Target

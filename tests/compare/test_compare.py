@@ -20,9 +20,10 @@ from memopt import Chain, Comparison, Device, Status
 from memopt.api import comparing
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.generate import random_chain
+from memopt.programs.solution import Solution
 from memopt.report.comparison_plot import bounds
 from memopt.strategies import Rotor
-from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
+from memopt.strategies.base import CostModel, Features, Progress, Strategy
 from tests.plan.tiny import make, profiled, step_digest
 
 LINK = Device(to_host_bytes_per_s=2.0)

@@ -22,8 +22,9 @@ from memopt.integrations import torch_compile
 from memopt.integrations.torch_compile import memopt_backend
 from memopt.models.instances import rotor_toy
 from memopt.models.status import Status
+from memopt.programs.solution import Solution
 from memopt.strategies import STRATEGIES
-from memopt.strategies.base import Solution, Strategy
+from memopt.strategies.base import Strategy
 from tests.faults.fault import Part, Room, fault
 from tests.faults.injected import AtAllocation, AtOperator, Injected, error_of, failing
 from tests.faults.states import State

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from memopt.models.graph import Graph
 from memopt.models.status import Status
-from memopt.strategies.base import CostModel, Features, Solution, Strategy
+from memopt.programs.solution import Solution
+from memopt.strategies.base import CostModel, Features, Strategy
 from tests.random_programs import random_program
 
 

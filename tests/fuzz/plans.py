@@ -21,11 +21,12 @@ from memopt.models.chain import Chain
 from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
 from memopt.programs.validate import memory_use, validate
 from memopt.reductions.coarsen import coarsen
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies import Rotor, Strategy
-from memopt.strategies.base import CostModel, Solution
+from memopt.strategies.base import CostModel
 from memopt.strategies.host_budget import host_limit
 from memopt.strategies.target import Target
 from memopt.testing.case import Case, Law

@@ -15,7 +15,8 @@ from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.profiler.session import profile_model
 from memopt.programs.replay import replay
-from memopt.strategies.base import CostModel, Features, Solution, Strategy
+from memopt.programs.solution import Solution
+from memopt.strategies.base import CostModel, Features, Strategy
 from tests.implementations.test_in_plans import QUICK, choosing, cnn, three_steps
 
 

@@ -10,9 +10,9 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
 from memopt.programs.validate import validate
 from memopt.strategies import Joint
-from memopt.strategies.base import Solution
 from memopt.strategies.joint import deep_planning
 from tests.joint.chains import blocks
 

@@ -18,9 +18,10 @@ from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
 from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import Auto, Checkmate, CheckmateRounding, Monet
-from memopt.strategies.base import Solution, Strategy
+from memopt.strategies.base import Strategy
 from memopt.strategies.monet.forward import ForwardSearch
 from memopt.strategies.monet.forward_bound import ForwardBound
 from memopt.strategies.shared.incumbent import Incumbent

@@ -31,9 +31,9 @@ from memopt.programs.instructions import (
 )
 from memopt.programs.liveness import store_all, with_frees
 from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
 from memopt.programs.validate import validate
 from memopt.reductions.linearize import has_updates, linearize
-from memopt.strategies.base import Solution
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.offload import graph as module
 from memopt.strategies.offload.dynprog import DynProg, Greedy

@@ -14,7 +14,8 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator, Tensor
 from memopt.models.status import Status
-from memopt.strategies.base import Solution, Strategy
+from memopt.programs.solution import Solution
+from memopt.strategies.base import Strategy
 from memopt.strategies.offload import AutoSwap, DynProg, Greedy, OffloadExact, Tflms, Vdnn
 from memopt.strategies.offload.ordered_bounds import lower_bound_s
 from memopt.strategies.offload.problem import offload_problem

@@ -14,10 +14,11 @@ from memopt.models.presets import find_device
 from memopt.programs.instructions import Compute, Program, SwapIn
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
 from memopt.programs.validate import validate
 from memopt.reductions.linearize import linearize
 from memopt.reductions.lower import lower_steps
-from memopt.strategies.base import Solution, Strategy
+from memopt.strategies.base import Strategy
 from memopt.strategies.offload.dynprog import DynProg
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.olla import order_program, place_program

@@ -19,10 +19,11 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
 from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import STRATEGIES, target
 from memopt.strategies.auto.strategy import Auto
-from memopt.strategies.base import Solution, Strategy
+from memopt.strategies.base import Strategy
 from memopt.strategies.monet.checkmate_strategies import Checkmate
 from memopt.strategies.monet.strategy import Monet
 from tests.monet.graphs import in_place_graph, training_graph

@@ -15,9 +15,10 @@ from memopt.models.record import KERNELS, ModelRecord
 from memopt.profiler.build import Lowering, build
 from memopt.profiler.captured import Captured
 from memopt.profiler.compiled.channels_last import in_channels_last, is_of_images
-from memopt.profiler.compiled.fuse import Found, Fused, fused, kernel_of
+from memopt.profiler.compiled.fuse import Found, fused, kernel_of
 from memopt.profiler.compiled.log_softmax import with_parts
 from memopt.profiler.compiled.region_graph import Subgraph
+from memopt.profiler.fused import Fused
 from memopt.profiler.measure import MeasureOptions, Progress, costs_of, silent
 from memopt.profiler.signature import Signature, signature
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -31,31 +30,11 @@ from memopt.profiler.compiled.rematerialise import rematerialised
 from memopt.profiler.compiled.replace import with_kernels
 from memopt.profiler.compiled.subgraph import subgraphs
 from memopt.profiler.flops import Work
+from memopt.profiler.fused import Fused
 from memopt.profiler.measure import silent
 from memopt.profiler.memory_layout import storage_of
 
 Found = list[tuple[Region, Subgraph]]
-
-
-@dataclass(frozen=True)
-class Fused:
-    """A captured step with its kernels.
-
-    Attributes:
-        captured: the step.
-        lowering: of it, unpriced.
-        notes: what a user should know.
-        kernels: what its operators run, as asked for.
-        aten_regions: keys of the regions that stay ATen's, sorted.
-        channels_last: whether its images were put in channels-last order.
-    """
-
-    captured: Captured
-    lowering: Lowering
-    notes: tuple[str, ...] = ()
-    kernels: str = "aten"
-    aten_regions: tuple[str, ...] = ()
-    channels_last: bool = False
 
 
 _RUNS: dict[str, Run | str] = {}

@@ -10,7 +10,8 @@ from memopt.models.bounds import relative_gap, time_lower_bound
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.status import Status
-from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
+from memopt.programs.solution import Solution
+from memopt.strategies.base import CostModel, Features, Progress, Strategy
 from memopt.strategies.shared.members import Outcome, fitting, for_forward
 from memopt.strategies.singles import SINGLE_STRATEGIES
 from memopt.strategies.solvers.running import Deadline

@@ -7,7 +7,8 @@ import math
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.strategies.base import Solution, Strategy
+from memopt.programs.solution import Solution
+from memopt.strategies.base import Strategy
 from memopt.strategies.moving.on_host import without_host_updates
 from memopt.strategies.moving.planning import Limits, planned_moves
 from memopt.strategies.shared.chain_programs import programs_of_step

@@ -13,7 +13,8 @@ from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
-from memopt.strategies.base import Solution, solution_of
+from memopt.programs.solution import Solution
+from memopt.strategies.base import solution_of
 from memopt.strategies.joint.deep_planning import (
     DEEP,
     GROUPS,

@@ -10,8 +10,9 @@ from typing import ClassVar
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
+from memopt.programs.solution import Solution
 from memopt.reductions.stage_map import has_updates
-from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
+from memopt.strategies.base import CostModel, Features, Progress, Strategy
 from memopt.strategies.joint.moved_parameters import plan_moved
 from memopt.strategies.joint.planning import JointPlanning
 from memopt.strategies.monet.rotor_menus import RotorMenus

@@ -19,8 +19,9 @@ from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
+from memopt.programs.solution import Solution
 from memopt.reductions.coarsen import Coarsening, coarsen
-from memopt.strategies.base import CostModel, Progress, Solution, Strategy
+from memopt.strategies.base import CostModel, Progress, Strategy
 from memopt.strategies.monet.claims import counted_exactly, solution, without_plan
 from memopt.strategies.shared.chain_programs import rotor_programs
 from memopt.strategies.shared.incumbent import Incumbent, smaller, stored

@@ -13,9 +13,10 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
 from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
-from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
+from memopt.strategies.base import CostModel, Features, Progress, Strategy
 from memopt.strategies.monet.claims import counted_exactly, solution, without_plan
 from memopt.strategies.monet.graph_strategy import PROVED
 from memopt.strategies.shared.alternatives_table import SLOTS, AlternativesTable

@@ -23,8 +23,9 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import Timeline, replay
+from memopt.programs.solution import Solution
 from memopt.reductions.updates import updates_of, with_early_updates, without_updates
-from memopt.strategies.base import Solution, solution_of
+from memopt.strategies.base import solution_of
 from memopt.strategies.moving.bound import link_bound_s
 from memopt.strategies.moving.on_host import possible, shares, without_host_updates
 from memopt.strategies.moving.stays import CHOICES, Choice, MovedBase

@@ -18,7 +18,8 @@ from memopt.models.device import Device
 from memopt.models.status import Status
 from memopt.models.steps import ChainStep, Move
 from memopt.programs.replay import Timeline
-from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
+from memopt.programs.solution import Solution
+from memopt.strategies.base import CostModel, Features, Progress, Strategy
 from memopt.strategies.offload.ordered import greedy_amounts, makespan_s
 from memopt.strategies.offload.ordered_bounds import (
     fractional_optimum_s,

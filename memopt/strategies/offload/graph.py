@@ -24,10 +24,11 @@ from memopt.models.status import Status
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import Timeline, replay
+from memopt.programs.solution import Solution
 from memopt.programs.validate import validate
 from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
-from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy, solution_of
+from memopt.strategies.base import CostModel, Features, Progress, Strategy, solution_of
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.moving.on_host import without_host_updates
 from memopt.strategies.moving.planning import (

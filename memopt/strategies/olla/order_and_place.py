@@ -15,8 +15,8 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, Free, Instruction, Program, SwapIn
 from memopt.programs.placed import arena_use
 from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
 from memopt.programs.validate import validate
-from memopt.strategies.base import Solution
 from memopt.strategies.olla.buffers import Placement
 from memopt.strategies.olla.passes import order_program, place_program, placing_figures
 from memopt.strategies.olla.tighten_lifetimes import tighten_lifetimes

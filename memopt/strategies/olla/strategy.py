@@ -12,7 +12,8 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
+from memopt.programs.solution import Solution
+from memopt.strategies.base import CostModel, Features, Progress, Strategy
 from memopt.strategies.olla.ordering import DEFAULT_STATES
 from memopt.strategies.olla.passes import (
     order_in_any_place,

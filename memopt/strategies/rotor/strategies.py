@@ -17,8 +17,9 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.quantize import SlotScale, slot_scale
 from memopt.models.status import Status
+from memopt.programs.solution import Solution
 from memopt.reductions.chain_replay import replay_chain
-from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy, solution_of
+from memopt.strategies.base import CostModel, Features, Progress, Strategy, solution_of
 from memopt.strategies.rotor.plan_sets import CurvePoint, PlanSet, merged
 from memopt.strategies.rotor.schedules import SolveLimits, TooLarge, steps_of
 from memopt.strategies.solvers.recent import RecentAnswers

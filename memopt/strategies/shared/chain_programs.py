@@ -8,10 +8,10 @@ from memopt.models.graph import Graph
 from memopt.models.steps import ChainStep
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
 from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.step_linearization import linearize_step
-from memopt.strategies.base import Solution
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.moving.planning import fixed_graph
 from memopt.strategies.rotor import Rotor

@@ -11,8 +11,9 @@ from memopt.errors import MemoptError
 from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.status import Status
+from memopt.programs.solution import Solution
 from memopt.reductions.chain_view import ChainView
-from memopt.strategies.base import CostModel, Features, Progress, Solution, Strategy
+from memopt.strategies.base import CostModel, Features, Progress, Strategy
 from memopt.strategies.host_budget import host_limit
 from memopt.strategies.target import Target
 

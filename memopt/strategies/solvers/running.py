@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from memopt.models.progress import stops
+from memopt.models.progress import Progress, stops
 from memopt.models.status import Status
-from memopt.strategies.base import Progress
 
 POLL_S = 0.1
 GRACE_S = 2.0
